@@ -1,0 +1,56 @@
+"""What a pipeline stage does, one step at a time, as plain values.
+
+An :class:`Action` is a kind and an index. The same actions are executed by the engine, checked and
+drawn without processes, and named in logs and errors, so its text form is part of the interface:
+``F7`` is the forward pass of micro-batch 7, ``SEND_GRAD7`` sends the gradient of its input to the
+previous stage, ``STEP3`` is the optimizer update of batch 3.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+_TEXT = re.compile(r"([A-Z_]+?)(\d+)")
+
+
+class Kind(enum.Enum):
+    """The kinds of action; the value is the text form without the index."""
+
+    LOAD = "LOAD"  # read micro-batch: inputs on the first stage, labels on the last
+    RECV_ACT = "RECV_ACT"
+    FORWARD = "F"
+    SEND_ACT = "SEND_ACT"
+    RECV_GRAD = "RECV_GRAD"
+    BACKWARD = "B"
+    SEND_GRAD = "SEND_GRAD"
+    REDUCE = "REDUCE"  # average a batch's gradients over the stage's data-parallel replicas
+    STEP = "STEP"  # one optimizer update of this stage
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action of one stage. ``index`` counts micro-batches, for REDUCE and STEP batches, from 0."""
+
+    kind: Kind
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The inverse of ``str()``.
+
+        Raises:
+            ValueError: ``text`` is not the text form of an action.
+        """
+        match = _TEXT.fullmatch(text)
+        try:
+            if match is None:
+                raise ValueError
+            return cls(Kind(match.group(1)), int(match.group(2)))
+        except ValueError:
+            allowed = ", ".join(f"{kind.value}0" for kind in Kind)
+            raise ValueError(f"action {text!r}: expected a kind and an index, such as {allowed}") from None

@@ -1,0 +1,96 @@
+"""What each key of the ``"vpipe"`` block accepts, in words, and how a wrong value is refused.
+
+The model in :mod:`ds_vpipe.config` decides; this module speaks. Each key is described once, and every message
+about it is made from that.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from pydantic_core import ErrorDetails
+
+from ds_vpipe.refusal import Refusal, did_you_mean
+
+# Key -> (what it accepts, what to do about a value that it does not accept).
+HELP: dict[str, tuple[str, str]] = {
+    "": ("an object of settings", 'write "vpipe": {} for the defaults, or remove the key for the stock engine'),
+    "sync_mode": ('"asp" or "bsp"', 'write "asp" to never drain the pipeline, "bsp" to drain it every batch'),
+    "schedule": ('"1f1b"', 'write "1f1b" or remove the key'),
+    "weight_sync": (
+        '"stash", "vertical" or "none", with sync_mode "asp" only',
+        'write "stash" or remove the key',
+    ),
+    "partition": (
+        'a list of layer counts > 0, one per stage, "uniform", "parameters", "type:REGEX", the path of a .json file, '
+        "or null for the module's own",
+        'give one count per stage, such as [12, 13, 13, 11], or "parameters" to balance by size',
+    ),
+    "recompute_ratio": (
+        "a number in [0, 1], or a list of one such number per stage",
+        "give the fraction of a stage's layers to recompute, such as 0.5, or 0 for none",
+    ),
+    "stage_to_depth_map": (
+        '"default", or a list of one int >= 0 per stage that never rises and ends in 0, with sync_mode "asp" only',
+        'write "default" (K-1, ..., 1, 0) or a list such as [3, 2, 1, 0]',
+    ),
+    "gradient_clipping_scope": ('"stage"', 'write "stage" or remove the key'),
+    "peer_timeout_s": ("a number of seconds > 0", "give the longest wait for another stage, such as 300"),
+    "timeline": ('an object {"enabled": false, "path": "..."}', "remove the key"),
+    "timeline.enabled": ("false", "write false or remove the key"),
+    "timeline.path": ("a path, as a string", "give a file name or remove the key"),
+}
+
+# The same for one entry of a list.
+_ENTRY_HELP: dict[str, tuple[str, str]] = {
+    "partition": ("an int > 0", "give the number of layers of the stage"),
+    "recompute_ratio": ("a number in [0, 1]", "give the fraction of the stage's layers to recompute, such as 0.5"),
+    "stage_to_depth_map": (
+        "an int >= 0, not above the one before, and 0 at the last stage",
+        'correct the list, as in [3, 2, 1, 0], or write "default"',
+    ),
+}
+
+# Values of the final design that arrive later: refused by name until then, with what to use instead.
+_NOT_YET: dict[tuple[str, object], str] = {
+    ("schedule", "gpipe"): 'use "1f1b", which needs less memory at the same speed',
+    ("schedule", "interleaved"): 'use "1f1b"',
+    ("partition", "profile"): 'use "parameters" or give the layer counts',
+    ("recompute_ratio", "auto"): "give a number in [0, 1] or one per stage",
+    ("stage_to_depth_map", "auto"): 'use "default" or give one depth per stage',
+    ("gradient_clipping_scope", "delayed_global"): 'use "stage", which clips by the norm of each stage',
+    ("timeline.enabled", True): "write false",
+}
+
+
+def refusal_of(detail: ErrorDetails, known: Mapping[str, tuple[str, ...]], origin: Mapping[str, str]) -> Refusal:
+    """Word one pydantic error.
+
+    Args:
+        detail: The error, whose context may come from a validator of :mod:`ds_vpipe.config`.
+        known: The keys of each object; the block itself is ``""``.
+        origin: The file that a key was read from, for keys that were.
+    """
+    context = detail.get("ctx", {})
+    key = context.get("key") or ".".join(str(part) for part in detail["loc"])
+    if detail["type"] in ("extra_forbidden", "invalid_key"):
+        *parent, word = detail["loc"]
+        keys = known[".".join(str(part) for part in parent)]
+        hint = did_you_mean(word, keys)
+        return Refusal(f"vpipe.{key}", detail["input"], ", ".join(keys), "rename or remove it", f"unknown key{hint}")
+
+    value = context.get("value", detail["input"])
+    allowed, remedy = (_ENTRY_HELP if context.get("path") else HELP)[key]
+    reason = context.get("reason", "")
+    name = f"vpipe.{key}{context.get('path', '')}"
+    if isinstance(value, (str, bool)) and (key, value) in _NOT_YET:
+        reason, remedy = "not supported yet", _NOT_YET[key, value]
+    elif isinstance(value, float) and not math.isfinite(value):
+        reason = "it is not a finite number"
+    elif not reason and isinstance(value, str):
+        reason = did_you_mean(value, re.findall(r'"(\w+)"', allowed)).lstrip(", ")
+    if key in origin:
+        name = f"{name} (file {origin[key]}, key {key}{context.get('path', '')})"
+    return Refusal(name, value, allowed, context.get("remedy") or remedy, reason)

@@ -1,0 +1,162 @@
+"""How many consecutive layers each stage gets."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import accumulate
+
+from ds_vpipe.refusal import Refusal, show
+
+
+def bounds(counts: Sequence[int]) -> list[int]:
+    """Return the K+1 boundaries of K stages: stage s holds layers ``bounds[s]`` to ``bounds[s + 1] - 1``."""
+    return [0, *accumulate(counts)]
+
+
+def uniform_partition(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return K layer counts that differ by at most one, larger ones first, as DeepSpeed's ``uniform`` does.
+
+    Raises:
+        VPipeConfigError: There are fewer layers than stages.
+    """
+    _check_size(num_layers, num_stages)
+    size, rest = divmod(num_layers, num_stages)
+    return tuple(size + (stage < rest) for stage in range(num_stages))
+
+
+def balanced_partition(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return K layer counts >= 1 for which the largest sum of weights on a stage is as small as possible.
+
+    Among all such partitions it takes one with the smallest sum of squared stage weights, and among those one
+    with the smallest sum of squared layer counts, so that stages which do not set the pace are even too.
+
+    The first step is the linear partition problem, solved by bisection over the bottleneck with a greedy test
+    (Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", 2004): O(n log S) for n
+    layers of total weight S. The second is a dynamic program over the last cut: O(K n^2). Weights are
+    turned into integers exactly, so the result does not depend on rounding.
+
+    Args:
+        weights: Cost of each layer, finite and >= 0, in any unit.
+        num_stages: K.
+
+    Raises:
+        VPipeConfigError: There are fewer layers than stages.
+        ValueError: A weight is negative or not finite.
+    """
+    _check_size(len(weights), num_stages)
+    costs = _as_integers(weights)
+    sums = bounds(costs)
+    limit = _bottleneck(costs, num_stages)
+
+    # best[i]: (squared weights, squared counts) of the first i layers on the stages so far; None: not possible.
+    num_layers = len(costs)
+    best: list[tuple[int, int] | None] = [(0, 0)] + [None] * num_layers
+    cuts: list[list[int]] = []
+    for _ in range(num_stages):
+        extended: list[tuple[int, int] | None] = [None] * (num_layers + 1)
+        cut = [0] * (num_layers + 1)
+        for end in range(1, num_layers + 1):
+            for start in range(end - 1, -1, -1):
+                weight = sums[end] - sums[start]
+                if weight > limit:
+                    break
+                before = best[start]
+                if before is None:
+                    continue
+                cost = (before[0] + weight**2, before[1] + (end - start) ** 2)
+                known = extended[end]
+                if known is None or cost < known:
+                    extended[end], cut[end] = cost, start
+        best = extended
+        cuts.append(cut)
+
+    counts: list[int] = []
+    end = num_layers
+    for cut in reversed(cuts):
+        counts.append(end - cut[end])
+        end = cut[end]
+    return tuple(reversed(counts))
+
+
+def resolve_partition(
+    method: str | Sequence[int],
+    layer_weights: Callable[[], Sequence[float]],
+    layer_names: Sequence[str],
+    num_stages: int,
+) -> tuple[int, ...]:
+    """Turn a value of ``vpipe.partition`` into K layer counts.
+
+    Args:
+        method: ``"uniform"``, ``"parameters"``, ``"type:REGEX"``, or the counts themselves.
+        layer_weights: Gives the number of parameters of each layer; called for ``"parameters"`` only, because
+            counting means building the layers.
+        layer_names: Type name of each layer. REGEX is searched in them regardless of case, as in DeepSpeed, and
+            the number of matching layers per stage is balanced.
+        num_stages: K.
+
+    Raises:
+        VPipeConfigError: Nothing matches REGEX, the counts do not fit, or there are fewer layers than stages.
+    """
+    if not isinstance(method, str):
+        return _checked_counts(method, len(layer_names), num_stages)
+    if method == "uniform":
+        return uniform_partition(len(layer_names), num_stages)
+    if method == "parameters":
+        return balanced_partition(layer_weights(), num_stages)
+    kind, _, pattern = method.partition(":")
+    if kind != "type" or not pattern:
+        allowed = '"uniform", "parameters", "type:REGEX" or layer counts'
+        raise Refusal("vpipe.partition", method, allowed, "use one of these").error()
+    search = re.compile(pattern, re.IGNORECASE).search
+    matches = [int(search(name) is not None) for name in layer_names]
+    if not any(matches):
+        allowed = f"a REGEX found in one of the layer types {show(sorted(set(layer_names)))}"
+        reason = "no layer type matches"
+        raise Refusal("vpipe.partition", method, allowed, "correct the regular expression", reason).error()
+    return balanced_partition(matches, num_stages)
+
+
+def _check_size(num_layers: int, num_stages: int) -> None:
+    if num_stages < 1:
+        raise ValueError(f"num_stages: got {num_stages}; allowed: an int >= 1")
+    if num_layers < num_stages:
+        reason = f"the model has {num_layers} layers"
+        raise Refusal("number of stages", num_stages, f"1 to {num_layers}", "use fewer stages", reason).error()
+
+
+def _checked_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
+    if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
+        allowed = f"{num_stages} counts >= 1 that sum to {num_layers}"
+        reason = f"these are {len(counts)} counts that sum to {sum(counts)}"
+        raise Refusal("vpipe.partition", counts, allowed, "correct the counts", reason).error()
+    return tuple(counts)
+
+
+def _as_integers(weights: Sequence[float]) -> list[int]:
+    """Scale ``weights`` to integers without rounding; every finite float is a fraction."""
+    for index, weight in enumerate(weights):
+        if not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"weights[{index}]: got {weight}; allowed: a finite number >= 0")
+    fractions = [Fraction(weight) for weight in weights]
+    scale = math.lcm(*(fraction.denominator for fraction in fractions))
+    return [int(fraction * scale) for fraction in fractions]
+
+
+def _bottleneck(costs: Sequence[int], num_stages: int) -> int:
+    """Return the smallest limit for which ``costs`` fit on ``num_stages`` stages in order."""
+    low, high = max(costs), sum(costs)
+    while low < high:
+        limit = (low + high) // 2
+        stages, load = 1, 0
+        for cost in costs:
+            load += cost
+            if load > limit:
+                stages, load = stages + 1, cost
+        if stages <= num_stages:
+            high = limit
+        else:
+            low = limit + 1
+    return low

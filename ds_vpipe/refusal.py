@@ -1,0 +1,74 @@
+"""How a refused setting is worded: one line with key, value, what is allowed and what to do.
+
+Every rank prints the line, and launchers interleave the output of ranks, so a message that spans lines
+cannot be read. Values are shown as JSON because that is how the user wrote them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ds_vpipe.errors import VPipeConfigError
+
+_LONGEST_VALUE = 100
+
+
+def show(value: object) -> str:
+    """Return ``value`` as JSON on one line, cut to a readable length."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value)
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return ``', did you mean "x"?'`` for the closest of ``known``, or an empty string."""
+    if not isinstance(word, str):
+        return ""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f', did you mean "{by_lower[close[0]]}"?' if close else ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One setting that is refused.
+
+    Attributes:
+        key: Full name of the key, such as ``vpipe.recompute_ratio[1]``.
+        value: The value given.
+        allowed: What the key accepts.
+        remedy: What to do, as an imperative.
+        reason: Why the value is refused, where "it is not among the allowed" does not say it.
+    """
+
+    key: str
+    value: object
+    allowed: str
+    remedy: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        reason = f"{self.reason}; " if self.reason else ""
+        line = f"{self.key}: got {show(self.value)}; {reason}allowed: {self.allowed}; {self.remedy}"
+        return " ".join(line.split())
+
+    def error(self) -> VPipeConfigError:
+        """Return the exception to raise."""
+        return VPipeConfigError(str(self))
+
+
+def raise_first(refusals: Sequence[Refusal]) -> None:
+    """Raise the first of ``refusals``, saying how many more there are; return if there is none.
+
+    Raises:
+        VPipeConfigError: ``refusals`` is not empty.
+    """
+    if refusals:
+        more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
+        raise VPipeConfigError(f"{refusals[0]}{more}")

@@ -1,0 +1,119 @@
+"""The 1F1B order of one stage, asynchronous or synchronous, as pure data.
+
+Stage ``s`` runs ``F(0) .. F(W-1)``, then for ``i = 0, 1, 2, ...`` the pair ``F(i+W), B(i)``, and after
+the last backward pass of each batch of ``M`` micro-batches one update. ``W`` is the stage's warm-up
+depth. With three stages, depths 2, 1, 0 and ``M = 1`` (updates are not drawn)::
+
+    stage 0   F0 F1 F2 B0 F3 B1 F4 B2 ...
+    stage 1      F0 F1 B0 F2 B1 F3 B2 ...
+    stage 2         F0 B0 F1 B1 F2 B2 ...
+
+The order never depends on time, only on how many micro-batches have been admitted: no forward pass
+goes beyond ``limit``. An asynchronous pipeline has no limit until its data end; a synchronous one has
+a limit at the end of every batch, which makes it drain there. That is the whole difference.
+
+Source: the 1F1B order and weight stashing of PipeDream (Narayanan et al., SOSP 2019, sections 3.2 and
+3.3), with gradient accumulation over M micro-batches as in PipeDream-2BW (ICML 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ds_vpipe.actions import Action, Kind
+
+
+def default_depths(num_stages: int) -> tuple[int, ...]:
+    """Warm-up depth of each stage that keeps every stage busy if transfers cost nothing: K-1-s."""
+    return tuple(num_stages - 1 - stage for stage in range(num_stages))
+
+
+def version_used(micro_batch: int, depth: int, micro_batches: int, refill: int = 0) -> int:
+    """Number of its own updates a stage has applied when it runs ``F(micro_batch)``.
+
+    Args:
+        micro_batch: index of the micro-batch.
+        depth: warm-up depth ``W`` of the stage (with vertical sync: of stage 0).
+        micro_batches: micro-batches per batch, ``M``.
+        refill: first micro-batch that was admitted after the pipeline last drained.
+    """
+    return max(refill, micro_batch - depth) // micro_batches
+
+
+def versions_alive(depth: int, micro_batches: int) -> int:
+    """Weight versions a stage holds in steady state: the newest and those of micro-batches in flight."""
+    return 1 - (-depth // micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far one stage has come. Counts are of micro-batches since the start of training.
+
+    Attributes:
+        forwarded: forward passes run; the next one is ``F(forwarded)``.
+        completed: backward passes run; the next one is ``B(completed)``.
+        limit: no forward pass at or beyond this index; None while data are not known to end.
+        refill: first micro-batch admitted after the pipeline last drained.
+    """
+
+    forwarded: int = 0
+    completed: int = 0
+    limit: int | None = None
+    refill: int = 0
+
+    @property
+    def drained(self) -> bool:
+        """True if nothing is in flight on this stage."""
+        return self.forwarded == self.completed
+
+
+def compute_actions(progress: Progress, depth: int, micro_batches: int) -> Iterator[Action]:
+    """What is left of the current batch at a stage: forward passes, backward passes, one update.
+
+    Stops short of backward passes of micro-batches that the limit shuts out.
+    """
+    batch = progress.completed // micro_batches
+    forwarded = progress.forwarded
+    limit = progress.limit
+    for micro_batch in range(progress.completed, (batch + 1) * micro_batches):
+        ahead = micro_batch + depth + 1
+        for admitted in range(forwarded, ahead if limit is None else min(ahead, limit)):
+            yield Action(Kind.FORWARD, admitted)
+        forwarded = max(forwarded, ahead if limit is None else min(ahead, limit))
+        if micro_batch >= forwarded:
+            return
+        yield Action(Kind.BACKWARD, micro_batch)
+    yield Action(Kind.REDUCE, batch)
+    yield Action(Kind.STEP, batch)
+
+
+def with_communication(actions: Iterable[Action], stage: int, num_stages: int) -> Iterator[Action]:
+    """Add reading and transfers around the forward and backward passes of ``stage``.
+
+    The first stage reads inputs and the last labels; every other boundary is a transfer.
+    """
+    first, last = stage == 0, stage == num_stages - 1
+    for action in actions:
+        index = action.index
+        if action.kind is Kind.FORWARD:
+            if not first:
+                yield Action(Kind.RECV_ACT, index)
+            if first or last:
+                yield Action(Kind.LOAD, index)
+            yield action
+            if not last:
+                yield Action(Kind.SEND_ACT, index)
+        elif action.kind is Kind.BACKWARD:
+            if not last:
+                yield Action(Kind.RECV_GRAD, index)
+            yield action
+            if not first:
+                yield Action(Kind.SEND_GRAD, index)
+        else:
+            yield action
+
+
+def stage_actions(progress: Progress, depth: int, micro_batches: int, stage: int, num_stages: int) -> Iterator[Action]:
+    """Everything ``stage`` does from ``progress`` to the end of the current batch."""
+    return with_communication(compute_actions(progress, depth, micro_batches), stage, num_stages)

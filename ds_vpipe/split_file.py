@@ -1,0 +1,88 @@
+"""A partition kept in a JSON file of its own, ``{"partition": [...], "recompute_ratio": [...]}``.
+
+Planners write such files and several configs can share one. ``recompute_ratio`` is optional in it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from typing_extensions import TypeIs
+
+from ds_vpipe.refusal import Refusal, did_you_mean
+
+_KEYS = ("partition", "recompute_ratio")
+_CONTENT = 'a JSON file {"partition": [counts], "recompute_ratio": [ratios]}'
+
+
+def is_split_file(partition: object) -> TypeIs[str]:
+    """Say whether the value of ``partition`` is the path of a file rather than counts or a method."""
+    return isinstance(partition, str) and partition.endswith(".json") and not partition.startswith("type:")
+
+
+def merge_split_file(block: dict[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
+    """Replace the path in ``block["partition"]`` by what the file says.
+
+    Args:
+        block: The ``"vpipe"`` block, with a path (relative to the current directory) as ``partition``.
+
+    Returns:
+        The new block, and for each key taken from the file the path of the file. Values are not checked.
+
+    Raises:
+        VPipeConfigError: The file is missing or not JSON, its keys are wrong, or it and ``block`` give
+            different values of ``recompute_ratio``.
+    """
+    path: str = block["partition"]
+    content = _read(path)
+    for key in content:
+        if key not in _KEYS:
+            reason = f"unknown key {json.dumps(key)}{did_you_mean(key, _KEYS)}"
+            raise Refusal("vpipe.partition", path, _CONTENT, "rename or remove the key in the file", reason).error()
+    if "partition" not in content:
+        _refuse_file(path, 'the file has no key "partition"')
+    if not isinstance(content["partition"], list):
+        name = f"vpipe.partition (file {path}, key partition)"
+        allowed = "a list of layer counts > 0"
+        raise Refusal(name, content["partition"], allowed, "write the counts in the file").error()
+
+    merged = {**block, "partition": content["partition"]}
+    origin = {"partition": path}
+    if "recompute_ratio" in content:
+        in_file = content["recompute_ratio"]
+        in_block = block.get("recompute_ratio", in_file)
+        if not _same(in_block, in_file):
+            reason = f"file {path} has {json.dumps(in_file)} under the same key"
+            allowed = "the ratios in one of the two places, or the same in both"
+            raise Refusal("vpipe.recompute_ratio", in_block, allowed, "remove one of them", reason).error()
+        if "recompute_ratio" not in block:
+            merged["recompute_ratio"] = in_file
+            origin["recompute_ratio"] = path
+    return merged, origin
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        _refuse_file(path, f"the file cannot be read: {error.strerror} (current directory {Path.cwd()})")
+    except (ValueError, RecursionError) as error:
+        _refuse_file(path, f"the file is not JSON: {error}")
+    if not isinstance(content, dict):
+        _refuse_file(path, "the file does not hold an object")
+    return content
+
+
+def _refuse_file(path: str, reason: str) -> NoReturn:
+    raise Refusal("vpipe.partition", path, _CONTENT, "correct the path or the file", reason).error()
+
+
+def _same(one: object, other: object) -> bool:
+    """Compare two values of ``recompute_ratio``, where a number stands for itself at every stage."""
+    if isinstance(one, list) and not isinstance(other, list):
+        return all(item == other for item in one)
+    if isinstance(other, list) and not isinstance(one, list):
+        return _same(other, one)
+    return one == other

@@ -1,0 +1,170 @@
+"""DeepSpeed settings that do not work together with a ``"vpipe"`` block.
+
+Most of them would not fail by themselves: they would dead-lock, be ignored, or train something else. Key names
+and defaults are those of ``deepspeed/runtime/config.py`` and ``deepspeed/runtime/zero/config.py`` of DeepSpeed
+0.19. Values that DeepSpeed itself refuses, such as an ``"auto"`` that nobody filled in, are left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ds_vpipe.refusal import Refusal, raise_first
+
+if TYPE_CHECKING:
+    from ds_vpipe.config import VPipeConfig
+
+BLOCK = "vpipe"
+
+
+def block_of(ds_config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the ``"vpipe"`` block of a DeepSpeed JSON, or None if there is none.
+
+    Raises:
+        VPipeConfigError: The block is not an object, or its key is spelled otherwise (``"vPipe"``), which
+            DeepSpeed would ignore in silence.
+    """
+    for key in ds_config:
+        if key != BLOCK and key.lower().replace("-", "").replace("_", "") == BLOCK:
+            reason = f'unknown key, did you mean "{BLOCK}"?'
+            raise Refusal(key, ds_config[key], f'the block under the key "{BLOCK}"', "rename the key", reason).error()
+    if BLOCK not in ds_config:
+        return None
+    block = ds_config[BLOCK]
+    if not isinstance(block, dict):
+        remedy = f'write "{BLOCK}": {{}} for the defaults, or remove the key for the stock engine'
+        raise Refusal(BLOCK, block, "an object of settings", remedy).error()
+    return block
+
+
+def refuse_unsupported(ds_config: Mapping[str, Any], block: VPipeConfig, num_stages: int) -> None:
+    """Refuse settings of the DeepSpeed JSON that do not work with ``block`` on ``num_stages`` stages.
+
+    Raises:
+        VPipeConfigError: At least one such setting is there. One line names the first key, its value and what
+            to put instead, and how many more there are.
+    """
+    asp = block.sync_mode == "asp"
+    raise_first(
+        [
+            *_zero(ds_config, asp),
+            *_precision(ds_config),
+            *_profiling(ds_config, num_stages),
+            *_pipeline(ds_config, block),
+            *_features(ds_config, asp),
+        ]
+    )
+
+
+def _zero(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:
+    stage = _zero_stage(config)
+    if stage is not None and stage > 1:
+        why = "ZeRO-2 and ZeRO-3 split gradients or weights across steps that pipeline stages take at different times"
+        yield Refusal("zero_optimization.stage", stage, "0 or 1", "use stage 1", why)
+    # An offload with device "none" is off; DeepSpeed also reads the two deprecated flags.
+    offload: list[tuple[str, str]] = [("offload_param", "cpu_offload_param")]
+    if asp:
+        offload.append(("offload_optimizer", "cpu_offload"))
+    for key, flag in offload:
+        device = _get(config, f"zero_optimization.{key}.device")
+        if device not in (None, "none"):
+            yield Refusal(f"zero_optimization.{key}.device", device, '"none"', f"remove {key}", "not supported")
+        if _on(_get(config, f"zero_optimization.{flag}")):
+            yield Refusal(f"zero_optimization.{flag}", True, "false", "remove the key", "not supported")
+    zenflow = _get(config, "zero_optimization.zenflow")
+    if zenflow is not None:
+        why = "ZenFlow updates weights outside of the optimizer step"
+        yield Refusal("zero_optimization.zenflow", zenflow, "no such key", "remove the key", why)
+
+
+def _precision(config: Mapping[str, Any]) -> Iterator[Refusal]:
+    if _on(_get(config, "fp16.enabled")):
+        fix = 'use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
+        yield Refusal("fp16.enabled", True, "false", fix, "not supported yet")
+    bf16 = "bf16" if config.get("bf16") is not None else "bfloat16"
+    if _on(_get(config, f"{bf16}.enabled")) and _zero_stage(config) == 0:
+        why = "bf16 without ZeRO accumulates in bf16 and its checkpoints do not load"
+        fix = 'add "zero_optimization": {"stage": 1}'
+        yield Refusal(f"{bf16}.enabled", True, "true with ZeRO stage 1, or false", fix, why)
+    if _on(_get(config, "torch_autocast.enabled")):
+        fix = 'use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
+        yield Refusal("torch_autocast.enabled", True, "false", fix, "not supported yet")
+
+
+def _profiling(config: Mapping[str, Any], num_stages: int) -> Iterator[Refusal]:
+    if num_stages >= 2:
+        why = "DeepSpeed raises with it when there are 2 or more stages"
+        for key in ("wall_clock_breakdown", "flops_profiler.enabled"):
+            if _on(_get(config, key)):
+                yield Refusal(key, True, "false, or one stage", "write false", why)
+
+
+def _pipeline(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal]:
+    for key in ("pipe_partitioned", "grad_partitioned"):
+        if _on(_get(config, f"pipeline.{key}")):
+            why = "activations are sent whole"
+            yield Refusal(f"pipeline.{key}", True, "false", "write false or remove the key", why)
+    ratio = block.recompute_ratio
+    recomputes = any(ratio) if isinstance(ratio, tuple) else ratio > 0
+    interval = _int(_get(config, "pipeline.activation_checkpoint_interval"))
+    if interval is not None and interval > 0 and recomputes:
+        why = "vpipe.recompute_ratio recomputes the same layers"
+        fix = "write 0 here, or remove vpipe.recompute_ratio"
+        yield Refusal("pipeline.activation_checkpoint_interval", interval, "0 next to recompute_ratio", fix, why)
+
+
+def _features(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:
+    switches = ["elasticity", "autotuning", "hybrid_engine"]
+    if asp:
+        # A sampler that changes with the step would be asked for batches ahead of the step they are for.
+        switches += [
+            "data_efficiency",
+            "data_efficiency.data_sampling.curriculum_learning",
+            "data_efficiency.data_routing.random_ltd",
+            "curriculum_learning",
+        ]
+    for name in switches:
+        if _on(_get(config, f"{name}.enabled")):
+            yield Refusal(f"{name}.enabled", True, "false", f"remove {name.rpartition('.')[2]}", "not supported")
+    for key in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
+        size = _int(_get(config, key))
+        if size is not None and size > 1:
+            why = "stages are parallel over layers and data only"
+            yield Refusal(key, size, "1", "remove the key and use more stages or replicas", why)
+    managed = config.get("managed_gradient_accumulation")
+    if managed is False:
+        why = "the schedule decides when a stage updates"
+        yield Refusal("managed_gradient_accumulation", managed, "true", "write true or remove the key", why)
+
+
+def _get(config: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted ``path``, or None where any part of it is missing or not an object."""
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(key)
+    return value
+
+
+def _on(value: object) -> bool:
+    """Say whether DeepSpeed's models read ``value`` as true; they also take 1 and words."""
+    return value is True or value == 1 or (isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"))
+
+
+def _int(value: object) -> int | None:
+    """Return ``value`` as DeepSpeed's models read it for an int key, or None if it is no int."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
+        return int(value)
+    return int(value) if isinstance(value, str) and value.isdecimal() else None
+
+
+def _zero_stage(config: Mapping[str, Any]) -> int | None:
+    """Return the ZeRO stage, or None if it cannot be told. A bare boolean is DeepSpeed's deprecated form."""
+    zero = config.get("zero_optimization", {})
+    if isinstance(zero, bool):
+        return int(zero)
+    if not isinstance(zero, Mapping):
+        return None
+    return _int(zero.get("stage", 0))

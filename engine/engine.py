@@ -1,0 +1,361 @@
+"""The asynchronous pipeline engine: stage programs of :mod:`ds_vpipe.schedule`, carried out inside DeepSpeed.
+
+:class:`VPipeEngine` replaces what DeepSpeed's ``PipelineEngine`` does within a batch and leaves the rest
+to it: configuration, optimizers and precision, reduction over replicas, learning-rate schedules,
+reporting, checkpoints. A call of ``train_batch()`` runs this stage's program up to its next update::
+
+    call t, stage s of K     F .. F   (warm-up, after a start or a drain only)
+                             F B  F B  ..  F B   M pairs; forwards run W micro-batches ahead
+                             REDUCE STEP         this stage's own update t
+
+Data end in band: in place of an activation the first stage sends END, and every stage drains to the
+last complete batch. The mean loss of a batch rides with the gradient of its last micro-batch, so that
+every stage has it before its own update without a message or a wait of its own. A failing stage sends
+ABORT on all its links, in place of whatever its neighbours wait for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
+from deepspeed.runtime.pipe.schedule import PipeSchedule
+from deepspeed.utils import logger
+
+from ds_vpipe.config import StageSettings, VPipeConfig
+from ds_vpipe.engine import instructions as instr
+from ds_vpipe.engine.admission import ReplicaAgreement
+from ds_vpipe.engine.evaluation import EvaluationMixin
+from ds_vpipe.engine.feed import MicroBatchFeed, to_device
+from ds_vpipe.engine.flight import Flight
+from ds_vpipe.engine.neighbours import Neighbours
+from ds_vpipe.engine.optimizers import OptimizerMixin
+from ds_vpipe.engine.stashing import WeightStashingOptimizer
+from ds_vpipe.engine.wire import Message
+from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
+from ds_vpipe.schedule import Progress, version_used
+
+_EXIT_GRACE_S = 60.0
+
+
+class _EndOfData(Exception):
+    """The rest of the current batch's program is void: the first stage has no more micro-batches."""
+
+
+class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
+    """DeepSpeed's pipeline engine with an asynchronous 1F1B schedule and weight stashing.
+
+    Built by :func:`ds_vpipe.initialize`. ``train_batch()``, ``eval_batch()`` and the rest of the
+    interface are ``PipelineEngine``'s.
+
+    Attributes:
+        stashing_optimizer: the versions of this stage's weights, around ``optimizer``.
+        depth: this stage's warm-up depth.
+        progress: micro-batches forwarded and completed by this stage.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.vpipe_config = VPipeConfig.parse(self.config["vpipe"])
+        self.settings: StageSettings = self.vpipe_config.resolve(self.num_stages, self.module._num_layers)
+        self.asynchronous = self.vpipe_config.sync_mode == "asp"
+        self.depth = self.settings.depth[self.stage_id]
+        self.progress = Progress()
+        self.neighbours = Neighbours(self.grid, self.settings.depth, self.vpipe_config.peer_timeout_s, self.device)
+        self.stashing_optimizer = WeightStashingOptimizer(
+            self.optimizer, self.module.parameters(), stash=self.vpipe_config.weight_sync != "none"
+        )
+        self._vertical = self.vpipe_config.weight_sync == "vertical"
+        self._feed = MicroBatchFeed()
+        self._agreement = ReplicaAgreement(self.grid, self.vpipe_config.peer_timeout_s)
+        self._flights: dict[int, Flight] = {}
+        self._batch_loss: torch.Tensor | None = None
+        self._loss_work: Any = None
+        self._losses: torch.Tensor | None = None  # this pipeline's and all pipelines' mean loss of the batch
+        self._doing = "start"
+        self._failure: str | None = None
+        self._refilled_in: int | None = None
+        atexit.register(_finish_sends, weakref.ref(self))
+
+    # Batches
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Train this stage up to its next update and return the mean loss of exactly that batch.
+
+        The first stage reads up to its depth of micro-batches ahead; pass the same iterator in every
+        call. Only the first stage uses inputs and only the last labels.
+
+        Args:
+            data_iter: iterator over ``(inputs, labels)`` micro-batches; None on stages in between, or to
+                use the data set given to ``initialize()``.
+
+        Raises:
+            StopIteration: on every rank, if the data do not suffice for the batch. All complete batches
+                have been trained, and training may go on with a new iterator.
+            PipelinePeerError: another stage failed, is lost, or did not answer in time.
+        """
+        if self._failure is not None:
+            raise VPipeError(f"train_batch() after a failure: {self._failure}; restart from a checkpoint")
+        if self.progress.limit is not None and self.progress.completed == self.progress.limit:
+            self.progress = dataclasses.replace(self.progress, limit=None, refill=self.progress.completed)
+        if self.progress.drained:
+            self._refilled_in = self._feed.call + 1
+        self._feed.post_process = self.batch_fn
+        reads = self.is_first_stage() or self.is_last_stage()
+        self._feed.next_call((self.data_iterator if data_iter is None else data_iter) if reads else None)
+        try:
+            return super().train_batch(data_iter)
+        except StopIteration:
+            self.timers(TRAIN_BATCH_TIMER).reset()
+            raise
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    def _train_schedule(self) -> PipeSchedule:
+        if not self.asynchronous:
+            batch_end = (self.progress.completed // self.micro_batches + 1) * self.micro_batches
+            if self.progress.limit is None:
+                self.progress = dataclasses.replace(self.progress, limit=batch_end)
+        return instr.StageSchedule(self.progress, self.depth, self.micro_batches, self.num_stages, self.stage_id)
+
+    def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
+        if not isinstance(pipe_schedule, instr.StageSchedule):
+            super()._exec_schedule(pipe_schedule)
+            return
+        self._batch_loss = self._losses = None
+        while True:
+            try:
+                for step in pipe_schedule:
+                    for instruction in step:
+                        self._doing = str(instruction)
+                        self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
+                return
+            except _EndOfData:
+                if self.progress.completed == self.progress.limit:
+                    raise StopIteration from None
+                pipe_schedule = self._train_schedule()
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        if self._losses is None:
+            raise PipelineProtocolError(f"{self.neighbours.me}: batch without a loss")
+        self.dp_group_loss, loss = self._losses.unbind()
+        return loss.clone()
+
+    # Instructions
+
+    def _exec_load(self, index: int) -> None:
+        if not self.is_first_stage():
+            flight = self._flights[index]
+            try:
+                item = self._feed.read(flight.call)
+            except StopIteration:
+                raise VPipeError(
+                    f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
+                    f"give both stages iterators over the same data"
+                ) from None
+            flight.labels = to_device(item[1], self.device)
+            self._feed.forget_before(flight.call)
+            return
+        call, item = self._feed.call, None
+        try:
+            item = self._feed.read(call)
+        except StopIteration:
+            pass
+        if not self._agreement.all_have(item is not None):
+            if item is not None:
+                self._feed.give_back(call, item)
+            self._end_of_data(index - index % self.micro_batches, call)
+        self._feed.forget_before(call)
+        labels = to_device(item[1], self.device) if self.is_last_stage() else None
+        self._flights[index] = Flight(call, to_device(item[0], self.device), labels)
+
+    def _exec_recv_activation(self, index: int) -> None:
+        assert self.neighbours.activations_in is not None and self.neighbours.gradients_out is not None
+        message = self.neighbours.activations_in.receive(self._doing)
+        if message.kind is Message.END:
+            self._end_of_data(message.micro_batch, message.note)
+        self._expect(message.kind is Message.ACTIVATION and message.micro_batch == index, message)
+        self._flights[index] = Flight(message.note, self._arrived(message.tree))
+        # The previous stage runs F(index) after B(index - W - 1), for which it has had our gradient.
+        self.neighbours.gradients_out.release(index - self.settings.depth[self.stage_id - 1] - 1)
+
+    def _exec_forward(self, index: int) -> None:
+        flight = self._flights[index]
+        with self.stashing_optimizer.forward(index, self._vertical_version(index)):
+            outputs = DeepSpeedEngine.forward(self, flight.enter())
+            if self.is_last_stage():
+                loss_fn = self.module.loss_fn
+                outputs = outputs if loss_fn is None else loss_fn(outputs, flight.labels)
+        flight.labels = None
+        if self.is_last_stage():
+            self._add_loss(flight, outputs, index)
+        else:
+            self._sending = outputs
+            flight.keep_outputs(outputs)
+        self.progress = dataclasses.replace(self.progress, forwarded=index + 1)
+        if self._vertical:
+            self.stashing_optimizer.keep_from(self._vertical_version(index + 1) or 0)
+
+    def _exec_send_activation(self, index: int) -> None:
+        assert self.neighbours.activations_out is not None
+        outputs, self._sending = self._sending, None
+        self.neighbours.activations_out.send(Message.ACTIVATION, index, outputs, note=self._flights[index].call)
+
+    def _exec_recv_gradient(self, index: int) -> None:
+        assert self.neighbours.activations_out is not None and self.neighbours.gradients_in is not None
+        message = self.neighbours.gradients_in.receive(self._doing)
+        self._expect(message.kind is Message.GRADIENT and message.micro_batch == index, message)
+        self.neighbours.activations_out.release(index)
+        gradients, losses = self._arrived(message.tree)
+        self._flights[index].gradients = list(gradients)
+        if losses is not None:
+            self._losses = losses
+
+    def _exec_backward(self, index: int) -> None:
+        flight = self._flights[index]
+        self.stashing_optimizer.load_old_params(index)
+        if flight.loss is not None:
+            DeepSpeedEngine.backward(self, flight.loss)
+            flight.loss = None
+        else:
+            self._backward_from_gradients(flight)
+        self.stashing_optimizer.load_new_params()
+        self.stashing_optimizer.release(index)
+        if self.is_first_stage():
+            del self._flights[index]
+        self.progress = dataclasses.replace(self.progress, completed=index + 1)
+        if self.is_last_stage() and self.progress.completed % self.micro_batches == 0:
+            self._finish_loss()
+
+    def _exec_send_gradient(self, index: int) -> None:
+        assert self.neighbours.gradients_out is not None
+        flight = self._flights.pop(index)
+        losses = self._losses if self.progress.completed % self.micro_batches == 0 else None
+        self.neighbours.gradients_out.send(Message.GRADIENT, index, (flight.input_gradients(), losses))
+
+    def _exec_reduce(self, index: int) -> None:
+        if not self.asynchronous and self.module.tied_comms:
+            self._exec_reduce_tied_grads()
+        if self.is_data_parallel or self.zero_optimization() or self.using_bf16_optimizer:
+            self._exec_reduce_grads()
+        else:
+            self._get_gradients_for_reduction()  # zeros where a parameter got no gradient, as a reduction makes them
+
+    def _exec_update(self, index: int) -> None:
+        self._exec_optimizer_step()
+
+    # Parts of them
+
+    def _vertical_version(self, index: int) -> int | None:
+        if not self._vertical:
+            return None
+        return version_used(index, self.settings.depth[0], self.micro_batches, self.progress.refill)
+
+    def _backward_from_gradients(self, flight: Flight) -> None:
+        if self.using_bf16_optimizer:
+            self.optimizer.clear_lp_grads()
+        pairs = [(o, g) for o, g in zip(flight.outputs, flight.gradients, strict=True) if g is not None]
+        self._running_engine_backward = True  # DeepSpeed's hooks take it for engine.backward()
+        try:
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        finally:
+            self._running_engine_backward = False
+        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
+            self.optimizer.update_hp_grads(clear_lp_grads=False)
+        flight.outputs, flight.gradients = [], []
+
+    def _add_loss(self, flight: Flight, loss: Any, index: int) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            given = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise VPipeError(f"loss of the last stage: got {given}, allowed is a tensor without dimensions; take its mean")
+        flight.loss = loss
+        detached = loss.detach()
+        # Zero first, as DeepSpeed sums: bit for bit the same loss.
+        self._batch_loss = (torch.zeros_like(detached) if self._batch_loss is None else self._batch_loss) + detached
+        if (index + 1) % self.micro_batches == 0:
+            mean = self._scale_loss_by_gas(self._batch_loss)
+            self._losses = torch.stack([mean, mean]).float()
+            if self.is_data_parallel:  # hidden behind the backward pass that comes next
+                self._loss_work = dist.all_reduce(
+                    self._losses[1:], group=self.mpu.get_data_parallel_group(), async_op=True
+                )
+
+    def _finish_loss(self) -> None:
+        if self._loss_work is not None and self._losses is not None:
+            self._loss_work.wait()
+            self._losses[1] /= self.dp_world_size
+            self._loss_work = None
+
+    def _end_of_data(self, limit: int, call: int) -> None:
+        """No micro-batch from ``limit`` on belongs to a complete batch: drop them and tell the next stage."""
+        for index in [index for index in self._flights if index >= limit]:
+            del self._flights[index]
+            self.stashing_optimizer.release(index)
+        self.progress = dataclasses.replace(
+            self.progress, limit=limit, forwarded=min(self.progress.forwarded, limit)
+        )
+        if self.neighbours.activations_out is not None:
+            self.neighbours.activations_out.send(Message.END, limit, None, note=call)
+        elif not self.is_first_stage():
+            self._feed.expect_end(call)
+        one_batch = self._refilled_in == call and limit == self.progress.refill + self.micro_batches
+        if self.is_first_stage() and self.asynchronous and self.depth and one_batch:
+            logger.warning(
+                "ds_vpipe: the iterator given to train_batch() ended after one batch, so the pipeline drains in every "
+                "such call; pass one iterator over the whole data set, the same object in every call"
+            )
+        raise _EndOfData
+
+    def _arrived(self, tree: Any) -> Any:
+        """Move a received tree to the stage's device; on the CPU it is there already."""
+        if self.device.type == "cpu":
+            return tree
+        if isinstance(tree, torch.Tensor):
+            return tree.detach().to(self.device, non_blocking=True).requires_grad_(tree.requires_grad)
+        return type(tree)(self._arrived(item) for item in tree) if isinstance(tree, (tuple, list)) else tree
+
+    def _expect(self, holds: bool, message: Any) -> None:
+        if not holds:
+            raise PipelineProtocolError(
+                f"{self.neighbours.me} expected {self._doing}, got {message.kind.name}{message.micro_batch}: "
+                f"do all ranks run the same script with the same configuration?"
+            )
+
+    def _abort(self, error: BaseException) -> None:
+        if isinstance(error, PipelinePeerError):
+            self._failure = error.reason
+        else:
+            text = " ".join(str(error).split())
+            self._failure = f"{self.neighbours.me} failed in {self._doing}: {type(error).__name__}: {text}"
+        self.neighbours.abort(self._failure)
+
+    _INSTRUCTION_MAP = {  # noqa: RUF012 - the name and the form are DeepSpeed's
+        **PipelineEngine._INSTRUCTION_MAP,
+        **EvaluationMixin.EVALUATION_MAP,
+        instr.LoadMicroBatch: _exec_load,
+        instr.RecvActivation: _exec_recv_activation,
+        instr.Forward: _exec_forward,
+        instr.SendActivation: _exec_send_activation,
+        instr.RecvGradient: _exec_recv_gradient,
+        instr.Backward: _exec_backward,
+        instr.SendGradient: _exec_send_gradient,
+        instr.ReduceGradients: _exec_reduce,
+        instr.Update: _exec_update,
+    }
+
+
+def _finish_sends(engine: weakref.ref[VPipeEngine]) -> None:
+    """At exit: a stage that is done stays until its neighbours have what it sent them."""
+    alive = engine()
+    if alive is not None and alive._failure is None and alive.neighbours.gradients_out is not None:
+        alive.neighbours.gradients_out.wait_for_all(time.monotonic() + _EXIT_GRACE_S)

@@ -1,0 +1,110 @@
+"""Where micro-batches come from: the iterators that the user passes to ``train_batch()``.
+
+The first stage reads ahead of the last by the pipeline's depth, so the two read the same position at
+different times, maybe in different calls of ``train_batch()``. Inputs and labels stay together because
+every activation carries the number of the call whose iterator its micro-batch was read from, and the
+last stage reads the label from the iterator that it was given in that same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ds_vpipe.errors import VPipeError
+
+Item = Any  # (inputs, labels)
+
+
+class MicroBatchFeed:
+    """Reads items, one a micro-batch, from the iterators of successive ``train_batch()`` calls."""
+
+    def __init__(self) -> None:
+        self.post_process: Callable[[Item], Item] | None = None
+        self._call = -1
+        self._iterators: dict[int, Iterator[Item]] = {}  # by the first call that used each
+        self._returned: dict[int, Item] = {}  # read from an iterator to see whether it ends, but not used
+
+    @property
+    def call(self) -> int:
+        """Number of the current ``train_batch()`` call, from 0."""
+        return self._call
+
+    def next_call(self, iterator: Iterator[Item] | None) -> None:
+        """The next ``train_batch()`` call begins; it reads from ``iterator`` (None: nothing to read here)."""
+        self._call += 1
+        if iterator is None:
+            return
+        newest = max(self._iterators, default=None)
+        if newest is None or self._iterators[newest] is not iterator:
+            self._iterators[self._call] = iterator
+
+    def forget_before(self, call: int) -> None:
+        """No micro-batch that was read before ``call`` will be asked for again."""
+        keep = self._source(call)
+        for number in [n for n in self._iterators if keep is not None and n < keep]:
+            del self._iterators[number]
+            self._returned.pop(number, None)
+
+    def read(self, call: int) -> Item:
+        """The next item of the iterator that was current in ``call``.
+
+        Raises:
+            StopIteration: it has ended.
+            VPipeError: there was no iterator.
+        """
+        source = self._source(call)
+        if source is None:
+            raise VPipeError(
+                "train_batch(data_iter=None) on a stage that reads data: "
+                "pass an iterator of (inputs, labels), or training_data to initialize(), on the first and last stage"
+            )
+        if source in self._returned:
+            return self._returned.pop(source)
+        item = next(self._iterators[source])
+        return item if self.post_process is None else self.post_process(item)
+
+    def give_back(self, call: int, item: Item) -> None:
+        """Undo the last :meth:`read` of ``call``."""
+        source = self._source(call)
+        if source is not None:
+            self._returned[source] = item
+
+    def expect_end(self, call: int) -> None:
+        """Let the iterator of ``call`` say that it has ended, as it has said to the first stage.
+
+        An iterator may start over after that; asking keeps the one here at the same position. One that
+        has more to give loses nothing.
+        """
+        source = self._source(call)
+        if source is None or source in self._returned:
+            return
+        try:
+            self._returned[source] = self.read(call)
+        except StopIteration:
+            pass
+
+    def _source(self, call: int) -> int | None:
+        return max((number for number in self._iterators if number <= call), default=None)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A private copy of a batch on ``device``: tensors in tuples or lists become tensors in tuples.
+
+    Raises:
+        VPipeError: the batch holds something else.
+    """
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        # A layer may work in place on its input, which must not reach the user's data.
+        moved = value.detach().to(device, non_blocking=True)
+        return moved.clone() if moved.data_ptr() == value.data_ptr() else moved
+    if isinstance(value, (tuple, list)):
+        return tuple(to_device(item, device) for item in value)
+    raise VPipeError(
+        f"micro-batch: got {type(value).__name__} where tensors, None and tuples or lists of them are allowed; "
+        f"let the iterator return (inputs, labels) made of those"
+    )

@@ -1,0 +1,67 @@
+"""What a stage keeps of a micro-batch between its forward and its backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ds_vpipe.engine.wire import Tree, leaves
+
+
+class _Entry(torch.autograd.Function):
+    """Hands a received tensor to the stage so that the first layer may work in place on it.
+
+    Autograd forbids that on a leaf; a copy would do too, at the price of a second stage input in memory
+    for every micro-batch in flight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+@dataclass(slots=True)
+class Flight:
+    """One micro-batch in flight at one stage.
+
+    Attributes:
+        call: number of the ``train_batch()`` call whose iterator it was read from.
+        inputs: what the stage's first layer gets.
+        labels: what the loss function gets, on the last stage.
+        outputs: tensors that a gradient will arrive for.
+        gradients: those gradients, once received; None where the next stage did not use a tensor.
+        loss: on the last stage.
+    """
+
+    call: int
+    inputs: Tree = None
+    labels: Any = None
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+
+    def enter(self) -> Tree:
+        """The inputs as the stage's first layer gets them."""
+        return _enter(self.inputs)
+
+    def keep_outputs(self, outputs: Tree) -> None:
+        """Remember the outputs that take part in the backward pass."""
+        self.outputs = [leaf for leaf in leaves(outputs) if leaf is not None and leaf.requires_grad]
+
+    def input_gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the inputs that require one, in order."""
+        return tuple(leaf.grad for leaf in leaves(self.inputs) if leaf is not None and leaf.requires_grad)
+
+
+def _enter(tree: Tree) -> Tree:
+    if isinstance(tree, torch.Tensor):
+        return _Entry.apply(tree) if tree.requires_grad else tree
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_enter(item) for item in tree)
+    return tree

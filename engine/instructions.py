@@ -1,0 +1,89 @@
+"""Schedule actions as DeepSpeed pipe instructions, and a stage's plan as a DeepSpeed schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deepspeed.runtime.pipe import schedule as ds_schedule
+
+from ds_vpipe.actions import Action, Kind
+from ds_vpipe.schedule import Progress, stage_actions
+
+
+class StageInstruction(ds_schedule.PipeInstruction):
+    """An instruction that carries out one :class:`~ds_vpipe.actions.Action`."""
+
+    def __init__(self, action: Action) -> None:
+        super().__init__(index=action.index)
+        self.action = action
+
+    def __repr__(self) -> str:
+        return str(self.action)
+
+
+class LoadMicroBatch(StageInstruction):
+    """Read inputs (first stage) and labels (last stage)."""
+
+
+class RecvActivation(StageInstruction):
+    """Wait for the input of a micro-batch, or for the news that the data have ended."""
+
+
+class Forward(StageInstruction):
+    """Forward pass with the weights of the micro-batch's version."""
+
+
+class SendActivation(StageInstruction):
+    """Start sending the output to the next stage."""
+
+
+class RecvGradient(StageInstruction):
+    """Wait for the gradient of the output."""
+
+
+class Backward(StageInstruction):
+    """Backward pass with the weights that the forward pass used."""
+
+
+class SendGradient(StageInstruction):
+    """Start sending the gradient of the input to the previous stage."""
+
+
+class ReduceGradients(StageInstruction):
+    """Average a batch's gradients over the stage's replicas."""
+
+
+class Update(StageInstruction):
+    """One optimizer update of the stage."""
+
+
+INSTRUCTIONS: dict[Kind, type[StageInstruction]] = {
+    Kind.LOAD: LoadMicroBatch,
+    Kind.RECV_ACT: RecvActivation,
+    Kind.FORWARD: Forward,
+    Kind.SEND_ACT: SendActivation,
+    Kind.RECV_GRAD: RecvGradient,
+    Kind.BACKWARD: Backward,
+    Kind.SEND_GRAD: SendGradient,
+    Kind.REDUCE: ReduceGradients,
+    Kind.STEP: Update,
+}
+
+
+class StageSchedule(ds_schedule.PipeSchedule):
+    """The rest of the current batch at one stage, from ``progress`` on, one instruction a step."""
+
+    def __init__(self, progress: Progress, depth: int, micro_batches: int, stages: int, stage_id: int) -> None:
+        super().__init__(micro_batches=micro_batches, stages=stages, stage_id=stage_id)
+        self._progress = progress
+        self._depth = depth
+
+    def steps(self) -> Iterator[list[ds_schedule.PipeInstruction]]:
+        """Instructions in the order in which the stage carries them out."""
+        actions = stage_actions(self._progress, self._depth, self.micro_batches, self.stage_id, self.stages)
+        for action in actions:
+            yield [INSTRUCTIONS[action.kind](action)]
+
+    def num_pipe_buffers(self) -> int:
+        """Micro-batches in flight at most; they are kept by number, not in DeepSpeed's buffers."""
+        return self._depth + 1

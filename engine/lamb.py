@@ -1,0 +1,115 @@
+"""LAMB in plain torch, for devices that DeepSpeed's CUDA kernel does not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB: Adam's direction, scaled per tensor to a fraction of the tensor's own norm.
+
+    You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes (ICLR 2020),
+    algorithm 2. Arguments are those of DeepSpeed's ``FusedLamb``, so a JSON works on both devices.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        bias_correction: correct the moments for their start at zero.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment, under the root with ``eps_inside_sqrt``.
+        weight_decay: decoupled decay, part of the direction that is scaled.
+        max_grad_norm: gradients are divided by their global norm over this, where it is more; 0 for never.
+        max_coeff: upper limit of the trust ratio.
+        min_coeff: lower limit of the trust ratio.
+        amsgrad: not part of LAMB.
+
+    Raises:
+        ValueError: ``amsgrad`` is set.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise ValueError("optimizer.params.amsgrad: got true, allowed is false; LAMB has no AMSGrad variant")
+        self._eps_inside_sqrt = eps_inside_sqrt
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "bias_correction": bias_correction,
+                "betas": tuple(betas),
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "max_grad_norm": max_grad_norm,
+                "max_coeff": max_coeff,
+                "min_coeff": min_coeff,
+            },
+        )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            divisor = _clip_divisor([p.grad for p in parameters], group["max_grad_norm"])
+            for parameter in parameters:
+                self._update(parameter, parameter.grad / divisor, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if group["bias_correction"]:
+            mean = mean / (1 - beta1 ** state["step"])
+            square = square / (1 - beta2 ** state["step"])
+        root = (square + group["eps"]).sqrt_() if self._eps_inside_sqrt else square.sqrt().add_(group["eps"])
+        direction = mean / root
+        if group["weight_decay"]:
+            direction.add_(parameter, alpha=group["weight_decay"])
+        weight_norm, direction_norm = parameter.norm(), direction.norm()
+        ratio = torch.where(
+            (weight_norm > 0) & (direction_norm > 0),
+            (weight_norm / direction_norm).clamp(group["min_coeff"], group["max_coeff"]),
+            torch.ones_like(weight_norm),
+        )
+        parameter.sub_(direction.mul_(ratio * group["lr"]))
+
+
+def _clip_divisor(gradients: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor | float:
+    norms = [gradient.norm() for gradient in gradients]
+    if max_norm <= 0 or not norms:
+        return 1.0
+    return (torch.stack(norms).norm() / max_norm).clamp(min=1.0)

@@ -1,0 +1,84 @@
+"""The links of one stage to the stages before and after it, for training and for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_vpipe.engine.transport import Peer, Receiver, Sender, abort_all
+
+_EVAL_PREFETCH = 2
+_LINKS_PER_PAIR = 4  # activations, gradients, evaluation, evaluation losses
+
+
+class Neighbours:
+    """Senders and receivers; None where there is no neighbour.
+
+    Args:
+        grid: DeepSpeed's process grid.
+        depths: warm-up depth of every stage, which bounds the messages under way on a link.
+        timeout_s: limit of every wait, in seconds.
+        device: where the stage computes.
+    """
+
+    def __init__(self, grid: Any, depths: Sequence[int], timeout_s: float, device: torch.device) -> None:
+        stage, last = grid.get_stage_id(), grid.pipe_parallel_size - 1
+        me = Peer(stage, grid.get_global_rank())
+        pin = device.type == "cuda"
+        self.activations_in: Receiver | None = None
+        self.gradients_out: Sender | None = None
+        self.eval_in: Receiver | None = None
+        self.eval_loss_out: Sender | None = None
+        self.activations_out: Sender | None = None
+        self.gradients_in: Receiver | None = None
+        self.eval_out: Sender | None = None
+        self.eval_loss_in: Receiver | None = None
+
+        groups = self._groups(grid, timeout_s)
+        if stage > 0:
+            peer = Peer(stage - 1, grid.stage_to_global(stage - 1))
+            prefetch = depths[stage - 1] - depths[stage] + 1
+            forward, backward, evaluate, loss = groups[peer.rank, me.rank]
+            self.activations_in = Receiver(forward, me, peer, prefetch, timeout_s)
+            self.gradients_out = Sender(backward, me, peer, prefetch, timeout_s, pin)
+            self.eval_in = Receiver(evaluate, me, peer, _EVAL_PREFETCH, timeout_s)
+            self.eval_loss_out = Sender(loss, me, peer, 1, timeout_s, pin)
+        if stage < last:
+            peer = Peer(stage + 1, grid.stage_to_global(stage + 1))
+            prefetch = depths[stage] - depths[stage + 1] + 1
+            forward, backward, evaluate, loss = groups[me.rank, peer.rank]
+            self.activations_out = Sender(forward, me, peer, prefetch, timeout_s, pin)
+            self.gradients_in = Receiver(backward, me, peer, prefetch, timeout_s)
+            self.eval_out = Sender(evaluate, me, peer, _EVAL_PREFETCH, timeout_s, pin)
+            self.eval_loss_in = Receiver(loss, me, peer, 1, timeout_s)
+        self.me = me
+
+    @staticmethod
+    def _groups(grid: Any, timeout_s: float) -> dict[tuple[int, int], list[dist.ProcessGroup]]:
+        """Four groups for every two neighbouring ranks of every pipeline.
+
+        All ranks name all groups in the same order, as torch wants it; only the members of a group connect.
+        """
+        return {
+            pair: [
+                dist.new_group(list(pair), backend="gloo", timeout=timedelta(seconds=timeout_s))
+                for _ in range(_LINKS_PER_PAIR)
+            ]
+            for ranks in grid.pipe_groups
+            for pair in pairwise(ranks)
+        }
+
+    @property
+    def senders(self) -> list[Sender]:
+        """All sending ends."""
+        candidates = (self.activations_out, self.gradients_out, self.eval_out, self.eval_loss_out)
+        return [sender for sender in candidates if sender is not None]
+
+    def abort(self, reason: str) -> None:
+        """Tell both neighbours, whatever they are waiting for, that this stage has failed."""
+        abort_all(self.senders, reason)

@@ -1,0 +1,50 @@
+"""Recomputation of a stage's last layers in the backward pass, by ratio.
+
+The last ``int(ratio * n)`` of a stage's ``n`` layers form one checkpointed segment, so that its
+activations are not kept between forward and backward pass. Checkpointing is non-reentrant, which works
+with integer inputs and therefore on the first stage too, and restores the random state. Source: Chen et
+al., Training Deep Nets with Sublinear Memory Cost (2016); the ratio per stage is vPipe's (TPDS 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.utils import set_random_seed
+from torch.utils.checkpoint import checkpoint
+
+
+def recomputed_layers(ratio: float, num_layers: int) -> int:
+    """How many of a stage's layers, counted from its end, are recomputed."""
+    return int(ratio * num_layers)
+
+
+def apply_recompute(module: PipelineModule, ratio: float) -> None:
+    """Make ``module`` recompute the last part of its layers. Ratio 0 leaves it alone."""
+    count = recomputed_layers(ratio, len(module.forward_funcs))
+    if count:
+        module.forward = MethodType(partial(_forward, first_recomputed=len(module.forward_funcs) - count), module)
+
+
+def _forward(module: PipelineModule, inputs: Any, *, first_recomputed: int) -> Any:
+    module.micro_offset += 1
+    seed_offset = module.micro_offset + 1
+    outputs = _run(module, 0, first_recomputed, seed_offset, inputs)
+    if not torch.is_grad_enabled():
+        return _run(module, first_recomputed, None, seed_offset, outputs)
+    segment: Callable[[Any], Any] = partial(_run, module, first_recomputed, None, seed_offset)
+    return checkpoint(segment, outputs, use_reentrant=False, preserve_rng_state=True)
+
+
+def _run(module: PipelineModule, start: int, stop: int | None, seed_offset: int, value: Any) -> Any:
+    for position, layer in enumerate(module.forward_funcs[start:stop], start):
+        module.curr_layer = position + module._local_start
+        if module.seed_layers:
+            (module.seed_fn or set_random_seed)(module.base_seed * seed_offset + module.curr_layer)
+        value = layer(value)
+    return value

@@ -1,0 +1,132 @@
+"""Pipeline modules whose layers are split over the stages as the ``"vpipe"`` block says.
+
+:class:`VPipeModule` is built with the right split from the start. :func:`repartition` moves layers of
+a ``PipelineModule`` that a script has built with other bounds; weights go with their layers, so the
+model is the same before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.partition import bounds, resolve_partition
+
+
+class VPipeModule(PipelineModule):
+    """A ``PipelineModule`` whose ``partition_method`` may also be a list of layer counts, one per stage.
+
+    Raises:
+        VPipeConfigError: the counts do not fit the layers or the stages.
+    """
+
+    def _partition_layers(self, method: str | Sequence[int] = "uniform") -> None:
+        self.parts = bounds(stage_counts(self, method))
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+
+
+def stage_counts(module: PipelineModule, method: str | Sequence[int]) -> tuple[int, ...]:
+    """Layers per stage by ``method``, as in the ``"vpipe"`` block; see :func:`ds_vpipe.partition.resolve_partition`."""
+    return resolve_partition(
+        method,
+        lambda: module._count_layer_params(),
+        [_type_name(spec) for spec in module._layer_specs],
+        module.num_stages,
+    )
+
+
+def _type_name(spec: Any) -> str:
+    if isinstance(spec, LayerSpec):
+        return str(spec.typename.__name__)
+    return type(spec).__name__ if isinstance(spec, torch.nn.Module) else str(getattr(spec, "__name__", type(spec)))
+
+
+def repartition(module: PipelineModule, counts: Sequence[int]) -> bool:
+    """Give every stage the number of layers in ``counts``; all ranks call this. False if it had them already.
+
+    Layers keep their weights: those that change hands are built from their specification and then
+    receive the state of the layer they replace.
+
+    Raises:
+        VPipeConfigError: a layer was changed after it was built, so that it cannot be built again.
+    """
+    old, new = list(module.parts), bounds(counts)
+    if old == new:
+        return False
+    stage = module.stage_id
+    built = dict(zip(range(old[stage], old[stage + 1]), module.forward_funcs, strict=True))
+    for name in list(module._modules):
+        if name in module.fwd_map:
+            del module._modules[name]
+    tied = dict(module.tied_modules.items())
+    module.forward_funcs, module.fwd_map = [], {}
+    module.tied_modules, module.tied_weight_attrs = torch.nn.ModuleDict(), {}
+    module.parts = new
+    module._set_bounds(start=new[stage], stop=new[stage + 1])
+    specs = list(module._layer_specs)
+    for index in range(new[stage], new[stage + 1]):
+        if index in built and isinstance(built[index], torch.nn.Module) and not isinstance(specs[index], TiedLayerSpec):
+            module._layer_specs[index] = built[index]  # a module in place of its specification is used as it is
+    module._build()
+    module._layer_specs[:] = specs
+    module.to(get_accelerator().device_name(module.local_rank))
+    _move_states(module, built, tied, old, new)
+    module.tied_comms = module._index_tied_modules()
+    module._synchronize_tied_weights()
+    if module.activation_checkpoint_interval > 0:
+        module.is_checkpointable_results_interval = None
+        module._precompute_checkpointable_values()
+    return True
+
+
+def _owner(parts: Sequence[int], index: int) -> int:
+    return next(stage for stage in range(len(parts) - 1) if parts[stage] <= index < parts[stage + 1])
+
+
+def _move_states(
+    module: PipelineModule, built: dict[int, Any], tied: dict[str, torch.nn.Module], old: Sequence[int], new: Sequence[int]
+) -> None:
+    stage = module.stage_id
+    for index, spec in enumerate(module._layer_specs):
+        source, target = _owner(old, index), _owner(new, index)
+        if stage not in (source, target):
+            continue
+        now = module.forward_funcs[index - new[stage]] if stage == target else None
+        if isinstance(spec, TiedLayerSpec):
+            before: Any = tied.get(spec.key)
+            now = module.tied_modules[spec.key] if stage == target else None
+        else:
+            before = built.get(index)
+        if source == target:
+            if isinstance(now, torch.nn.Module) and now is not before:
+                now.load_state_dict(before.state_dict())
+        elif stage == source and isinstance(before, torch.nn.Module):
+            for tensor in before.state_dict().values():
+                dist.send(tensor.contiguous(), module._grid.stage_to_global(target))
+        elif stage == target and isinstance(now, torch.nn.Module):
+            for tensor in now.state_dict().values():
+                dist.recv(tensor, module._grid.stage_to_global(source))
+
+
+def refuse_spanning_ties(module: PipelineModule) -> None:
+    """Tied layers on different stages are not supported by the asynchronous schedule yet.
+
+    Raises:
+        VPipeConfigError: the module has some.
+    """
+    stages: dict[str, set[int]] = {}
+    for index, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            stages.setdefault(spec.key, set()).add(_owner(module.parts, index))
+    for key, owners in stages.items():
+        if len(owners) > 1:
+            raise VPipeConfigError(
+                f"TiedLayerSpec key {key!r}: its layers are on stages {sorted(owners)}, which is not supported yet with "
+                f'vpipe.sync_mode "asp"; untie them, keep them on one stage, or write "bsp"'
+            )

@@ -1,0 +1,242 @@
+"""Asynchronous point-to-point links between neighbouring stages.
+
+Each direction between two stages is a :class:`Link` with a process group of its own, so that a wait
+that fails on one cannot poison another. Sends never block: gloo and NCCL hand them to the receiver when
+it is ready. Receives are posted ``prefetch`` messages ahead, because a gloo send is a rendezvous: it
+moves only once its receive is posted.
+
+A posted receive must be at least as long as its message. Both ends therefore follow one rule: the
+buffer for message ``n`` is as long as the longest of messages ``0 .. n - prefetch``, which are those
+that the receiver has seen when it posts it. A longer message is announced in its place by a small one
+and follows on its own; this happens only when messages grow.
+
+Every wait has a limit and a name: a timeout, a lost peer and a peer's own failure all end it with a
+:class:`PipelinePeerError`, which says who waited, for what, and from whom.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ds_vpipe.engine.wire import HEADER_BYTES, Message, Packed, Packer, Received, Tree, announcement, unpack
+from ds_vpipe.errors import PipelinePeerError
+
+_OWN_TAG = 1  # tag of messages that were announced; ordinary ones use tag 0
+_ABORT_GRACE_S = 5.0  # how long a failing stage tries to tell its neighbours why
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A stage and the rank that runs it."""
+
+    stage: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} (rank {self.rank})"
+
+
+class _Capacity:
+    """Length of the receive buffer for each message, the same on both ends."""
+
+    def __init__(self, prefetch: int) -> None:
+        self._recent: deque[int] = deque()
+        self._prefetch = prefetch
+        self._longest = HEADER_BYTES
+
+    def sender(self) -> int:
+        """Buffer length that the receiver posts for the next message to be sent."""
+        return self._longest
+
+    def sent(self, size: int) -> None:
+        self._recent.append(size)
+        if len(self._recent) >= self._prefetch:
+            self._longest = max(self._longest, self._recent.popleft())
+
+    def received(self, size: int) -> int:
+        """Buffer length for the receive that is posted after a message of ``size`` bytes."""
+        self._longest = max(self._longest, size)
+        return self._longest
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    micro_batch: int
+    works: list[dist.Work]
+    packed: Packed
+    announced: torch.Tensor | None = None
+    error: RuntimeError | None = None
+
+
+class Sender:
+    """The sending end of a link.
+
+    Args:
+        group: process group of the two ranks.
+        me: this stage.
+        to: the stage at the other end.
+        prefetch: receives that the other end keeps posted.
+        timeout_s: limit of every wait, in seconds.
+        pin: the tensors come from an accelerator and are staged through page-locked memory.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, me: Peer, to: Peer, prefetch: int, timeout_s: float, pin: bool = False
+    ) -> None:
+        self._group, self._me, self._to = group, me, to
+        self._timeout_s = timeout_s
+        self._pin = pin
+        self._packer = Packer(pin)
+        self._capacity = _Capacity(prefetch)
+        self._outgoing: deque[_Outgoing] = deque()
+
+    def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
+        """Start sending ``tree`` and return its size in bytes.
+
+        The tensors may be freed or changed as soon as this returns.
+        """
+        packed = self._packer.pack(kind, micro_batch, tree, note)
+        if self._pin:
+            torch.cuda.current_stream().synchronize()
+        outgoing = _Outgoing(micro_batch, [], packed)
+        try:
+            if packed.size > self._capacity.sender():
+                outgoing.announced = announcement(packed.size)
+                outgoing.works.append(self._start(outgoing.announced, 0))
+                outgoing.works.append(self._start(packed.data, _OWN_TAG))
+            else:
+                outgoing.works.append(self._start(packed.data, 0))
+        except RuntimeError as error:
+            # The peer has gone. That is no failure of this send: a stage whose script ends before its
+            # neighbour's does not need what the neighbour computed ahead. Whoever waits for the peer
+            # will find out.
+            outgoing.error = error
+        self._capacity.sent(packed.size)
+        self._outgoing.append(outgoing)
+        return packed.size
+
+    def release(self, micro_batch: int) -> None:
+        """Recycle the buffers of messages up to ``micro_batch``, which the other end is known to have received."""
+        while self._outgoing and self._outgoing[0].micro_batch <= micro_batch:
+            self._finish(self._outgoing.popleft())
+
+    def flush(self) -> None:
+        """Wait until everything sent so far has been received.
+
+        Raises:
+            PipelinePeerError: the time limit passed or the peer is lost.
+        """
+        while self._outgoing:
+            self._finish(self._outgoing.popleft())
+
+    def wait_for_all(self, deadline: float) -> None:
+        """Like :meth:`flush`, but until ``deadline`` (``time.monotonic()``) at most and without an error."""
+        with suppress(RuntimeError):
+            for outgoing in self._outgoing:
+                for work in outgoing.works:
+                    work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
+
+    def _start(self, data: torch.Tensor, tag: int) -> dist.Work:
+        work = dist.isend(data, self._to.rank, group=self._group, tag=tag)
+        if work is None:
+            raise RuntimeError(f"rank {self._me.rank} is not a member of the link's process group")
+        return work
+
+    def _finish(self, outgoing: _Outgoing) -> None:
+        try:
+            if outgoing.error is not None:
+                raise outgoing.error
+            for work in outgoing.works:
+                work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise PipelinePeerError(
+                f"{self._me} waited for {self._to} to receive message {outgoing.micro_batch}: "
+                f"{_cause(error, self._timeout_s)}"
+            ) from error
+        self._packer.release(outgoing.packed)
+
+
+def abort_all(senders: Sequence[Sender], reason: str) -> None:
+    """Send ``reason`` over every link in place of what its other end waits for; give up after a short while."""
+    text = torch.frombuffer(bytearray(reason.encode()[: HEADER_BYTES // 2]), dtype=torch.uint8)
+    for sender in senders:
+        sender.send(Message.ABORT, 0, text)
+    deadline = time.monotonic() + _ABORT_GRACE_S
+    for sender in senders:
+        sender.wait_for_all(deadline)
+
+
+class Receiver:
+    """The receiving end of a link; arguments as for :class:`Sender`."""
+
+    def __init__(self, group: dist.ProcessGroup, me: Peer, source: Peer, prefetch: int, timeout_s: float) -> None:
+        self._group, self._me, self._source = group, me, source
+        self._timeout_s = timeout_s
+        self._capacity = _Capacity(prefetch)
+        self._posted: deque[tuple[torch.Tensor, dist.Work | RuntimeError]] = deque()
+        for _ in range(prefetch):
+            self._post(HEADER_BYTES)
+
+    def receive(self, what: str) -> Received:
+        """Wait for the next message.
+
+        Args:
+            what: name of what is expected, such as ``RECV_GRAD7``, for the message of a failure.
+
+        Raises:
+            PipelinePeerError: the time limit passed, the peer is lost, or it says that it has failed.
+        """
+        data, work = self._posted.popleft()
+        self._wait(work, what)
+        message = unpack(data)
+        if message.kind is Message.OVERSIZE:
+            data = torch.empty(message.size, dtype=torch.uint8)
+            self._wait(self._start(data, _OWN_TAG), what)
+            message = unpack(data)
+        self._post(self._capacity.received(message.size))
+        if message.kind is Message.ABORT:
+            reason = bytes(message.tree.tolist()).decode(errors="replace")
+            raise PipelinePeerError(f"{self._me} stopped waiting for {what} from {self._source}: {reason}", reason)
+        return message
+
+    def _post(self, size: int) -> None:
+        data = torch.empty(size, dtype=torch.uint8)
+        self._posted.append((data, self._start(data, 0)))
+
+    def _start(self, data: torch.Tensor, tag: int) -> dist.Work | RuntimeError:
+        try:
+            work = dist.irecv(data, self._source.rank, group=self._group, tag=tag)
+        except RuntimeError as error:
+            return error  # matters only if somebody waits for it
+        return work if work is not None else RuntimeError(f"rank {self._me.rank} is not in the link's process group")
+
+    def _wait(self, work: dist.Work | RuntimeError, what: str) -> None:
+        try:
+            if isinstance(work, RuntimeError):
+                raise work
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise PipelinePeerError(
+                f"{self._me} waited for {what} from {self._source}: {_cause(error, self._timeout_s)}"
+            ) from error
+
+
+def _cause(error: RuntimeError, timeout_s: float) -> str:
+    """One line for what the backend reported."""
+    text = " ".join(str(error).split())
+    if "Timed out" in text or "timeout" in text.lower():
+        return (
+            f"nothing came within {timeout_s:g} s; see that rank's log, or raise vpipe.peer_timeout_s "
+            f"if a step may take that long"
+        )
+    if "closed" in text or "reset" in text or "Broken pipe" in text:
+        return "it is gone (connection closed); see that rank's log for the cause"
+    return text

@@ -1,0 +1,186 @@
+"""Weight versions of one stage: immutable storages that parameters are pointed to and away from.
+
+Autograd keeps references into parameter storages from a forward pass to its backward pass, some as
+views that stay with the old storage, some through the parameter itself. Both see the right weights
+only if a storage that a micro-batch in flight has used never changes, and if the parameter points to
+that storage again while the backward pass runs. Hence an update that would overwrite such a storage is
+preceded by a fork: the values are copied into a spare storage, everything that aliases the old one is
+pointed to the spare, and the update happens there.
+
+What aliases a parameter's storage depends on the optimizer: nothing else for plain fp32, flat buffers
+and their partitions and fragments for ZeRO-1 and the mixed-precision wrappers. :func:`find_aliases`
+looks for tensors that share a parameter's storage instead of knowing their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MAX_DEPTH = 8
+
+
+def find_aliases(roots: Iterable[object], storages: set[int]) -> list[torch.Tensor]:
+    """Every tensor object reachable from ``roots`` whose storage starts at an address in ``storages``.
+
+    Follows containers, and the attributes of optimizers and of DeepSpeed's own objects, but no modules.
+    """
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def visit(item: object, depth: int) -> None:
+        if depth > _MAX_DEPTH or id(item) in seen:
+            return
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            if item.layout is torch.strided and item.untyped_storage().data_ptr() in storages:
+                found[id(item)] = item
+            visit(getattr(item, "__dict__", None), depth + 1)
+        elif isinstance(item, Mapping):
+            for key, value in item.items():
+                visit(key, depth + 1)
+                visit(value, depth + 1)
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            for value in item:
+                visit(value, depth + 1)
+        elif _holds_tensors(item):
+            visit(vars(item), depth + 1)
+
+    for root in roots:
+        visit(root, 0)
+    return list(found.values())
+
+
+def _holds_tensors(item: object) -> bool:
+    if isinstance(item, torch.nn.Module) or not hasattr(item, "__dict__") or isinstance(item, type):
+        return False
+    return isinstance(item, torch.optim.Optimizer) or type(item).__module__.startswith("deepspeed.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Alias:
+    tensor: torch.Tensor
+    storage: int  # position among the version's storages
+
+    def on(self, flat: torch.Tensor) -> torch.Tensor:
+        """The same view on another storage."""
+        source = self.tensor
+        view = torch.empty(0, dtype=source.dtype, device=flat.device)
+        view.set_(flat.untyped_storage(), source.storage_offset(), source.size(), source.stride())
+        return view
+
+
+class Weights:
+    """One version's storages, with the views that parameters and other aliases take on them."""
+
+    def __init__(self, flats: Sequence[torch.Tensor], aliases: Sequence[_Alias], num_parameters: int) -> None:
+        self.flats = list(flats)
+        views = [alias.on(self.flats[alias.storage]) for alias in aliases]
+        self.parameter_views = views[:num_parameters]
+        self.other_views = views[num_parameters:]
+
+
+class WeightVersions:
+    """The versions of a stage's trainable weights that are alive, by number of updates.
+
+    Args:
+        parameters: the stage's parameters; those that do not require gradients never change and are
+            left alone.
+        holders: objects that may hold further references to the parameters' storages, such as the
+            optimizer.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], holders: Iterable[object] = ()) -> None:
+        unique = {id(p): p for p in parameters if p.requires_grad}
+        self.parameters = list(unique.values())
+        positions: dict[int, int] = {}
+        for parameter in self.parameters:
+            positions.setdefault(parameter.untyped_storage().data_ptr(), len(positions))
+        others = [
+            tensor
+            for tensor in find_aliases([*holders, *(vars(p) for p in self.parameters)], set(positions))
+            if id(tensor) not in unique
+        ]
+        self._aliases = [
+            _Alias(tensor, positions[tensor.untyped_storage().data_ptr()]) for tensor in (*self.parameters, *others)
+        ]
+        self._latest = 0
+        self._pointed = 0
+        self._spare: list[Weights] = []
+        self._alive = {0: self._capture(len(positions))}
+
+    @property
+    def latest(self) -> int:
+        """Number of updates that the newest weights have had."""
+        return self._latest
+
+    @property
+    def pointed(self) -> int:
+        """The version that parameters point to now."""
+        return self._pointed
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Versions held in memory of their own, oldest first; the last is the newest."""
+        return tuple(sorted(self._alive))
+
+    @property
+    def allocated(self) -> int:
+        """Sets of storages in memory: those alive and the spare ones."""
+        return len(self._alive) + len(self._spare)
+
+    def point_to(self, version: int) -> None:
+        """Make the parameters refer to ``version``.
+
+        Raises:
+            KeyError: the version is not alive.
+        """
+        if version != self._pointed:
+            for parameter, view in zip(self.parameters, self._alive[version].parameter_views, strict=True):
+                parameter.data = view
+            self._pointed = version
+
+    def fork(self) -> None:
+        """Move the newest weights to storages that nothing in flight refers to, for an update in place.
+
+        Afterwards the old storages belong to the version that :meth:`advance` leaves behind.
+        """
+        self.point_to(self._latest)
+        source = self._alive[self._latest]
+        target = self._spare.pop() if self._spare else self._allocate(source)
+        if source.flats:
+            torch._foreach_copy_(target.flats, source.flats)
+        for alias, view in zip(self._aliases, (*target.parameter_views, *target.other_views), strict=True):
+            alias.tensor.data = view
+        self._alive[self._latest + 1] = target
+
+    def advance(self) -> None:
+        """Count an update of the newest weights. Without a :meth:`fork` before it, the previous version is gone."""
+        if self._latest + 1 not in self._alive:
+            self._alive[self._latest + 1] = self._alive.pop(self._latest)
+        self._latest += 1
+        self._pointed = self._latest
+
+    def keep_only(self, versions: set[int]) -> None:
+        """Recycle the storages of every version that is neither in ``versions`` nor the newest."""
+        for version in [v for v in self._alive if v not in versions and v != self._latest]:
+            self._spare.append(self._alive.pop(version))
+
+    def tensors(self, version: int) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Parameters with their values in ``version``, for inspection."""
+        yield from zip(self.parameters, self._alive[version].parameter_views, strict=True)
+
+    def _capture(self, num_storages: int) -> Weights:
+        flats: list[Any] = [None] * num_storages
+        for alias in self._aliases:
+            if flats[alias.storage] is None:
+                storage, dtype = alias.tensor.untyped_storage(), alias.tensor.dtype
+                flat = torch.empty(0, dtype=dtype, device=alias.tensor.device)
+                flats[alias.storage] = flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+        return Weights(flats, self._aliases, len(self.parameters))
+
+    def _allocate(self, like: Weights) -> Weights:
+        return Weights([torch.empty_like(flat) for flat in like.flats], self._aliases, len(self.parameters))

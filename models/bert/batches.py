@@ -1,0 +1,86 @@
+"""Micro-batches that every rank computes for itself.
+
+Data-parallel replica r of R takes every R-th group of B samples of the epoch's permutation, so replicas are disjoint,
+and micro-batch j of a replica is the same whichever rank asks for it and whenever. Epochs follow each other without a
+gap: an asynchronous pipeline does not drain between them.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_vpipe.models.bert.samples import Samples
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+Labels = tuple[Tensor, Tensor]
+MicroBatch = tuple[Inputs, Labels]
+
+
+class MicroBatches:
+    """Numbered micro-batches of one data-parallel replica; iterating starts at `start` and ends after `stop`.
+
+    Args:
+        samples: where the samples come from.
+        micro_batch_size: B.
+        replica: number of this data-parallel replica, 0 .. replicas - 1.
+        replicas: R, number of data-parallel replicas.
+        seed: of the order of the samples.
+        shuffle: whether each epoch has an order of its own and new masks; validation wants neither.
+
+    Raises:
+        ValueError: there are not enough samples for one micro-batch per replica.
+    """
+
+    def __init__(
+        self, samples: Samples, micro_batch_size: int, replica: int, replicas: int, seed: int, shuffle: bool = True
+    ) -> None:
+        self._samples = samples
+        self._size = micro_batch_size
+        self._replica = replica
+        self._replicas = replicas
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order = (-1, np.empty(0, dtype=np.int64))
+        self.per_epoch = len(samples) // (micro_batch_size * replicas)
+        if self.per_epoch == 0:
+            raise ValueError(
+                f"{len(samples)} samples are too few for {replicas} replicas of micro-batch size {micro_batch_size}"
+            )
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        """Micro-batch `number` >= 0, shapes as in `models.bert.layers` and `models.bert.loss`."""
+        epoch, place = divmod(number, self.per_epoch) if self._shuffle else (0, number % self.per_epoch)
+        begin = (place * self._replicas + self._replica) * self._size
+        drawn = [
+            self._samples.sample(int(index), epoch) for index in self._permutation(epoch)[begin : begin + self._size]
+        ]
+        inputs = (
+            _stack([sample.input_ids for sample in drawn]),
+            _stack([sample.token_type_ids for sample in drawn]),
+            _stack([sample.padding_mask for sample in drawn]),
+            _stack([sample.masked_positions for sample in drawn]),
+        )
+        labels = (
+            _stack([sample.masked_lm_labels for sample in drawn]),
+            torch.tensor([sample.next_sentence_label for sample in drawn]),
+        )
+        return inputs, labels
+
+    def range(self, start: int, stop: int) -> Iterator[MicroBatch]:
+        """Micro-batches start .. stop - 1, in order."""
+        return (self[number] for number in range(start, stop))
+
+    def _permutation(self, epoch: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        if self._order[0] != epoch:
+            count = len(self._samples)
+            order = np.random.default_rng((self._seed, epoch)).permutation(count) if self._shuffle else np.arange(count)
+            self._order = (epoch, order)
+        return self._order[1]
+
+
+def _stack(
+    rows: list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]] | list[np.ndarray[tuple[int, ...], np.dtype[np.bool_]]],
+) -> Tensor:
+    return torch.from_numpy(np.stack(rows))

@@ -1,0 +1,83 @@
+"""What a rank of a multi-process test does: build an engine on the toy model, train, report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import toy
+from torch import nn
+
+
+def config(micro_batches: int, optimizer: dict[str, Any], vpipe: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration for the toy model."""
+    result: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": toy.MICRO_BATCH,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": optimizer,
+        "gradient_clipping": 0.0,  # DeepSpeed clips at 1.0 unless told otherwise
+        "steps_per_print": 10**9,
+        **extra,
+    }
+    if vpipe is not None:
+        result["vpipe"] = {"peer_timeout_s": 60, **vpipe}
+    return result
+
+
+def engine(ds_config: dict[str, Any], stages: int, loss_fn: Any = None, **module: Any) -> Any:
+    """An engine from ``ds_vpipe.initialize`` for a plain ``PipelineModule``."""
+    import deepspeed
+
+    import ds_vpipe
+
+    net = deepspeed.pipe.PipelineModule(
+        toy.layer_specs(),
+        num_stages=stages,
+        loss_fn=nn.CrossEntropyLoss() if loss_fn is None else loss_fn,
+        partition_method="uniform",
+        **module,
+    )
+    return ds_vpipe.initialize(model=net, config=ds_config)[0]
+
+
+def parameters(trained: Any) -> dict[str, torch.Tensor]:
+    """This stage's parameters by layer number and name."""
+    return {
+        name if name[0].isdigit() else f"other.{name}": value.detach().float().clone()
+        for name, value in trained.module.named_parameters()
+    }
+
+
+def train(
+    ds_config: dict[str, Any], stages: int, batches: int, *, stop: int | None = None, **module: Any
+) -> dict[str, Any]:
+    """Train ``batches`` batches, or until the data end, and report."""
+    trained = engine(ds_config, stages, **module)
+    iterator = toy.data(stop, replica=trained.grid.data_parallel_id)
+    losses, alive = [], []
+    ended = False
+    for _ in range(batches):
+        try:
+            losses.append(float(trained.train_batch(iterator)))
+        except StopIteration:
+            ended = True
+            break
+        if "vpipe" in ds_config:
+            alive.append(trained.stashing_optimizer.num_versions)
+    report = {
+        "stage": trained.stage_id,
+        "parameters": parameters(trained),
+        "losses": losses,
+        "alive": alive,
+        "ended": ended,
+        "steps": trained.global_steps,
+    }
+    if "vpipe" in ds_config:
+        report["latest"] = trained.stashing_optimizer.latest_version
+        report["allocated"] = trained.stashing_optimizer.versions.allocated
+    return report
+
+
+def merged(reports: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Parameters of all stages of one pipeline."""
+    return {name: value for report in reports for name, value in report["parameters"].items()}

@@ -1,0 +1,81 @@
+"""An independent replay of the asynchronous semantics in one process: no engine, no schedule, no stashing.
+
+Every stage keeps the full history of its weights. Micro-batch ``j`` runs through all stages at once,
+stage ``s`` with the version that design rule ``max(0, j - W_s) // M`` names, and the mean gradient of
+each batch updates the newest weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import toy
+import torch
+from torch import nn
+from torch.func import functional_call
+
+
+def replay(
+    counts: Sequence[int],
+    depths: Sequence[int],
+    micro_batches: int,
+    batches: int,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    *,
+    vertical: bool = False,
+    newest: bool = False,
+    replicas: int = 1,
+    clip: float = 0.0,
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Train the toy model; returns final parameters by layer number and name, and the mean loss per batch.
+
+    Args:
+        newest: break the rule on purpose: every micro-batch uses the newest weights.
+    """
+    layers = toy.built_layers()
+    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    optimizers = [
+        make_optimizer([p for layer, s in zip(layers, stage_of, strict=True) if s == stage for p in layer.parameters()])
+        for stage in range(len(counts))
+    ]
+    history = [[{n: p.detach().clone() for n, p in layer.named_parameters()} for layer in layers]]
+    criterion = nn.CrossEntropyLoss()
+    losses = []
+    for batch in range(batches):
+        total = [0.0] * replicas
+        sums: list[list[dict[str, torch.Tensor]]] = [[{} for _ in layers] for _ in range(replicas)]
+        for j in range(batch * micro_batches, (batch + 1) * micro_batches):
+            for replica in range(replicas):
+                value, labels = toy.micro_batch(j, replica)
+                leaves = []
+                for position, layer in enumerate(layers):
+                    depth = depths[0] if vertical else depths[stage_of[position]]
+                    version = batch if newest else max(0, j - depth) // micro_batches
+                    weights = {n: w.clone().requires_grad_() for n, w in history[version][position].items()}
+                    leaves.append(weights)
+                    value = functional_call(layer, weights, (value,))
+                loss = criterion(value, labels)
+                total[replica] += float(loss.detach())
+                (loss / micro_batches).backward()
+                for position, weights in enumerate(leaves):
+                    for name, weight in weights.items():
+                        assert weight.grad is not None
+                        before = sums[replica][position].get(name)
+                        sums[replica][position][name] = weight.grad if before is None else before + weight.grad
+        losses.append(sum(total) / replicas / micro_batches)
+        for position, layer in enumerate(layers):
+            for name, parameter in layer.named_parameters():
+                parameter.grad = torch.stack([sums[r][position][name] for r in range(replicas)]).sum(0) / replicas
+        for optimizer in optimizers:
+            if clip:
+                norm = torch.stack([p.grad.norm() for p in optimizer.param_groups[0]["params"]]).norm()
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.grad *= torch.clamp(clip / (norm + 1e-6), max=1.0)
+            optimizer.step()
+        history.append([{n: p.detach().clone() for n, p in layer.named_parameters()} for layer in layers])
+    names = {
+        f"{position}.{name}": parameter.detach().clone()
+        for position, layer in enumerate(layers)
+        for name, parameter in layer.named_parameters()
+    }
+    return names, losses

@@ -24,14 +24,14 @@ def config(micro_batches: int, optimizer: dict[str, Any], vpipe: dict[str, Any] 
     return result
 
 
-def engine(ds_config: dict[str, Any], stages: int, loss_fn: Any = None, **module: Any) -> Any:
+def engine(ds_config: dict[str, Any], stages: int, loss_fn: Any = None, dropout: float = 0.0, **module: Any) -> Any:
     """An engine from ``ds_vpipe.initialize`` for a plain ``PipelineModule``."""
     import deepspeed
 
     import ds_vpipe
 
     net = deepspeed.pipe.PipelineModule(
-        toy.layer_specs(),
+        toy.layer_specs(dropout),
         num_stages=stages,
         loss_fn=nn.CrossEntropyLoss() if loss_fn is None else loss_fn,
         partition_method="uniform",
@@ -52,6 +52,7 @@ def train(
     ds_config: dict[str, Any], stages: int, batches: int, *, stop: int | None = None, **module: Any
 ) -> dict[str, Any]:
     """Train ``batches`` batches, or until the data end, and report."""
+    torch.manual_seed(1234)
     trained = engine(ds_config, stages, **module)
     iterator = toy.data(stop, replica=trained.grid.data_parallel_id)
     losses, alive = [], []
@@ -76,6 +77,11 @@ def train(
         report["latest"] = trained.stashing_optimizer.latest_version
         report["allocated"] = trained.stashing_optimizer.versions.allocated
     return report
+
+
+def train_each(ds_configs: list[dict[str, Any]], stages: int, batches: int, **module: Any) -> list[dict[str, Any]]:
+    """:func:`train` for several configurations in one world."""
+    return [train(ds_config, stages, batches, **module) for ds_config in ds_configs]
 
 
 def merged(reports: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

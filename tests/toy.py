@@ -29,13 +29,14 @@ class Embed(nn.Module):
 class Scale(nn.Module):
     """A parameter that autograd saves itself, not as a view, beside one that it saves as a view."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.linear = seeded(seed, lambda: nn.Linear(HIDDEN, HIDDEN))
         self.scale = seeded(seed + 1, lambda: nn.Parameter(torch.rand(HIDDEN) + 0.5))  # type: ignore[arg-type,return-value]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x) * self.scale)
+        return x + nn.functional.dropout(torch.tanh(self.linear(x) * self.scale), self.dropout, self.training)
 
 
 class Norm(nn.Module):
@@ -72,10 +73,13 @@ class Pool(nn.Module):
 LAYERS = (Embed, Scale, Norm, Attend, Scale, Attend, Norm, Scale, Attend, Pool)
 
 
-def layer_specs() -> list[Any]:
+def layer_specs(dropout: float = 0.0) -> list[Any]:
     from deepspeed.pipe import LayerSpec
 
-    return [LayerSpec(kind, 100 + 10 * position) for position, kind in enumerate(LAYERS)]
+    return [
+        LayerSpec(kind, 100 + 10 * position, *([dropout] if kind is Scale else []))
+        for position, kind in enumerate(LAYERS)
+    ]
 
 
 def built_layers() -> list[nn.Module]:

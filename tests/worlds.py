@@ -6,9 +6,11 @@ import multiprocessing as mp
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 CASE_TIMEOUT_S = 120.0
@@ -55,6 +57,17 @@ def _serve(connection: Connection, rank: int) -> None:
             connection.send(answer)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a rank: its result, or the last line and the traceback of what it raised."""
+
+    good: bool
+    value: Any
+    text: str
+    details: str
+    seconds: float
+
+
 class CaseFailed(AssertionError):
     """A rank raised; ``errors`` maps ranks to the last line of what they raised."""
 
@@ -76,30 +89,39 @@ class Worlds:
         Raises:
             CaseFailed: a rank raised or did not answer in time.
         """
+        outcomes = self.outcomes(world_size, function, *args, **kwargs)
+        errors = {rank: outcome.text for rank, outcome in enumerate(outcomes) if not outcome.good}
+        if errors:
+            raise CaseFailed(errors, "\n".join(f"--- rank {rank}\n{o.details}" for rank, o in enumerate(outcomes)))
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Outcome]:
+        """Like :meth:`run`, but says what became of each rank instead of raising."""
         while len(self._workers) < world_size:
             self._add(len(self._workers))
-        port = free_port()
+        port, start = free_port(), time.monotonic()
         workers = self._workers[:world_size]
         for _, connection in workers:
             connection.send((world_size, port, function, args, kwargs))
-        results, errors, details = [], {}, []
-        for rank, (_process, connection) in enumerate(workers):
-            if not connection.poll(CASE_TIMEOUT_S):
-                self.close()
-                raise CaseFailed({rank: "timeout"}, f"rank {rank} did not answer within {CASE_TIMEOUT_S} s")
-            try:
-                good, value = connection.recv()
-            except EOFError:
-                self.close()
-                raise CaseFailed({rank: "died"}, f"rank {rank} died") from None
-            if good:
-                results.append(value)
-            else:
-                errors[rank] = value[0]
-                details.append(f"--- rank {rank}\n{value[1]}")
-        if errors:
-            raise CaseFailed(errors, "\n".join(details))
-        return results
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < world_size:
+            waiting = {workers[rank][1]: rank for rank in range(world_size) if rank not in outcomes}
+            ready = wait(list(waiting), timeout=max(0.0, start + CASE_TIMEOUT_S - time.monotonic()))
+            for connection in ready:
+                seconds = time.monotonic() - start
+                try:
+                    good, value = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    good, value = False, ("died", "died")
+                text, details = ("", "") if good else value
+                outcomes[waiting[connection]] = Outcome(good, value if good else None, text, details, seconds)  # type: ignore[index]
+            if not ready:
+                for rank in waiting.values():
+                    outcomes[rank] = Outcome(False, None, "timeout", "timeout", CASE_TIMEOUT_S)
+        result = [outcomes[rank] for rank in range(world_size)]
+        if any(outcome.text in ("died", "timeout") for outcome in result):
+            self.close()
+        return result
 
     def _add(self, rank: int) -> None:
         mine, theirs = self._context.Pipe()
@@ -114,7 +136,9 @@ class Worlds:
                 connection.send(None)
             except OSError:
                 pass
+        for process, _ in self._workers:
             process.join(2)
             if process.is_alive():
                 process.kill()
+                process.join(2)
         self._workers = []

@@ -42,7 +42,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     data.add_argument("--max-predictions", type=_positive, help="predicted tokens per sequence (default: 15 %%)")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=_positive, default=1)
+    training.add_argument("--epochs", type=_positive, default=3, help="default: 3")
     training.add_argument("--steps", type=_positive, help="optimizer updates, instead of --epochs")
     training.add_argument("--max-seconds", type=float, help="stop after so many seconds of training")
     training.add_argument("--validate-every", type=_positive, metavar="N", help="validate after every N updates, too")

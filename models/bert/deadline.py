@@ -8,7 +8,7 @@ it has long arrived. No rank ever waits for another one, and all of them stop af
 import time
 
 import torch
-from deepspeed import comm as dist
+from torch import distributed
 
 
 class Deadline:
@@ -25,9 +25,9 @@ class Deadline:
     def __init__(self, seconds: float | None, interval: int = 10) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
         self._interval = interval
-        self._group = None if seconds is None else dist.new_group(range(dist.get_world_size()), backend="gloo")
+        self._group = None if seconds is None else distributed.new_group(backend="gloo")
         self._vote = torch.zeros(1)
-        self._pending: torch.distributed.Work | None = None
+        self._pending: distributed.Work | None = None
 
     def passed(self, step: int) -> bool:
         """Whether to stop after this step; call it on every rank after every step, numbered from 1."""
@@ -36,7 +36,9 @@ class Deadline:
         if self._collect():
             return True
         self._vote = torch.tensor([float(time.monotonic() >= self._end)])
-        self._pending = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = distributed.all_reduce(
+            self._vote, op=distributed.ReduceOp.MAX, group=self._group, async_op=True
+        )
         return False
 
     def close(self) -> None:

@@ -47,11 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: Namespace) -> None:
     ds_config = read_ds_config(arguments.deepspeed_config)
     config = bert_config(arguments.bert_config, arguments.vocab_size, arguments.attention)
-    deepspeed_logger.setLevel(logging.WARNING)
     rank, world = _start_process_group()
     data = _prepare(arguments, config, rank)
-    # The engine's own progress lines would repeat the report's.
-    every = ds_config.pop("steps_per_print", None) or DEFAULT_STEPS_PER_PRINT
+    # Taken out of the configuration: the engine's own progress lines would repeat the report's.
+    every = ds_config.pop("steps_per_print", DEFAULT_STEPS_PER_PRINT)
+    if not isinstance(every, int) or every < 1:
+        raise VPipeConfigError(f"steps_per_print in {arguments.deepspeed_config}: {every!r} must be a positive integer")
     torch.manual_seed(arguments.seed + rank)  # dropout; the weights have seeds of their own
     loss = PretrainingLoss()
     engine = _engine(arguments, config, ds_config, loss, world)
@@ -100,7 +101,8 @@ def _start_process_group() -> tuple[int, int]:
         raise VPipeConfigError(
             "RANK is not set: start with a launcher, e.g. deepspeed --num_accelerators 4 models/bert/train.py ..."
         )
-    deepspeed.init_distributed()
+    with _silence():
+        deepspeed.init_distributed()
     rank, world = distributed.get_rank(), distributed.get_world_size()
     print(
         f"Finished initializing process group; backend: {distributed.get_backend()}, rank: {rank}, world_size: {world}",
@@ -132,12 +134,23 @@ def _engine(
     stages = arguments.stages or world
     if world % stages:
         raise VPipeConfigError(f"--stages {stages}: must divide the number of ranks, {world}")
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the layers, several lines for each
+    with _silence():
         model = ds_vpipe.VPipeModule(
             layers=bert_layers(config, arguments.seed), num_stages=stages, loss_fn=loss, partition_method="uniform"
         )
         engine, *_ = ds_vpipe.initialize(model=model, config=ds_config)
     return engine
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keep back what DeepSpeed prints and warns of while it starts: every layer, and a scheduler not yet stepped."""
+    deepspeed_logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        deepspeed_logger.setLevel(logging.WARNING)
 
 
 def _micro_batches(engine: Any, samples: Samples, seed: int, shuffle: bool) -> MicroBatches:

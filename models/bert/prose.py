@@ -14,7 +14,7 @@ MIN_LETTER_SHARE = 0.8
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _NOT_PROSE = re.compile(r"^\s*(>>>|\.\.\.|\.\. |[-=~^+*#|_\s]+$|\||@)")
 _PARAGRAPH_START = re.compile(r"^\s*([-*\u2022]\s+|\d+[.)]\s+|#+\s+)")
-_FIELD_NAME = re.compile(r"^\s*(:\w+[^:]*:\s*|[\w.*`, ]+(\([^)]*\))?\s*:(\s+|$))")
+_FIELD_NAME = re.compile(r"^\s*(:\w+[^:]*:\s*|[`*]*[\w.]+[`*]*(,\s*[`*]*[\w.]+[`*]*)*\s*(\([^)]*\))?\s*:(\s+|$))")
 _ROLE = re.compile(r":[\w:]+:`~?([^`<]*)(<[^`]*>)?`")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)|`([^`<]*)\s*<[^`>]*>`_+")
 _MARKUP = re.compile(r"[`*]+")

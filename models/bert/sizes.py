@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import BertConfig
 
 from ds_vpipe.errors import VPipeConfigError
@@ -11,14 +12,15 @@ from ds_vpipe.errors import VPipeConfigError
 VOCABULARY_MULTIPLE = 8
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 
-# hidden size, encoder layers, attention heads, vocabulary. `tiny` has four encoder layers instead of the two of
-# Google's BERT-Tiny, so that four pipeline stages have work; `large-48l` is BERT-Large with twice the encoder layers.
-_SIZES: dict[str, tuple[int, int, int, int]] = {
-    "tiny": (128, 4, 2, 2048),
-    "mini": (256, 4, 4, 8192),
-    "base": (768, 12, 12, 30522),
-    "large": (1024, 24, 16, 30522),
-    "large-48l": (1024, 48, 16, 30522),
+# hidden size, encoder layers, attention heads, vocabulary, dropout. `tiny` has four encoder layers instead of the two
+# of Google's BERT-Tiny, so that four pipeline stages have work, and no dropout, because it is trained for minutes and
+# cannot overfit; `large-48l` is BERT-Large with twice the encoder layers.
+_SIZES: dict[str, tuple[int, int, int, int, float]] = {
+    "tiny": (128, 4, 2, 2048, 0.0),
+    "mini": (256, 4, 4, 8192, 0.1),
+    "base": (768, 12, 12, 30522, 0.1),
+    "large": (1024, 24, 16, 30522, 0.1),
+    "large-48l": (1024, 48, 16, 30522, 0.1),
 }
 SIZE_NAMES = tuple(_SIZES)
 
@@ -47,13 +49,15 @@ def bert_config(name_or_path: str, vocab_size: int | None = None, attention: str
             f"attention implementation '{attention}' is unknown: use {' or '.join(ATTENTION_IMPLEMENTATIONS)}"
         )
     if name_or_path in _SIZES:
-        hidden, layers, heads, vocabulary = _SIZES[name_or_path]
+        hidden, layers, heads, vocabulary, dropout = _SIZES[name_or_path]
         fields: dict[str, Any] = {
             "hidden_size": hidden,
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
             "intermediate_size": 4 * hidden,
             "vocab_size": vocabulary,
+            "hidden_dropout_prob": dropout,
+            "attention_probs_dropout_prob": dropout,
         }
     else:
         fields = _read_fields(name_or_path)
@@ -61,7 +65,7 @@ def bert_config(name_or_path: str, vocab_size: int | None = None, attention: str
         fields["vocab_size"] = vocab_size
     try:
         config = BertConfig.from_dict({**fields, "attn_implementation": attention})
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise VPipeConfigError(f"--bert-config {name_or_path}: not a BertConfig: {reason}") from error
     if config.is_decoder or config.add_cross_attention:

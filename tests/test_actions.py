@@ -1,0 +1,60 @@
+"""The text form of actions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_vpipe.actions import Action, Kind
+
+INDICES = st.integers(0, 10**12)
+
+TEXTS = {
+    "LOAD0": Action(Kind.LOAD, 0),
+    "RECV_ACT12": Action(Kind.RECV_ACT, 12),
+    "F7": Action(Kind.FORWARD, 7),
+    "SEND_ACT1": Action(Kind.SEND_ACT, 1),
+    "RECV_GRAD5": Action(Kind.RECV_GRAD, 5),
+    "B10": Action(Kind.BACKWARD, 10),
+    "SEND_GRAD7": Action(Kind.SEND_GRAD, 7),
+    "REDUCE3": Action(Kind.REDUCE, 3),
+    "STEP3": Action(Kind.STEP, 3),
+}
+
+
+def test_text_of_every_kind() -> None:
+    assert {str(action): action for action in TEXTS.values()} == TEXTS
+    assert {text: Action.parse(text) for text in TEXTS} == TEXTS
+    assert {action.kind for action in TEXTS.values()} == set(Kind)
+
+
+@given(kind=st.sampled_from(Kind), index=INDICES)
+def test_round_trip(kind: Kind, index: int) -> None:
+    action = Action(kind, index)
+    assert Action.parse(str(action)) == action
+
+
+@given(st.sampled_from(Kind), INDICES, st.sampled_from(Kind), INDICES)
+def test_different_actions_have_different_texts(kind: Kind, index: int, other: Kind, number: int) -> None:
+    assert (str(Action(kind, index)) == str(Action(other, number))) == ((kind, index) == (other, number))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "F", "7", "f7", "F-1", "F7 ", " F7", "F7\n", "F 7", "F1.5", "FB7", "G7", "SEND7", "SEND_ACT", "_7", "F7F8"],
+)
+def test_bad_text(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^action .*: expected a kind and an index, such as ") as error:
+        Action.parse(text)
+    message = str(error.value)
+    assert repr(text) in message
+    assert "\n" not in message
+    assert all(f"{kind.value}0" in message for kind in Kind)
+    assert error.value.__cause__ is None
+
+
+@pytest.mark.parametrize("text", ["F07", "F00", "F\u0667"])
+def test_only_one_text_for_an_action(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a kind and an index"):
+        Action.parse(text)

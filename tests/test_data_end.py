@@ -1,0 +1,176 @@
+"""Iterators that end anywhere: every rank agrees, nothing hangs, complete batches are trained exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import pytest
+import reference
+import torch
+import toy
+from test_exactness import OPTIMIZERS, difference, sgd
+from worlds import Worlds
+
+from ds_vpipe.partition import uniform_partition
+from ds_vpipe.schedule import default_depths
+
+pytestmark = pytest.mark.mp
+
+STAGES = 4
+
+
+def train_on(ds_config: dict[str, Any], stages: int, lengths: list[int]) -> list[dict[str, Any]]:
+    """For each length: train on an iterator of that many micro-batches until it ends, then on one batch more."""
+    reports = []
+    for length in lengths:
+        trained = cases.engine(ds_config, stages)
+        trained_batches, losses = [], []
+        for iterator in (toy.data(length), toy.data(100 + trained.micro_batches, start=100)):
+            count = 0
+            while True:
+                try:
+                    losses.append(float(trained.train_batch(iterator)))
+                except StopIteration:
+                    break
+                count += 1
+            trained_batches.append(count)
+        reports.append({"batches": trained_batches, "losses": losses, "parameters": cases.parameters(trained)})
+    return reports
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_every_length(worlds: Worlds, micro_batches: int) -> None:
+    lengths = list(range(3 * micro_batches + STAGES + 1))
+    ds_config = cases.config(micro_batches, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+    ranks = worlds.run(STAGES, train_on, ds_config, STAGES, lengths)
+    for position, length in enumerate(lengths):
+        complete = length // micro_batches
+        refill = complete * micro_batches
+        wanted, losses = reference.replay(
+            uniform_partition(10, STAGES),
+            default_depths(STAGES),
+            micro_batches,
+            complete + 1,
+            sgd,
+            order=[*range(refill), *range(100, 100 + micro_batches)],
+            refills=(0, refill),
+        )
+        for rank in ranks:
+            assert rank[position]["batches"] == [complete, 1], f"{length} micro-batches"
+            assert rank[position]["losses"] == pytest.approx(losses, rel=1e-5), f"{length} micro-batches"
+        got = cases.merged([rank[position] for rank in ranks])
+        assert difference(got, wanted) == 0, f"{length} micro-batches"
+
+
+def train_per_call(ds_config: dict[str, Any], stages: int, starts: list[int], length: int | None) -> dict[str, Any]:
+    trained = cases.engine(ds_config, stages)
+    losses = [
+        float(trained.train_batch(toy.data(None if length is None else start + length, start=start)))
+        for start in starts
+    ]
+    return {"losses": losses, "parameters": cases.parameters(trained)}
+
+
+def test_one_iterator_per_call_drains_every_call(worlds: Worlds) -> None:
+    ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+    reports = worlds.run(STAGES, train_per_call, ds_config, STAGES, [0, 2, 4, 6, 8], 2)
+    wanted, _ = reference.replay(
+        uniform_partition(10, STAGES), default_depths(STAGES), 2, 5, sgd, refills=(0, 2, 4, 6, 8)
+    )
+    assert difference(cases.merged(reports), wanted) == 0
+
+
+def test_new_endless_iterator_per_call_keeps_inputs_and_labels_together(worlds: Worlds) -> None:
+    """Stage 0 reads three ahead: four micro-batches of the first iterator, one of each later one."""
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+    reports = worlds.run(STAGES, train_per_call, ds_config, STAGES, [0, 10, 20, 30, 40, 50], None)
+    wanted, losses = reference.replay(
+        uniform_partition(10, STAGES), default_depths(STAGES), 1, 6, sgd, order=[0, 1, 2, 3, 10, 20]
+    )
+    assert difference(cases.merged(reports), wanted) == 0
+    assert reports[0]["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+class Restarting:
+    """Ends after each epoch and starts over when it is asked again, as some data loaders do."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.position = length, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.position == self.length:
+            self.position = 0
+            raise StopIteration
+        self.position += 1
+        return toy.micro_batch(self.position - 1)
+
+
+def train_epochs(ds_config: dict[str, Any], stages: int, length: int, epochs: int) -> dict[str, Any]:
+    trained = cases.engine(ds_config, stages)
+    iterator, batches = Restarting(length), 0
+    for _ in range(epochs):
+        while True:
+            try:
+                trained.train_batch(iterator)
+            except StopIteration:
+                break
+            batches += 1
+    return {"batches": batches, "parameters": cases.parameters(trained)}
+
+
+def test_iterator_that_starts_over(worlds: Worlds) -> None:
+    """Every epoch of five leaves a micro-batch over; inputs and labels stay paired in the epochs after it."""
+    ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+    reports = worlds.run(STAGES, train_epochs, ds_config, STAGES, 5, 3)
+    wanted, _ = reference.replay(
+        uniform_partition(10, STAGES), default_depths(STAGES), 2, 6, sgd, order=[0, 1, 2, 3] * 3, refills=(0, 4, 8)
+    )
+    assert [report["batches"] for report in reports] == [6] * STAGES
+    assert difference(cases.merged(reports), wanted) == 0
+
+
+def train_uneven(ds_config: dict[str, Any], stages: int) -> list[Any]:
+    trained = cases.engine(ds_config, stages)
+    iterator = toy.data(7 if trained.grid.data_parallel_id else 10, replica=trained.grid.data_parallel_id)
+    batches = 0
+    while True:
+        try:
+            trained.train_batch(iterator)
+        except StopIteration:
+            return [batches, trained.global_steps]
+        batches += 1
+
+
+def test_shortest_replica_decides(worlds: Worlds) -> None:
+    ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+    assert worlds.run(4, train_uneven, ds_config, 2) == [[3, 3]] * 4
+
+
+def evaluate_between(ds_config: dict[str, Any], stages: int, evaluate: bool) -> dict[str, Any]:
+    torch.manual_seed(7)
+    trained = cases.engine(ds_config, stages, dropout=0.2)
+    iterator, losses, evaluations = toy.data(30), [], []
+    while True:
+        if evaluate:
+            evaluations.append(float(trained.eval_batch(toy.data(200, start=100), num_micro_batches=3)))
+        try:
+            losses.append(float(trained.train_batch(iterator)))
+        except StopIteration:
+            break
+    return {"losses": losses, "evaluations": evaluations, "parameters": cases.parameters(trained)}
+
+
+@pytest.mark.parametrize("sync_mode", ["asp", "bsp"])
+def test_evaluation_leaves_no_trace(worlds: Worlds, sync_mode: str) -> None:
+    ds_config = cases.config(2, OPTIMIZERS["AdamW"][0], {"partition": "uniform", "sync_mode": sync_mode})
+    without = worlds.run(STAGES, evaluate_between, ds_config, STAGES, False)
+    with_evaluation = worlds.run(STAGES, evaluate_between, ds_config, STAGES, True)
+    assert difference(cases.merged(with_evaluation), cases.merged(without)) == 0
+    assert with_evaluation[0]["losses"] == without[0]["losses"]
+    assert len({tuple(report["evaluations"]) for report in with_evaluation}) == 1
+    assert len(set(with_evaluation[0]["evaluations"])) == 16  # the weights do change in between

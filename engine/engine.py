@@ -35,13 +35,13 @@ from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.admission import ReplicaAgreement
 from ds_vpipe.engine.evaluation import EvaluationMixin
 from ds_vpipe.engine.feed import MicroBatchFeed, to_device
-from ds_vpipe.engine.flight import Flight
+from ds_vpipe.engine.flight import Flight, StageState
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.optimizers import OptimizerMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
-from ds_vpipe.schedule import Progress, version_used
+from ds_vpipe.schedule import version_used
 
 _EXIT_GRACE_S = 60.0
 
@@ -59,7 +59,7 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
     Attributes:
         stashing_optimizer: the versions of this stage's weights, around ``optimizer``.
         depth: this stage's warm-up depth.
-        progress: micro-batches forwarded and completed by this stage.
+        state: how far this stage has come, and its micro-batches in flight.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         self.settings: StageSettings = self.vpipe_config.resolve(self.num_stages, self.module._num_layers)
         self.asynchronous = self.vpipe_config.sync_mode == "asp"
         self.depth = self.settings.depth[self.stage_id]
-        self.progress = Progress()
+        self.state = StageState()
         self.neighbours = Neighbours(self.grid, self.settings.depth, self.vpipe_config.peer_timeout_s, self.device)
         self.stashing_optimizer = WeightStashingOptimizer(
             self.optimizer, self.module.parameters(), stash=self.vpipe_config.weight_sync != "none"
@@ -76,13 +76,6 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         self._vertical = self.vpipe_config.weight_sync == "vertical"
         self._feed = MicroBatchFeed()
         self._agreement = ReplicaAgreement(self.grid, self.vpipe_config.peer_timeout_s)
-        self._flights: dict[int, Flight] = {}
-        self._batch_loss: torch.Tensor | None = None
-        self._loss_work: Any = None
-        self._losses: torch.Tensor | None = None  # this pipeline's and all pipelines' mean loss of the batch
-        self._doing = "start"
-        self._failure: str | None = None
-        self._refilled_in: int | None = None
         atexit.register(_finish_sends, weakref.ref(self))
 
     # Batches
@@ -102,12 +95,12 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
                 have been trained, and training may go on with a new iterator.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        if self._failure is not None:
-            raise VPipeError(f"train_batch() after a failure: {self._failure}; restart from a checkpoint")
-        if self.progress.limit is not None and self.progress.completed == self.progress.limit:
-            self.progress = dataclasses.replace(self.progress, limit=None, refill=self.progress.completed)
-        if self.progress.drained:
-            self._refilled_in = self._feed.call + 1
+        if self.state.failure is not None:
+            raise VPipeError(f"train_batch() after a failure: {self.state.failure}; restart from a checkpoint")
+        if self.state.progress.limit is not None and self.state.progress.completed == self.state.progress.limit:
+            self.state.progress = dataclasses.replace(self.state.progress, limit=None, refill=self.state.progress.completed)
+        if self.state.progress.drained:
+            self.state.refilled_in = self._feed.call + 1
         self._feed.post_process = self.batch_fn
         reads = self.is_first_stage() or self.is_last_stage()
         self._feed.next_call((self.data_iterator if data_iter is None else data_iter) if reads else None)
@@ -122,39 +115,40 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
 
     def _train_schedule(self) -> PipeSchedule:
         if not self.asynchronous:
-            batch_end = (self.progress.completed // self.micro_batches + 1) * self.micro_batches
-            if self.progress.limit is None:
-                self.progress = dataclasses.replace(self.progress, limit=batch_end)
-        return instr.StageSchedule(self.progress, self.depth, self.micro_batches, self.num_stages, self.stage_id)
+            batch_end = (self.state.progress.completed // self.micro_batches + 1) * self.micro_batches
+            if self.state.progress.limit is None:
+                self.state.progress = dataclasses.replace(self.state.progress, limit=batch_end)
+        return instr.StageSchedule(self.state.progress, self.depth, self.micro_batches, self.num_stages, self.stage_id)
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         if not isinstance(pipe_schedule, instr.StageSchedule):
             super()._exec_schedule(pipe_schedule)
             return
-        self._batch_loss = self._losses = None
+        state = self.state
+        state.loss_sum = state.losses = None
         while True:
             try:
                 for step in pipe_schedule:
                     for instruction in step:
-                        self._doing = str(instruction)
+                        state.doing = instruction
                         self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
                 return
             except _EndOfData:
-                if self.progress.completed == self.progress.limit:
+                if self.state.progress.completed == self.state.progress.limit:
                     raise StopIteration from None
                 pipe_schedule = self._train_schedule()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
-        if self._losses is None:
+        if self.state.losses is None:
             raise PipelineProtocolError(f"{self.neighbours.me}: batch without a loss")
-        self.dp_group_loss, loss = self._losses.unbind()
+        self.dp_group_loss, loss = self.state.losses.unbind()
         return loss.clone()
 
     # Instructions
 
     def _exec_load(self, index: int) -> None:
         if not self.is_first_stage():
-            flight = self._flights[index]
+            flight = self.state.flights[index]
             try:
                 item = self._feed.read(flight.call)
             except StopIteration:
@@ -176,20 +170,20 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
             self._end_of_data(index - index % self.micro_batches, call)
         self._feed.forget_before(call)
         labels = to_device(item[1], self.device) if self.is_last_stage() else None
-        self._flights[index] = Flight(call, to_device(item[0], self.device), labels)
+        self.state.flights[index] = Flight(call, to_device(item[0], self.device), labels)
 
     def _exec_recv_activation(self, index: int) -> None:
         assert self.neighbours.activations_in is not None and self.neighbours.gradients_out is not None
-        message = self.neighbours.activations_in.receive(self._doing)
+        message = self.neighbours.activations_in.receive(str(self.state.doing))
         if message.kind is Message.END:
             self._end_of_data(message.micro_batch, message.note)
         self._expect(message.kind is Message.ACTIVATION and message.micro_batch == index, message)
-        self._flights[index] = Flight(message.note, self._arrived(message.tree))
+        self.state.flights[index] = Flight(message.note, self._arrived(message.tree))
         # The previous stage runs F(index) after B(index - W - 1), for which it has had our gradient.
         self.neighbours.gradients_out.release(index - self.settings.depth[self.stage_id - 1] - 1)
 
     def _exec_forward(self, index: int) -> None:
-        flight = self._flights[index]
+        flight = self.state.flights[index]
         with self.stashing_optimizer.forward(index, self._vertical_version(index)):
             outputs = DeepSpeedEngine.forward(self, flight.enter())
             if self.is_last_stage():
@@ -199,29 +193,29 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         if self.is_last_stage():
             self._add_loss(flight, outputs, index)
         else:
-            self._sending = outputs
+            self.state.sending = outputs
             flight.keep_outputs(outputs)
-        self.progress = dataclasses.replace(self.progress, forwarded=index + 1)
+        self.state.progress = dataclasses.replace(self.state.progress, forwarded=index + 1)
         if self._vertical:
             self.stashing_optimizer.keep_from(self._vertical_version(index + 1) or 0)
 
     def _exec_send_activation(self, index: int) -> None:
         assert self.neighbours.activations_out is not None
-        outputs, self._sending = self._sending, None
-        self.neighbours.activations_out.send(Message.ACTIVATION, index, outputs, note=self._flights[index].call)
+        outputs, self.state.sending = self.state.sending, None
+        self.neighbours.activations_out.send(Message.ACTIVATION, index, outputs, note=self.state.flights[index].call)
 
     def _exec_recv_gradient(self, index: int) -> None:
         assert self.neighbours.activations_out is not None and self.neighbours.gradients_in is not None
-        message = self.neighbours.gradients_in.receive(self._doing)
+        message = self.neighbours.gradients_in.receive(str(self.state.doing))
         self._expect(message.kind is Message.GRADIENT and message.micro_batch == index, message)
         self.neighbours.activations_out.release(index)
         gradients, losses = self._arrived(message.tree)
-        self._flights[index].gradients = list(gradients)
+        self.state.flights[index].gradients = list(gradients)
         if losses is not None:
-            self._losses = losses
+            self.state.losses = losses
 
     def _exec_backward(self, index: int) -> None:
-        flight = self._flights[index]
+        flight = self.state.flights[index]
         self.stashing_optimizer.load_old_params(index)
         if flight.loss is not None:
             DeepSpeedEngine.backward(self, flight.loss)
@@ -231,15 +225,15 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         self.stashing_optimizer.load_new_params()
         self.stashing_optimizer.release(index)
         if self.is_first_stage():
-            del self._flights[index]
-        self.progress = dataclasses.replace(self.progress, completed=index + 1)
-        if self.is_last_stage() and self.progress.completed % self.micro_batches == 0:
+            del self.state.flights[index]
+        self.state.progress = dataclasses.replace(self.state.progress, completed=index + 1)
+        if self.is_last_stage() and self.state.progress.completed % self.micro_batches == 0:
             self._finish_loss()
 
     def _exec_send_gradient(self, index: int) -> None:
         assert self.neighbours.gradients_out is not None
-        flight = self._flights.pop(index)
-        losses = self._losses if self.progress.completed % self.micro_batches == 0 else None
+        flight = self.state.flights.pop(index)
+        losses = self.state.losses if self.state.progress.completed % self.micro_batches == 0 else None
         self.neighbours.gradients_out.send(Message.GRADIENT, index, (flight.input_gradients(), losses))
 
     def _exec_reduce(self, index: int) -> None:
@@ -258,7 +252,7 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
     def _vertical_version(self, index: int) -> int | None:
         if not self._vertical:
             return None
-        return version_used(index, self.settings.depth[0], self.micro_batches, self.progress.refill)
+        return version_used(index, self.settings.depth[0], self.micro_batches, self.state.progress.refill)
 
     def _backward_from_gradients(self, flight: Flight) -> None:
         if self.using_bf16_optimizer:
@@ -281,35 +275,36 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         flight.loss = loss
         detached = loss.detach()
         # Zero first, as DeepSpeed sums: bit for bit the same loss.
-        self._batch_loss = (torch.zeros_like(detached) if self._batch_loss is None else self._batch_loss) + detached
+        self.state.loss_sum = (torch.zeros_like(detached) if self.state.loss_sum is None else self.state.loss_sum) + detached
         if (index + 1) % self.micro_batches == 0:
-            mean = self._scale_loss_by_gas(self._batch_loss)
-            self._losses = torch.stack([mean, mean]).float()
+            mean = self._scale_loss_by_gas(self.state.loss_sum)
+            self.state.losses = torch.stack([mean, mean]).float()
             if self.is_data_parallel:  # hidden behind the backward pass that comes next
-                self._loss_work = dist.all_reduce(
-                    self._losses[1:], group=self.mpu.get_data_parallel_group(), async_op=True
+                self.state.loss_work = dist.all_reduce(
+                    self.state.losses[1:], group=self.mpu.get_data_parallel_group(), async_op=True
                 )
 
     def _finish_loss(self) -> None:
-        if self._loss_work is not None and self._losses is not None:
-            self._loss_work.wait()
-            self._losses[1] /= self.dp_world_size
-            self._loss_work = None
+        if self.state.loss_work is not None and self.state.losses is not None:
+            self.state.loss_work.wait()
+            self.state.losses[1] /= self.dp_world_size
+            self.state.loss_work = None
 
     def _end_of_data(self, limit: int, call: int) -> None:
         """No micro-batch from ``limit`` on belongs to a complete batch: drop them and tell the next stage."""
-        for index in [index for index in self._flights if index >= limit]:
-            del self._flights[index]
+        for index in [index for index in self.state.flights if index >= limit]:
+            del self.state.flights[index]
             self.stashing_optimizer.release(index)
-        self.progress = dataclasses.replace(
-            self.progress, limit=limit, forwarded=min(self.progress.forwarded, limit)
+        self.state.progress = dataclasses.replace(
+            self.state.progress, limit=limit, forwarded=min(self.state.progress.forwarded, limit)
         )
         if self.neighbours.activations_out is not None:
             self.neighbours.activations_out.send(Message.END, limit, None, note=call)
         elif not self.is_first_stage():
             self._feed.expect_end(call)
-        one_batch = self._refilled_in == call and limit == self.progress.refill + self.micro_batches
-        if self.is_first_stage() and self.asynchronous and self.depth and one_batch:
+        one_batch = self.state.refilled_in == call and limit == self.state.progress.refill + self.micro_batches
+        if self.is_first_stage() and self.asynchronous and self.depth and one_batch and not self.state.warned:
+            self.state.warned = True
             logger.warning(
                 "ds_vpipe: the iterator given to train_batch() ended after one batch, so the pipeline drains in every "
                 "such call; pass one iterator over the whole data set, the same object in every call"
@@ -327,17 +322,17 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
     def _expect(self, holds: bool, message: Any) -> None:
         if not holds:
             raise PipelineProtocolError(
-                f"{self.neighbours.me} expected {self._doing}, got {message.kind.name}{message.micro_batch}: "
+                f"{self.neighbours.me} expected {self.state.doing}, got {message.kind.name}{message.micro_batch}: "
                 f"do all ranks run the same script with the same configuration?"
             )
 
     def _abort(self, error: BaseException) -> None:
         if isinstance(error, PipelinePeerError):
-            self._failure = error.reason
+            self.state.failure = error.reason
         else:
             text = " ".join(str(error).split())
-            self._failure = f"{self.neighbours.me} failed in {self._doing}: {type(error).__name__}: {text}"
-        self.neighbours.abort(self._failure)
+            self.state.failure = f"{self.neighbours.me} failed in {self.state.doing}: {type(error).__name__}: {text}"
+        self.neighbours.abort(self.state.failure)
 
     _INSTRUCTION_MAP = {  # noqa: RUF012 - the name and the form are DeepSpeed's
         **PipelineEngine._INSTRUCTION_MAP,
@@ -357,5 +352,5 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
 def _finish_sends(engine: weakref.ref[VPipeEngine]) -> None:
     """At exit: a stage that is done stays until its neighbours have what it sent them."""
     alive = engine()
-    if alive is not None and alive._failure is None and alive.neighbours.gradients_out is not None:
+    if alive is not None and alive.state.failure is None and alive.neighbours.gradients_out is not None:
         alive.neighbours.gradients_out.wait_for_all(time.monotonic() + _EXIT_GRACE_S)

@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.engine.feed import to_device
+from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import VPipeError
@@ -33,8 +34,7 @@ class EvaluationMixin(_Base):  # type: ignore[misc]
     """``eval_batch()`` for an engine with :class:`~ds_vpipe.engine.neighbours.Neighbours`."""
 
     neighbours: Neighbours
-    _failure: str | None
-    _doing: str
+    state: StageState
     _abort: Callable[[BaseException], None]
 
     def eval_batch(self, data_iter: Iterator[Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -48,11 +48,11 @@ class EvaluationMixin(_Base):  # type: ignore[misc]
             StopIteration: on every rank, if ``data_iter`` holds too few micro-batches.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        if self._failure is not None:
-            raise VPipeError(f"eval_batch() after a failure: {self._failure}; restart from a checkpoint")
+        if self.state.failure is not None:
+            raise VPipeError(f"eval_batch() after a failure: {self.state.failure}; restart from a checkpoint")
         devices = [self.device] if self.device.type == "cuda" else []
         micro_offset, training, compute_loss = self.module.micro_offset, self.module.training, True
-        self._doing = "evaluation"
+        self.state.doing = "evaluation"
         try:
             with torch.random.fork_rng(devices=devices, device_type=self.device.type if devices else "cuda"):
                 items = self._read_all(data_iter, args, kwargs)

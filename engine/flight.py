@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ds_vpipe.engine.wire import Tree, leaves
+from ds_vpipe.schedule import Progress
 
 
 class _Entry(torch.autograd.Function):
@@ -57,6 +58,37 @@ class Flight:
     def input_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the inputs that require one, in order."""
         return tuple(leaf.grad for leaf in leaves(self.inputs) if leaf is not None and leaf.requires_grad)
+
+
+@dataclass(slots=True)
+class StageState:
+    """What changes at a stage from instruction to instruction.
+
+    It is kept apart from the engine, which is a ``torch.nn.Module`` and slow to set attributes on.
+
+    Attributes:
+        progress: micro-batches forwarded and completed.
+        flights: micro-batches in flight, by number.
+        doing: the instruction being carried out, for messages.
+        sending: output of the latest forward pass, until it has been handed to the next stage.
+        loss_sum: sum of the current batch's losses so far, on the last stage.
+        losses: mean loss of the current batch, of this pipeline and of all, once known here.
+        loss_work: the reduction of ``losses`` over replicas that is under way.
+        failure: why training cannot go on, or None.
+        refilled_in: ``train_batch()`` call in which the pipeline was filled last.
+        warned: the user has been told about iterators that end after one batch.
+    """
+
+    progress: Progress = field(default_factory=Progress)
+    flights: dict[int, Flight] = field(default_factory=dict)
+    doing: object = "start"
+    sending: Tree = None
+    loss_sum: torch.Tensor | None = None
+    losses: torch.Tensor | None = None
+    loss_work: Any = None
+    failure: str | None = None
+    refilled_in: int | None = None
+    warned: bool = False
 
 
 def _enter(tree: Tree) -> Tree:

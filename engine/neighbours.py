@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_vpipe.engine.transport import Peer, Receiver, Sender, abort_all
+from ds_vpipe.engine.transport import Channel, Peer, Receiver, Sender, abort_all
 
 _EVAL_PREFETCH = 2
-_LINKS_PER_PAIR = 4  # activations, gradients, evaluation, evaluation losses
 
 
 class Neighbours:
@@ -43,32 +42,33 @@ class Neighbours:
         if stage > 0:
             peer = Peer(stage - 1, grid.stage_to_global(stage - 1))
             prefetch = depths[stage - 1] - depths[stage] + 1
-            forward, backward, evaluate, loss = groups[peer.rank, me.rank]
+            forward, backward = groups[peer.rank, me.rank]
             self.activations_in = Receiver(forward, me, peer, prefetch, timeout_s)
-            self.gradients_out = Sender(backward, me, peer, prefetch, timeout_s, pin)
-            self.eval_in = Receiver(evaluate, me, peer, _EVAL_PREFETCH, timeout_s)
-            self.eval_loss_out = Sender(loss, me, peer, 1, timeout_s, pin)
+            self.gradients_out = Sender(backward, me, peer, prefetch, timeout_s, pin=pin)
+            self.eval_in = Receiver(forward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION)
+            self.eval_loss_out = Sender(backward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
         if stage < last:
             peer = Peer(stage + 1, grid.stage_to_global(stage + 1))
             prefetch = depths[stage] - depths[stage + 1] + 1
-            forward, backward, evaluate, loss = groups[me.rank, peer.rank]
-            self.activations_out = Sender(forward, me, peer, prefetch, timeout_s, pin)
+            forward, backward = groups[me.rank, peer.rank]
+            self.activations_out = Sender(forward, me, peer, prefetch, timeout_s, pin=pin)
             self.gradients_in = Receiver(backward, me, peer, prefetch, timeout_s)
-            self.eval_out = Sender(evaluate, me, peer, _EVAL_PREFETCH, timeout_s, pin)
-            self.eval_loss_in = Receiver(loss, me, peer, 1, timeout_s)
+            self.eval_out = Sender(forward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
+            self.eval_loss_in = Receiver(backward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION)
         self.me = me
 
     @staticmethod
-    def _groups(grid: Any, timeout_s: float) -> dict[tuple[int, int], list[dist.ProcessGroup]]:
-        """Four groups for every two neighbouring ranks of every pipeline.
+    def _groups(grid: Any, timeout_s: float) -> dict[tuple[int, int], tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+        """A forward and a backward group for every two neighbouring ranks of every pipeline.
 
         All ranks name all groups in the same order, as torch wants it; only the members of a group connect.
         """
+        limit = timedelta(seconds=timeout_s)
         return {
-            pair: [
-                dist.new_group(list(pair), backend="gloo", timeout=timedelta(seconds=timeout_s))
-                for _ in range(_LINKS_PER_PAIR)
-            ]
+            pair: (
+                dist.new_group(list(pair), backend="gloo", timeout=limit),
+                dist.new_group(list(pair), backend="gloo", timeout=limit),
+            )
             for ranks in grid.pipe_groups
             for pair in pairwise(ranks)
         }

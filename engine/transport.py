@@ -1,8 +1,8 @@
 """Asynchronous point-to-point links between neighbouring stages.
 
-Each direction between two stages is a :class:`Link` with a process group of its own, so that a wait
-that fails on one cannot poison another. Sends never block: gloo and NCCL hand them to the receiver when
-it is ready. Receives are posted ``prefetch`` messages ahead, because a gloo send is a rendezvous: it
+Each direction between two stages has a process group of its own, so that the two never queue behind
+each other and a wait that fails cannot poison the links to other stages. Sends never block: gloo hands
+them to the receiver when it is ready. Receives are posted ``prefetch`` messages ahead, because a gloo send is a rendezvous: it
 moves only once its receive is posted.
 
 A posted receive must be at least as long as its message. Both ends therefore follow one rule: the
@@ -16,6 +16,7 @@ Every wait has a limit and a name: a timeout, a lost peer and a peer's own failu
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -29,8 +30,19 @@ import torch.distributed as dist
 from ds_vpipe.engine.wire import HEADER_BYTES, Message, Packed, Packer, Received, Tree, announcement, unpack
 from ds_vpipe.errors import PipelinePeerError
 
-_OWN_TAG = 1  # tag of messages that were announced; ordinary ones use tag 0
 _ABORT_GRACE_S = 5.0  # how long a failing stage tries to tell its neighbours why
+
+
+class Channel(enum.IntEnum):
+    """Links that share a process group are told apart by the tags of their messages, two a link."""
+
+    TRAINING = 0
+    EVALUATION = 2
+
+    @property
+    def own_tag(self) -> int:
+        """Tag of messages that were announced; ordinary ones use the channel's value."""
+        return self + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +97,23 @@ class Sender:
         to: the stage at the other end.
         prefetch: receives that the other end keeps posted.
         timeout_s: limit of every wait, in seconds.
+        channel: which of the group's links this is.
         pin: the tensors come from an accelerator and are staged through page-locked memory.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, me: Peer, to: Peer, prefetch: int, timeout_s: float, pin: bool = False
+        self,
+        group: dist.ProcessGroup,
+        me: Peer,
+        to: Peer,
+        prefetch: int,
+        timeout_s: float,
+        channel: Channel = Channel.TRAINING,
+        pin: bool = False,
     ) -> None:
         self._group, self._me, self._to = group, me, to
+        self._rank_there = dist.get_group_rank(group, to.rank)
+        self._channel = channel
         self._timeout_s = timeout_s
         self._pin = pin
         self._packer = Packer(pin)
@@ -110,10 +132,10 @@ class Sender:
         try:
             if packed.size > self._capacity.sender():
                 outgoing.announced = announcement(packed.size)
-                outgoing.works.append(self._start(outgoing.announced, 0))
-                outgoing.works.append(self._start(packed.data, _OWN_TAG))
+                outgoing.works.append(self._start(outgoing.announced, self._channel))
+                outgoing.works.append(self._start(packed.data, self._channel.own_tag))
             else:
-                outgoing.works.append(self._start(packed.data, 0))
+                outgoing.works.append(self._start(packed.data, self._channel))
         except RuntimeError as error:
             # The peer has gone. That is no failure of this send: a stage whose script ends before its
             # neighbour's does not need what the neighbour computed ahead. Whoever waits for the peer
@@ -145,10 +167,8 @@ class Sender:
                     work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
 
     def _start(self, data: torch.Tensor, tag: int) -> dist.Work:
-        work = dist.isend(data, self._to.rank, group=self._group, tag=tag)
-        if work is None:
-            raise RuntimeError(f"rank {self._me.rank} is not a member of the link's process group")
-        return work
+        # The group's own method: dist.isend() checks its arguments again for every message.
+        return self._group.send([data], self._rank_there, tag)
 
     def _finish(self, outgoing: _Outgoing) -> None:
         try:
@@ -177,8 +197,18 @@ def abort_all(senders: Sequence[Sender], reason: str) -> None:
 class Receiver:
     """The receiving end of a link; arguments as for :class:`Sender`."""
 
-    def __init__(self, group: dist.ProcessGroup, me: Peer, source: Peer, prefetch: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        me: Peer,
+        source: Peer,
+        prefetch: int,
+        timeout_s: float,
+        channel: Channel = Channel.TRAINING,
+    ) -> None:
         self._group, self._me, self._source = group, me, source
+        self._rank_there = dist.get_group_rank(group, source.rank)
+        self._channel = channel
         self._timeout_s = timeout_s
         self._capacity = _Capacity(prefetch)
         self._posted: deque[tuple[torch.Tensor, dist.Work | RuntimeError]] = deque()
@@ -199,7 +229,7 @@ class Receiver:
         message = unpack(data)
         if message.kind is Message.OVERSIZE:
             data = torch.empty(message.size, dtype=torch.uint8)
-            self._wait(self._start(data, _OWN_TAG), what)
+            self._wait(self._start(data, self._channel.own_tag), what)
             message = unpack(data)
         self._post(self._capacity.received(message.size))
         if message.kind is Message.ABORT:
@@ -209,14 +239,13 @@ class Receiver:
 
     def _post(self, size: int) -> None:
         data = torch.empty(size, dtype=torch.uint8)
-        self._posted.append((data, self._start(data, 0)))
+        self._posted.append((data, self._start(data, self._channel)))
 
     def _start(self, data: torch.Tensor, tag: int) -> dist.Work | RuntimeError:
         try:
-            work = dist.irecv(data, self._source.rank, group=self._group, tag=tag)
+            return self._group.recv([data], self._rank_there, tag)
         except RuntimeError as error:
             return error  # matters only if somebody waits for it
-        return work if work is not None else RuntimeError(f"rank {self._me.rank} is not in the link's process group")
 
     def _wait(self, work: dist.Work | RuntimeError, what: str) -> None:
         try:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 Tree = Any  # None, a tensor, or a tuple or list of trees
@@ -72,7 +73,7 @@ class Packed:
     """A buffer on the sending side with the views through which it is filled."""
 
     data: torch.Tensor
-    words: torch.Tensor
+    words: np.ndarray[Any, np.dtype[np.int64]]
     views: list[torch.Tensor]
     layout: list[int]
 
@@ -146,7 +147,7 @@ class Packer:
         if layout != self._layout:
             self._layout, self._spare = layout, []
         packed = self._spare.pop() if self._spare else self._allocate(self._layout, tensors)
-        packed.words[2:_FIXED_WORDS] = torch.tensor((int(kind), micro_batch, note))
+        packed.words[2:_FIXED_WORDS] = (kind, micro_batch, note)
         for view, tensor in zip(packed.views, tensors, strict=True):
             view.copy_(tensor.detach(), non_blocking=self._pin)
         return packed
@@ -163,9 +164,9 @@ class Packer:
             offsets.append(offset)
             offset = _align(offset + tensor.numel() * tensor.dtype.itemsize)
         data = torch.empty(offset, dtype=torch.uint8, pin_memory=self._pin)
-        words = data[: 8 * num_words].view(torch.int64)
-        words[:2] = torch.tensor((offset, num_words))
-        words[_FIXED_WORDS:] = torch.tensor(layout, dtype=torch.int64)
+        words = data[: 8 * num_words].view(torch.int64).numpy()
+        words[:2] = (offset, num_words)
+        words[_FIXED_WORDS:] = layout
         views = [
             _view(data, start, tensor.dtype, list(tensor.shape))[0]
             for start, tensor in zip(offsets, tensors, strict=True)

@@ -81,7 +81,20 @@ def train(
 
 def train_each(ds_configs: list[dict[str, Any]], stages: int, batches: int, **module: Any) -> list[dict[str, Any]]:
     """:func:`train` for several configurations in one world."""
-    return [train(ds_config, stages, batches, **module) for ds_config in ds_configs]
+    reports = []
+    for ds_config in ds_configs:
+        reports.append(train(ds_config, stages, batches, **module))
+        close_groups()
+    return reports
+
+
+def close_groups() -> None:
+    """Close every process group but the world's: each has threads and sockets of its own."""
+    torch.distributed.barrier()
+    world = torch.distributed.group.WORLD
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not world:
+            torch.distributed.destroy_process_group(group)
 
 
 def merged(reports: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

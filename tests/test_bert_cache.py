@@ -17,6 +17,10 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
 
 
+def must_not_build(path: Path) -> None:
+    pytest.fail(f"{path} was built")
+
+
 def write(path: Path) -> None:
     path.write_text("built")
 
@@ -25,7 +29,7 @@ def test_an_entry_is_built_once() -> None:
     entry = cached("entry", write, builder=True)
     assert entry == cache_directory() / "entry"
     assert entry.read_text() == "built"
-    assert cached("entry", pytest.fail, builder=True) == entry
+    assert cached("entry", must_not_build, builder=True) == entry
 
 
 def test_a_failed_build_leaves_nothing() -> None:
@@ -56,13 +60,13 @@ def test_others_wait_for_the_builder() -> None:
 
     thread = threading.Thread(target=build_late)
     thread.start()
-    assert cached("entry", pytest.fail, builder=False, wait_s=10).read_text() == "built"
+    assert cached("entry", must_not_build, builder=False, wait_s=10).read_text() == "built"
     thread.join()
 
 
 def test_waiting_ends_with_a_message() -> None:
     with pytest.raises(VPipeConfigError, match=r"waited 0 s for .*entry"):
-        cached("entry", pytest.fail, builder=False, wait_s=0.1)
+        cached("entry", must_not_build, builder=False, wait_s=0.1)
 
 
 def test_an_unusable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,7 +37,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return ids * padding_mask, types, padding_mask, positions
 
 
-def copy_weights(source: BertForPreTraining, layers: list[nn.Module]) -> None:
+def copy_weights(source: Any, layers: list[Any]) -> None:
     encoder = source.bert.encoder.layer
     for index, layer in enumerate(layers):
         if isinstance(layer, EmbeddingAttentionLayer):

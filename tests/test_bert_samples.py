@@ -61,7 +61,7 @@ def test_vocabulary_and_tokens(tmp_path: Path) -> None:
     tokenizer = train_wordpiece(documents, 256)
     assert [tokenizer.id_to_token(number) for number in range(5)] == list(SPECIAL_TOKENS)
     corpus = tokenise(documents, tokenizer)
-    words = [tokenizer.id_to_token(int(token)) for token in corpus.tokens]
+    words = [str(tokenizer.id_to_token(int(token))) for token in corpus.tokens]
     assert "".join(words).replace("##", "") == "thecatsatonthemat.thedogsatadogandacat."
     assert corpus.document_starts.tolist() == [0, 2, 3]
     assert corpus.sentence_starts[-1] == len(corpus.tokens)

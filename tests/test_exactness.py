@@ -71,11 +71,13 @@ def difference(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     )
 
 
-def variants(stages: int) -> list[tuple[float, str, int]]:
-    """Recompute ratio, weight_sync, depth factor; with one stage the last two have nothing to act on."""
-    if stages == 1:
+def variants(stages: int, optimizer: str) -> list[tuple[float, str, int]]:
+    """Recompute ratio, weight_sync, depth factor: all combinations for SGD, which must agree to the last bit."""
+    if stages == 1:  # nothing is ever in flight across an update
         return [(ratio, "stash", 1) for ratio in (0, 0.5, 1)]
-    return list(itertools.product((0, 0.5, 1), ("stash", "vertical"), (1, 2)))
+    if optimizer == "SGD":
+        return list(itertools.product((0, 0.5, 1), ("stash", "vertical"), (1, 2)))
+    return [(0, "stash", 1), (0.5, "vertical", 2), (1, "stash", 2)]
 
 
 def asp(stages: int, micro_batches: int, optimizer: str, ratio: float, sync: str, factor: int) -> dict[str, Any]:
@@ -88,6 +90,12 @@ def asp(stages: int, micro_batches: int, optimizer: str, ratio: float, sync: str
     return cases.config(micro_batches, OPTIMIZERS[optimizer][0], block)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_fused_adam() -> None:
+    """DeepSpeed compiles FusedAdam when it is first used, which takes minutes: here, not in a timed case."""
+    fused_adam([torch.nn.Parameter(torch.ones(1))])
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -95,7 +103,7 @@ def test_update_is_the_stashed_version_gradient(
     worlds: Worlds, stages: int, micro_batches: int, optimizer: str
 ) -> None:
     batches = MICRO_BATCHES // micro_batches
-    combinations = variants(stages)
+    combinations = variants(stages, optimizer)
     configs = [asp(stages, micro_batches, optimizer, *variant) for variant in combinations]
     ranks = worlds.run(stages, cases.train_each, configs, stages, batches)
     for position, (ratio, sync, factor) in enumerate(combinations):

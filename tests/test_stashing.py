@@ -203,7 +203,7 @@ def test_update_applies_an_old_gradient_to_the_newest_weights() -> None:
 
 
 def test_errors() -> None:
-    weight, optimizer = counting()
+    _, optimizer = counting()
     with pytest.raises(KeyError):
         optimizer.load_old_params(0)
     with pytest.raises(KeyError):
@@ -217,7 +217,7 @@ def test_errors() -> None:
 
 
 def test_a_failing_forward_pass_leaves_nothing_in_flight() -> None:
-    weight, optimizer = counting()
+    _, optimizer = counting()
     optimizer.keep_from(0)
     optimizer.step()
     with pytest.raises(ZeroDivisionError), optimizer.forward(0, version=0):

@@ -157,7 +157,6 @@ def test_every_alias_follows_a_fork(dtype: torch.dtype) -> None:
     with unseen(versions):  # a step of the wrapper: into a partition, and everything sees it
         optimizer.nested[0]["partitions"][1].fill_(-7)
     versions.advance()
-    assert optimizer.parameters[2].flatten().tolist() != []
     assert torch.equal(optimizer.flat_groups[0][12:], torch.full((12,), -7, dtype=dtype))
     assert int((optimizer.parameters[2] == -7).sum()) == 10
     versions.point_to(0)
@@ -171,9 +170,6 @@ def test_storages_stay_apart_or_shared_as_they_were() -> None:
     update(versions)
     pointers = [pointer(p) for p in parameters]
     assert pointers[0] == pointers[1] != pointers[2] == pointers[3] != pointers[4]
-    with unseen(versions):
-        parameters[2][2:].zero_()
-    assert float(parameters[3].detach()) == 5  # 4 + 1: strides and offsets do not overlap here
     assert [p.storage_offset() for p in parameters] == [2, 5, 1, 4, 0]
     assert parameters[2].stride() == (2,)
 

@@ -1,0 +1,166 @@
+"""Failures end every rank soon, and every rank says which stage failed or was waited for."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import pytest
+import toy
+from test_exactness import OPTIMIZERS
+from torch import nn
+from worlds import Outcome, Worlds
+
+pytestmark = pytest.mark.mp
+
+STAGES = 4
+LIMIT_S = 30
+
+
+@pytest.fixture
+def doomed() -> Iterator[Worlds]:
+    """Processes of their own, since these tests leave none fit for use."""
+    pool = Worlds()
+    yield pool
+    pool.close()
+
+
+def train_until(event: str, at: int, timeout_s: float) -> str:
+    """Train; stage 2 fails at its ``at``-th forward pass in the way that ``event`` names."""
+    block = {"partition": "uniform", "peer_timeout_s": timeout_s}
+    trained = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], block), STAGES)
+    count = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == at and event == "raise":
+            raise ValueError("boom\nand more")
+        if count == at and event == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if count == at and event == "stop":
+            timer = threading.Timer(12, os.kill, (os.getpid(), signal.SIGKILL))  # do not outlive the test
+            timer.start()
+            time.sleep(100)
+
+    if trained.stage_id == 2:
+        trained.module.forward_funcs[0].register_forward_pre_hook(fail)
+    iterator = toy.data()
+    for _ in range(50):
+        trained.train_batch(iterator)
+    return "trained"
+
+
+def failed(outcomes: list[Outcome], rank: int) -> str:
+    outcome = outcomes[rank]
+    assert not outcome.good
+    assert outcome.seconds < LIMIT_S, f"rank {rank} took {outcome.seconds:.0f} s"
+    return outcome.text
+
+
+@pytest.mark.parametrize("at", [1, 6])
+def test_layer_that_raises(doomed: Worlds, at: int) -> None:
+    outcomes = doomed.outcomes(STAGES, train_until, "raise", at, 60)
+    assert failed(outcomes, 2) == "ValueError: boom\nand more"
+    for rank in (0, 1, 3):
+        text = failed(outcomes, rank)
+        assert text.startswith(f"PipelinePeerError: stage {rank} (rank {rank}) stopped waiting for "), text
+        assert f"stage 2 (rank 2) failed in F{at - 1}: ValueError: boom and more" in text
+        assert "\n" not in text
+
+
+def test_rank_that_is_killed(doomed: Worlds) -> None:
+    outcomes = doomed.outcomes(STAGES, train_until, "kill", 6, 60)
+    assert failed(outcomes, 2) == "died"
+    assert "stage 1 (rank 1) waited for RECV_GRAD" in failed(outcomes, 1)
+    assert "stage 3 (rank 3) waited for RECV_ACT" in failed(outcomes, 3)
+    for rank in (0, 1, 3):
+        text = failed(outcomes, rank)
+        assert "from stage 2 (rank 2): it is gone (connection closed)" in text
+        assert "\n" not in text
+    assert "from stage 1 (rank 1)" in failed(outcomes, 0)  # whom it waited for, beside who is gone
+
+
+def test_rank_that_hangs(doomed: Worlds) -> None:
+    outcomes = doomed.outcomes(STAGES, train_until, "stop", 6, 3)
+    for rank in (0, 1, 3):
+        text = failed(outcomes, rank)
+        # Stages 0 and 1 run into the limit at the same time; stage 0 knows only whom it waited for itself.
+        waited_for = r"from stage [12] \(rank [12]\)" if rank == 0 else r"from stage 2 \(rank 2\)"
+        assert re.search(waited_for + ": nothing came within 3 s", text), text
+        assert "peer_timeout_s" in text
+        assert "\n" not in text
+
+
+WRONG = [
+    ({"sync_mode": "async"}, "vpipe.sync_mode"),
+    ({"syncmode": "asp"}, "vpipe.syncmode"),
+    ({"schedule": "gpipe", "sync_mode": "bsp"}, "vpipe.schedule"),
+    ({"weight_sync": "stashing"}, "vpipe.weight_sync"),
+    ({"weight_sync": "stash", "sync_mode": "bsp"}, "vpipe.weight_sync"),
+    ({"partition": [5, 6]}, "vpipe.partition"),
+    ({"partition": [4, 3, 3]}, "vpipe.partition"),
+    ({"partition": [10, 0]}, "vpipe.partition"),
+    ({"partition": "[5, 5]"}, "vpipe.partition"),
+    ({"partition": "profile"}, "vpipe.partition"),
+    ({"partition": "type:Nothing"}, "vpipe.partition"),
+    ({"partition": "type:("}, "vpipe.partition"),
+    ({"partition": "missing.json"}, "vpipe.partition"),
+    ({"recompute_ratio": 1.3}, "vpipe.recompute_ratio"),
+    ({"recompute_ratio": [0, -0.1]}, "vpipe.recompute_ratio"),
+    ({"recompute_ratio": [0, 0, 0]}, "vpipe.recompute_ratio"),
+    ({"recompute_ratio": "auto"}, "vpipe.recompute_ratio"),
+    ({"stage_to_depth_map": [0, 1]}, "vpipe.stage_to_depth_map"),
+    ({"stage_to_depth_map": [2, 1]}, "vpipe.stage_to_depth_map"),
+    ({"stage_to_depth_map": [1, 0, 0]}, "vpipe.stage_to_depth_map"),
+    ({"stage_to_depth_map": "auto"}, "vpipe.stage_to_depth_map"),
+    ({"gradient_clipping_scope": "global"}, "vpipe.gradient_clipping_scope"),
+    ({"peer_timeout_s": 0}, "vpipe.peer_timeout_s"),
+    ({"timeline": {"enabled": True}}, "vpipe.timeline"),
+    ({"timeline": True}, "vpipe.timeline"),
+    ("asp", "vpipe"),
+]
+WRONG_ELSEWHERE = [
+    ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, "zero_optimization.stage"),
+    ({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, "zero_optimization.stage"),
+    ({"fp16": {"enabled": True}}, "fp16"),
+    ({"bf16": {"enabled": True}}, "bf16"),
+    ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+    ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
+]
+
+
+def refusals() -> list[str]:
+    import deepspeed
+
+    import ds_vpipe
+
+    module = deepspeed.pipe.PipelineModule(toy.layer_specs(), num_stages=2, loss_fn=nn.CrossEntropyLoss())
+    lines = []
+    for block, extra in [*((b, {}) for b, _ in WRONG), *(({}, e) for e, _ in WRONG_ELSEWHERE)]:
+        ds_config = {**cases.config(1, OPTIMIZERS["SGD"][0], None, **extra), "vpipe": block}
+        try:
+            ds_vpipe.initialize(model=module, config=ds_config)
+        except ds_vpipe.VPipeConfigError as error:
+            lines.append(str(error))
+        else:
+            lines.append("accepted")
+    return lines
+
+
+def test_wrong_configurations_are_refused_in_one_line_on_every_rank(worlds: Worlds) -> None:
+    ranks = worlds.run(2, refusals)
+    for position, (_, key) in enumerate([*WRONG, *WRONG_ELSEWHERE]):
+        for lines in ranks:
+            line = lines[position]
+            assert key in line, line
+            assert "\n" not in line
+            assert "got " in line, line
+            assert "allowed" in line, line
+    assert len(ranks[0]) >= 25

@@ -1,0 +1,210 @@
+"""Scripts run unchanged: by ``ds_vpipe.run`` in this process, and once through DeepSpeed's launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds import free_port
+
+from ds_vpipe.run import main
+
+pytestmark = pytest.mark.mp
+
+ROOT = Path(__file__).resolve().parent.parent
+
+REPORT = """
+import json, sys
+import deepspeed
+from helper import NUMBER
+from pathlib import Path
+report = {
+    "argv": sys.argv,
+    "name": __name__,
+    "file": __file__,
+    "path": sys.path[0],
+    "number": NUMBER,
+    "initialize": deepspeed.initialize.__module__,
+}
+Path(__file__).with_suffix(".json").write_text(json.dumps(report))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    folder = tmp_path / "with a space"
+    folder.mkdir()
+    (folder / "helper.py").write_text("NUMBER = 7\n")
+    path = folder / "train.py"
+    path.write_text(REPORT)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what a run changes in this process."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(deepspeed, "initialize", deepspeed.initialize)
+    yield
+    sys.modules.pop("helper", None)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [([], []), (["--local_rank=3"], ["--lr", "0.1", "--local_rank=9"]), (["--local_rank=0"], ["-x", "train.py"])],
+)
+def test_script_gets_its_arguments(script: Path, before: list[str], after: list[str]) -> None:
+    assert main([*before, str(script), *after]) == 0
+    report = json.loads(script.with_suffix(".json").read_text())
+    assert report["argv"] == [str(script), *before, *after]
+    assert report["name"] == "__main__"
+    assert report["file"] == str(script)
+    assert report["path"] == str(script.parent)
+    assert report["number"] == 7
+    assert report["initialize"].startswith("deepspeed")  # wrapped: looks like DeepSpeed's own
+
+
+def test_initialize_is_replaced(script: Path) -> None:
+    import deepspeed
+
+    from ds_vpipe.initialization import deepspeed_initialize, initialize
+
+    original = deepspeed.initialize
+    script.write_text("import deepspeed\ndeepspeed.found = deepspeed.initialize\n")
+    assert main([str(script)]) == 0
+    found: Any = deepspeed.found
+    del deepspeed.found
+    assert found is not original
+    assert found.__wrapped__ is original
+    assert found.__code__ is initialize.__code__ if hasattr(found, "__code__") else found.func is initialize
+    assert deepspeed_initialize() is original
+
+
+def test_relative_path(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(script.parent)
+    assert main(["train.py", "a"]) == 0
+    report = json.loads(script.with_suffix(".json").read_text())
+    assert report["argv"] == ["train.py", "a"]
+    assert report["path"] == str(script.parent)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--local_rank=1"], ["nowhere.py"], ["--local_rank=1", "."]])
+def test_missing_script(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ds_vpipe.run: ")
+    assert "usage: deepspeed" in line
+    assert arguments == [] or arguments[-1].startswith("--") or repr(arguments[-1]) in line
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        ("VPipeConfigError('vpipe.partition: wrong')", 2),
+        ("PipelinePeerError('vpipe.partition: wrong')", 1),
+        ("VPipeError('vpipe.partition: wrong')", 1),
+    ],
+)
+def test_error_is_one_line_with_the_rank(
+    script: Path, error: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "5")
+    script.write_text(f"from ds_vpipe import *\nraise {error}\n")
+    capsys.readouterr()
+    assert main([str(script)]) == status
+    assert capsys.readouterr().err == "[rank 5] ds_vpipe: vpipe.partition: wrong\n"
+
+
+def test_wrong_block(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    config = script.with_name("config.json")
+    config.write_text(json.dumps({"train_batch_size": 1, "vpipe": {"sync_mod": "asp"}}))
+    script.write_text(f"import deepspeed\ndeepspeed.initialize(model=None, config={str(config)!r})\n")
+    assert main([str(script)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith('[rank 1] ds_vpipe: vpipe.sync_mod: got "asp"; unknown key, did you mean "sync_mode"?')
+
+
+def test_other_errors_and_exits_are_the_scripts_own(script: Path) -> None:
+    script.write_text("raise ZeroDivisionError\n")
+    with pytest.raises(ZeroDivisionError):
+        main([str(script)])
+    script.write_text("import sys\nsys.exit(7)\n")
+    with pytest.raises(SystemExit) as exit_:
+        main([str(script)])
+    assert exit_.value.code == 7
+
+
+TRAIN = """
+import argparse, json, os, sys
+import deepspeed
+import torch
+
+# DeepSpeed would compile its shared-memory all-reduce.
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--vpipe", action="store_true")
+parser.add_argument("--out")
+args = parser.parse_args()
+deepspeed.init_distributed(dist_backend="gloo")
+
+def one(vpipe):
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)]
+    module = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=torch.nn.CrossEntropyLoss())
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    if vpipe:
+        config["vpipe"] = {}
+    engine, *_ = deepspeed.initialize(args=args, model=module, config=config)
+    torch.manual_seed(2)
+    batches = iter([(torch.randn(2, 4), torch.randint(2, (2,))) for _ in range(6)])
+    losses = [float(engine.train_batch(batches)) for _ in range(3)]
+    kind = type(engine)
+    return [f"{kind.__module__}.{kind.__name__}", losses]
+
+report = {"local_rank": args.local_rank, "stock": one(False), "vpipe": one(True)}
+open(args.out, "w").write(json.dumps(report))
+sys.exit(0)
+"""
+
+
+def test_through_the_launcher(tmp_path: Path) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "out.json"
+    script.write_text(TRAIN)
+    launcher = Path(sys.executable).with_name("deepspeed")
+    command = [launcher, "--num_accelerators", "1", "--master_port", str(free_port()), "--module", "ds_vpipe.run"]
+    done = subprocess.run(
+        [*map(str, command), str(script), "--out", str(out)],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        },
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(out.read_text())
+    assert report["local_rank"] == 0
+    assert report["stock"][0] == "deepspeed.runtime.pipe.engine.PipelineEngine"
+    assert report["vpipe"][0] == "ds_vpipe.engine.engine.VPipeEngine"
+    assert report["stock"][1] == report["vpipe"][1]

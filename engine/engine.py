@@ -76,7 +76,7 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         self._vertical = self.vpipe_config.weight_sync == "vertical"
         self._feed = MicroBatchFeed()
         self._agreement = ReplicaAgreement(self.grid, self.vpipe_config.peer_timeout_s)
-        atexit.register(_finish_sends, weakref.ref(self))
+        atexit.register(_at_exit, weakref.ref(self))
 
     # Batches
 
@@ -143,6 +143,14 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
             raise PipelineProtocolError(f"{self.neighbours.me}: batch without a loss")
         self.dp_group_loss, loss = self.state.losses.unbind()
         return loss.clone()
+
+    def destroy(self) -> None:
+        """Leave the pipeline: let the neighbours have what was sent, and drop the micro-batches in flight."""
+        if "state" in self.__dict__:
+            self._finish_sends()
+            # Their graphs refer to the engine through hooks, in cycles that Python cannot see.
+            self.state.flights.clear()
+        super().destroy()
 
     # Instructions
 
@@ -334,6 +342,11 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
             self.state.failure = f"{self.neighbours.me} failed in {self.state.doing}: {type(error).__name__}: {text}"
         self.neighbours.abort(self.state.failure)
 
+    def _finish_sends(self) -> None:
+        """A stage that is done stays until the stage before it has the gradients that it was sent."""
+        if self.state.failure is None and self.neighbours.gradients_out is not None:
+            self.neighbours.gradients_out.wait_for_all(time.monotonic() + _EXIT_GRACE_S)
+
     _INSTRUCTION_MAP = {  # noqa: RUF012 - the name and the form are DeepSpeed's
         **PipelineEngine._INSTRUCTION_MAP,
         **EvaluationMixin.EVALUATION_MAP,
@@ -349,8 +362,7 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
     }
 
 
-def _finish_sends(engine: weakref.ref[VPipeEngine]) -> None:
-    """At exit: a stage that is done stays until its neighbours have what it sent them."""
+def _at_exit(engine: weakref.ref[VPipeEngine]) -> None:
     alive = engine()
-    if alive is not None and alive.state.failure is None and alive.neighbours.gradients_out is not None:
-        alive.neighbours.gradients_out.wait_for_all(time.monotonic() + _EXIT_GRACE_S)
+    if alive is not None:
+        alive._finish_sends()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ def train(
     if "vpipe" in ds_config:
         report["latest"] = trained.stashing_optimizer.latest_version
         report["allocated"] = trained.stashing_optimizer.versions.allocated
+    trained.destroy()
     return report
 
 
@@ -89,12 +91,18 @@ def train_each(ds_configs: list[dict[str, Any]], stages: int, batches: int, **mo
 
 
 def close_groups() -> None:
-    """Close every process group but the world's: each has threads and sockets of its own."""
+    """Close every process group but the world's: each has threads that poll and sockets.
+
+    Engines sit in reference cycles, and a group lives as long as an engine that knows it.
+    """
     torch.distributed.barrier()
+    gc.collect()
     world = torch.distributed.group.WORLD
     for group in list(torch.distributed.distributed_c10d._world.pg_map):
         if group is not world:
             torch.distributed.destroy_process_group(group)
+    del group
+    gc.collect()
 
 
 def merged(reports: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -37,6 +37,7 @@ def train_on(ds_config: dict[str, Any], stages: int, lengths: list[int]) -> list
                 count += 1
             trained_batches.append(count)
         reports.append({"batches": trained_batches, "losses": losses, "parameters": cases.parameters(trained)})
+        trained.destroy()
         cases.close_groups()
     return reports
 

@@ -35,9 +35,7 @@ def passes(ratio: float, seed_layers: bool, count: int = 3) -> dict[str, Any]:
     apply_recompute(module, ratio)
     calls = [0] * len(module.forward_funcs)
     for position, layer in enumerate(module.forward_funcs):
-        layer.register_forward_pre_hook(
-            lambda *_, position=position: calls.__setitem__(position, calls[position] + 1)  # type: ignore[misc]
-        )
+        layer.register_forward_pre_hook(lambda *_, position=position: calls.__setitem__(position, calls[position] + 1))
     torch.manual_seed(5)
     outputs = [module(toy.micro_batch(number)[0]) for number in range(count)]
     for output in reversed(outputs):  # long after the forward pass, and in another order

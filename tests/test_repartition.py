@@ -31,7 +31,7 @@ class Counting(nn.Module):
         self.register_buffer("offset", torch.zeros(WIDTH, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x) + self.offset.to(x.dtype)  # type: ignore[operator]
+        return self.norm(x) + self.offset.to(x.dtype)
 
 
 def layers() -> list[Any]:
@@ -191,7 +191,7 @@ def initialized(counts: list[int], given: str) -> list[Any]:
     ds_config = cases.config(1, {} if given.startswith("optimizer") else SGD, {"partition": counts})
     if given.startswith("optimizer"):
         del ds_config["optimizer"]
-    arguments: dict[str, Any] = {
+    choices: dict[str, dict[str, Any]] = {
         "nothing": {},
         "list": {"model_parameters": parameters},
         "iterator": {"model_parameters": iter(parameters)},
@@ -199,7 +199,8 @@ def initialized(counts: list[int], given: str) -> list[Any]:
         "groups": {"model_parameters": [{"params": parameters, "lr": 0.3}]},
         "optimizer": {"optimizer": torch.optim.SGD(parameters, lr=0.1)},
         "optimizer function": {"optimizer": lambda trained: torch.optim.SGD(trained, lr=0.1)},
-    }[given]
+    }
+    arguments = choices[given]
     if given == "optimizer function":
         arguments["model_parameters"] = parameters
     engine = ds_vpipe.initialize(model=module, config=ds_config, **arguments)[0]

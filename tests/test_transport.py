@@ -50,10 +50,11 @@ def content(size: int, number: int) -> tuple[Any, ...]:
 
 def exchange(prefetch: int, sizes: list[int]) -> int:
     """Send messages of ``sizes`` and check each; returns how many had to be announced."""
-    from ds_vpipe.engine import transport
+    from ds_vpipe.engine import transport as module
     from ds_vpipe.engine.wire import Message
 
     announced: list[int] = []
+    transport: Any = module
     original = transport.announcement
 
     def counted(size: int) -> torch.Tensor:

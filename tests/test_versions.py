@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.checkpoint import checkpoint
 
 from ds_vpipe.engine.versions import WeightVersions, find_aliases
@@ -24,7 +25,7 @@ def pointer(tensor: torch.Tensor) -> int:
 @contextmanager
 def unseen(versions: WeightVersions) -> Iterator[None]:
     """Changes inside are not seen by autograd, as in an update."""
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(versions.parameters)):
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(versions.parameters)):
         yield
 
 

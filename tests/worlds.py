@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -53,6 +54,7 @@ def _serve(connection: Connection, rank: int) -> None:
                 torch.distributed.destroy_process_group()
             ds_comm.cdb = None
             groups.mpu = None
+            gc.collect()  # the threads of a group end with the last engine that knows it, and engines are cyclic
         finally:
             connection.send(answer)
 

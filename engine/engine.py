@@ -41,13 +41,13 @@ from ds_vpipe.engine.optimizers import OptimizerMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
-from ds_vpipe.schedule import version_used
+from ds_vpipe.schedule import Progress, version_used
 
 _EXIT_GRACE_S = 60.0
 
 
 class _EndOfData(Exception):
-    """The rest of the current batch's program is void: the first stage has no more micro-batches."""
+    """The first stage has no more micro-batches, so the rest of the current batch's program is another."""
 
 
 class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
@@ -134,8 +134,6 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
                         self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
                 return
             except _EndOfData:
-                if self.state.progress.completed == self.state.progress.limit:
-                    raise StopIteration from None
                 pipe_schedule = self._train_schedule()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
@@ -175,7 +173,10 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         if not self._agreement.all_have(item is not None):
             if item is not None:
                 self._feed.give_back(call, item)
-            self._end_of_data(index - index % self.micro_batches, call)
+            limit = index - index % self.micro_batches
+            if item is None and limit > self.state.progress.refill:
+                self._feed.end_again(call)
+            self._end_of_data(limit=limit, read=index, fill=self.state.progress.refill, call=call)
         self._feed.forget_before(call)
         labels = to_device(item[1], self.device) if self.is_last_stage() else None
         self.state.flights[index] = Flight(call, to_device(item[0], self.device), labels)
@@ -184,7 +185,8 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         assert self.neighbours.activations_in is not None and self.neighbours.gradients_out is not None
         message = self.neighbours.activations_in.receive(str(self.state.doing))
         if message.kind is Message.END:
-            self._end_of_data(message.micro_batch, message.note)
+            limit, read, fill = message.tree.tolist()
+            self._end_of_data(limit, read, fill, call=message.note)
         self._expect(message.kind is Message.ACTIVATION and message.micro_batch == index, message)
         self.state.flights[index] = Flight(message.note, self._arrived(message.tree))
         # The previous stage runs F(index) after B(index - W - 1), for which it has had our gradient.
@@ -286,38 +288,83 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         self.state.loss_sum = (torch.zeros_like(detached) if self.state.loss_sum is None else self.state.loss_sum) + detached
         if (index + 1) % self.micro_batches == 0:
             mean = self._scale_loss_by_gas(self.state.loss_sum)
-            self.state.losses = torch.stack([mean, mean]).float()
+            self.state.losses = torch.stack([mean, mean])
             if self.is_data_parallel:  # hidden behind the backward pass that comes next
                 self.state.loss_work = dist.all_reduce(
                     self.state.losses[1:], group=self.mpu.get_data_parallel_group(), async_op=True
                 )
 
     def _finish_loss(self) -> None:
-        if self.state.loss_work is not None and self.state.losses is not None:
-            self.state.loss_work.wait()
-            self.state.losses[1] /= self.dp_world_size
-            self.state.loss_work = None
+        state = self.state
+        if state.losses is None:
+            raise PipelineProtocolError(f"{self.neighbours.me}: batch without a loss")
+        if state.loss_work is not None:
+            state.loss_work.wait()
+            state.losses[1] /= self.dp_world_size
+            state.loss_work = None
+        state.losses = state.losses.float()
 
-    def _end_of_data(self, limit: int, call: int) -> None:
-        """No micro-batch from ``limit`` on belongs to a complete batch: drop them and tell the next stage."""
-        for index in [index for index in self.state.flights if index >= limit]:
-            del self.state.flights[index]
-            self.stashing_optimizer.release(index)
-        self.state.progress = dataclasses.replace(
-            self.state.progress, limit=limit, forwarded=min(self.state.progress.forwarded, limit)
-        )
+    def _end_of_data(self, limit: int, read: int, fill: int, call: int) -> None:
+        """Pass the news on to the next stage and change course.
+
+        Args:
+            limit: no micro-batch from here on belongs to a complete batch.
+            read: the first stage has sent micro-batches up to here all the same.
+            fill: the first micro-batch after the pipeline was filled last.
+            call: the ``train_batch()`` call in which the first stage found out.
+
+        Raises:
+            StopIteration: not even one batch since the pipeline was empty.
+            _EndOfData: there is more to do.
+        """
+        state = self.state
+        self._drop(limit, read)
         if self.neighbours.activations_out is not None:
-            self.neighbours.activations_out.send(Message.END, limit, None, note=call)
+            self.neighbours.activations_out.send(Message.END, read, torch.tensor([limit, read, fill]), note=call)
         elif not self.is_first_stage():
             self._feed.expect_end(call)
-        one_batch = self.state.refilled_in == call and limit == self.state.progress.refill + self.micro_batches
-        if self.is_first_stage() and self.asynchronous and self.depth and one_batch and not self.state.warned:
+        if state.progress.completed < limit:
+            state.progress = dataclasses.replace(state.progress, limit=limit)
+            self._warn_of_drain(filled=limit - fill, call=call)
+            raise _EndOfData
+        # Nothing is left in flight here, and the next message is about the next filling of the pipeline. A stage
+        # that has no use for the slot in which END arrives reads it only in the next call.
+        state.progress = Progress(limit, limit, None, refill=limit)
+        if fill == limit:
+            raise StopIteration
+        raise _EndOfData
+
+    def _drop(self, limit: int, read: int) -> None:
+        """Undo what this stage has done of the micro-batches from ``limit`` to ``read``, an incomplete batch.
+
+        END takes the place of micro-batch ``read``, before which stage s has run ``B(read - W_s - 1)``. The next
+        stage has therefore sent gradients up to ``read - W_{s+1} - 1``, of which those are still to come that no
+        backward pass here has asked for.
+        """
+        state, depth = self.state, self.depth
+        for index in [index for index in state.flights if index >= limit]:
+            del state.flights[index]
+            self.stashing_optimizer.release(index)
+        if self.neighbours.gradients_in is not None:
+            for index in range(max(limit, read - depth), read - self.settings.depth[self.stage_id + 1]):
+                self.neighbours.gradients_in.receive(f"RECV_GRAD{index}")
+        if state.progress.completed > limit:
+            self.optimizer.zero_grad()
+            self.zero_grad()
+        state.progress = dataclasses.replace(
+            state.progress,
+            forwarded=min(state.progress.forwarded, limit),
+            completed=min(state.progress.completed, limit),
+        )
+
+    def _warn_of_drain(self, filled: int, call: int) -> None:
+        one_batch = filled == self.micro_batches and self.state.refilled_in == call
+        if one_batch and self.is_first_stage() and self.asynchronous and self.depth and not self.state.warned:
             self.state.warned = True
             logger.warning(
                 "ds_vpipe: the iterator given to train_batch() ended after one batch, so the pipeline drains in every "
                 "such call; pass one iterator over the whole data set, the same object in every call"
             )
-        raise _EndOfData
 
     def _arrived(self, tree: Any) -> Any:
         """Move a received tree to the stage's device; on the CPU it is there already."""

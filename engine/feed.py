@@ -25,6 +25,7 @@ class MicroBatchFeed:
         self.post_process: Callable[[Item], Item] | None = None
         self._call = -1
         self._iterators: dict[int, Iterator[Item]] = {}  # by the first call that used each
+        self._ended: set[int] = set()  # has ended while reading ahead, and the user has not been told yet
         self._returned: dict[int, Item] = {}  # read from an iterator to see whether it ends, but not used
 
     @property
@@ -47,6 +48,7 @@ class MicroBatchFeed:
         for number in [n for n in self._iterators if keep is not None and n < keep]:
             del self._iterators[number]
             self._returned.pop(number, None)
+            self._ended.discard(number)
 
     def read(self, call: int) -> Item:
         """The next item of the iterator that was current in ``call``.
@@ -61,6 +63,9 @@ class MicroBatchFeed:
                 "train_batch(data_iter=None) on a stage that reads data: "
                 "pass an iterator of (inputs, labels), or training_data to initialize(), on the first and last stage"
             )
+        if source in self._ended:
+            self._ended.remove(source)
+            raise StopIteration
         if source in self._returned:
             return self._returned.pop(source)
         item = next(self._iterators[source])
@@ -71,6 +76,15 @@ class MicroBatchFeed:
         source = self._source(call)
         if source is not None:
             self._returned[source] = item
+
+    def end_again(self, call: int) -> None:
+        """Let the next :meth:`read` of ``call``'s iterator report its end once more, without asking it.
+
+        An iterator that starts over after its end would otherwise hide an end that was met while reading ahead.
+        """
+        source = self._source(call)
+        if source is not None:
+            self._ended.add(source)
 
     def expect_end(self, call: int) -> None:
         """Let the iterator of ``call`` say that it has ended, as it has said to the first stage.

@@ -54,7 +54,7 @@ def initialize(
     ds_config = _load_config(args, kwargs)
     block = None if ds_config is None else block_of(ds_config)
     if ds_config is None or block is None:
-        return tuple(deepspeed_initialize()(**given))  # type: ignore[return-value]
+        return tuple(deepspeed_initialize()(**given))
     config = VPipeConfig.parse(block)
     if not isinstance(model, PipelineModule):
         raise VPipeConfigError(
@@ -71,7 +71,7 @@ def initialize(
     apply_recompute(model, settings.recompute_ratio[model.stage_id])
     _limit_cpu_threads()
     with _engine_class(VPipeEngine):
-        return tuple(deepspeed_initialize()(**given))  # type: ignore[return-value]
+        return tuple(deepspeed_initialize()(**given))
 
 
 def deepspeed_initialize() -> Any:
@@ -99,16 +99,16 @@ def _split(model: PipelineModule, settings: StageSettings, optimizer: Any, model
         return model_parameters
     if isinstance(optimizer, torch.optim.Optimizer):
         raise VPipeConfigError(
-            f"vpipe.partition: {list(counts)} moves layers between stages, but the optimizer given to initialize() was "
-            f"built before; build the module with this partition, or name the optimizer in the DeepSpeed JSON"
+            f"vpipe.partition: got {list(counts)}, which moves layers between stages, but the optimizer given to "
+            f"initialize() was built before; allowed is the module's own split; build the module with this partition, or name the optimizer in the DeepSpeed JSON"
         )
     if model_parameters is None:
         return None
     flat = [p for p in model_parameters if isinstance(p, torch.Tensor)]
     if len(flat) != len(model_parameters) or {id(p) for p in flat if p.requires_grad} != before:
         raise VPipeConfigError(
-            f"vpipe.partition: {list(counts)} moves layers between stages, but model_parameters names parameters of the "
-            f"old split; build the module with this partition, or leave model_parameters out"
+            f"vpipe.partition: got {list(counts)}, which moves layers between stages, but model_parameters names "
+            f"parameters of the old split; allowed is the module's own split; build the module with this partition, or leave model_parameters out"
         )
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -122,7 +122,7 @@ def _limit_cpu_threads() -> None:
     if torch.get_num_threads() > threads:
         torch.set_num_threads(threads)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            logger.info(f"ds_vpipe: {ranks} ranks on this machine, {threads} CPU thread(s) each (OMP_NUM_THREADS not set)")
+            logger.info(f"ds_vpipe: OMP_NUM_THREADS is not set; {ranks} ranks here, {threads} CPU thread(s) each")
 
 
 @contextmanager

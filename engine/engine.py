@@ -21,36 +21,33 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import PipeSchedule
-from deepspeed.utils import logger
 
 from ds_vpipe.config import StageSettings, VPipeConfig
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.admission import ReplicaAgreement
+from ds_vpipe.engine.draining import DrainingMixin, EndOfData
 from ds_vpipe.engine.evaluation import EvaluationMixin
 from ds_vpipe.engine.feed import MicroBatchFeed, to_device
 from ds_vpipe.engine.flight import Flight, StageState
+from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.optimizers import OptimizerMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
-from ds_vpipe.schedule import Progress, version_used
+from ds_vpipe.schedule import version_used
 
 _EXIT_GRACE_S = 60.0
 
 
-class _EndOfData(Exception):
-    """The first stage has no more micro-batches, so the rest of the current batch's program is another."""
-
-
-class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
+class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
     """DeepSpeed's pipeline engine with an asynchronous 1F1B schedule and weight stashing.
 
     Built by :func:`ds_vpipe.initialize`. ``train_batch()``, ``eval_batch()`` and the rest of the
@@ -67,9 +64,10 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         self.vpipe_config = VPipeConfig.parse(self.config["vpipe"])
         self.settings: StageSettings = self.vpipe_config.resolve(self.num_stages, self.module._num_layers)
         self.asynchronous = self.vpipe_config.sync_mode == "asp"
-        self.depth = self.settings.depth[self.stage_id]
+        self.depths = self.settings.depth
+        self.depth = self.depths[self.stage_id]
         self.state = StageState()
-        self.neighbours = Neighbours(self.grid, self.settings.depth, self.vpipe_config.peer_timeout_s, self.device)
+        self.neighbours = Neighbours(self.grid, self.depths, self.vpipe_config.peer_timeout_s, self.device)
         self.stashing_optimizer = WeightStashingOptimizer(
             self.optimizer, self.module.parameters(), stash=self.vpipe_config.weight_sync != "none"
         )
@@ -97,8 +95,9 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         """
         if self.state.failure is not None:
             raise VPipeError(f"train_batch() after a failure: {self.state.failure}; restart from a checkpoint")
-        if self.state.progress.limit is not None and self.state.progress.completed == self.state.progress.limit:
-            self.state.progress = dataclasses.replace(self.state.progress, limit=None, refill=self.state.progress.completed)
+        progress = self.state.progress
+        if progress.completed == progress.limit:
+            self.state.progress = dataclasses.replace(progress, limit=None, refill=progress.completed)
         if self.state.progress.drained:
             self.state.refilled_in = self._feed.call + 1
         self._feed.post_process = self.batch_fn
@@ -125,7 +124,9 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
             super()._exec_schedule(pipe_schedule)
             return
         state = self.state
-        state.loss_sum = state.losses = None
+        state.losses = None
+        if self.is_last_stage():
+            state.batch_loss = BatchLoss(self.micro_batches, self.mpu.get_data_parallel_group(), self.dp_world_size)
         while True:
             try:
                 for step in pipe_schedule:
@@ -133,7 +134,7 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
                         state.doing = instruction
                         self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
                 return
-            except _EndOfData:
+            except EndOfData:
                 pipe_schedule = self._train_schedule()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
@@ -166,10 +167,8 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
             self._feed.forget_before(flight.call)
             return
         call, item = self._feed.call, None
-        try:
+        with suppress(StopIteration):
             item = self._feed.read(call)
-        except StopIteration:
-            pass
         if not self._agreement.all_have(item is not None):
             if item is not None:
                 self._feed.give_back(call, item)
@@ -182,7 +181,8 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         self.state.flights[index] = Flight(call, to_device(item[0], self.device), labels)
 
     def _exec_recv_activation(self, index: int) -> None:
-        assert self.neighbours.activations_in is not None and self.neighbours.gradients_out is not None
+        assert self.neighbours.activations_in is not None
+        assert self.neighbours.gradients_out is not None
         message = self.neighbours.activations_in.receive(str(self.state.doing))
         if message.kind is Message.END:
             limit, read, fill = message.tree.tolist()
@@ -190,7 +190,7 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         self._expect(message.kind is Message.ACTIVATION and message.micro_batch == index, message)
         self.state.flights[index] = Flight(message.note, self._arrived(message.tree))
         # The previous stage runs F(index) after B(index - W - 1), for which it has had our gradient.
-        self.neighbours.gradients_out.release(index - self.settings.depth[self.stage_id - 1] - 1)
+        self.neighbours.gradients_out.release(index - self.depths[self.stage_id - 1] - 1)
 
     def _exec_forward(self, index: int) -> None:
         flight = self.state.flights[index]
@@ -200,8 +200,8 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
                 loss_fn = self.module.loss_fn
                 outputs = outputs if loss_fn is None else loss_fn(outputs, flight.labels)
         flight.labels = None
-        if self.is_last_stage():
-            self._add_loss(flight, outputs, index)
+        if self.state.batch_loss is not None:
+            flight.loss = self.state.batch_loss.add(outputs)
         else:
             self.state.sending = outputs
             flight.keep_outputs(outputs)
@@ -215,7 +215,8 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         self.neighbours.activations_out.send(Message.ACTIVATION, index, outputs, note=self.state.flights[index].call)
 
     def _exec_recv_gradient(self, index: int) -> None:
-        assert self.neighbours.activations_out is not None and self.neighbours.gradients_in is not None
+        assert self.neighbours.activations_out is not None
+        assert self.neighbours.gradients_in is not None
         message = self.neighbours.gradients_in.receive(str(self.state.doing))
         self._expect(message.kind is Message.GRADIENT and message.micro_batch == index, message)
         self.neighbours.activations_out.release(index)
@@ -237,8 +238,8 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         if self.is_first_stage():
             del self.state.flights[index]
         self.state.progress = dataclasses.replace(self.state.progress, completed=index + 1)
-        if self.is_last_stage() and self.state.progress.completed % self.micro_batches == 0:
-            self._finish_loss()
+        if self.state.batch_loss is not None and self.state.progress.completed % self.micro_batches == 0:
+            self.state.losses = self.state.batch_loss.means()
 
     def _exec_send_gradient(self, index: int) -> None:
         assert self.neighbours.gradients_out is not None
@@ -262,7 +263,7 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
     def _vertical_version(self, index: int) -> int | None:
         if not self._vertical:
             return None
-        return version_used(index, self.settings.depth[0], self.micro_batches, self.state.progress.refill)
+        return version_used(index, self.depths[0], self.micro_batches, self.state.progress.refill)
 
     def _backward_from_gradients(self, flight: Flight) -> None:
         if self.using_bf16_optimizer:
@@ -277,94 +278,6 @@ class VPipeEngine(EvaluationMixin, OptimizerMixin, PipelineEngine):
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
         flight.outputs, flight.gradients = [], []
-
-    def _add_loss(self, flight: Flight, loss: Any, index: int) -> None:
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            given = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise VPipeError(f"loss of the last stage: got {given}, allowed is a tensor without dimensions; take its mean")
-        flight.loss = loss
-        detached = loss.detach()
-        # Zero first, as DeepSpeed sums: bit for bit the same loss.
-        self.state.loss_sum = (torch.zeros_like(detached) if self.state.loss_sum is None else self.state.loss_sum) + detached
-        if (index + 1) % self.micro_batches == 0:
-            mean = self._scale_loss_by_gas(self.state.loss_sum)
-            self.state.losses = torch.stack([mean, mean])
-            if self.is_data_parallel:  # hidden behind the backward pass that comes next
-                self.state.loss_work = dist.all_reduce(
-                    self.state.losses[1:], group=self.mpu.get_data_parallel_group(), async_op=True
-                )
-
-    def _finish_loss(self) -> None:
-        state = self.state
-        if state.losses is None:
-            raise PipelineProtocolError(f"{self.neighbours.me}: batch without a loss")
-        if state.loss_work is not None:
-            state.loss_work.wait()
-            state.losses[1] /= self.dp_world_size
-            state.loss_work = None
-        state.losses = state.losses.float()
-
-    def _end_of_data(self, limit: int, read: int, fill: int, call: int) -> None:
-        """Pass the news on to the next stage and change course.
-
-        Args:
-            limit: no micro-batch from here on belongs to a complete batch.
-            read: the first stage has sent micro-batches up to here all the same.
-            fill: the first micro-batch after the pipeline was filled last.
-            call: the ``train_batch()`` call in which the first stage found out.
-
-        Raises:
-            StopIteration: not even one batch since the pipeline was empty.
-            _EndOfData: there is more to do.
-        """
-        state = self.state
-        self._drop(limit, read)
-        if self.neighbours.activations_out is not None:
-            self.neighbours.activations_out.send(Message.END, read, torch.tensor([limit, read, fill]), note=call)
-        elif not self.is_first_stage():
-            self._feed.expect_end(call)
-        if state.progress.completed < limit:
-            state.progress = dataclasses.replace(state.progress, limit=limit)
-            self._warn_of_drain(filled=limit - fill, call=call)
-            raise _EndOfData
-        # Nothing is left in flight here, and the next message is about the next filling of the pipeline. A stage
-        # that has no use for the slot in which END arrives reads it only in the next call.
-        state.progress = Progress(limit, limit, None, refill=limit)
-        if fill == limit:
-            raise StopIteration
-        raise _EndOfData
-
-    def _drop(self, limit: int, read: int) -> None:
-        """Undo what this stage has done of the micro-batches from ``limit`` to ``read``, an incomplete batch.
-
-        END takes the place of micro-batch ``read``, before which stage s has run ``B(read - W_s - 1)``. The next
-        stage has therefore sent gradients up to ``read - W_{s+1} - 1``, of which those are still to come that no
-        backward pass here has asked for.
-        """
-        state, depth = self.state, self.depth
-        for index in [index for index in state.flights if index >= limit]:
-            del state.flights[index]
-            self.stashing_optimizer.release(index)
-        if self.neighbours.gradients_in is not None:
-            for index in range(max(limit, read - depth), read - self.settings.depth[self.stage_id + 1]):
-                self.neighbours.gradients_in.receive(f"RECV_GRAD{index}")
-        if state.progress.completed > limit:
-            self.optimizer.zero_grad()
-            self.zero_grad()
-        state.progress = dataclasses.replace(
-            state.progress,
-            forwarded=min(state.progress.forwarded, limit),
-            completed=min(state.progress.completed, limit),
-        )
-
-    def _warn_of_drain(self, filled: int, call: int) -> None:
-        one_batch = filled == self.micro_batches and self.state.refilled_in == call
-        if one_batch and self.is_first_stage() and self.asynchronous and self.depth and not self.state.warned:
-            self.state.warned = True
-            logger.warning(
-                "ds_vpipe: the iterator given to train_batch() ended after one batch, so the pipeline drains in every "
-                "such call; pass one iterator over the whole data set, the same object in every call"
-            )
 
     def _arrived(self, tree: Any) -> Any:
         """Move a received tree to the stage's device; on the CPU it is there already."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from deepspeed import comm as dist
@@ -24,13 +24,8 @@ from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import VPipeError
 
-if TYPE_CHECKING:
-    _Base = PipelineEngine
-else:
-    _Base = object
 
-
-class EvaluationMixin(_Base):  # type: ignore[misc]
+class EvaluationMixin(PipelineEngine):
     """``eval_batch()`` for an engine with :class:`~ds_vpipe.engine.neighbours.Neighbours`."""
 
     neighbours: Neighbours

@@ -9,6 +9,7 @@ last stage reads the label from the iterator that it was given in that same call
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -95,10 +96,8 @@ class MicroBatchFeed:
         source = self._source(call)
         if source is None or source in self._returned:
             return
-        try:
+        with suppress(StopIteration):
             self._returned[source] = self.read(call)
-        except StopIteration:
-            pass
 
     def _source(self, call: int) -> int | None:
         return max((number for number in self._iterators if number <= call), default=None)

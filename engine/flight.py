@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.wire import Tree, leaves
 from ds_vpipe.schedule import Progress
 
@@ -71,9 +72,8 @@ class StageState:
         flights: micro-batches in flight, by number.
         doing: the instruction being carried out, for messages.
         sending: output of the latest forward pass, until it has been handed to the next stage.
-        loss_sum: sum of the current batch's losses so far, on the last stage.
+        batch_loss: adds up the current batch's losses, on the last stage.
         losses: mean loss of the current batch, of this pipeline and of all, once known here.
-        loss_work: the reduction of ``losses`` over replicas that is under way.
         failure: why training cannot go on, or None.
         refilled_in: ``train_batch()`` call in which the pipeline was filled last.
         warned: the user has been told about iterators that end after one batch.
@@ -83,9 +83,8 @@ class StageState:
     flights: dict[int, Flight] = field(default_factory=dict)
     doing: object = "start"
     sending: Tree = None
-    loss_sum: torch.Tensor | None = None
+    batch_loss: BatchLoss | None = None
     losses: torch.Tensor | None = None
-    loss_work: Any = None
     failure: str | None = None
     refilled_in: int | None = None
     warned: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -16,11 +16,6 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from ds_vpipe.engine.lamb import Lamb
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import VPipeConfigError
-
-if TYPE_CHECKING:
-    _Base = PipelineEngine
-else:
-    _Base = object
 
 APEX_OPTIMIZERS = ("FusedLAMB", "FusedAdam")
 """Optimizers of NVIDIA's apex that a JSON may name, as apex spells them."""
@@ -45,7 +40,7 @@ def apex_optimizer(name: str) -> type[torch.optim.Optimizer]:
     return optimizer
 
 
-class OptimizerMixin(_Base):  # type: ignore[misc]
+class OptimizerMixin(PipelineEngine):
     """Optimizer choice, update and gradient clipping of one stage."""
 
     stashing_optimizer: WeightStashingOptimizer

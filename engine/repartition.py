@@ -90,7 +90,11 @@ def _owner(parts: Sequence[int], index: int) -> int:
 
 
 def _move_states(
-    module: PipelineModule, built: dict[int, Any], tied: dict[str, torch.nn.Module], old: Sequence[int], new: Sequence[int]
+    module: PipelineModule,
+    built: dict[int, Any],
+    tied: dict[str, torch.nn.Module],
+    old: Sequence[int],
+    new: Sequence[int],
 ) -> None:
     stage = module.stage_id
     for index, spec in enumerate(module._layer_specs):
@@ -127,6 +131,6 @@ def refuse_spanning_ties(module: PipelineModule) -> None:
     for key, owners in stages.items():
         if len(owners) > 1:
             raise VPipeConfigError(
-                f"TiedLayerSpec key {key!r}: its layers are on stages {sorted(owners)}, which is not supported yet with "
-                f'vpipe.sync_mode "asp"; untie them, keep them on one stage, or write "bsp"'
+                f"TiedLayerSpec key {key!r}: got layers on stages {sorted(owners)}, allowed with vpipe.sync_mode "
+                f'"asp" is one stage (more are not supported yet); untie them, keep them on one stage, or write "bsp"'
             )

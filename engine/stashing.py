@@ -122,7 +122,7 @@ class WeightStashingOptimizer:
         self._versions.point_to(self._versions.latest)
         if self._stash and self._is_needed(self._versions.latest):
             self._versions.fork()
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self._versions.parameters)):
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(self._versions.parameters)):
             yield
         self._versions.advance()
         self._recycle()

@@ -2,8 +2,8 @@
 
 Each direction between two stages has a process group of its own, so that the two never queue behind
 each other and a wait that fails cannot poison the links to other stages. Sends never block: gloo hands
-them to the receiver when it is ready. Receives are posted ``prefetch`` messages ahead, because a gloo send is a rendezvous: it
-moves only once its receive is posted.
+them to the receiver when it is ready. Receives are posted ``prefetch`` messages ahead, because a gloo
+send is a rendezvous: it moves only once its receive is posted.
 
 A posted receive must be at least as long as its message. Both ends therefore follow one rule: the
 buffer for message ``n`` is as long as the longest of messages ``0 .. n - prefetch``, which are those

@@ -181,7 +181,8 @@ def work(rank: int, options: argparse.Namespace, stages: int, port: int, cases: 
         if rank == 0:
             print(
                 f"{kind:9} K={stages} M={micro_batches:<2} stage {row['stage_ms']:6.2f} ms | stock {row['stock']:6.1f} "
-                f"asp {row['asp']:6.1f} micro-batches/s | ratio {row['ratio']:5.2f} | efficiency {row['efficiency']:.3f}",
+                f"asp {row['asp']:6.1f} micro-batches/s | ratio {row['ratio']:5.2f} "
+                f"| efficiency {row['efficiency']:.3f}",
                 file=printed,
                 flush=True,
             )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import toy
 import torch
+import toy
 from torch import nn
 from torch.func import functional_call
 

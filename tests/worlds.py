@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing as mp
 import os
@@ -70,7 +71,7 @@ class Outcome:
     seconds: float
 
 
-class CaseFailed(AssertionError):
+class CaseFailed(AssertionError):  # noqa: N818 - a verdict of a test
     """A rank raised; ``errors`` maps ranks to the last line of what they raised."""
 
     def __init__(self, errors: dict[int, str], details: str) -> None:
@@ -133,11 +134,9 @@ class Worlds:
 
     def close(self) -> None:
         """End all worker processes."""
-        for process, connection in self._workers:
-            try:
+        for _, connection in self._workers:
+            with contextlib.suppress(OSError):
                 connection.send(None)
-            except OSError:
-                pass
         for process, _ in self._workers:
             process.join(2)
             if process.is_alive():

@@ -1,0 +1,99 @@
+"""How a stage learns that the data have ended, and undoes what belongs to no complete batch.
+
+The first stage admits micro-batches one by one and finds out in the middle of a batch. What it and the
+stages after it have done of that batch by then is known without asking: END takes the place of a
+micro-batch in the order of :mod:`ds_vpipe.schedule`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger
+
+from ds_vpipe.engine.feed import MicroBatchFeed
+from ds_vpipe.engine.flight import StageState
+from ds_vpipe.engine.neighbours import Neighbours
+from ds_vpipe.engine.stashing import WeightStashingOptimizer
+from ds_vpipe.engine.wire import Message
+from ds_vpipe.schedule import Progress
+
+
+class EndOfData(Exception):  # noqa: N818 - no error: like StopIteration
+    """The first stage has no more micro-batches, so the rest of the current batch's program is another."""
+
+
+class DrainingMixin(PipelineEngine):
+    """Reaction of one stage to the end of the data."""
+
+    state: StageState
+    neighbours: Neighbours
+    stashing_optimizer: WeightStashingOptimizer
+    depths: Sequence[int]
+    asynchronous: bool
+    _feed: MicroBatchFeed
+
+    def _end_of_data(self, limit: int, read: int, fill: int, call: int) -> None:
+        """Pass the news on to the next stage and change course.
+
+        Args:
+            limit: no micro-batch from here on belongs to a complete batch.
+            read: the first stage has sent micro-batches up to here all the same.
+            fill: the first micro-batch after the pipeline was filled last.
+            call: the ``train_batch()`` call in which the first stage found out.
+
+        Raises:
+            StopIteration: not even one batch since the pipeline was empty.
+            EndOfData: there is more to do.
+        """
+        state = self.state
+        self._drop(limit, read)
+        if self.neighbours.activations_out is not None:
+            self.neighbours.activations_out.send(Message.END, read, torch.tensor([limit, read, fill]), note=call)
+        elif not self.is_first_stage():
+            self._feed.expect_end(call)
+        if state.progress.completed < limit:
+            state.progress = dataclasses.replace(state.progress, limit=limit)
+            self._warn_of_drain(filled=limit - fill, call=call)
+            raise EndOfData
+        # Nothing is left in flight here, and the next message is about the next filling of the pipeline. A stage
+        # that has no use for the slot in which END arrives reads it only in the next call.
+        state.progress = Progress(limit, limit, None, refill=limit)
+        if fill == limit:
+            raise StopIteration
+        raise EndOfData
+
+    def _drop(self, limit: int, read: int) -> None:
+        """Undo what this stage has done of the micro-batches from ``limit`` to ``read``, an incomplete batch.
+
+        END takes the place of micro-batch ``read``, before which stage s has run ``B(read - W_s - 1)``. The next
+        stage has therefore sent gradients up to ``read - W_{s+1} - 1``, of which those are still to come that no
+        backward pass here has asked for.
+        """
+        state, depth = self.state, self.depths[self.stage_id]
+        for index in [index for index in state.flights if index >= limit]:
+            del state.flights[index]
+            self.stashing_optimizer.release(index)
+        if self.neighbours.gradients_in is not None:
+            for index in range(max(limit, read - depth), read - self.depths[self.stage_id + 1]):
+                self.neighbours.gradients_in.receive(f"RECV_GRAD{index}")
+        if state.progress.completed > limit:
+            self.optimizer.zero_grad()
+            self.zero_grad()
+        state.progress = dataclasses.replace(
+            state.progress,
+            forwarded=min(state.progress.forwarded, limit),
+            completed=min(state.progress.completed, limit),
+        )
+
+    def _warn_of_drain(self, filled: int, call: int) -> None:
+        one_batch = filled == self.micro_batches and self.state.refilled_in == call
+        if one_batch and self.is_first_stage() and self.asynchronous and self.num_stages > 1 and not self.state.warned:
+            self.state.warned = True
+            logger.warning(
+                "ds_vpipe: the iterator given to train_batch() ended after one batch, so the pipeline drains in every "
+                "such call; pass one iterator over the whole data set, the same object in every call"
+            )

@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import logger
 
@@ -61,6 +62,11 @@ def initialize(
             f"model: got {type(model).__name__}, allowed with a vpipe block is a deepspeed.pipe.PipelineModule; "
             f"build one from a list of layers, or remove the block"
         )
+    if isinstance(model, DualPipeVModule):
+        raise VPipeConfigError(
+            f"model: got {type(model).__name__}, allowed with a vpipe block is a plain PipelineModule; DualPipeV has a "
+            f"schedule of its own, so build a PipelineModule or remove the block"
+        )
     refuse_unsupported(ds_config, config, model.num_stages)
     settings = config.resolve(model.num_stages, model._num_layers)
     given["model_parameters"] = _split(model, settings, optimizer, model_parameters)
@@ -100,7 +106,8 @@ def _split(model: PipelineModule, settings: StageSettings, optimizer: Any, model
     if isinstance(optimizer, torch.optim.Optimizer):
         raise VPipeConfigError(
             f"vpipe.partition: got {list(counts)}, which moves layers between stages, but the optimizer given to "
-            f"initialize() was built before; allowed is the module's own split; build the module with this partition, or name the optimizer in the DeepSpeed JSON"
+            f"initialize() was built before; allowed is the module's own split; build the module with this partition, "
+            f"or name the optimizer in the DeepSpeed JSON"
         )
     if model_parameters is None:
         return None
@@ -108,7 +115,8 @@ def _split(model: PipelineModule, settings: StageSettings, optimizer: Any, model
     if len(flat) != len(model_parameters) or {id(p) for p in flat if p.requires_grad} != before:
         raise VPipeConfigError(
             f"vpipe.partition: got {list(counts)}, which moves layers between stages, but model_parameters names "
-            f"parameters of the old split; allowed is the module's own split; build the module with this partition, or leave model_parameters out"
+            f"parameters of the old split; allowed is the module's own split; build the module with this partition, "
+            f"or leave model_parameters out"
         )
     return [p for p in model.parameters() if p.requires_grad]
 

@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import PipeSchedule
@@ -41,7 +42,7 @@ from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.optimizers import OptimizerMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.wire import Message
-from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
 from ds_vpipe.schedule import version_used
 
 _EXIT_GRACE_S = 60.0
@@ -68,10 +69,13 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
         self.depth = self.depths[self.stage_id]
         self.state = StageState()
         self.neighbours = Neighbours(self.grid, self.depths, self.vpipe_config.peer_timeout_s, self.device)
-        self.stashing_optimizer = WeightStashingOptimizer(
-            self.optimizer, self.module.parameters(), stash=self.vpipe_config.weight_sync != "none"
-        )
+        self.stashing_optimizer = self._make_stashing_optimizer()
         self._vertical = self.vpipe_config.weight_sync == "vertical"
+        if self.module.activation_checkpoint_func is ds_checkpointing.checkpoint:
+            # The reentrant one loses the gradients of a first stage whose inputs are integers.
+            self.module.activation_checkpoint_func = ds_checkpointing.non_reentrant_checkpoint
+            self.module.is_checkpointable_results_interval = None
+            self.module._precompute_checkpointable_values()
         self._feed = MicroBatchFeed()
         self._agreement = ReplicaAgreement(self.grid, self.vpipe_config.peer_timeout_s)
         atexit.register(_at_exit, weakref.ref(self))
@@ -143,6 +147,39 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
         self.dp_group_loss, loss = self.state.losses.unbind()
         return loss.clone()
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As DeepSpeed's, before the first ``train_batch()``.
+
+        Raises:
+            VPipeConfigError: training has begun.
+            ValueError: the size is not a multiple of micro-batch size and replicas.
+        """
+        if self._feed.call >= 0:
+            raise VPipeConfigError(
+                f"set_train_batch_size({train_batch_size}): got a call after train_batch(), allowed is one before it "
+                f"(later ones are not supported yet); build a new engine"
+            )
+        super().set_train_batch_size(train_batch_size)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's, before the first ``train_batch()`` or with ``sync_mode`` bsp.
+
+        Raises:
+            VPipeConfigError: micro-batches may be in flight.
+        """
+        if self.asynchronous and self.is_pipe_parallel and self._feed.call >= 0:
+            raise VPipeConfigError(
+                "load_checkpoint(): got a call after train_batch(), allowed with sync_mode 'asp' is one before it "
+                "(later ones are not supported yet); build a new engine and load there"
+            )
+        loaded = super().load_checkpoint(*args, **kwargs)
+        self.stashing_optimizer = self._make_stashing_optimizer()  # loading may have replaced what it points to
+        return loaded
+
+    def _make_stashing_optimizer(self) -> WeightStashingOptimizer:
+        stash = self.vpipe_config.weight_sync != "none"
+        return WeightStashingOptimizer(self.optimizer, self.module.parameters(), stash=stash)
+
     def destroy(self) -> None:
         """Leave the pipeline: let the neighbours have what was sent, and drop the micro-batches in flight."""
         if "state" in self.__dict__:
@@ -199,6 +236,7 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
             if self.is_last_stage():
                 loss_fn = self.module.loss_fn
                 outputs = outputs if loss_fn is None else loss_fn(outputs, flight.labels)
+                self._refuse_additional_losses()
         flight.labels = None
         if self.state.batch_loss is not None:
             flight.loss = self.state.batch_loss.add(outputs)
@@ -259,6 +297,14 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
         self._exec_optimizer_step()
 
     # Parts of them
+
+    def _refuse_additional_losses(self) -> None:
+        additional = self.module.get_additional_losses()
+        if additional is not None:
+            raise VPipeError(
+                f"get_additional_losses(): got {sorted(additional)}, allowed is None (others are not supported yet); "
+                f"add them to the loss, or remove the vpipe block"
+            )
 
     def _vertical_version(self, index: int) -> int | None:
         if not self._vertical:

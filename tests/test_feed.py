@@ -119,6 +119,32 @@ def test_expect_end_loses_nothing_of_an_iterator_that_goes_on() -> None:
     MicroBatchFeed().expect_end(0)
 
 
+def test_end_again_reports_an_end_that_was_met_while_reading_ahead() -> None:
+    iterator = Restarting(2)
+    feed = feed_of(iterator)
+    assert [feed.read(0), feed.read(0)] == [0, 1]
+    with pytest.raises(StopIteration):
+        feed.read(0)
+    feed.end_again(0)
+    feed.next_call(iterator)
+    with pytest.raises(StopIteration):
+        feed.read(1)
+    assert [feed.read(1), feed.read(1)] == [0, 1]
+
+
+def test_end_again_concerns_one_iterator() -> None:
+    feed = feed_of(iter("a"), iter("x"))
+    feed.end_again(0)
+    assert feed.read(1) == "x"
+    with pytest.raises(StopIteration):
+        feed.read(0)
+    assert feed.read(0) == "a"
+    feed.end_again(0)
+    feed.forget_before(1)
+    assert feed._ended == set()
+    MicroBatchFeed().end_again(3)
+
+
 def test_forget_before_drops_iterators_and_what_was_pushed_back() -> None:
     feed = feed_of(iter("abc"), iter("xyz"), None, iter("123"))
     feed.give_back(0, feed.read(0))

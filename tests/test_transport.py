@@ -110,6 +110,31 @@ def test_messages_of_any_size_arrive_in_order(worlds: Worlds, prefetch: int) -> 
     assert counts[2:] == [prefetch, prefetch, 0]
 
 
+def two_channels(count: int) -> list[list[int]]:
+    """Two links in one group; the receiver empties the second one first."""
+    import torch.distributed as dist
+
+    from ds_vpipe.engine.transport import Channel, Peer, Receiver, Sender
+    from ds_vpipe.engine.wire import Message
+
+    group, here, there = dist.new_group([0, 1], backend="gloo"), Peer(3, 0), Peer(4, 1)
+    channels = (Channel.TRAINING, Channel.EVALUATION)
+    if rank() == 0:
+        senders = [Sender(group, here, there, 2, TIMEOUT_S, channel) for channel in channels]
+        for number in range(count):
+            for sender, first in zip(senders, (0, 1000), strict=True):
+                sender.send(Message.ACTIVATION, number, torch.full((1 + 3000 * (number % 2),), first + number))
+        for sender in senders:
+            sender.flush()
+        return []
+    receivers = [Receiver(group, there, here, 2, TIMEOUT_S, channel) for channel in channels]
+    return [[int(receiver.receive("").tree[-1]) for _ in range(count)] for receiver in reversed(receivers)]
+
+
+def test_links_of_one_group_do_not_mix(worlds: Worlds) -> None:
+    assert worlds.run(2, two_channels, 7)[1] == [list(range(1000, 1007)), list(range(7))]
+
+
 def recycle() -> int:
     from ds_vpipe.engine.wire import Message
 
@@ -227,15 +252,15 @@ def outlive(sends: int) -> str:
     for number in range(1, 1 + sends):
         end.send(Message.ACTIVATION, number, torch.ones(3))
         time.sleep(0.05)
-    end.wait_for_all(time.monotonic() + 1.0)
-    abort_all([end], "reason")
+    text = "no error"
     try:
         end.flush()
     except PipelinePeerError as error:
-        return str(error)
-    finally:
-        barrier()
-    return "no error"
+        text = str(error)
+    end.wait_for_all(time.monotonic() + 1.0)
+    abort_all([end], "reason")
+    barrier()
+    return text
 
 
 def test_sending_to_a_peer_that_has_gone_is_no_error_until_somebody_waits(worlds: Worlds) -> None:

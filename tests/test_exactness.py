@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import cases
+import psutil
 import pytest
 import reference
 import torch
+import toy
 from worlds import Worlds
 
 from ds_vpipe.partition import uniform_partition
@@ -141,6 +144,31 @@ def test_versions_alive(worlds: Worlds, depths: Sequence[int], micro_batches: in
         assert report["allocated"] <= wanted + 1, f"stage {stage}"
     if sync == "stash":
         assert reports[-1]["allocated"] == 1  # no copy at all on the last stage
+
+
+def memory_over(ds_config: dict[str, Any], stages: int, batches: int) -> list[tuple[int, int, int]]:
+    """Live tensors, resident MiB and weight sets in memory after each fifth of ``batches``."""
+    trained = cases.engine(ds_config, stages)
+    iterator, readings = toy.data(), []
+    for batch in range(1, batches + 1):
+        trained.train_batch(iterator)
+        if batch % (batches // 5) == 0:
+            gc.collect()
+            tensors = sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
+            resident = psutil.Process().memory_info().rss >> 20
+            readings.append((tensors, resident, trained.stashing_optimizer.versions.allocated))
+    trained.destroy()
+    return readings
+
+
+@pytest.mark.parametrize("sync", ["stash", "vertical"])
+def test_memory_is_flat_over_500_batches(worlds: Worlds, sync: str) -> None:
+    ds_config = cases.config(1, OPTIMIZERS["AdamW"][0], {"partition": "uniform", "weight_sync": sync})
+    for rank, readings in enumerate(worlds.run(4, memory_over, ds_config, 4, 500)):
+        tensors, resident, allocated = zip(*readings, strict=True)
+        assert len(set(tensors[1:])) == 1, f"rank {rank}: live tensors {tensors}"
+        assert resident[-1] - resident[1] <= 4, f"rank {rank}: resident MiB {resident}"
+        assert len(set(allocated[1:])) == 1, f"rank {rank}: weight sets {allocated}"
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

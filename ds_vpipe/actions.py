@@ -12,7 +12,7 @@ import enum
 import re
 from dataclasses import dataclass
 
-_TEXT = re.compile(r"([A-Z_]+?)(\d+)")
+_TEXT = re.compile(r"([A-Z_]+?)(0|[1-9][0-9]*)")
 
 
 class Kind(enum.Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ def initialize(
     model_parameters: Any = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
+    *others: Any,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Make an engine, as ``deepspeed.initialize`` does and with the same arguments and returns.
@@ -43,19 +45,13 @@ def initialize(
     Raises:
         VPipeConfigError: on every rank, with one line that names the key, the value and what is allowed.
     """
-    given = {
-        "args": args,
-        "model": model,
-        "optimizer": optimizer,
-        "model_parameters": model_parameters,
-        "training_data": training_data,
-        "lr_scheduler": lr_scheduler,
-        **kwargs,
-    }
-    ds_config = _load_config(args, kwargs)
+    theirs = deepspeed_initialize()
+    positional = (args, model, optimizer, model_parameters, training_data, lr_scheduler, *others)
+    given = inspect.signature(theirs).bind(*positional, **kwargs).arguments
+    ds_config = _load_config(given)
     block = None if ds_config is None else block_of(ds_config)
     if ds_config is None or block is None:
-        return tuple(deepspeed_initialize()(**given))
+        return tuple(theirs(**given))
     config = VPipeConfig.parse(block)
     if not isinstance(model, PipelineModule):
         raise VPipeConfigError(
@@ -77,7 +73,7 @@ def initialize(
     apply_recompute(model, settings.recompute_ratio[model.stage_id])
     _limit_cpu_threads()
     with _engine_class(VPipeEngine):
-        return tuple(deepspeed_initialize()(**given))
+        return tuple(theirs(**given))
 
 
 def deepspeed_initialize() -> Any:
@@ -85,8 +81,9 @@ def deepspeed_initialize() -> Any:
     return getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
 
 
-def _load_config(args: Any, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    for candidate in (kwargs.get("config"), kwargs.get("config_params"), getattr(args, "deepspeed_config", None)):
+def _load_config(given: dict[str, Any]) -> dict[str, Any] | None:
+    from_arguments = getattr(given.get("args"), "deepspeed_config", None)
+    for candidate in (given.get("config"), given.get("config_params"), from_arguments):
         if candidate is not None:
             return candidate if isinstance(candidate, dict) else load_ds_config(candidate)
     return None

@@ -87,6 +87,15 @@ def _precision(config: Mapping[str, Any]) -> Iterator[Refusal]:
         why = "bf16 without ZeRO accumulates in bf16 and its checkpoints do not load"
         fix = 'add "zero_optimization": {"stage": 1}'
         yield Refusal(f"{bf16}.enabled", True, "true with ZeRO stage 1, or false", fix, why)
+    accumulation = _get(config, "data_types.grad_accum_dtype")
+    if _on(_get(config, f"{bf16}.enabled")) and accumulation not in (None, "bf16", "bfloat16"):
+        why = "it brings back DeepSpeed's BF16_Optimizer, whose checkpoints do not load"
+        yield Refusal("data_types.grad_accum_dtype", accumulation, '"bf16" with bf16', "remove the key", why)
+    if _on(_get(config, "amp.enabled")):
+        fix = 'use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
+        yield Refusal("amp.enabled", True, "false", fix, "apex amp caches casts of weights across versions")
+    if _on(_get(config, "compile.deepcompile")):
+        yield Refusal("compile.deepcompile", True, "false", "write false or remove the key", "not supported yet")
     if _on(_get(config, "torch_autocast.enabled")):
         fix = 'use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
         yield Refusal("torch_autocast.enabled", True, "false", fix, "not supported yet")

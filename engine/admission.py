@@ -1,4 +1,4 @@
-"""Agreement of the first stage's data-parallel replicas on how many micro-batches are admitted."""
+"""Small agreements among ranks, on the CPU and with a time limit."""
 
 from __future__ import annotations
 
@@ -8,27 +8,50 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_vpipe.errors import PipelinePeerError
 
-class ReplicaAgreement:
-    """A micro-batch is admitted only if every replica of the first stage has one.
+
+class Agreement:
+    """Minima over the replicas of a stage, or over all ranks.
 
     Args:
         grid: DeepSpeed's process grid.
-        timeout_s: limit of the wait for the other replicas, in seconds.
+        timeout_s: limit of every wait, in seconds.
     """
 
     def __init__(self, grid: Any, timeout_s: float) -> None:
-        self._group = None
+        limit = timedelta(seconds=timeout_s)
+        self._me = f"stage {grid.get_stage_id()} (rank {grid.get_global_rank()})"
+        self._replicas = None
         if grid.data_parallel_size > 1:
             for ranks in grid.dp_groups:  # all ranks name all groups in the same order, as torch wants it
-                group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s))
+                group = dist.new_group(ranks, backend="gloo", timeout=limit)
                 if grid.get_global_rank() in ranks:
-                    self._group = group
+                    self._replicas = group
+        self._everyone = dist.new_group(backend="gloo", timeout=limit) if grid.world_size > 1 else None
 
     def all_have(self, mine: bool) -> bool:
-        """True if all replicas pass True. One small reduction on the CPU, over the first stage only."""
-        if self._group is None:
-            return mine
-        flag = torch.tensor(int(mine))
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
-        return bool(flag.item())
+        """True if all replicas of this stage pass True: a micro-batch is admitted only if every replica has one.
+
+        Raises:
+            PipelinePeerError: a replica is lost or did not answer in time.
+        """
+        return bool(self._minimum(int(mine), self._replicas, "the stage's replicas to read a micro-batch"))
+
+    def lowest(self, value: int) -> int:
+        """The smallest ``value`` of all ranks, between batches only.
+
+        Raises:
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        return self._minimum(value, self._everyone, "all ranks to read their evaluation data")
+
+    def _minimum(self, value: int, group: dist.ProcessGroup | None, what: str) -> int:
+        if group is None:
+            return value
+        result = torch.tensor(value)
+        try:
+            dist.all_reduce(result, op=dist.ReduceOp.MIN, group=group)
+        except RuntimeError as error:
+            raise PipelinePeerError(f"{self._me} waited for {what}: {' '.join(str(error).split())}") from error
+        return int(result.item())

@@ -83,6 +83,8 @@ class DrainingMixin(PipelineEngine):
         if state.progress.completed > limit:
             self.optimizer.zero_grad()
             self.zero_grad()
+        if state.progress.forwarded > limit and state.batch_loss is not None:
+            state.batch_loss.restart()
         state.progress = dataclasses.replace(
             state.progress,
             forwarded=min(state.progress.forwarded, limit),

@@ -32,7 +32,7 @@ from deepspeed.runtime.pipe.schedule import PipeSchedule
 
 from ds_vpipe.config import StageSettings, VPipeConfig
 from ds_vpipe.engine import instructions as instr
-from ds_vpipe.engine.admission import ReplicaAgreement
+from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.draining import DrainingMixin, EndOfData
 from ds_vpipe.engine.evaluation import EvaluationMixin
 from ds_vpipe.engine.feed import MicroBatchFeed, to_device
@@ -77,7 +77,7 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
             self.module.is_checkpointable_results_interval = None
             self.module._precompute_checkpointable_values()
         self._feed = MicroBatchFeed()
-        self._agreement = ReplicaAgreement(self.grid, self.vpipe_config.peer_timeout_s)
+        self._agreement = Agreement(self.grid, self.vpipe_config.peer_timeout_s)
         atexit.register(_at_exit, weakref.ref(self))
 
     # Batches
@@ -97,6 +97,11 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
                 have been trained, and training may go on with a new iterator.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
+        if self.optimizer is None:
+            raise VPipeConfigError(
+                "optimizer: got none, allowed is one that initialize() is given or that the DeepSpeed JSON names; "
+                'add "optimizer": {"type": ..., "params": {...}} to the JSON'
+            )
         if self.state.failure is not None:
             raise VPipeError(f"train_batch() after a failure: {self.state.failure}; restart from a checkpoint")
         progress = self.state.progress
@@ -167,7 +172,7 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
         Raises:
             VPipeConfigError: micro-batches may be in flight.
         """
-        if self.asynchronous and self.is_pipe_parallel and self._feed.call >= 0:
+        if self.asynchronous and self._feed.call >= 0:
             raise VPipeConfigError(
                 "load_checkpoint(): got a call after train_batch(), allowed with sync_mode 'asp' is one before it "
                 "(later ones are not supported yet); build a new engine and load there"
@@ -232,11 +237,7 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
     def _exec_forward(self, index: int) -> None:
         flight = self.state.flights[index]
         with self.stashing_optimizer.forward(index, self._vertical_version(index)):
-            outputs = DeepSpeedEngine.forward(self, flight.enter())
-            if self.is_last_stage():
-                loss_fn = self.module.loss_fn
-                outputs = outputs if loss_fn is None else loss_fn(outputs, flight.labels)
-                self._refuse_additional_losses()
+            outputs = self._run_stage(flight)
         flight.labels = None
         if self.state.batch_loss is not None:
             flight.loss = self.state.batch_loss.add(outputs)
@@ -298,6 +299,18 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
 
     # Parts of them
 
+    def _run_stage(self, flight: Flight) -> Any:
+        try:
+            outputs = DeepSpeedEngine.forward(self, flight.enter())
+            if not self.is_last_stage():
+                return outputs
+            loss_fn = self.module.loss_fn
+            loss = outputs if loss_fn is None else loss_fn(outputs, flight.labels)
+        except StopIteration as error:
+            raise VPipeError("a layer or the loss function raised StopIteration") from error
+        self._refuse_additional_losses()
+        return loss
+
     def _refuse_additional_losses(self) -> None:
         additional = self.module.get_additional_losses()
         if additional is not None:
@@ -349,9 +362,14 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
         self.neighbours.abort(self.state.failure)
 
     def _finish_sends(self) -> None:
-        """A stage that is done stays until the stage before it has the gradients that it was sent."""
-        if self.state.failure is None and self.neighbours.gradients_out is not None:
-            self.neighbours.gradients_out.wait_for_all(time.monotonic() + _EXIT_GRACE_S)
+        """A stage that is done stays until its neighbours have what they still need of it."""
+        if self.state.failure is not None:
+            return
+        deadline = time.monotonic() + _EXIT_GRACE_S
+        if self.neighbours.gradients_out is not None:
+            self.neighbours.gradients_out.wait_for_all(deadline)
+        if self.neighbours.activations_out is not None and self.state.progress.drained:
+            self.neighbours.activations_out.wait_for_all(deadline)  # the news that the data have ended
 
     _INSTRUCTION_MAP = {  # noqa: RUF012 - the name and the form are DeepSpeed's
         **PipelineEngine._INSTRUCTION_MAP,

@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.feed import to_device
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.wire import Message
-from ds_vpipe.errors import VPipeError
+from ds_vpipe.errors import PipelinePeerError, VPipeError
+
+_FAILED, _ENDED, _READY = range(3)  # what became of reading a rank's evaluation data, worst first
 
 
 class EvaluationMixin(PipelineEngine):
@@ -31,6 +33,8 @@ class EvaluationMixin(PipelineEngine):
     neighbours: Neighbours
     state: StageState
     _abort: Callable[[BaseException], None]
+    _agreement: Agreement
+    data_iterator: Any
 
     def eval_batch(self, data_iter: Iterator[Any] | None, *args: Any, **kwargs: Any) -> Any:
         """As ``PipelineEngine.eval_batch()``; all ranks call it, between any two ``train_batch()`` calls.
@@ -46,12 +50,16 @@ class EvaluationMixin(PipelineEngine):
         if self.state.failure is not None:
             raise VPipeError(f"eval_batch() after a failure: {self.state.failure}; restart from a checkpoint")
         devices = [self.device] if self.device.type == "cuda" else []
-        micro_offset, training, compute_loss = self.module.micro_offset, self.module.training, True
+        micro_offset, training = self.module.micro_offset, self.module.training
+        train_iterator = self.data_iterator
         self.state.doing = "evaluation"
         try:
             with torch.random.fork_rng(devices=devices, device_type=self.device.type if devices else "cuda"):
                 items = self._read_all(data_iter, args, kwargs)
-                return super().eval_batch(items, *args, **kwargs)
+                result = super().eval_batch(items, *args, **kwargs)
+            if self.neighbours.eval_out is not None:
+                self.neighbours.eval_out.flush()
+            return result
         except StopIteration:
             raise
         except BaseException as error:
@@ -60,27 +68,38 @@ class EvaluationMixin(PipelineEngine):
         finally:
             self.module.micro_offset = micro_offset
             self.module.train(training)
-            self._compute_loss = compute_loss
+            self.data_iterator = train_iterator
+            self.eval_return_logits, self._compute_loss = False, True
 
     def _read_all(self, data_iter: Iterator[Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Read this evaluation's micro-batches, and stop every rank if one of them has too few."""
+        """Read this evaluation's micro-batches, and stop every rank if one of them cannot."""
         given = args[4] if len(args) > 4 else kwargs.get("num_micro_batches")
         wanted = self.micro_batches if given is None else given
         items: list[Any] | None = None
+        failure: Exception | None = None
         if self.is_first_stage() or self.is_last_stage():
-            if data_iter is None:
-                data_iter = self.data_iterator
-            if data_iter is None:
-                raise VPipeError(
-                    "eval_batch(data_iter=None) on a stage that reads data: "
-                    "pass an iterator of (inputs, labels) on the first and last stage"
-                )
-            items = list(itertools.islice(data_iter, wanted))
-        enough = torch.tensor([items is None or len(items) == wanted], dtype=torch.int32, device=self.device)
-        dist.all_reduce(enough, op=dist.ReduceOp.MIN)
-        if not enough.item():
+            try:
+                items = list(itertools.islice(self._evaluation_data(data_iter), wanted))
+            except Exception as error:  # whatever the user's data set raises: the other ranks have to hear of it
+                failure = error
+        state = _FAILED if failure is not None else _ENDED if items is not None and len(items) < wanted else _READY
+        worst = self._agreement.lowest(state)
+        if failure is not None:
+            raise failure
+        if worst == _FAILED:
+            raise PipelinePeerError(f"{self.neighbours.me} waited for evaluation data: another rank has failed to read")
+        if worst == _ENDED:
             raise StopIteration
         return None if items is None else iter(items)
+
+    def _evaluation_data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        if data_iter is None or data_iter is self.data_iterator:
+            given = "None" if data_iter is None else "the iterator that train_batch() reads"
+            raise VPipeError(
+                f"eval_batch(data_iter): got {given}, allowed on the first and last stage is an iterator of "
+                f"(inputs, labels) of its own; the stages are at different positions of the training data"
+            )
+        return data_iter
 
     def _exec_load_eval(self, buffer_id: int) -> None:
         inputs, labels = self._next_batch()
@@ -122,8 +141,6 @@ class EvaluationMixin(PipelineEngine):
         if sender is not None:
             sender.send(Message.EVAL, 0, result)
             sender.flush()
-        if self.neighbours.eval_out is not None:
-            self.neighbours.eval_out.flush()
         return result
 
     EVALUATION_MAP: ClassVar[dict[type, Callable[..., None]]] = {

@@ -49,6 +49,11 @@ class BatchLoss:
                 self._work = dist.all_reduce(self._means[1:], group=self._group, async_op=True)
         return loss
 
+    def restart(self) -> None:
+        """Forget what has been added: those micro-batches belong to no complete batch."""
+        self._sum = self._means = self._work = None
+        self._count = 0
+
     def means(self) -> torch.Tensor:
         """This pipeline's mean loss and that of all replicas, ``[2]`` in fp32. Once per complete batch."""
         if self._means is None:

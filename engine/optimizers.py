@@ -51,10 +51,21 @@ class OptimizerMixin(PipelineEngine):
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
         name, params = self.optimizer_name(), dict(self.optimizer_params() or {})
+        ours: type[torch.optim.Optimizer] | None = None
         if name in APEX_OPTIMIZERS:
-            return apex_optimizer(name)(model_parameters, **params)
-        if name == LAMB_OPTIMIZER and get_accelerator().device_name() != "cuda":
-            return Lamb(model_parameters, **params)
+            ours = apex_optimizer(name)
+        elif name == LAMB_OPTIMIZER and get_accelerator().device_name() != "cuda":
+            ours = Lamb
+        if ours is not None:
+            if "max_grad_norm" in params:
+                raise VPipeConfigError(
+                    f"optimizer.params.max_grad_norm: got {params['max_grad_norm']}, allowed is no such key; "
+                    f"write the DeepSpeed key gradient_clipping"
+                )
+            try:
+                return ours(model_parameters, **params)
+            except (TypeError, ValueError) as error:
+                raise VPipeConfigError(f"optimizer.params: got {params}, allowed are {name}'s own: {error}") from None
         optimizer: torch.optim.Optimizer = super()._configure_basic_optimizer(model_parameters)
         return optimizer
 
@@ -81,7 +92,8 @@ class OptimizerMixin(PipelineEngine):
             dist.all_reduce(total, group=self.grid.get_pipe_parallel_group())
         norm = total.pow(0.5)
         self._global_grad_norm = norm
-        torch._foreach_mul_(gradients, torch.clamp(self.gradient_clipping() / (norm + 1e-6), max=1.0))
+        if gradients:
+            torch._foreach_mul_(gradients, torch.clamp(self.gradient_clipping() / (norm + 1e-6), max=1.0))
 
     def _counts_in_norm(self, parameter: torch.nn.Parameter) -> bool:
         if getattr(parameter, "ds_pipe_replicated", False):

@@ -37,8 +37,19 @@ def _forward(module: PipelineModule, inputs: Any, *, first_recomputed: int) -> A
     outputs = _run(module, 0, first_recomputed, seed_offset, inputs)
     if not torch.is_grad_enabled():
         return _run(module, first_recomputed, None, seed_offset, outputs)
-    segment: Callable[[Any], Any] = partial(_run, module, first_recomputed, None, seed_offset)
+    segment: Callable[[Any], Any] = partial(_run_again, module, first_recomputed, seed_offset)
     return checkpoint(segment, outputs, use_reentrant=False, preserve_rng_state=True)
+
+
+def _run_again(module: PipelineModule, start: int, seed_offset: int, value: Any) -> Any:
+    """The checkpointed segment. Its first layer may work in place, but not on the input kept for recomputation."""
+    return _run(module, start, None, seed_offset, _alias_free(value))
+
+
+def _alias_free(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return type(value)(_alias_free(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 def _run(module: PipelineModule, start: int, stop: int | None, seed_offset: int, value: Any) -> Any:

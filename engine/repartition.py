@@ -76,6 +76,7 @@ def repartition(module: PipelineModule, counts: Sequence[int]) -> bool:
     module._build()
     module._layer_specs[:] = specs
     module.to(get_accelerator().device_name(module.local_rank))
+    _check_layers(module, built, tied, old, new)
     _move_states(module, built, tied, old, new)
     module.tied_comms = module._index_tied_modules()
     module._synchronize_tied_weights()
@@ -87,6 +88,48 @@ def repartition(module: PipelineModule, counts: Sequence[int]) -> bool:
 
 def _owner(parts: Sequence[int], index: int) -> int:
     return next(stage for stage in range(len(parts) - 1) if parts[stage] <= index < parts[stage + 1])
+
+
+def _check_layers(
+    module: PipelineModule,
+    built: dict[int, Any],
+    tied: dict[str, torch.nn.Module],
+    old: Sequence[int],
+    new: Sequence[int],
+) -> None:
+    """Compare layers as they were and as they are built again, on all ranks alike; what was frozen stays frozen."""
+    before, after, now = {}, {}, {}
+    for index, spec in enumerate(module._layer_specs):
+        is_tied = isinstance(spec, TiedLayerSpec)
+        if _owner(old, index) == module.stage_id:
+            before[index] = _describe(tied[spec.key] if is_tied else built[index])
+        if _owner(new, index) == module.stage_id:
+            position = index - new[module.stage_id]
+            now[index] = module.tied_modules[spec.key] if is_tied else module.forward_funcs[position]
+            after[index] = _describe(now[index])
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (before, after))
+    for known_before, known_after in everywhere:
+        before.update(known_before)
+        after.update(known_after)
+    for index, spec in enumerate(module._layer_specs):
+        if before[index][0] != after[index][0]:
+            raise VPipeConfigError(
+                f"vpipe.partition: got bounds {list(new)}, which move layers, but layer {index} ({_type_name(spec)}) "
+                f"was changed after it had been built (parameters, buffers or their types) and cannot be built "
+                f"again; allowed are the module's own bounds {list(old)}; build the module with this partition"
+            )
+        if isinstance(now.get(index), torch.nn.Module):
+            for name, parameter in now[index].named_parameters():
+                parameter.requires_grad_(before[index][1][name])
+
+
+def _describe(layer: Any) -> tuple[list[tuple[str, tuple[int, ...], str]], dict[str, bool]]:
+    """What :func:`_move_states` sends of a layer, and which of its parameters are trained."""
+    if not isinstance(layer, torch.nn.Module):
+        return [], {}
+    layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in layer.state_dict().items()]
+    return layout, {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
 
 
 def _move_states(

@@ -19,6 +19,8 @@ class StageLocalGrid:
         self._grid = grid
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_grid":  # not there yet, while a copy is being made
+            raise AttributeError(name)
         return getattr(self._grid, name)
 
     def get_model_parallel_group(self) -> Any:

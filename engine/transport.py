@@ -126,7 +126,7 @@ class Sender:
         The tensors may be freed or changed as soon as this returns.
         """
         packed = self._packer.pack(kind, micro_batch, tree, note)
-        if self._pin:
+        if self._pin and kind is not Message.ABORT:
             torch.cuda.current_stream().synchronize()
         outgoing = _Outgoing(micro_batch, [], packed)
         try:
@@ -188,7 +188,8 @@ def abort_all(senders: Sequence[Sender], reason: str) -> None:
     """Send ``reason`` over every link in place of what its other end waits for; give up after a short while."""
     text = torch.frombuffer(bytearray(reason.encode()[: HEADER_BYTES // 2]), dtype=torch.uint8)
     for sender in senders:
-        sender.send(Message.ABORT, 0, text)
+        with suppress(RuntimeError):  # the device may be what has failed
+            sender.send(Message.ABORT, 0, text)
     deadline = time.monotonic() + _ABORT_GRACE_S
     for sender in senders:
         sender.wait_for_all(deadline)

@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8], help="M, micro-batches per batch")
     parser.add_argument("--stage-ms", type=float, default=24.0, help="emulated compute per stage and micro-batch")
     parser.add_argument("--extra-depth", type=int, default=0, help="forwards beyond the default depth, per stage")
-    parser.add_argument("--micro-batches", type=int, default=32, help="per repetition")
+    parser.add_argument("--micro-batches", type=int, default=128, help="per repetition; few would count the start")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--no-real", action="store_true", help="leave out real compute (2 stages)")
     parser.add_argument("--json", help="append one JSON line per row to this file")

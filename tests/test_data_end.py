@@ -44,15 +44,18 @@ def train_on(ds_config: dict[str, Any], stages: int, lengths: list[int]) -> list
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_every_length(worlds: Worlds, micro_batches: int) -> None:
-    lengths = list(range(3 * micro_batches + STAGES + 1))
+    check_lengths(worlds, STAGES, micro_batches, list(range(3 * micro_batches + STAGES + 1)))
+
+
+def check_lengths(worlds: Worlds, stages: int, micro_batches: int, lengths: list[int]) -> None:
     ds_config = cases.config(micro_batches, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
-    ranks = worlds.run(STAGES, train_on, ds_config, STAGES, lengths)
+    ranks = worlds.run(stages, train_on, ds_config, stages, lengths)
     for position, length in enumerate(lengths):
         complete = length // micro_batches
         refill = complete * micro_batches
         wanted, losses = reference.replay(
-            uniform_partition(10, STAGES),
-            default_depths(STAGES),
+            uniform_partition(10, stages),
+            default_depths(stages),
             micro_batches,
             complete + 1,
             sgd,
@@ -64,6 +67,33 @@ def test_every_length(worlds: Worlds, micro_batches: int) -> None:
             assert rank[position]["losses"] == pytest.approx(losses, rel=1e-5), f"{length} micro-batches"
         got = cases.merged([rank[position] for rank in ranks])
         assert difference(got, wanted) == 0, f"{length} micro-batches"
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 4), (4, 8)])
+def test_end_inside_a_batch_longer_than_the_pipeline(worlds: Worlds, stages: int, micro_batches: int) -> None:
+    check_lengths(worlds, stages, micro_batches, list(range(micro_batches, 2 * micro_batches + 1)))
+
+
+def train_epochs_by_count(ds_config: dict[str, Any], stages: int, batches: int) -> dict[str, Any]:
+    """As scripts do that know the length of their data: no call runs into its end."""
+    trained = cases.engine(ds_config, stages)
+    losses = []
+    for start in (0, 50, 100):
+        iterator = toy.data(start + batches * trained.micro_batches + 1, start=start)
+        losses += [float(trained.train_batch(iterator)) for _ in range(batches)]
+    return {"losses": losses, "parameters": cases.parameters(trained)}
+
+
+def test_micro_batch_left_over_is_in_no_loss_and_no_update(worlds: Worlds) -> None:
+    ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+    reports = worlds.run(STAGES, train_epochs_by_count, ds_config, STAGES, 4)
+    order = [*range(8), *range(50, 58), *range(100, 108)]
+    wanted, losses = reference.replay(
+        uniform_partition(10, STAGES), default_depths(STAGES), 2, 12, sgd, order=order, refills=(0, 8, 16)
+    )
+    for report in reports:
+        assert report["losses"] == pytest.approx(losses, rel=1e-5)
+    assert difference(cases.merged(reports), wanted) == 0
 
 
 def train_per_call(ds_config: dict[str, Any], stages: int, starts: list[int], length: int | None) -> dict[str, Any]:

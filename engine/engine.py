@@ -289,7 +289,7 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
     def _exec_reduce(self, index: int) -> None:
         if not self.asynchronous and self.module.tied_comms:
             self._exec_reduce_tied_grads()
-        if self.is_data_parallel or self.zero_optimization() or self.using_bf16_optimizer:
+        if self.is_data_parallel or self.zero_optimization():
             self._exec_reduce_grads()
         else:
             self._get_gradients_for_reduction()  # zeros where a parameter got no gradient, as a reduction makes them
@@ -325,8 +325,6 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
         return version_used(index, self.depths[0], self.micro_batches, self.state.progress.refill)
 
     def _backward_from_gradients(self, flight: Flight) -> None:
-        if self.using_bf16_optimizer:
-            self.optimizer.clear_lp_grads()
         pairs = [(o, g) for o, g in zip(flight.outputs, flight.gradients, strict=True) if g is not None]
         self._running_engine_backward = True  # DeepSpeed's hooks take it for engine.backward()
         try:
@@ -334,8 +332,6 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         finally:
             self._running_engine_backward = False
-        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
         flight.outputs, flight.gradients = [], []
 
     def _arrived(self, tree: Any) -> Any:

@@ -206,3 +206,18 @@ def test_evaluation_leaves_no_trace(worlds: Worlds, sync_mode: str) -> None:
     assert with_evaluation[0]["losses"] == without[0]["losses"]
     assert len({tuple(report["evaluations"]) for report in with_evaluation}) == 1
     assert len(set(with_evaluation[0]["evaluations"])) == 16  # the weights do change in between
+
+
+def evaluate_on_training_data(ds_config: dict[str, Any], stages: int) -> None:
+    trained = cases.engine(ds_config, stages)
+    iterator = toy.data()
+    trained.train_batch(iterator)
+    trained.eval_batch(iterator)
+
+
+def test_evaluation_on_the_training_iterator_is_refused(worlds: Worlds) -> None:
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+    outcomes = worlds.outcomes(2, evaluate_on_training_data, ds_config, 2)
+    assert [outcome.good for outcome in outcomes] == [False, False]
+    for outcome in outcomes:
+        assert outcome.text.startswith("VPipeError: eval_batch(data_iter): got the iterator that train_batch() reads")

@@ -131,6 +131,12 @@ WRONG_ELSEWHERE = [
     ({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, "zero_optimization.stage"),
     ({"fp16": {"enabled": True}}, "fp16"),
     ({"bf16": {"enabled": True}}, "bf16"),
+    (
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+        "data_types.grad_accum_dtype",
+    ),
+    ({"amp": {"enabled": True}}, "amp.enabled"),
+    ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
     ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
     ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
 ]

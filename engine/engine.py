@@ -20,35 +20,32 @@ import atexit
 import dataclasses
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 
 from ds_vpipe.config import StageSettings, VPipeConfig
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.admission import Agreement
-from ds_vpipe.engine.draining import DrainingMixin, EndOfData
+from ds_vpipe.engine.draining import EndOfData
 from ds_vpipe.engine.evaluation import EvaluationMixin
-from ds_vpipe.engine.feed import MicroBatchFeed, to_device
-from ds_vpipe.engine.flight import Flight, StageState
+from ds_vpipe.engine.execution import ExecutionMixin
+from ds_vpipe.engine.feed import MicroBatchFeed
+from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.neighbours import Neighbours
-from ds_vpipe.engine.optimizers import OptimizerMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
-from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
-from ds_vpipe.schedule import version_used
 
 _EXIT_GRACE_S = 60.0
 
 
-class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
+class VPipeEngine(EvaluationMixin, ExecutionMixin):
     """DeepSpeed's pipeline engine with an asynchronous 1F1B schedule and weight stashing.
 
     Built by :func:`ds_vpipe.initialize`. ``train_batch()``, ``eval_batch()`` and the rest of the
@@ -133,7 +130,7 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
             super()._exec_schedule(pipe_schedule)
             return
         state = self.state
-        state.losses = None
+        state.report = None
         if self.is_last_stage():
             state.batch_loss = BatchLoss(self.micro_batches, self.mpu.get_data_parallel_group(), self.dp_world_size)
         while True:
@@ -147,10 +144,21 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
                 pipe_schedule = self._train_schedule()
 
     def _aggregate_total_loss(self) -> torch.Tensor:
-        if self.state.losses is None:
+        if self.state.report is None:
             raise PipelineProtocolError(f"{self.neighbours.me}: batch without a loss")
-        self.dp_group_loss, loss = self.state.losses.unbind()
-        return loss.clone()
+        losses = self.state.report.losses.to(self.device, torch.float32)
+        self.dp_group_loss = losses[0].clone()
+        names = self.module.get_additional_losses()
+        if names is None and len(losses) == 2:
+            self.agg_additional_losses = None
+        elif len(names or ()) == len(losses) - 2:
+            self.agg_additional_losses = OrderedDict(zip(names, losses[2:].clone(), strict=True))
+        else:
+            raise VPipeError(
+                f"get_additional_losses(): got {sorted(names or ())} on {self.neighbours.me}, {len(losses) - 2} losses "
+                f"on the last stage; return the same names on every stage, with zeros where they are not computed"
+            )
+        return losses[1].clone()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's, before the first ``train_batch()``.
@@ -193,162 +201,6 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
             self.state.flights.clear()
         super().destroy()
 
-    # Instructions
-
-    def _exec_load(self, index: int) -> None:
-        if not self.is_first_stage():
-            flight = self.state.flights[index]
-            try:
-                item = self._feed.read(flight.call)
-            except StopIteration:
-                raise VPipeError(
-                    f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
-                    f"give both stages iterators over the same data"
-                ) from None
-            flight.labels = to_device(item[1], self.device)
-            self._feed.forget_before(flight.call)
-            return
-        call, item = self._feed.call, None
-        with suppress(StopIteration):
-            item = self._feed.read(call)
-        if not self._agreement.all_have(item is not None):
-            if item is not None:
-                self._feed.give_back(call, item)
-            limit = index - index % self.micro_batches
-            if item is None and limit > self.state.progress.refill:
-                self._feed.end_again(call)
-            self._end_of_data(limit=limit, read=index, fill=self.state.progress.refill, call=call)
-        self._feed.forget_before(call)
-        labels = to_device(item[1], self.device) if self.is_last_stage() else None
-        self.state.flights[index] = Flight(call, to_device(item[0], self.device), labels)
-
-    def _exec_recv_activation(self, index: int) -> None:
-        assert self.neighbours.activations_in is not None
-        assert self.neighbours.gradients_out is not None
-        message = self.neighbours.activations_in.receive(str(self.state.doing))
-        if message.kind is Message.END:
-            limit, read, fill = message.tree.tolist()
-            self._end_of_data(limit, read, fill, call=message.note)
-        self._expect(message.kind is Message.ACTIVATION and message.micro_batch == index, message)
-        self.state.flights[index] = Flight(message.note, self._arrived(message.tree))
-        # The previous stage runs F(index) after B(index - W - 1), for which it has had our gradient.
-        self.neighbours.gradients_out.release(index - self.depths[self.stage_id - 1] - 1)
-
-    def _exec_forward(self, index: int) -> None:
-        flight = self.state.flights[index]
-        with self.stashing_optimizer.forward(index, self._vertical_version(index)):
-            outputs = self._run_stage(flight)
-        flight.labels = None
-        if self.state.batch_loss is not None:
-            flight.loss = self.state.batch_loss.add(outputs)
-        else:
-            self.state.sending = outputs
-            flight.keep_outputs(outputs)
-        self.state.progress = dataclasses.replace(self.state.progress, forwarded=index + 1)
-        if self._vertical:
-            self.stashing_optimizer.keep_from(self._vertical_version(index + 1) or 0)
-
-    def _exec_send_activation(self, index: int) -> None:
-        assert self.neighbours.activations_out is not None
-        outputs, self.state.sending = self.state.sending, None
-        self.neighbours.activations_out.send(Message.ACTIVATION, index, outputs, note=self.state.flights[index].call)
-
-    def _exec_recv_gradient(self, index: int) -> None:
-        assert self.neighbours.activations_out is not None
-        assert self.neighbours.gradients_in is not None
-        message = self.neighbours.gradients_in.receive(str(self.state.doing))
-        self._expect(message.kind is Message.GRADIENT and message.micro_batch == index, message)
-        self.neighbours.activations_out.release(index)
-        gradients, losses = self._arrived(message.tree)
-        self.state.flights[index].gradients = list(gradients)
-        if losses is not None:
-            self.state.losses = losses
-
-    def _exec_backward(self, index: int) -> None:
-        flight = self.state.flights[index]
-        self.stashing_optimizer.load_old_params(index)
-        if flight.loss is not None:
-            DeepSpeedEngine.backward(self, flight.loss)
-            flight.loss = None
-        else:
-            self._backward_from_gradients(flight)
-        self.stashing_optimizer.load_new_params()
-        self.stashing_optimizer.release(index)
-        if self.is_first_stage():
-            del self.state.flights[index]
-        self.state.progress = dataclasses.replace(self.state.progress, completed=index + 1)
-        if self.state.batch_loss is not None and self.state.progress.completed % self.micro_batches == 0:
-            self.state.losses = self.state.batch_loss.means()
-
-    def _exec_send_gradient(self, index: int) -> None:
-        assert self.neighbours.gradients_out is not None
-        flight = self.state.flights.pop(index)
-        losses = self.state.losses if self.state.progress.completed % self.micro_batches == 0 else None
-        self.neighbours.gradients_out.send(Message.GRADIENT, index, (flight.input_gradients(), losses))
-
-    def _exec_reduce(self, index: int) -> None:
-        if not self.asynchronous and self.module.tied_comms:
-            self._exec_reduce_tied_grads()
-        if self.is_data_parallel or self.zero_optimization():
-            self._exec_reduce_grads()
-        else:
-            self._get_gradients_for_reduction()  # zeros where a parameter got no gradient, as a reduction makes them
-
-    def _exec_update(self, index: int) -> None:
-        self._exec_optimizer_step()
-
-    # Parts of them
-
-    def _run_stage(self, flight: Flight) -> Any:
-        try:
-            outputs = DeepSpeedEngine.forward(self, flight.enter())
-            if not self.is_last_stage():
-                return outputs
-            loss_fn = self.module.loss_fn
-            loss = outputs if loss_fn is None else loss_fn(outputs, flight.labels)
-        except StopIteration as error:
-            raise VPipeError("a layer or the loss function raised StopIteration") from error
-        self._refuse_additional_losses()
-        return loss
-
-    def _refuse_additional_losses(self) -> None:
-        additional = self.module.get_additional_losses()
-        if additional is not None:
-            raise VPipeError(
-                f"get_additional_losses(): got {sorted(additional)}, allowed is None (others are not supported yet); "
-                f"add them to the loss, or remove the vpipe block"
-            )
-
-    def _vertical_version(self, index: int) -> int | None:
-        if not self._vertical:
-            return None
-        return version_used(index, self.depths[0], self.micro_batches, self.state.progress.refill)
-
-    def _backward_from_gradients(self, flight: Flight) -> None:
-        pairs = [(o, g) for o, g in zip(flight.outputs, flight.gradients, strict=True) if g is not None]
-        self._running_engine_backward = True  # DeepSpeed's hooks take it for engine.backward()
-        try:
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        finally:
-            self._running_engine_backward = False
-        flight.outputs, flight.gradients = [], []
-
-    def _arrived(self, tree: Any) -> Any:
-        """Move a received tree to the stage's device; on the CPU it is there already."""
-        if self.device.type == "cpu":
-            return tree
-        if isinstance(tree, torch.Tensor):
-            return tree.detach().to(self.device, non_blocking=True).requires_grad_(tree.requires_grad)
-        return type(tree)(self._arrived(item) for item in tree) if isinstance(tree, (tuple, list)) else tree
-
-    def _expect(self, holds: bool, message: Any) -> None:
-        if not holds:
-            raise PipelineProtocolError(
-                f"{self.neighbours.me} expected {self.state.doing}, got {message.kind.name}{message.micro_batch}: "
-                f"do all ranks run the same script with the same configuration?"
-            )
-
     def _abort(self, error: BaseException) -> None:
         if isinstance(error, PipelinePeerError):
             self.state.failure = error.reason
@@ -370,15 +222,7 @@ class VPipeEngine(EvaluationMixin, DrainingMixin, OptimizerMixin):
     _INSTRUCTION_MAP = {  # noqa: RUF012 - the name and the form are DeepSpeed's
         **PipelineEngine._INSTRUCTION_MAP,
         **EvaluationMixin.EVALUATION_MAP,
-        instr.LoadMicroBatch: _exec_load,
-        instr.RecvActivation: _exec_recv_activation,
-        instr.Forward: _exec_forward,
-        instr.SendActivation: _exec_send_activation,
-        instr.RecvGradient: _exec_recv_gradient,
-        instr.Backward: _exec_backward,
-        instr.SendGradient: _exec_send_gradient,
-        instr.ReduceGradients: _exec_reduce,
-        instr.Update: _exec_update,
+        **ExecutionMixin.EXECUTION_MAP,
     }
 
 

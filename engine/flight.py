@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ds_vpipe.engine.losses import BatchLoss
+from ds_vpipe.engine.report import BatchReport
 from ds_vpipe.engine.wire import Tree, leaves
 from ds_vpipe.schedule import Progress
 
@@ -73,7 +74,7 @@ class StageState:
         doing: the instruction being carried out, for messages.
         sending: output of the latest forward pass, until it has been handed to the next stage.
         batch_loss: adds up the current batch's losses, on the last stage.
-        losses: mean loss of the current batch, of this pipeline and of all, once known here.
+        report: the current batch's losses and more, once known here.
         failure: why training cannot go on, or None.
         refilled_in: ``train_batch()`` call in which the pipeline was filled last.
         warned: the user has been told about iterators that end after one batch.
@@ -84,7 +85,7 @@ class StageState:
     doing: object = "start"
     sending: Tree = None
     batch_loss: BatchLoss | None = None
-    losses: torch.Tensor | None = None
+    report: BatchReport | None = None
     failure: str | None = None
     refilled_in: int | None = None
     warned: bool = False

@@ -1,7 +1,8 @@
-"""The mean loss of a batch, summed on the last stage as DeepSpeed sums it, bit for bit."""
+"""The mean losses of a batch, summed on the last stage as DeepSpeed sums them, bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,44 +22,56 @@ class BatchLoss:
 
     def __init__(self, micro_batches: int, group: Any, replicas: int) -> None:
         self._micro_batches, self._group, self._replicas = micro_batches, group, replicas
-        self._sum: torch.Tensor | None = None
+        self._sums: list[torch.Tensor] = []
         self._count = 0
         self._means: torch.Tensor | None = None
         self._work: Any = None
 
-    def add(self, loss: Any) -> torch.Tensor:
-        """Add a micro-batch's loss and return it.
+    def add(self, loss: Any, additional: Mapping[str, Any] | None = None) -> torch.Tensor:
+        """Add a micro-batch's loss, and what the model reports beside it, and return the loss.
 
         After the batch's last one the reduction over replicas starts, to be hidden behind the backward pass.
 
         Raises:
-            VPipeError: the loss is not a tensor without dimensions.
+            VPipeError: a loss is not a tensor without dimensions, or their number has changed.
         """
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            given = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        checked = _scalar("loss of the last stage", loss)
+        values = [checked.detach()]
+        values += [_scalar(f"additional loss {name!r}", value).detach() for name, value in (additional or {}).items()]
+        if self._count == 0:
+            self._sums = [torch.zeros_like(value) for value in values]
+        if len(values) != len(self._sums):
             raise VPipeError(
-                f"loss of the last stage: got {given}, allowed is a tensor without dimensions; return its mean or sum"
+                f"get_additional_losses(): got {len(values) - 1} losses, the batch's first micro-batch had "
+                f"{len(self._sums) - 1}; return the same names for every micro-batch"
             )
-        value = loss.detach()
-        self._sum = (torch.zeros_like(value) if self._sum is None else self._sum) + value
+        self._sums = [total + value for total, value in zip(self._sums, values, strict=True)]
         self._count += 1
         if self._count == self._micro_batches:
-            mean = self._sum / self._micro_batches
-            self._means = torch.stack([mean, mean])
+            mean, *others = (total / self._micro_batches for total in self._sums)
+            self._means = torch.stack([mean, mean, *others])
             if self._replicas > 1:
                 self._work = dist.all_reduce(self._means[1:], group=self._group, async_op=True)
-        return loss
+        return checked
 
     def restart(self) -> None:
         """Forget what has been added: those micro-batches belong to no complete batch."""
-        self._sum = self._means = self._work = None
+        self._sums = []
+        self._means = self._work = None
         self._count = 0
 
     def means(self) -> torch.Tensor:
-        """This pipeline's mean loss and that of all replicas, ``[2]`` in fp32. Once per complete batch."""
+        """Mean loss of this pipeline, of all replicas, and additional ones: ``[2 + n]``. Once per complete batch."""
         if self._means is None:
             raise VPipeError(f"mean loss of a batch: got {self._count} of {self._micro_batches} micro-batches")
         if self._work is not None:
             self._work.wait()
-            self._means[1] /= self._replicas
-        return self._means.float()
+            self._means[1:] /= self._replicas
+        return self._means.double()
+
+
+def _scalar(what: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.dim() != 0:
+        given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise VPipeError(f"{what}: got {given}, allowed is a tensor without dimensions; return its mean or sum")
+    return value

@@ -6,8 +6,8 @@ A message is a header of int64 words followed by the tensors' bytes, each aligne
     tree    -1 None    -2 n tuple of n    -3 n list of n    dtype, requires_grad, ndim, dims... tensor
 
 Metadata travel with every message, so shapes may change from micro-batch to micro-batch without a flag.
-While they do not change nothing is computed again: a :class:`Packer` keeps one layout and the views
-into the buffers that it recycles. Reading copies nothing: tensors are views of the received buffer,
+While they do not change nothing is computed again: a :class:`Packer` keeps the latest layouts and the
+views into the buffers that it recycles. Reading copies nothing: tensors are views of the received buffer,
 which is freed with the last of them.
 """
 
@@ -26,6 +26,7 @@ Tree = Any  # None, a tensor, or a tuple or list of trees
 _ALIGN = 64
 _NONE, _TUPLE, _LIST = -1, -2, -3
 _FIXED_WORDS = 5
+_LAYOUTS = 2  # a batch's last gradient carries more than the others
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -75,7 +76,7 @@ class Packed:
     data: torch.Tensor
     words: np.ndarray[Any, np.dtype[np.int64]]
     views: list[torch.Tensor]
-    layout: list[int]
+    layout: tuple[int, ...]
 
     @property
     def size(self) -> int:
@@ -124,7 +125,7 @@ def _view(data: torch.Tensor, offset: int, dtype: torch.dtype, shape: list[int])
 
 
 class Packer:
-    """Turns trees into buffers, and keeps released buffers of the current layout for the next message.
+    """Turns trees into buffers, and keeps released buffers of the latest layouts for further messages.
 
     Args:
         pin: allocate page-locked host memory, for tensors that come from an accelerator.
@@ -132,8 +133,7 @@ class Packer:
 
     def __init__(self, pin: bool = False) -> None:
         self._pin = pin
-        self._layout: list[int] | None = None
-        self._spare: list[Packed] = []
+        self._spare: dict[tuple[int, ...], list[Packed]] = {}
 
     def pack(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> Packed:
         """Copy ``tree`` into a buffer.
@@ -142,11 +142,15 @@ class Packer:
             TypeError: the tree holds something that is neither a tensor nor None, or an unknown dtype.
         """
         tensors = [leaf for leaf in leaves(tree) if leaf is not None]
-        layout: list[int] = []
-        _describe(tree, layout)
-        if layout != self._layout:
-            self._layout, self._spare = layout, []
-        packed = self._spare.pop() if self._spare else self._allocate(self._layout, tensors)
+        words: list[int] = []
+        _describe(tree, words)
+        layout = tuple(words)
+        spare = self._spare.get(layout)
+        if spare is None:
+            if len(self._spare) == _LAYOUTS:
+                del self._spare[next(iter(self._spare))]
+            spare = self._spare[layout] = []
+        packed = spare.pop() if spare else self._allocate(layout, tensors)
         packed.words[2:_FIXED_WORDS] = (kind, micro_batch, note)
         for view, tensor in zip(packed.views, tensors, strict=True):
             view.copy_(tensor.detach(), non_blocking=self._pin)
@@ -154,10 +158,10 @@ class Packer:
 
     def release(self, packed: Packed) -> None:
         """Take a buffer back once its message has been delivered."""
-        if packed.layout is self._layout:
-            self._spare.append(packed)
+        if packed.layout in self._spare:
+            self._spare[packed.layout].append(packed)
 
-    def _allocate(self, layout: list[int], tensors: list[torch.Tensor]) -> Packed:
+    def _allocate(self, layout: tuple[int, ...], tensors: list[torch.Tensor]) -> Packed:
         num_words = _FIXED_WORDS + len(layout)
         offsets, offset = [], _align(8 * num_words)
         for tensor in tensors:

@@ -160,7 +160,10 @@ def test_buffers_of_another_layout_are_not_used_again(other: Any) -> None:
     assert again is not old
     packer.release(new)
     assert packer.pack(Message.ACTIVATION, 3, other) is new
-    assert packer.pack(Message.ACTIVATION, 4, sample(torch.float32, 4)) is not old
+    assert packer.pack(Message.ACTIVATION, 4, sample(torch.float32, 4)) is old  # the two latest layouts are kept
+    packer.pack(Message.ACTIVATION, 5, sample(torch.float32, 7))
+    packer.release(old)
+    assert packer.pack(Message.ACTIVATION, 6, sample(torch.float32, 4)) is not old
 
 
 @pytest.mark.parametrize(

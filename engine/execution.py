@@ -1,0 +1,193 @@
+"""One stage's instructions, carried out: what each action of the schedule means inside DeepSpeed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_vpipe.engine import instructions as instr
+from ds_vpipe.engine.admission import Agreement
+from ds_vpipe.engine.draining import DrainingMixin
+from ds_vpipe.engine.feed import to_device
+from ds_vpipe.engine.flight import Flight
+from ds_vpipe.engine.losses import BatchLoss
+from ds_vpipe.engine.optimizers import OptimizerMixin
+from ds_vpipe.engine.report import BatchReport
+from ds_vpipe.engine.wire import Message
+from ds_vpipe.errors import PipelineProtocolError, VPipeError
+from ds_vpipe.schedule import version_used
+
+
+class ExecutionMixin(DrainingMixin, OptimizerMixin):
+    """Forward and backward passes, transfers and updates of one stage."""
+
+    _agreement: Agreement
+    _vertical: bool
+
+    # Instructions
+
+    def _exec_load(self, index: int) -> None:
+        if not self.is_first_stage():
+            flight = self.state.flights[index]
+            try:
+                item = self._feed.read(flight.call)
+            except StopIteration:
+                raise VPipeError(
+                    f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
+                    f"give both stages iterators over the same data"
+                ) from None
+            flight.labels = to_device(item[1], self.device)
+            self._feed.forget_before(flight.call)
+            return
+        call, item = self._feed.call, None
+        with suppress(StopIteration):
+            item = self._feed.read(call)
+        if not self._agreement.all_have(item is not None):
+            if item is not None:
+                self._feed.give_back(call, item)
+            limit = index - index % self.micro_batches
+            if item is None and limit > self.state.progress.refill:
+                self._feed.end_again(call)
+            self._end_of_data(limit=limit, read=index, fill=self.state.progress.refill, call=call)
+        self._feed.forget_before(call)
+        labels = to_device(item[1], self.device) if self.is_last_stage() else None
+        self.state.flights[index] = Flight(call, to_device(item[0], self.device), labels)
+
+    def _exec_recv_activation(self, index: int) -> None:
+        assert self.neighbours.activations_in is not None
+        assert self.neighbours.gradients_out is not None
+        message = self.neighbours.activations_in.receive(str(self.state.doing))
+        if message.kind is Message.END:
+            limit, read, fill = message.tree.tolist()
+            self._end_of_data(limit, read, fill, call=message.note)
+        self._expect(message.kind is Message.ACTIVATION and message.micro_batch == index, message)
+        self.state.flights[index] = Flight(message.note, self._arrived(message.tree))
+        # The previous stage runs F(index) after B(index - W - 1), for which it has had our gradient.
+        self.neighbours.gradients_out.release(index - self.depths[self.stage_id - 1] - 1)
+
+    def _exec_forward(self, index: int) -> None:
+        flight = self.state.flights[index]
+        with self.stashing_optimizer.forward(index, self._vertical_version(index)):
+            outputs = self._run_stage(flight)
+        flight.labels = None
+        if self.state.batch_loss is not None:
+            flight.loss = self.state.batch_loss.add(outputs, self.module.get_additional_losses())
+        else:
+            self.state.sending = outputs
+            flight.keep_outputs(outputs)
+        self.state.progress = dataclasses.replace(self.state.progress, forwarded=index + 1)
+        if self._vertical:
+            self.stashing_optimizer.keep_from(self._vertical_version(index + 1) or 0)
+
+    def _exec_send_activation(self, index: int) -> None:
+        assert self.neighbours.activations_out is not None
+        outputs, self.state.sending = self.state.sending, None
+        self.neighbours.activations_out.send(Message.ACTIVATION, index, outputs, note=self.state.flights[index].call)
+
+    def _exec_recv_gradient(self, index: int) -> None:
+        assert self.neighbours.activations_out is not None
+        assert self.neighbours.gradients_in is not None
+        message = self.neighbours.gradients_in.receive(str(self.state.doing))
+        self._expect(message.kind is Message.GRADIENT and message.micro_batch == index, message)
+        self.neighbours.activations_out.release(index)
+        gradients, report = message.tree
+        self.state.flights[index].gradients = list(self._arrived(gradients))
+        if report is not None:
+            self.state.report = BatchReport.unpack(report)
+
+    def _exec_backward(self, index: int) -> None:
+        flight = self.state.flights[index]
+        self.stashing_optimizer.load_old_params(index)
+        if flight.loss is not None:
+            DeepSpeedEngine.backward(self, flight.loss)
+            flight.loss = None
+        else:
+            self._backward_from_gradients(flight)
+        self.stashing_optimizer.load_new_params()
+        self.stashing_optimizer.release(index)
+        if self.is_first_stage():
+            del self.state.flights[index]
+        self.state.progress = dataclasses.replace(self.state.progress, completed=index + 1)
+        if self.state.batch_loss is not None and self.state.progress.completed % self.micro_batches == 0:
+            self.state.report = self._new_report(self.state.batch_loss)
+
+    def _exec_send_gradient(self, index: int) -> None:
+        assert self.neighbours.gradients_out is not None
+        flight = self.state.flights.pop(index)
+        report = self.state.report if self.state.progress.completed % self.micro_batches == 0 else None
+        words = None if report is None else report.pack()
+        self.neighbours.gradients_out.send(Message.GRADIENT, index, (flight.input_gradients(), words))
+
+    def _exec_reduce(self, index: int) -> None:
+        if not self.asynchronous and self.module.tied_comms:
+            self._exec_reduce_tied_grads()
+        if self.is_data_parallel or self.zero_optimization():
+            self._exec_reduce_grads()
+        else:
+            self._get_gradients_for_reduction()  # zeros where a parameter got no gradient, as a reduction makes them
+
+    def _exec_update(self, index: int) -> None:
+        self._exec_optimizer_step()
+
+    # Parts of them
+
+    def _run_stage(self, flight: Flight) -> Any:
+        try:
+            outputs = DeepSpeedEngine.forward(self, flight.enter())
+            if not self.is_last_stage():
+                return outputs
+            loss_fn = self.module.loss_fn
+            loss = outputs if loss_fn is None else loss_fn(outputs, flight.labels)
+        except StopIteration as error:
+            raise VPipeError("a layer or the loss function raised StopIteration") from error
+        return loss
+
+    def _new_report(self, batch_loss: BatchLoss) -> BatchReport:
+        return BatchReport(batch_loss.means(), 1.0, torch.zeros(self.num_stages, 0, dtype=torch.float64))
+
+    def _vertical_version(self, index: int) -> int | None:
+        if not self._vertical:
+            return None
+        return version_used(index, self.depths[0], self.micro_batches, self.state.progress.refill)
+
+    def _backward_from_gradients(self, flight: Flight) -> None:
+        pairs = [(o, g) for o, g in zip(flight.outputs, flight.gradients, strict=True) if g is not None]
+        self._running_engine_backward = True  # DeepSpeed's hooks take it for engine.backward()
+        try:
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        finally:
+            self._running_engine_backward = False
+        flight.outputs, flight.gradients = [], []
+
+    def _arrived(self, tree: Any) -> Any:
+        """Move a received tree to the stage's device; on the CPU it is there already."""
+        if self.device.type == "cpu":
+            return tree
+        if isinstance(tree, torch.Tensor):
+            return tree.detach().to(self.device, non_blocking=True).requires_grad_(tree.requires_grad)
+        return type(tree)(self._arrived(item) for item in tree) if isinstance(tree, (tuple, list)) else tree
+
+    def _expect(self, holds: bool, message: Any) -> None:
+        if not holds:
+            raise PipelineProtocolError(
+                f"{self.neighbours.me} expected {self.state.doing}, got {message.kind.name}{message.micro_batch}: "
+                f"do all ranks run the same script with the same configuration?"
+            )
+
+    EXECUTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        instr.LoadMicroBatch: _exec_load,
+        instr.RecvActivation: _exec_recv_activation,
+        instr.Forward: _exec_forward,
+        instr.SendActivation: _exec_send_activation,
+        instr.RecvGradient: _exec_recv_gradient,
+        instr.Backward: _exec_backward,
+        instr.SendGradient: _exec_send_gradient,
+        instr.ReduceGradients: _exec_reduce,
+        instr.Update: _exec_update,
+    }

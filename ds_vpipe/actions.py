@@ -27,11 +27,17 @@ class Kind(enum.Enum):
     SEND_GRAD = "SEND_GRAD"
     REDUCE = "REDUCE"  # average a batch's gradients over the stage's data-parallel replicas
     STEP = "STEP"  # one optimizer update of this stage
+    SEND_TIED_GRAD = "SEND_TIED_GRAD"  # gradients of tied weights, from a copy to their owner
+    RECV_TIED_GRAD = "RECV_TIED_GRAD"
+    SEND_TIED = "SEND_TIED"  # tied weights, from their owner to the copies
+    RECV_TIED = "RECV_TIED"
+    SEND_NEWS = "SEND_NEWS"  # what an update told, to the previous stage
+    RECV_NEWS = "RECV_NEWS"
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one stage. ``index`` counts micro-batches, for REDUCE and STEP batches, from 0."""
+    """One action of one stage. ``index`` counts micro-batches, or batches from REDUCE on, from 0."""
 
     kind: Kind
     index: int

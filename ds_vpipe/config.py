@@ -83,7 +83,7 @@ class VPipeConfig(BaseModel):
     partition: tuple[int, ...] | str | None = None
     recompute_ratio: float | tuple[float, ...] = 0.0
     stage_to_depth_map: Literal["default"] | tuple[int, ...] = "default"
-    gradient_clipping_scope: Literal["stage"] = "stage"
+    gradient_clipping_scope: Literal["stage", "delayed_global"] = "stage"
     peer_timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     timeline: TimelineConfig = TimelineConfig()
 
@@ -148,6 +148,9 @@ class VPipeConfig(BaseModel):
             if self.stage_to_depth_map != "default":
                 depth = self.stage_to_depth_map
                 _refuse(depth, key="stage_to_depth_map", reason='sync_mode is "bsp"', remedy="remove the key")
+            if self.gradient_clipping_scope != "stage":
+                scope, why = self.gradient_clipping_scope, 'sync_mode is "bsp", which clips by the norm of all stages'
+                _refuse(scope, key="gradient_clipping_scope", reason=why, remedy="remove the key")
         return self
 
     @classmethod

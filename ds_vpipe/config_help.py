@@ -36,7 +36,10 @@ HELP: dict[str, tuple[str, str]] = {
         '"default", or a list of one int >= 0 per stage that never rises and ends in 0, with sync_mode "asp" only',
         'write "default" (K-1, ..., 1, 0) or a list such as [3, 2, 1, 0]',
     ),
-    "gradient_clipping_scope": ('"stage"', 'write "stage" or remove the key'),
+    "gradient_clipping_scope": (
+        '"stage", or "delayed_global" with sync_mode "asp"',
+        'write "stage" to clip by the norm of each stage, or "delayed_global" to clip by that of all as far as known',
+    ),
     "peer_timeout_s": ("a number of seconds > 0", "give the longest wait for another stage, such as 300"),
     "timeline": ('an object {"enabled": false, "path": "..."}', "remove the key"),
     "timeline.enabled": ("false", "write false or remove the key"),
@@ -60,7 +63,6 @@ _NOT_YET: dict[tuple[str, object], str] = {
     ("partition", "profile"): 'use "parameters" or give the layer counts',
     ("recompute_ratio", "auto"): "give a number in [0, 1] or one per stage",
     ("stage_to_depth_map", "auto"): 'use "default" or give one depth per stage',
-    ("gradient_clipping_scope", "delayed_global"): 'use "stage", which clips by the norm of each stage',
     ("timeline.enabled", True): "write false",
 }
 

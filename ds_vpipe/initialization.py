@@ -18,7 +18,7 @@ from deepspeed.utils import logger
 from ds_vpipe.config import StageSettings, VPipeConfig, block_of, refuse_unsupported
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.recompute import apply_recompute
-from ds_vpipe.engine.repartition import refuse_spanning_ties, repartition, stage_counts
+from ds_vpipe.engine.repartition import repartition, stage_counts
 from ds_vpipe.engine.stage_grid import StageLocalGrid
 from ds_vpipe.errors import VPipeConfigError
 
@@ -67,7 +67,6 @@ def initialize(
     settings = config.resolve(model.num_stages, model._num_layers)
     given["model_parameters"] = _split(model, settings, optimizer, model_parameters)
     if config.sync_mode == "asp" and model.num_stages > 1:
-        refuse_spanning_ties(model)
         grid = StageLocalGrid(model.mpu())
         model.mpu = lambda: grid
     apply_recompute(model, settings.recompute_ratio[model.stage_id])

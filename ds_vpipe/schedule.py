@@ -41,9 +41,50 @@ def version_used(micro_batch: int, depth: int, micro_batches: int, refill: int =
     return max(refill, micro_batch - depth) // micro_batches
 
 
+def news_delay(depth: int, depth_there: int, micro_batches: int) -> int:
+    """Updates by which news of an earlier stage are late at a later one that does not wait for them.
+
+    When a stage completes ``B(i)``, an earlier one has completed ``B(i - (W' - W) - 1)``, because ``F(i + W)``
+    has come from it.
+
+    Args:
+        depth: warm-up depth ``W`` of the later stage.
+        depth_there: warm-up depth ``W'`` of the earlier stage.
+        micro_batches: micro-batches per batch, ``M``.
+    """
+    return -(-(depth_there - depth + 1) // micro_batches)
+
+
+def updates_known(batch: int, delay: int, micro_batches: int, refill: int = 0) -> int:
+    """How many of an earlier stage's updates a stage knows of in its own update ``batch``.
+
+    Args:
+        batch: number of the update, from 0.
+        delay: :func:`news_delay` of the two stages.
+        micro_batches: micro-batches per batch, ``M``.
+        refill: first micro-batch that was admitted after the pipeline last drained, when everything was known.
+    """
+    return max(refill // micro_batches, batch + 1 - delay)
+
+
 def versions_alive(depth: int, micro_batches: int) -> int:
     """Weight versions a stage holds in steady state: the newest and those of micro-batches in flight."""
     return 1 - (-depth // micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """What a stage exchanges around its updates besides activations and gradients.
+
+    Attributes:
+        owns_tied: other stages hold copies of weights that this one updates.
+        has_copies: this stage holds copies of weights that another one updates.
+        news: stages tell the previous one what their update told.
+    """
+
+    owns_tied: bool = False
+    has_copies: bool = False
+    news: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +129,13 @@ def compute_actions(progress: Progress, depth: int, micro_batches: int) -> Itera
     yield Action(Kind.STEP, batch)
 
 
-def with_communication(actions: Iterable[Action], stage: int, num_stages: int) -> Iterator[Action]:
-    """Add reading and transfers around the forward and backward passes of ``stage``.
+def with_communication(
+    actions: Iterable[Action], stage: int, num_stages: int, exchanges: Exchanges = Exchanges()
+) -> Iterator[Action]:
+    """Add reading and transfers around what ``stage`` computes.
 
-    The first stage reads inputs and the last labels; every other boundary is a transfer.
+    The first stage reads inputs and the last labels; every other boundary is a transfer. Gradients of tied
+    weights go to their owner before it reduces its own, new weights to the copies after its update.
     """
     first, last = stage == 0, stage == num_stages - 1
     for action in actions:
@@ -110,10 +154,31 @@ def with_communication(actions: Iterable[Action], stage: int, num_stages: int) -
             yield action
             if not first:
                 yield Action(Kind.SEND_GRAD, index)
-        else:
+        elif action.kind is Kind.REDUCE:
+            if exchanges.has_copies:
+                yield Action(Kind.SEND_TIED_GRAD, index)
+            if exchanges.owns_tied:
+                yield Action(Kind.RECV_TIED_GRAD, index)
             yield action
+        elif action.kind is Kind.STEP:
+            if exchanges.has_copies:
+                yield Action(Kind.RECV_TIED, index)
+            if exchanges.news and not last:
+                yield Action(Kind.RECV_NEWS, index)
+            yield action
+            if exchanges.owns_tied:
+                yield Action(Kind.SEND_TIED, index)
+            if exchanges.news and not first:
+                yield Action(Kind.SEND_NEWS, index)
 
 
-def stage_actions(progress: Progress, depth: int, micro_batches: int, stage: int, num_stages: int) -> Iterator[Action]:
+def stage_actions(
+    progress: Progress,
+    depth: int,
+    micro_batches: int,
+    stage: int,
+    num_stages: int,
+    exchanges: Exchanges = Exchanges(),
+) -> Iterator[Action]:
     """Everything ``stage`` does from ``progress`` to the end of the current batch."""
-    return with_communication(compute_actions(progress, depth, micro_batches), stage, num_stages)
+    return with_communication(compute_actions(progress, depth, micro_batches), stage, num_stages, exchanges)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ds_vpipe.config import VPipeConfig
 
 BLOCK = "vpipe"
+_NAMES = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half")}
 
 
 def block_of(ds_config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -50,6 +51,7 @@ def refuse_unsupported(ds_config: Mapping[str, Any], block: VPipeConfig, num_sta
         [
             *_zero(ds_config, asp),
             *_precision(ds_config),
+            *_clipping(ds_config, block),
             *_profiling(ds_config, num_stages),
             *_pipeline(ds_config, block),
             *_features(ds_config, asp),
@@ -79,26 +81,33 @@ def _zero(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:
 
 
 def _precision(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    if _on(_get(config, "fp16.enabled")):
-        fix = 'use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
-        yield Refusal("fp16.enabled", True, "false", fix, "not supported yet")
     bf16 = "bf16" if config.get("bf16") is not None else "bfloat16"
-    if _on(_get(config, f"{bf16}.enabled")) and _zero_stage(config) == 0:
-        why = "bf16 without ZeRO accumulates in bf16 and its checkpoints do not load"
-        fix = 'add "zero_optimization": {"stage": 1}'
-        yield Refusal(f"{bf16}.enabled", True, "true with ZeRO stage 1, or false", fix, why)
+    half = "fp16" if _on(_get(config, "fp16.enabled")) else "bf16" if _on(_get(config, f"{bf16}.enabled")) else None
     accumulation = _get(config, "data_types.grad_accum_dtype")
-    if _on(_get(config, f"{bf16}.enabled")) and accumulation not in (None, "bf16", "bfloat16"):
-        why = "it brings back DeepSpeed's BF16_Optimizer, whose checkpoints do not load"
-        yield Refusal("data_types.grad_accum_dtype", accumulation, '"bf16" with bf16', "remove the key", why)
+    if half is not None and accumulation not in (None, *_NAMES[half]):
+        why = (
+            "DeepSpeed's optimizer for it writes checkpoints that it cannot load" if half == "bf16" else "not supported"
+        )
+        yield Refusal("data_types.grad_accum_dtype", accumulation, f'"{half}" with {half}', "remove the key", why)
     if _on(_get(config, "amp.enabled")):
         fix = 'use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
         yield Refusal("amp.enabled", True, "false", fix, "apex amp caches casts of weights across versions")
     if _on(_get(config, "compile.deepcompile")):
         yield Refusal("compile.deepcompile", True, "false", "write false or remove the key", "not supported yet")
-    if _on(_get(config, "torch_autocast.enabled")):
-        fix = 'use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
-        yield Refusal("torch_autocast.enabled", True, "false", fix, "not supported yet")
+    dtype = _get(config, "torch_autocast.dtype")
+    if _on(_get(config, "torch_autocast.enabled")) and str(dtype).removeprefix("torch.") not in _NAMES["bf16"]:
+        why = "with other types every stage would have a loss scale of its own"
+        fix = 'write "bfloat16", or use "fp16": {"enabled": true} in place of torch_autocast'
+        yield Refusal("torch_autocast.dtype", dtype, '"bfloat16"', fix, why)
+
+
+def _clipping(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal]:
+    if (
+        block.gradient_clipping_scope == "delayed_global"
+        and _get(config, "zero_optimization.compute_grad_norm") is False
+    ):
+        why = 'vpipe.gradient_clipping_scope is "delayed_global", which clips by norms'
+        yield Refusal("zero_optimization.compute_grad_norm", False, "true", "remove the key", why)
 
 
 def _profiling(config: Mapping[str, Any], num_stages: int) -> Iterator[Refusal]:

@@ -18,6 +18,7 @@ from ds_vpipe.engine.feed import MicroBatchFeed
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
+from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.schedule import Progress
 
@@ -34,6 +35,7 @@ class DrainingMixin(PipelineEngine):
     stashing_optimizer: WeightStashingOptimizer
     depths: Sequence[int]
     asynchronous: bool
+    ties: TiedWeights | None
     _feed: MicroBatchFeed
 
     def _end_of_data(self, limit: int, read: int, fill: int, call: int) -> None:
@@ -62,6 +64,8 @@ class DrainingMixin(PipelineEngine):
         # Nothing is left in flight here, and the next message is about the next filling of the pipeline. A stage
         # that has no use for the slot in which END arrives reads it only in the next call.
         state.progress = Progress(limit, limit, None, refill=limit)
+        if self.ties is not None:
+            self.ties.catch_up(limit // self.micro_batches)
         if fill == limit:
             raise StopIteration
         raise EndOfData

@@ -40,7 +40,10 @@ from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
+from ds_vpipe.engine.ties import TiedWeights, tied_stages
+from ds_vpipe.engine.transport import abort_all
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
+from ds_vpipe.schedule import Exchanges
 
 _EXIT_GRACE_S = 60.0
 
@@ -73,6 +76,13 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin):
             self.module.activation_checkpoint_func = ds_checkpointing.non_reentrant_checkpoint
             self.module.is_checkpointable_results_interval = None
             self.module._precompute_checkpointable_values()
+        self.ties = self._make_ties()
+        self._prepare_updates()
+        self._exchanges = Exchanges(
+            owns_tied=self.ties is not None and self.ties.owns,
+            has_copies=self.ties is not None and self.ties.has_copies,
+            news=self._clips_globally,
+        )
         self._feed = MicroBatchFeed()
         self._agreement = Agreement(self.grid, self.vpipe_config.peer_timeout_s)
         atexit.register(_at_exit, weakref.ref(self))
@@ -123,7 +133,9 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin):
             batch_end = (self.state.progress.completed // self.micro_batches + 1) * self.micro_batches
             if self.state.progress.limit is None:
                 self.state.progress = dataclasses.replace(self.state.progress, limit=batch_end)
-        return instr.StageSchedule(self.state.progress, self.depth, self.micro_batches, self.num_stages, self.stage_id)
+        return instr.StageSchedule(
+            self.state.progress, self.depth, self.micro_batches, self.num_stages, self.stage_id, self._exchanges
+        )
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         if not isinstance(pipe_schedule, instr.StageSchedule):
@@ -139,6 +151,8 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin):
                     for instruction in step:
                         state.doing = instruction
                         self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
+                if self.ties is not None and state.progress.completed == state.progress.limit:
+                    self.ties.catch_up(state.progress.completed // self.micro_batches)
                 return
             except EndOfData:
                 pipe_schedule = self._train_schedule()
@@ -189,6 +203,12 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin):
         self.stashing_optimizer = self._make_stashing_optimizer()  # loading may have replaced what it points to
         return loaded
 
+    def _make_ties(self) -> TiedWeights | None:
+        if not self.asynchronous or not tied_stages(self.module):
+            return None
+        timeout_s = self.vpipe_config.peer_timeout_s
+        return TiedWeights(self.module, self.grid, self.depths, timeout_s, self.device)
+
     def _make_stashing_optimizer(self) -> WeightStashingOptimizer:
         stash = self.vpipe_config.weight_sync != "none"
         return WeightStashingOptimizer(self.optimizer, self.module.parameters(), stash=stash)
@@ -207,17 +227,20 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin):
         else:
             text = " ".join(str(error).split())
             self.state.failure = f"{self.neighbours.me} failed in {self.state.doing}: {type(error).__name__}: {text}"
-        self.neighbours.abort(self.state.failure)
+        links = () if self.ties is None else (*self.ties.weights_out, *self.ties.gradients_out)
+        abort_all((*self.neighbours.senders, *links), self.state.failure)
 
     def _finish_sends(self) -> None:
         """A stage that is done stays until its neighbours have what they still need of it."""
         if self.state.failure is not None:
             return
         deadline = time.monotonic() + _EXIT_GRACE_S
-        if self.neighbours.gradients_out is not None:
-            self.neighbours.gradients_out.wait_for_all(deadline)
-        if self.neighbours.activations_out is not None and self.state.progress.drained:
-            self.neighbours.activations_out.wait_for_all(deadline)  # the news that the data have ended
+        needed = [self.neighbours.gradients_out, *(() if self.ties is None else self.ties.gradients_out)]
+        if self.state.progress.drained:  # the news that the data have ended, and the final tied weights
+            needed += [self.neighbours.activations_out, *(() if self.ties is None else self.ties.weights_out)]
+        for sender in needed:
+            if sender is not None:
+                sender.wait_for_all(deadline)
 
     _INSTRUCTION_MAP = {  # noqa: RUF012 - the name and the form are DeepSpeed's
         **PipelineEngine._INSTRUCTION_MAP,

@@ -16,14 +16,14 @@ from ds_vpipe.engine.draining import DrainingMixin
 from ds_vpipe.engine.feed import to_device
 from ds_vpipe.engine.flight import Flight
 from ds_vpipe.engine.losses import BatchLoss
-from ds_vpipe.engine.optimizers import OptimizerMixin
 from ds_vpipe.engine.report import BatchReport
+from ds_vpipe.engine.updates import UpdateMixin
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import PipelineProtocolError, VPipeError
 from ds_vpipe.schedule import version_used
 
 
-class ExecutionMixin(DrainingMixin, OptimizerMixin):
+class ExecutionMixin(DrainingMixin, UpdateMixin):
     """Forward and backward passes, transfers and updates of one stage."""
 
     _agreement: Agreement
@@ -66,7 +66,10 @@ class ExecutionMixin(DrainingMixin, OptimizerMixin):
             limit, read, fill = message.tree.tolist()
             self._end_of_data(limit, read, fill, call=message.note)
         self._expect(message.kind is Message.ACTIVATION and message.micro_batch == index, message)
-        self.state.flights[index] = Flight(message.note, self._arrived(message.tree))
+        inputs, news = message.tree
+        self.state.flights[index] = Flight(message.note, self._arrived(inputs))
+        if self.news is not None:
+            self.news.from_earlier(news)
         # The previous stage runs F(index) after B(index - W - 1), for which it has had our gradient.
         self.neighbours.gradients_out.release(index - self.depths[self.stage_id - 1] - 1)
 
@@ -87,7 +90,9 @@ class ExecutionMixin(DrainingMixin, OptimizerMixin):
     def _exec_send_activation(self, index: int) -> None:
         assert self.neighbours.activations_out is not None
         outputs, self.state.sending = self.state.sending, None
-        self.neighbours.activations_out.send(Message.ACTIVATION, index, outputs, note=self.state.flights[index].call)
+        news = None if self.news is None else self.news.table
+        call = self.state.flights[index].call
+        self.neighbours.activations_out.send(Message.ACTIVATION, index, (outputs, news), note=call)
 
     def _exec_recv_gradient(self, index: int) -> None:
         assert self.neighbours.activations_out is not None
@@ -104,8 +109,9 @@ class ExecutionMixin(DrainingMixin, OptimizerMixin):
         flight = self.state.flights[index]
         self.stashing_optimizer.load_old_params(index)
         if flight.loss is not None:
-            DeepSpeedEngine.backward(self, flight.loss)
+            loss = flight.loss if self.loss_scaling is None else self.loss_scaling.apply(flight.loss)
             flight.loss = None
+            DeepSpeedEngine.backward(self, loss)
         else:
             self._backward_from_gradients(flight)
         self.stashing_optimizer.load_new_params()
@@ -134,6 +140,35 @@ class ExecutionMixin(DrainingMixin, OptimizerMixin):
     def _exec_update(self, index: int) -> None:
         self._exec_optimizer_step()
 
+    def _exec_send_tied_gradients(self, index: int) -> None:
+        assert self.ties is not None
+        self.ties.send_gradients(index)
+
+    def _exec_recv_tied_gradients(self, index: int) -> None:
+        assert self.ties is not None
+        self.ties.add_gradients(index)
+
+    def _exec_send_tied_weights(self, index: int) -> None:
+        assert self.ties is not None
+        self.ties.send_weights(index + 1, self.micro_batches, self.state.progress.refill)
+
+    def _exec_recv_tied_weights(self, index: int) -> None:
+        assert self.ties is not None
+        self.ties.receive_weights(index, self.micro_batches, self.state.progress.refill)
+
+    def _exec_send_news(self, index: int) -> None:
+        assert self.news is not None
+        assert self.neighbours.gradients_out is not None
+        last_of_batch = self.state.progress.completed - 1
+        self.neighbours.gradients_out.send(Message.NEWS, last_of_batch, self.news.table)
+
+    def _exec_recv_news(self, index: int) -> None:
+        assert self.news is not None
+        assert self.neighbours.gradients_in is not None
+        message = self.neighbours.gradients_in.receive(str(self.state.doing))
+        self._expect(message.kind is Message.NEWS, message)
+        self.news.from_later(message.tree)
+
     # Parts of them
 
     def _run_stage(self, flight: Flight) -> Any:
@@ -148,7 +183,8 @@ class ExecutionMixin(DrainingMixin, OptimizerMixin):
         return loss
 
     def _new_report(self, batch_loss: BatchLoss) -> BatchReport:
-        return BatchReport(batch_loss.means(), 1.0, torch.zeros(self.num_stages, 0, dtype=torch.float64))
+        scale = 1.0 if self.loss_scaling is None else self.loss_scaling.scale
+        return BatchReport(batch_loss.means(), scale, torch.zeros(self.num_stages, 0, dtype=torch.float64))
 
     def _vertical_version(self, index: int) -> int | None:
         if not self._vertical:
@@ -190,4 +226,10 @@ class ExecutionMixin(DrainingMixin, OptimizerMixin):
         instr.SendGradient: _exec_send_gradient,
         instr.ReduceGradients: _exec_reduce,
         instr.Update: _exec_update,
+        instr.SendTiedGradients: _exec_send_tied_gradients,
+        instr.RecvTiedGradients: _exec_recv_tied_gradients,
+        instr.SendTiedWeights: _exec_send_tied_weights,
+        instr.RecvTiedWeights: _exec_recv_tied_weights,
+        instr.SendNews: _exec_send_news,
+        instr.RecvNews: _exec_recv_news,
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from deepspeed.runtime.pipe import schedule as ds_schedule
 
 from ds_vpipe.actions import Action, Kind
-from ds_vpipe.schedule import Progress, stage_actions
+from ds_vpipe.schedule import Exchanges, Progress, stage_actions
 
 
 class StageInstruction(ds_schedule.PipeInstruction):
@@ -57,6 +57,30 @@ class Update(StageInstruction):
     """One optimizer update of the stage."""
 
 
+class SendTiedGradients(StageInstruction):
+    """Start sending the gradients of copies of tied weights to their owners."""
+
+
+class RecvTiedGradients(StageInstruction):
+    """Wait for the copies' gradients and add them to the owner's."""
+
+
+class SendTiedWeights(StageInstruction):
+    """Start sending updated tied weights to the stages that hold copies."""
+
+
+class RecvTiedWeights(StageInstruction):
+    """Wait for the owner's weights of the version that is due."""
+
+
+class SendNews(StageInstruction):
+    """Start telling the previous stage what this and later stages' updates told."""
+
+
+class RecvNews(StageInstruction):
+    """Wait for what the later stages' updates told."""
+
+
 INSTRUCTIONS: dict[Kind, type[StageInstruction]] = {
     Kind.LOAD: LoadMicroBatch,
     Kind.RECV_ACT: RecvActivation,
@@ -67,20 +91,37 @@ INSTRUCTIONS: dict[Kind, type[StageInstruction]] = {
     Kind.SEND_GRAD: SendGradient,
     Kind.REDUCE: ReduceGradients,
     Kind.STEP: Update,
+    Kind.SEND_TIED_GRAD: SendTiedGradients,
+    Kind.RECV_TIED_GRAD: RecvTiedGradients,
+    Kind.SEND_TIED: SendTiedWeights,
+    Kind.RECV_TIED: RecvTiedWeights,
+    Kind.SEND_NEWS: SendNews,
+    Kind.RECV_NEWS: RecvNews,
 }
 
 
 class StageSchedule(ds_schedule.PipeSchedule):
     """The rest of the current batch at one stage, from ``progress`` on, one instruction a step."""
 
-    def __init__(self, progress: Progress, depth: int, micro_batches: int, stages: int, stage_id: int) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        depth: int,
+        micro_batches: int,
+        stages: int,
+        stage_id: int,
+        exchanges: Exchanges,
+    ) -> None:
         super().__init__(micro_batches=micro_batches, stages=stages, stage_id=stage_id)
         self._progress = progress
         self._depth = depth
+        self._exchanges = exchanges
 
     def steps(self) -> Iterator[list[ds_schedule.PipeInstruction]]:
         """Instructions in the order in which the stage carries them out."""
-        actions = stage_actions(self._progress, self._depth, self.micro_batches, self.stage_id, self.stages)
+        actions = stage_actions(
+            self._progress, self._depth, self.micro_batches, self.stage_id, self.stages, self._exchanges
+        )
         for action in actions:
             yield [INSTRUCTIONS[action.kind](action)]
 

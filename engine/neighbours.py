@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_vpipe.engine.transport import Channel, Peer, Receiver, Sender, abort_all
+from ds_vpipe.engine.transport import Channel, Peer, Receiver, Sender
 
 _EVAL_PREFETCH = 2
 
@@ -78,7 +78,3 @@ class Neighbours:
         """All sending ends."""
         candidates = (self.activations_out, self.gradients_out, self.eval_out, self.eval_loss_out)
         return [sender for sender in candidates if sender is not None]
-
-    def abort(self, reason: str) -> None:
-        """Tell both neighbours, whatever they are waiting for, that this stage has failed."""
-        abort_all(self.senders, reason)

@@ -1,20 +1,20 @@
-"""Which optimizer a DeepSpeed JSON names, and how a stage steps and clips by itself."""
+"""Which optimizer a DeepSpeed JSON names, and what DeepSpeed puts around it."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import LAMB_OPTIMIZER
+from deepspeed.runtime.constants import BFLOAT16, DDP_BFLOAT16
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from ds_vpipe.engine.lamb import Lamb
-from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import VPipeConfigError
 
 APEX_OPTIMIZERS = ("FusedLAMB", "FusedAdam")
@@ -41,10 +41,7 @@ def apex_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 class OptimizerMixin(PipelineEngine):
-    """Optimizer choice, update and gradient clipping of one stage."""
-
-    stashing_optimizer: WeightStashingOptimizer
-    asynchronous: bool
+    """Optimizer choice of one stage."""
 
     def _is_supported_optimizer(self, optimizer_name: str) -> bool:
         return optimizer_name in APEX_OPTIMIZERS or bool(super()._is_supported_optimizer(optimizer_name))
@@ -69,33 +66,31 @@ class OptimizerMixin(PipelineEngine):
         optimizer: torch.optim.Optimizer = super()._configure_basic_optimizer(model_parameters)
         return optimizer
 
-    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
-        with self.stashing_optimizer.update():
-            super()._take_model_step(lr_kwargs)
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        wrapper = super()._do_optimizer_sanity_check(basic_optimizer)
+        if wrapper == BFLOAT16 and not self.zero_optimization():
+            # What DeepSpeed takes in pipelines cannot load its own checkpoints; this is what it takes elsewhere.
+            return DDP_BFLOAT16
+        return wrapper
 
-    def clip_fp32_gradients(self) -> None:
-        """Scale the gradients so that their norm is at most ``gradient_clipping``.
+    def _configure_fp16_optimizer(self, optimizer: torch.optim.Optimizer, low_precision_dtype: torch.dtype) -> Any:
+        # DeepSpeed makes the optimizer's state by an update with zero gradients, which applies weight decay and
+        # counts in Adam's bias correction. The state makes itself at the first real update.
+        with _standing_still(optimizer):
+            wrapped = super()._configure_fp16_optimizer(optimizer, low_precision_dtype)
+        if isinstance(optimizer, Lamb):
+            wrapped.fused_lamb_legacy = False  # which needs a kernel of its own
+        return wrapped
 
-        The norm is the stage's own in an asynchronous pipeline, and the whole model's in a synchronous
-        one. (DeepSpeed's own fp32 clipping counts only the first stage's gradients.)
-        """
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        counted = [
-            p.grad.detach().float().norm()
-            for p in self.module.parameters()
-            if p.grad is not None and self._counts_in_norm(p)
-        ]
-        total = torch.stack(counted).pow(2.0).sum() if counted else torch.zeros((), device=self.device)
-        if self.is_model_parallel:
-            dist.all_reduce(total, group=self.grid.get_slice_parallel_group())
-        if self.is_pipe_parallel and not self.asynchronous:
-            dist.all_reduce(total, group=self.grid.get_pipe_parallel_group())
-        norm = total.pow(0.5)
-        self._global_grad_norm = norm
-        if gradients:
-            torch._foreach_mul_(gradients, torch.clamp(self.gradient_clipping() / (norm + 1e-6), max=1.0))
 
-    def _counts_in_norm(self, parameter: torch.nn.Parameter) -> bool:
-        if getattr(parameter, "ds_pipe_replicated", False):
-            return False
-        return self.grid.get_slice_parallel_rank() == 0 or bool(is_model_parallel_parameter(parameter))
+@contextmanager
+def _standing_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let ``optimizer.step()`` do nothing for a while."""
+    patched = vars(optimizer).get("step")  # by a learning-rate scheduler that has been made already
+    optimizer.step = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if patched is not None:
+            optimizer.step = patched  # type: ignore[method-assign]

@@ -159,21 +159,3 @@ def _move_states(
         elif stage == target and isinstance(now, torch.nn.Module):
             for tensor in now.state_dict().values():
                 dist.recv(tensor, module._grid.stage_to_global(source))
-
-
-def refuse_spanning_ties(module: PipelineModule) -> None:
-    """Tied layers on different stages are not supported by the asynchronous schedule yet.
-
-    Raises:
-        VPipeConfigError: the module has some.
-    """
-    stages: dict[str, set[int]] = {}
-    for index, spec in enumerate(module._layer_specs):
-        if isinstance(spec, TiedLayerSpec):
-            stages.setdefault(spec.key, set()).add(_owner(module.parts, index))
-    for key, owners in stages.items():
-        if len(owners) > 1:
-            raise VPipeConfigError(
-                f"TiedLayerSpec key {key!r}: got layers on stages {sorted(owners)}, allowed with vpipe.sync_mode "
-                f'"asp" is one stage (more are not supported yet); untie them, keep them on one stage, or write "bsp"'
-            )

@@ -56,6 +56,9 @@ class Message(enum.IntEnum):
     ABORT = 4  # a stage failed: in place of anything
     OVERSIZE = 5  # the message itself follows on its own, it did not fit the posted buffer
     EVAL = 6
+    NEWS = 7  # what updates told: after a batch's last gradient
+    TIED = 8  # tied weights or their gradients
+    QUIESCE = 9  # everything before it is dropped, here and there
 
 
 @dataclass(frozen=True, slots=True)

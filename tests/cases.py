@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,14 +26,25 @@ def config(micro_batches: int, optimizer: dict[str, Any], vpipe: dict[str, Any] 
     return result
 
 
-def engine(ds_config: dict[str, Any], stages: int, loss_fn: Any = None, dropout: float = 0.0, **module: Any) -> Any:
+def engine(
+    ds_config: dict[str, Any],
+    stages: int,
+    loss_fn: Any = None,
+    dropout: float = 0.0,
+    specs: Callable[[], list[Any]] | None = None,
+    **module: Any,
+) -> Any:
     """An engine from ``ds_vpipe.initialize`` for a plain ``PipelineModule``."""
     import deepspeed
+    from deepspeed.runtime import torch_autocast
 
     import ds_vpipe
 
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # DeepSpeed means to have one engine in a process
+    if "fp16" in ds_config:
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True  # it is, only slow
     net = deepspeed.pipe.PipelineModule(
-        toy.layer_specs(dropout),
+        toy.layer_specs(dropout) if specs is None else specs(),
         num_stages=stages,
         loss_fn=nn.CrossEntropyLoss() if loss_fn is None else loss_fn,
         partition_method="uniform",
@@ -50,15 +62,25 @@ def parameters(trained: Any) -> dict[str, torch.Tensor]:
 
 
 def train(
-    ds_config: dict[str, Any], stages: int, batches: int, *, stop: int | None = None, **module: Any
+    ds_config: dict[str, Any],
+    stages: int,
+    batches: int,
+    *,
+    stop: int | None = None,
+    keep_history: bool = False,
+    **module: Any,
 ) -> dict[str, Any]:
     """Train ``batches`` batches, or until the data end, and report."""
     torch.manual_seed(1234)
     trained = engine(ds_config, stages, **module)
     iterator = toy.data(stop, replica=trained.grid.data_parallel_id)
-    losses, alive = [], []
+    losses, alive, history, scales = [], [], [], []
     ended = False
     for _ in range(batches):
+        if keep_history:
+            history.append(parameters(trained))
+        if trained.fp16_enabled():
+            scales.append(trained.optimizer.loss_scale)
         try:
             losses.append(float(trained.train_batch(iterator)))
         except StopIteration:
@@ -73,6 +95,9 @@ def train(
         "alive": alive,
         "ended": ended,
         "steps": trained.global_steps,
+        "skipped": trained.skipped_steps,
+        "history": history,
+        "scales": scales,
     }
     if "vpipe" in ds_config:
         report["latest"] = trained.stashing_optimizer.latest_version

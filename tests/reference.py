@@ -2,17 +2,234 @@
 
 Every stage keeps the full history of its weights. Micro-batch ``j`` runs through all stages at once,
 stage ``s`` with the version that design rule ``max(0, j - W_s) // M`` names, and the mean gradient of
-each batch updates the newest weights.
+each batch updates the newest weights. What a stage knows of another one's updates is looked up in the
+full record of all updates, by the delays of the design.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import toy
 from torch import nn
 from torch.func import functional_call
+
+Place = tuple[int, str]  # position of a layer and name of a parameter in it
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass
+class Scaler:
+    """A dynamic loss scale: halved at an overflow, doubled after ``window`` updates without one."""
+
+    scale: float
+    window: int = 1000
+    minimum: float = 1.0
+    dynamic: bool = True
+    iteration: int = 0
+    last_overflow: int = -1
+
+    def hear(self, overflow: bool) -> None:
+        if self.dynamic and overflow:
+            self.scale = max(self.scale / 2, self.minimum)
+            self.last_overflow = self.iteration
+        elif self.dynamic:
+            stable = self.iteration - self.last_overflow - 1
+            if stable > 0 and stable % self.window == 0:
+                self.scale *= 2
+        self.iteration += 1
+
+
+@dataclass
+class Replay:
+    """One training run.
+
+    Attributes:
+        counts, depths, micro_batches: layers and warm-up depth of every stage, and M.
+        make_optimizer: for the parameters of one stage.
+        vertical: micro-batches use stage 0's version everywhere.
+        newest: break the rule on purpose: every micro-batch uses the newest weights.
+        replicas: data-parallel replicas.
+        clip: largest gradient norm; 0 for no clipping.
+        scope: whose norm: ``stage``, or ``delayed_global``.
+        order: position in the data of every micro-batch; default: its own number.
+        refills: micro-batches that were the first after the pipeline had drained.
+        dtype: of the weights in forward and backward passes and of gradients; the optimizer's are fp32.
+        autocast: run forward passes under bf16 autocast.
+        reduces_linear_in: type that gradients of linear layers are reduced in.
+        scaler: of fp16 losses.
+        layers: the model, in fp32.
+        run_layer: computes a layer's output from ``(position, layer, weights, input)``.
+        criterion: loss from output and labels.
+        ties: groups of places that are one weight, the owner's first.
+    """
+
+    counts: Sequence[int]
+    depths: Sequence[int]
+    micro_batches: int
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    vertical: bool = False
+    newest: bool = False
+    replicas: int = 1
+    clip: float = 0.0
+    scope: str = "stage"
+    order: Sequence[int] | None = None
+    refills: Sequence[int] = (0,)
+    dtype: torch.dtype = torch.float32
+    autocast: bool = False
+    reduces_linear_in: torch.dtype | None = None
+    scaler: Scaler | None = None
+    layers: Sequence[nn.Module] = field(default_factory=toy.built_layers)
+    run_layer: Callable[[int, nn.Module, Weights, Any], Any] | None = None
+    criterion: Callable[[Any, Any], torch.Tensor] = field(default_factory=nn.CrossEntropyLoss)
+    ties: Sequence[Sequence[Place]] = ()
+
+    def __post_init__(self) -> None:
+        self.layers = [layer.to(self.dtype).float() for layer in self.layers]
+        self.stage_of = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
+        self.copies = {copy: owner for owner, *copies in self.ties for copy in copies}
+        for copy, owner in self.copies.items():
+            self.parameter(copy).data.copy_(self.parameter(owner).data)
+        self.owned: list[list[nn.Parameter]] = [[] for _ in self.counts]
+        for position, layer in enumerate(self.layers):
+            for name, parameter in layer.named_parameters():
+                if (position, name) not in self.copies:
+                    self.owned[self.stage_of[position]].append(parameter)
+        self.optimizers = [self.make_optimizer(parameters) for parameters in self.owned]
+        self.history = [self.snapshot()]
+        self.losses: list[float] = []
+        self.norms: list[list[float]] = []
+        self.overflows: list[list[bool]] = []
+        self.scales: list[float] = []
+        self.heard = 0
+
+    def parameter(self, place: Place) -> nn.Parameter:
+        return self.layers[place[0]].get_parameter(place[1])
+
+    def snapshot(self) -> list[Weights]:
+        return [{n: p.detach().to(self.dtype, copy=True) for n, p in layer.named_parameters()} for layer in self.layers]
+
+    def refill(self, micro_batch: int) -> int:
+        return max(refill for refill in self.refills if refill <= micro_batch)
+
+    def known(self, batch: int, stage: int, other: int) -> int:
+        """How many updates of ``other`` a stage knows of in its update ``batch``."""
+        if other > stage:
+            return batch + 1
+        delay = math.ceil((self.depths[other] - self.depths[stage] + 1) / self.micro_batches)
+        refill = self.refill((batch + 1) * self.micro_batches - 1)
+        return max(refill // self.micro_batches, batch + 1 - delay)
+
+    def run(self, batches: int) -> Replay:
+        for batch in range(batches):
+            self.train(batch)
+        return self
+
+    def train(self, batch: int) -> None:
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        self.scales.append(scale)
+        totals = [0.0] * self.replicas
+        gradients: list[dict[Place, torch.Tensor]] = [{} for _ in range(self.replicas)]
+        for j in range(batch * self.micro_batches, (batch + 1) * self.micro_batches):
+            for replica in range(self.replicas):
+                loss, leaves = self.forward(j, batch, replica)
+                totals[replica] += float(loss.detach())
+                (
+                    loss / self.micro_batches * scale if scale == 1.0 else loss.float() * scale / self.micro_batches
+                ).backward()
+                for place, weight in leaves.items():
+                    if weight.grad is not None:
+                        before = gradients[replica].get(place)
+                        gradients[replica][place] = weight.grad if before is None else before + weight.grad
+        self.losses.append(sum(totals) / self.replicas / self.micro_batches)
+        for copy, owner in self.copies.items():
+            for of_replica in gradients:
+                if copy in of_replica:
+                    moved = of_replica.pop(copy)
+                    of_replica[owner] = of_replica[owner] + moved if owner in of_replica else moved
+        for position, layer in enumerate(self.layers):
+            for name, parameter in layer.named_parameters():
+                place = (position, name)
+                found = [of_replica[place] for of_replica in gradients if place in of_replica]
+                parameter.grad = (torch.stack(found).sum(0) / self.replicas).float() if found else None
+                if self.reduces_linear_in is not None and isinstance(
+                    layer.get_submodule(name.rpartition(".")[0]), nn.Linear
+                ):
+                    parameter.grad = parameter.grad.to(self.reduces_linear_in).float()
+        self.update(batch, scale)
+        self.history.append(self.snapshot())
+        self.refresh_copies(batch)
+
+    def forward(self, j: int, batch: int, replica: int) -> tuple[torch.Tensor, dict[Place, torch.Tensor]]:
+        value, labels = toy.micro_batch(j if self.order is None else self.order[j], replica)
+        leaves: dict[Place, torch.Tensor] = {}
+        autocast = torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        for position, layer in enumerate(self.layers):
+            depth = self.depths[0] if self.vertical else self.depths[self.stage_of[position]]
+            version = batch if self.newest else max(self.refill(j), j - depth) // self.micro_batches
+            weights = {n: w.clone().requires_grad_() for n, w in self.history[version][position].items()}
+            leaves.update({(position, n): w for n, w in weights.items()})
+            with autocast:
+                if self.run_layer is None:
+                    value = functional_call(layer, weights, (value,))
+                else:
+                    value = self.run_layer(position, layer, weights, value)
+        return self.criterion(value, labels), leaves
+
+    def update(self, batch: int, scale: float) -> None:
+        overflows, norms = [], []
+        for parameters in self.owned:
+            found = [p.grad for p in parameters if p.grad is not None]
+            overflows.append(any(not bool(torch.isfinite(g).all()) for g in found))
+            norm = float(torch.stack([g.norm() for g in found]).norm()) / scale if found else 0.0
+            norms.append(0.0 if overflows[-1] else norm)
+        self.overflows.append(overflows)
+        self.norms.append(norms)
+        for stage, optimizer in enumerate(self.optimizers):
+            if overflows[stage]:
+                continue
+            norm = norms[stage]
+            if self.scope == "delayed_global":
+                known = [self.known(batch, stage, other) for other in range(len(self.counts))]
+                others = [self.norms[k - 1][r] for r, k in enumerate(known) if r != stage and k > 0]
+                norm = math.sqrt(norm**2 + sum(other**2 for other in others))
+            divisor = scale * max(1.0, (norm + 1e-6) / self.clip) if self.clip else scale
+            for parameter in self.owned[stage]:
+                if parameter.grad is not None and divisor != 1.0:
+                    parameter.grad *= 1.0 / divisor
+            optimizer.step()
+        if self.scaler is not None:
+            last = len(self.counts) - 1
+            count = sum(
+                sum(self.overflows[t][r] for t in range(self.known(batch, last, r) if r != last else batch + 1))
+                for r in range(last + 1)
+            )
+            self.scaler.hear(count > self.heard)
+            self.heard = count
+
+    def refresh_copies(self, batch: int) -> None:
+        """Copies of tied weights follow their owners: with a delay, at a drain without."""
+        drained = (batch + 1) * self.micro_batches in self.refills
+        for copy, owner in self.copies.items():
+            version = batch + 1
+            if not drained:
+                version = self.known(batch, self.stage_of[copy[0]], self.stage_of[owner[0]])
+            if self.stage_of[copy[0]] == self.stage_of[owner[0]]:
+                version = batch + 1
+            self.history[batch + 1][copy[0]][copy[1]] = self.history[version][owner[0]][owner[1]].clone()
+
+    def parameters(self, version: int = -1) -> Weights:
+        """Weights by layer number and name."""
+        return {
+            f"{position}.{name}": value.float()
+            for position, weights in enumerate(self.history[version])
+            for name, value in weights.items()
+        }
 
 
 def replay(
@@ -21,74 +238,8 @@ def replay(
     micro_batches: int,
     batches: int,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    *,
-    vertical: bool = False,
-    newest: bool = False,
-    replicas: int = 1,
-    clip: float = 0.0,
-    order: Sequence[int] | None = None,
-    refills: Sequence[int] = (0,),
-    dtype: torch.dtype = torch.float32,
-) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Train the toy model; returns final parameters by layer number and name, and the mean loss per batch.
-
-    Args:
-        newest: break the rule on purpose: every micro-batch uses the newest weights.
-        clip: largest gradient norm of each stage by itself; 0 for no clipping.
-        order: position in the data of every micro-batch; default: its own number.
-        refills: micro-batches that were the first after the pipeline had drained.
-        dtype: of the weights in forward and backward passes and of gradients; the optimizer's are fp32.
-    """
-    layers = [layer.to(dtype).float() for layer in toy.built_layers()]
-    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    optimizers = [
-        make_optimizer([p for layer, s in zip(layers, stage_of, strict=True) if s == stage for p in layer.parameters()])
-        for stage in range(len(counts))
-    ]
-
-    def snapshot() -> list[dict[str, torch.Tensor]]:
-        return [{n: p.detach().to(dtype, copy=True) for n, p in layer.named_parameters()} for layer in layers]
-
-    history = [snapshot()]
-    criterion = nn.CrossEntropyLoss()
-    losses = []
-    for batch in range(batches):
-        total = [0.0] * replicas
-        sums: list[list[dict[str, torch.Tensor]]] = [[{} for _ in layers] for _ in range(replicas)]
-        for j in range(batch * micro_batches, (batch + 1) * micro_batches):
-            for replica in range(replicas):
-                value, labels = toy.micro_batch(j if order is None else order[j], replica)
-                leaves = []
-                for position, layer in enumerate(layers):
-                    depth = depths[0] if vertical else depths[stage_of[position]]
-                    refill = max(r for r in refills if r <= j)
-                    version = batch if newest else max(refill, j - depth) // micro_batches
-                    weights = {n: w.clone().requires_grad_() for n, w in history[version][position].items()}
-                    leaves.append(weights)
-                    value = functional_call(layer, weights, (value,))
-                loss = criterion(value, labels)
-                total[replica] += float(loss.detach())
-                (loss / micro_batches).backward()
-                for position, weights in enumerate(leaves):
-                    for name, weight in weights.items():
-                        assert weight.grad is not None
-                        before = sums[replica][position].get(name)
-                        sums[replica][position][name] = weight.grad if before is None else before + weight.grad
-        losses.append(sum(total) / replicas / micro_batches)
-        for position, layer in enumerate(layers):
-            for name, parameter in layer.named_parameters():
-                mean = torch.stack([sums[r][position][name] for r in range(replicas)]).sum(0) / replicas
-                parameter.grad = mean.float()
-        for optimizer in optimizers:
-            if clip:
-                norm = torch.stack([p.grad.norm() for p in optimizer.param_groups[0]["params"]]).norm()
-                for parameter in optimizer.param_groups[0]["params"]:
-                    parameter.grad *= torch.clamp(clip / (norm + 1e-6), max=1.0)
-            optimizer.step()
-        history.append(snapshot())
-    names = {
-        f"{position}.{name}": parameter.detach().to(dtype).float()
-        for position, layer in enumerate(layers)
-        for name, parameter in layer.named_parameters()
-    }
-    return names, losses
+    **options: Any,
+) -> tuple[Weights, list[float]]:
+    """Train the toy model; returns final parameters by layer number and name, and the mean loss per batch."""
+    run = Replay(counts, depths, micro_batches, make_optimizer, **options).run(batches)
+    return run.parameters(), run.losses

@@ -20,6 +20,12 @@ TEXTS = {
     "SEND_GRAD7": Action(Kind.SEND_GRAD, 7),
     "REDUCE3": Action(Kind.REDUCE, 3),
     "STEP3": Action(Kind.STEP, 3),
+    "SEND_TIED_GRAD2": Action(Kind.SEND_TIED_GRAD, 2),
+    "RECV_TIED_GRAD2": Action(Kind.RECV_TIED_GRAD, 2),
+    "SEND_TIED4": Action(Kind.SEND_TIED, 4),
+    "RECV_TIED4": Action(Kind.RECV_TIED, 4),
+    "SEND_NEWS6": Action(Kind.SEND_NEWS, 6),
+    "RECV_NEWS6": Action(Kind.RECV_NEWS, 6),
 }
 
 

@@ -81,11 +81,11 @@ WRONG: list[tuple[object, str, object, str, str]] = [
         'sync_mode is "bsp"',
     ),
     (
-        {"gradient_clipping_scope": "delayed_global"},
+        {"sync_mode": "bsp", "gradient_clipping_scope": "delayed_global"},
         "vpipe.gradient_clipping_scope",
         "delayed_global",
-        '"stage"',
-        "not supported yet",
+        'with sync_mode "asp"',
+        'sync_mode is "bsp"',
     ),
     ({"gradient_clipping_scope": 1.0}, "vpipe.gradient_clipping_scope", 1.0, '"stage"', ""),
     ({"peer_timeout_s": 0}, "vpipe.peer_timeout_s", 0, "a number of seconds > 0", ""),
@@ -154,7 +154,7 @@ GOOD: list[dict[str, Any]] = [
     {"sync_mode": "bsp", "schedule": "1f1b", "partition": "uniform"},
     {"weight_sync": "vertical", "stage_to_depth_map": [6, 4, 2, 0], "recompute_ratio": 1},
     {"weight_sync": "none", "partition": "type:Block|Head", "peer_timeout_s": 0.5},
-    {"partition": None, "stage_to_depth_map": [1, 1, 1, 0]},
+    {"partition": None, "stage_to_depth_map": [1, 1, 1, 0], "gradient_clipping_scope": "delayed_global"},
     {"partition": "parameters", "recompute_ratio": 0.25, "timeline": {}},
 ]
 
@@ -306,11 +306,35 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
     ),
     ({"zero_optimization": {"cpu_offload": True}}, {}, "zero_optimization.cpu_offload", True, "remove the key"),
     ({"zero_optimization": {"zenflow": {}}}, {}, "zero_optimization.zenflow", {}, "remove the key"),
-    ({"fp16": {"enabled": True}}, {}, "fp16.enabled", True, "not supported yet"),
-    ({"fp16": {"enabled": True}, **ZERO_1}, {"sync_mode": "bsp"}, "fp16.enabled", True, '"bf16": {"enabled": true}'),
-    ({"bf16": {"enabled": True}}, {}, "bf16.enabled", True, 'add "zero_optimization": {"stage": 1}'),
-    ({"bfloat16": {"enabled": True}}, {"sync_mode": "bsp"}, "bfloat16.enabled", True, "ZeRO stage 1"),
-    ({"torch_autocast": {"enabled": True}}, {}, "torch_autocast.enabled", True, "not supported yet"),
+    (
+        {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        {},
+        "data_types.grad_accum_dtype",
+        "fp32",
+        '"fp16" with fp16',
+    ),
+    (
+        {"zero_optimization": {"stage": 1, "compute_grad_norm": False}},
+        {"gradient_clipping_scope": "delayed_global"},
+        "zero_optimization.compute_grad_norm",
+        False,
+        "clips by norms",
+    ),
+    (
+        {"bfloat16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        {"sync_mode": "bsp"},
+        "data_types.grad_accum_dtype",
+        "fp32",
+        "cannot load its own checkpoints",
+    ),
+    ({"torch_autocast": {"enabled": True}}, {}, "torch_autocast.dtype", None, '"bfloat16"'),
+    (
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        {},
+        "torch_autocast.dtype",
+        "float16",
+        '"fp16": {"enabled": true}',
+    ),
     ({"wall_clock_breakdown": True}, {}, "wall_clock_breakdown", True, "2 or more stages"),
     ({"flops_profiler": {"enabled": True}}, {"sync_mode": "bsp"}, "flops_profiler.enabled", True, "2 or more stages"),
     ({"elasticity": {"enabled": True}}, {}, "elasticity.enabled", True, "remove elasticity"),
@@ -347,7 +371,7 @@ def test_unsupported_deepspeed_settings(
 
 def test_several_unsupported_settings_are_counted() -> None:
     with pytest.raises(VPipeConfigError) as error:
-        refuse_unsupported({"fp16": {"enabled": True}, "autotuning": {"enabled": True}}, VPipeConfig.parse({}), 2)
+        refuse_unsupported({"amp": {"enabled": True}, "autotuning": {"enabled": True}}, VPipeConfig.parse({}), 2)
     assert message_of(error).endswith("(and 1 more)")
 
 
@@ -356,6 +380,9 @@ def test_several_unsupported_settings_are_counted() -> None:
     [
         ({}, {}, 4),
         ({"bf16": {"enabled": True}, **ZERO_1}, {}, 4),
+        ({"bf16": {"enabled": True}}, {}, 4),
+        ({"fp16": {"enabled": True}}, {"gradient_clipping_scope": "delayed_global"}, 4),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {}, 4),
         ({"bf16": {"enabled": False}, "fp16": {"enabled": False}, "zero_optimization": {"stage": 0}}, {}, 4),
         ({"zero_optimization": True, "bf16": {"enabled": True}}, {}, 4),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}}, {}, 4),

@@ -181,25 +181,6 @@ def test_recompute_is_bit_identical_with_dropout(worlds: Worlds, micro_batches: 
         assert difference(recomputed, plain) == 0, configs[position]["vpipe"]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_bf16_with_zero_1(worlds: Worlds, stages: int, micro_batches: int) -> None:
-    batches = MICRO_BATCHES // micro_batches
-    ds_config = cases.config(
-        micro_batches,
-        OPTIMIZERS["AdamW"][0],
-        {"partition": "uniform"},
-        bf16={"enabled": True},
-        zero_optimization={"stage": 1},
-    )
-    reports = worlds.run(stages, cases.train, ds_config, stages, batches)
-    wanted, losses = reference.replay(
-        uniform_partition(LAYERS, stages), default_depths(stages), micro_batches, batches, adamw, dtype=torch.bfloat16
-    )
-    assert difference(cases.merged(reports), wanted) == 0
-    assert reports[0]["losses"] == pytest.approx(losses, rel=1e-2)
-
-
 @pytest.mark.parametrize("zero", [0, 1])
 def test_two_replicas(worlds: Worlds, zero: int) -> None:
     extra = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}} if zero else {}

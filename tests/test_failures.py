@@ -129,8 +129,8 @@ WRONG = [
 WRONG_ELSEWHERE = [
     ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, "zero_optimization.stage"),
     ({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, "zero_optimization.stage"),
-    ({"fp16": {"enabled": True}}, "fp16"),
-    ({"bf16": {"enabled": True}}, "bf16"),
+    ({"amp": {"enabled": True}}, "amp"),
+    ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
     (
         {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
         "data_types.grad_accum_dtype",

@@ -82,6 +82,57 @@ def layer_specs(dropout: float = 0.0) -> list[Any]:
     ]
 
 
+class Decode(nn.Module):
+    """The embedding once more, as decoder; together they are what a model with tied word embeddings has."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.embedding = seeded(seed, lambda: nn.Embedding(VOCABULARY, HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return decode(self, x)
+
+
+def decode(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x @ module.embedding.weight.T
+
+
+def mean_over_positions(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.float().mean(1), labels)
+
+
+def float_cross_entropy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.float(), labels)
+
+
+TIED_LAYERS = (Embed, Scale, Scale, Norm, Scale, Scale, Attend, Norm, Scale, Decode)
+TIED_SEEDS = (100, 110, 120, 130, 120, 150, 160, 170, 150, 100)
+TIES = (
+    ((0, "embedding.weight"), (9, "embedding.weight")),
+    ((2, "linear.weight"), (4, "linear.weight")),
+    ((2, "scale"), (4, "scale")),
+    ((5, "linear.weight"), (8, "linear.weight")),
+)
+
+
+def tied_specs() -> list[Any]:
+    """Word embeddings tied to the decoder, and two more ties, one of them of two parameters."""
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    specs: list[Any] = [LayerSpec(kind, seed) for kind, seed in zip(TIED_LAYERS, TIED_SEEDS, strict=True)]
+    specs[0] = TiedLayerSpec("words", Embed, 100, tied_weight_attr="embedding.weight")
+    specs[9] = TiedLayerSpec("words", Embed, 100, forward_fn=decode, tied_weight_attr="embedding.weight")
+    for position in (2, 4):
+        specs[position] = TiedLayerSpec("scale", Scale, 120, tied_weight_attr=["linear.weight", "scale"])
+    for position in (5, 8):
+        specs[position] = TiedLayerSpec("linear", Scale, 150, tied_weight_attr=["linear.weight"])
+    return specs
+
+
+def built_tied_layers() -> list[nn.Module]:
+    return [kind(seed) for kind, seed in zip(TIED_LAYERS, TIED_SEEDS, strict=True)]
+
+
 def built_layers() -> list[nn.Module]:
     return [kind(100 + 10 * position) for position, kind in enumerate(LAYERS)]
 

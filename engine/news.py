@@ -1,0 +1,64 @@
+"""What stages tell each other of their updates, with a fixed delay and without waiting.
+
+Every stage keeps a table with a row per stage. Rows of earlier stages come with activations, which a
+stage has received before its update anyway; rows of later stages come in a message of their own after
+those stages' update of the same batch, which they finish first. So at update ``t`` the table holds
+update ``t - d`` of an earlier stage, with ``d`` of :func:`ds_vpipe.schedule.news_delay`, and update
+``t`` of a later one. Which message a row comes with depends on the schedule and never on time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_UPDATES, _OVERFLOWS, _SQUARED_NORM = range(3)
+
+
+class StageNews:
+    """The table: updates made, updates skipped for an overflow, and squared gradient norm of the latest; by stage.
+
+    Args:
+        num_stages: K.
+        stage: the stage that keeps the table.
+    """
+
+    def __init__(self, num_stages: int, stage: int) -> None:
+        self._stage = stage
+        self._table = torch.zeros(num_stages, 3, dtype=torch.float64)
+        self._overflows_heard = 0.0
+
+    @property
+    def table(self) -> torch.Tensor:
+        """``[K, 3]``, fp64, as it is sent to neighbours and kept in checkpoints."""
+        return self._table
+
+    def tell(self, updates: int, *, overflow: bool, norm: float) -> None:
+        """Enter this stage's own update: how many it has made, whether it was skipped, its unscaled gradient norm."""
+        row = self._table[self._stage]
+        row[_UPDATES] = updates
+        row[_OVERFLOWS] += overflow
+        row[_SQUARED_NORM] = 0.0 if overflow else norm**2
+
+    def from_earlier(self, table: torch.Tensor) -> None:
+        """Take the rows of earlier stages from the previous stage's table."""
+        self._table[: self._stage] = table[: self._stage]
+
+    def from_later(self, table: torch.Tensor) -> None:
+        """Take the rows of later stages from the next stage's table."""
+        self._table[self._stage + 1 :] = table[self._stage + 1 :]
+
+    def squared_norm_elsewhere(self) -> float:
+        """Sum of the other stages' squared gradient norms; a stage that nothing is known of yet counts as 0."""
+        norms = self._table[:, _SQUARED_NORM]
+        return float(norms[: self._stage].sum() + norms[self._stage + 1 :].sum())
+
+    def new_overflow(self) -> bool:
+        """True if any stage is now known to have skipped more updates than at the last call."""
+        overflows = float(self._table[:, _OVERFLOWS].sum())
+        new, self._overflows_heard = overflows > self._overflows_heard, overflows
+        return new
+
+    def restore(self, table: torch.Tensor) -> None:
+        """Go on from a table of a checkpoint, all of whose overflows have been heard of."""
+        self._table.copy_(table)
+        self._overflows_heard = float(self._table[:, _OVERFLOWS].sum())

@@ -1,0 +1,109 @@
+"""One update of a stage: loss scale, clipping by the stage's or the whole model's norm, tied weights, versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.engine.flight import StageState
+from ds_vpipe.engine.loss_scaling import LossScaling
+from ds_vpipe.engine.news import StageNews
+from ds_vpipe.engine.optimizers import OptimizerMixin
+from ds_vpipe.engine.stashing import WeightStashingOptimizer
+from ds_vpipe.engine.ties import TiedWeights
+
+
+class UpdateMixin(OptimizerMixin):
+    """Update and gradient clipping of one stage.
+
+    Attributes:
+        loss_scaling: with fp16, else None.
+        ties: tied weights shared with other stages, in an asynchronous pipeline that has some, else None.
+        news: what other stages' updates told, in an asynchronous pipeline that needs to know, else None.
+    """
+
+    vpipe_config: VPipeConfig
+    stashing_optimizer: WeightStashingOptimizer
+    state: StageState
+    asynchronous: bool
+    loss_scaling: LossScaling | None
+    ties: TiedWeights | None
+    news: StageNews | None
+
+    def _prepare_updates(self) -> None:
+        """Set up what updates need, once the optimizer exists."""
+        pipelined = self.asynchronous and self.num_stages > 1
+        self._clips_globally = (
+            pipelined and self.vpipe_config.gradient_clipping_scope == "delayed_global" and self.gradient_clipping() > 0
+        )
+        scaled = self.optimizer is not None and self.fp16_enabled()
+        self.loss_scaling = LossScaling(self.optimizer) if scaled else None
+        dynamic = self.loss_scaling is not None and self.dynamic_loss_scale()
+        self.news = (
+            StageNews(self.num_stages, self.stage_id) if pipelined and (self._clips_globally or dynamic) else None
+        )
+        self._own_norm = 0.0
+        if self._clips_globally and hasattr(self.optimizer, "unscale_and_clip_grads"):
+            clip = self.optimizer.unscale_and_clip_grads
+
+            def clip_by_norm_of_all(*args: Any, **kwargs: Any) -> Any:
+                *tensors, own = args
+                return clip(*tensors, self._scaled_norm_of_all(own), **kwargs)
+
+            self.optimizer.unscale_and_clip_grads = clip_by_norm_of_all
+
+    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        if self.loss_scaling is not None and self.state.report is not None:
+            self.loss_scaling.scale = self.state.report.loss_scale
+        with self.stashing_optimizer.update():
+            super()._take_model_step(lr_kwargs)
+            if self.ties is not None:
+                self.ties.overwrite()
+        overflow = bool(getattr(self.optimizer, "overflow", False))
+        if self.news is not None:
+            self.news.tell(self.stashing_optimizer.latest_version, overflow=overflow, norm=self._own_norm)
+            overflow = self.news.new_overflow()
+        if self.loss_scaling is not None and (self.is_last_stage() or not self.asynchronous):
+            self.loss_scaling.after_update(overflow)
+
+    def clip_fp32_gradients(self) -> None:
+        """Scale the gradients so that their norm is at most ``gradient_clipping``.
+
+        The norm is, in an asynchronous pipeline, the stage's own or with ``gradient_clipping_scope``
+        ``delayed_global`` the whole model's as far as it is known; in a synchronous one the whole model's.
+        (DeepSpeed's own fp32 clipping counts only the first stage's gradients.)
+        """
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        counted = [
+            p.grad.detach().float().norm()
+            for p in self.module.parameters()
+            if p.grad is not None and self._counts_in_norm(p)
+        ]
+        total = torch.stack(counted).pow(2.0).sum() if counted else torch.zeros((), device=self.device)
+        if self.is_model_parallel:
+            dist.all_reduce(total, group=self.grid.get_slice_parallel_group())
+        if self.is_pipe_parallel and not self.asynchronous:
+            dist.all_reduce(total, group=self.grid.get_pipe_parallel_group())
+        norm = total.pow(0.5)
+        if self._clips_globally:
+            norm = self._scaled_norm_of_all(norm)
+        self._global_grad_norm = norm
+        if gradients:
+            torch._foreach_mul_(gradients, torch.clamp(self.gradient_clipping() / (norm + 1e-6), max=1.0))
+
+    def _scaled_norm_of_all(self, own: Any) -> Any:
+        """The norm that gradients are clipped by, from this stage's own; both times the loss scale."""
+        assert self.news is not None
+        scale = 1.0 if self.loss_scaling is None else self.loss_scaling.scale
+        self._own_norm = float(own) / scale
+        total = (float(own) ** 2 + scale**2 * self.news.squared_norm_elsewhere()) ** 0.5
+        return torch.as_tensor(own).new_tensor(total) if isinstance(own, torch.Tensor) else total
+
+    def _counts_in_norm(self, parameter: torch.nn.Parameter) -> bool:
+        if getattr(parameter, "ds_pipe_replicated", False):
+            return False
+        return self.grid.get_slice_parallel_rank() == 0 or bool(is_model_parallel_parameter(parameter))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -113,6 +114,19 @@ def train_each(ds_configs: list[dict[str, Any]], stages: int, batches: int, **mo
         reports.append(train(ds_config, stages, batches, **module))
         close_groups()
     return reports
+
+
+def train_twice(ds_config: dict[str, Any], stages: int, first: int, second: int, **module: Any) -> dict[str, Any]:
+    """Train from two iterators of ``first`` and ``second`` micro-batches, with a drain between."""
+    trained = engine(ds_config, stages, **module)
+    for stop in (first, second):
+        iterator = toy.data(stop, replica=trained.grid.data_parallel_id)
+        with contextlib.suppress(StopIteration):
+            while True:
+                trained.train_batch(iterator)
+    report = {"stage": trained.stage_id, "parameters": parameters(trained)}
+    trained.destroy()
+    return report
 
 
 def close_groups() -> None:

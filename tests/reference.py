@@ -58,13 +58,12 @@ class Replay:
         clip: largest gradient norm; 0 for no clipping.
         scope: whose norm: ``stage``, or ``delayed_global``.
         order: position in the data of every micro-batch; default: its own number.
-        refills: micro-batches that were the first after the pipeline had drained.
+        refills: micro-batches before which the pipeline was empty.
         dtype: of the weights in forward and backward passes and of gradients; the optimizer's are fp32.
         autocast: run forward passes under bf16 autocast.
         reduces_linear_in: type that gradients of linear layers are reduced in.
         scaler: of fp16 losses.
         layers: the model, in fp32.
-        run_layer: computes a layer's output from ``(position, layer, weights, input)``.
         criterion: loss from output and labels.
         ties: groups of places that are one weight, the owner's first.
     """
@@ -85,7 +84,6 @@ class Replay:
     reduces_linear_in: torch.dtype | None = None
     scaler: Scaler | None = None
     layers: Sequence[nn.Module] = field(default_factory=toy.built_layers)
-    run_layer: Callable[[int, nn.Module, Weights, Any], Any] | None = None
     criterion: Callable[[Any, Any], torch.Tensor] = field(default_factory=nn.CrossEntropyLoss)
     ties: Sequence[Sequence[Place]] = ()
 
@@ -119,11 +117,20 @@ class Replay:
 
     def known(self, batch: int, stage: int, other: int) -> int:
         """How many updates of ``other`` a stage knows of in its update ``batch``."""
-        if other > stage:
-            return batch + 1
         delay = math.ceil((self.depths[other] - self.depths[stage] + 1) / self.micro_batches)
         refill = self.refill((batch + 1) * self.micro_batches - 1)
         return max(refill // self.micro_batches, batch + 1 - delay)
+
+    def norm_known(self, batch: int, stage: int, other: int) -> int:
+        """How many of the other's updates have told their norm; during a drain no earlier stage's do any more."""
+        if other > stage:
+            return batch + 1
+        end = min((drain for drain in self.refills if drain > batch * self.micro_batches), default=None)
+        known = self.known(batch, stage, other)
+        if end is None:
+            return known
+        told = (end - 1 - self.depths[other]) // self.micro_batches
+        return max(self.refill(batch * self.micro_batches) // self.micro_batches, min(known, told))
 
     def run(self, batches: int) -> Replay:
         for batch in range(batches):
@@ -157,9 +164,8 @@ class Replay:
                 place = (position, name)
                 found = [of_replica[place] for of_replica in gradients if place in of_replica]
                 parameter.grad = (torch.stack(found).sum(0) / self.replicas).float() if found else None
-                if self.reduces_linear_in is not None and isinstance(
-                    layer.get_submodule(name.rpartition(".")[0]), nn.Linear
-                ):
+                in_linear = type(layer.get_submodule(name.rpartition(".")[0])) is nn.Linear
+                if in_linear and self.reduces_linear_in is not None and parameter.grad is not None:
                     parameter.grad = parameter.grad.to(self.reduces_linear_in).float()
         self.update(batch, scale)
         self.history.append(self.snapshot())
@@ -175,10 +181,7 @@ class Replay:
             weights = {n: w.clone().requires_grad_() for n, w in self.history[version][position].items()}
             leaves.update({(position, n): w for n, w in weights.items()})
             with autocast:
-                if self.run_layer is None:
-                    value = functional_call(layer, weights, (value,))
-                else:
-                    value = self.run_layer(position, layer, weights, value)
+                value = functional_call(layer, weights, (value,))
         return self.criterion(value, labels), leaves
 
     def update(self, batch: int, scale: float) -> None:
@@ -195,7 +198,7 @@ class Replay:
                 continue
             norm = norms[stage]
             if self.scope == "delayed_global":
-                known = [self.known(batch, stage, other) for other in range(len(self.counts))]
+                known = [self.norm_known(batch, stage, other) for other in range(len(self.counts))]
                 others = [self.norms[k - 1][r] for r, k in enumerate(known) if r != stage and k > 0]
                 norm = math.sqrt(norm**2 + sum(other**2 for other in others))
             divisor = scale * max(1.0, (norm + 1e-6) / self.clip) if self.clip else scale

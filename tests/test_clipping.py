@@ -1,0 +1,76 @@
+"""Gradient clipping by the norm of the stage, of all stages as far as they are known, and of the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import reference
+import torch
+import toy
+from test_exactness import LAYERS, OPTIMIZERS, difference, sgd
+from worlds import Worlds
+
+from ds_vpipe.partition import uniform_partition
+from ds_vpipe.schedule import default_depths
+
+pytestmark = pytest.mark.mp
+
+CLIP = 0.3
+ZERO_1 = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 4, "hysteresis": 1}}
+
+
+def replayed(micro_batches: int, batches: int, **options: Any) -> dict[str, torch.Tensor]:
+    counts = uniform_partition(LAYERS, 4)
+    return reference.Replay(counts, default_depths(4), micro_batches, sgd, **options).run(batches).parameters()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_scopes(worlds: Worlds, micro_batches: int) -> None:
+    batches = 12
+    wanted: list[dict[str, torch.Tensor]] = []
+    configs = []
+    for scope in ("stage", "delayed_global"):
+        for extra, options in (
+            ({}, {}),
+            ({**ZERO_1, "bf16": {"enabled": True}}, {"dtype": torch.bfloat16}),
+            ({"bf16": {"enabled": True}}, {"dtype": torch.bfloat16}),
+            ({**ZERO_1, **FP16}, {"dtype": torch.float16, "scaler": reference.Scaler(2.0**20, window=4)}),
+        ):
+            block = {"partition": "uniform", "gradient_clipping_scope": scope}
+            configs.append(
+                cases.config(micro_batches, OPTIMIZERS["SGD"][0], block, **{"gradient_clipping": CLIP, **extra})
+            )
+            wanted.append(
+                replayed(micro_batches, batches, clip=CLIP, scope=scope, criterion=toy.float_cross_entropy, **options)
+            )
+    assert difference(wanted[0], wanted[4]) > 1e-2
+    assert difference(replayed(micro_batches, batches, criterion=toy.float_cross_entropy), wanted[0]) > 1e-2
+    ranks = worlds.run(4, cases.train_each, configs, 4, batches, loss_fn=toy.float_cross_entropy)
+    for position, expected in enumerate(wanted):
+        off = difference(cases.merged([rank[position] for rank in ranks]), expected)
+        assert off <= (1e-5, 1e-2, 1e-2, 2e-3)[position % 4], configs[position]
+
+
+def test_delayed_global_over_a_drain(worlds: Worlds) -> None:
+    """During a drain no earlier stage's news come any more; after it everything is known."""
+    block = {"partition": "uniform", "gradient_clipping_scope": "delayed_global"}
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], block, gradient_clipping=CLIP)
+    reports = worlds.run(4, cases.train_twice, ds_config, 4, 7, 6)
+    order = [*range(7), *range(6)]
+    wanted = replayed(1, 13, clip=CLIP, scope="delayed_global", order=order, refills=(0, 7, 13))
+    assert difference(cases.merged(reports), wanted) <= 1e-5
+    assert difference(replayed(1, 13, clip=CLIP, scope="delayed_global", order=order), wanted) > 1e-3
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_whole_model_in_bsp(worlds: Worlds, zero: bool) -> None:
+    extra: dict[str, Any] = ZERO_1 if zero else {}
+    ds_config = cases.config(
+        2, OPTIMIZERS["SGD"][0], {"sync_mode": "bsp", "partition": "uniform"}, gradient_clipping=CLIP, **extra
+    )
+    reports = worlds.run(4, cases.train, ds_config, 4, 12)
+    wanted = reference.Replay((LAYERS,), (0,), 2, sgd, clip=CLIP).run(12).parameters()
+    assert difference(cases.merged(reports), wanted) <= 1e-5

@@ -141,7 +141,7 @@ def _cut(
     sizes = [form.vector_size(replica, index) for replica in saved]
 
     def parameters(whole: torch.Tensor) -> list[torch.Tensor]:
-        return [whole[at : at + _numel(s)].view(*s) for at, (_, s) in zip(offsets, members, strict=False)]
+        return [whole[at : at + _numel(s)].view(tuple(s)) for at, (_, s) in zip(offsets, members, strict=False)]
 
     found = sum(flat.numel() for flat in flats)
     if found != offsets[-1]:

@@ -179,3 +179,17 @@ def test_other_replicas_in_bf16_with_zero(worlds: Worlds, tmp_path: Path) -> Non
     same(saved, union(ranks, 0, "loaded"))
     same(saved, union(ranks, 1, "loaded"))
     same(expected, union(ranks, 1, "trained"), 1e-6)
+
+
+def test_checkpoints_of_the_stock_engine(worlds: Worlds, tmp_path: Path) -> None:
+    plans = []
+    for name, extra in (("fp32", {}), ("bf16", BF16)):
+        folder = str(tmp_path / name)
+        stock = plan({}, 2, 3, extra, save=folder)
+        stock["config"].pop("vpipe")
+        split = {"partition": [3, 7]}
+        plans += [stock, plan(BSP, 2, 2, extra, load=folder), plan(BSP | split, 2, 2, extra, load=folder)]
+    ranks = worlds.run(2, sessions, *plans)
+    for first, tolerance in ((0, 0.0), (3, 1e-6)):
+        same(union(ranks, first, "trained"), union(ranks, first + 2, "loaded"))
+        same(union(ranks, first + 1, "trained"), union(ranks, first + 2, "trained"), tolerance)

@@ -85,6 +85,11 @@ def same(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0.0) -> 
         )
 
 
+def exact(report: dict[str, Any]) -> dict[str, Any]:
+    """Without the weights that the layers compute with, which may be rounded."""
+    return {name: value for name, value in report.items() if not name.endswith("|rounded")}
+
+
 def plan(vpipe: dict[str, Any], stages: int, batches: int, extra: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"config": cases.config(2, ADAMW, vpipe, **extra), "stages": stages, "batches": batches, **more}
 
@@ -102,6 +107,7 @@ def test_other_stages_splits_and_ratios_in_fp32(worlds: Worlds, tmp_path: Path) 
         plan(BSP | {"partition": [3, 7]}, 2, 2, WARMUP, load=two),
         plan(BSP | {"partition": [6, 4], "recompute_ratio": [0.5, 1]}, 2, 2, WARMUP, load=two),
         plan(BSP | {"partition": [3, 7], "recompute_ratio": 1}, 2, 2, WARMUP, load=two),
+        plan(BSP | {"partition": [6, 4]}, 2, 0, WARMUP | BF16, load=two),
     )
     saved, expected = union(ranks, 0, "trained"), union(ranks, 1, "trained")
     assert saved["steps"] == (BATCHES, BATCHES * 4, 0)
@@ -110,6 +116,7 @@ def test_other_stages_splits_and_ratios_in_fp32(worlds: Worlds, tmp_path: Path) 
         same(saved, union(ranks, index, "loaded"))
         same(expected, union(ranks, index, "trained"))
         assert ranks[0][index]["client"] == "from the client"
+    same(exact(saved), exact(union(ranks, 4, "loaded")))
     ranks = worlds.run(
         4,
         sessions,
@@ -165,11 +172,7 @@ def test_other_replicas_in_bf16_with_zero(worlds: Worlds, tmp_path: Path) -> Non
     saved, expected = union(ranks, 0, "trained"), union(ranks, 1, "trained")
     same(saved, union(ranks, 2, "loaded"))
     same(expected, union(ranks, 2, "trained"), 1e-6)
-    in_fp32 = union(ranks, 3, "loaded")
-    same(
-        {n: v for n, v in saved.items() if not n.endswith("|rounded")},
-        {n: in_fp32[n] for n in in_fp32 if not n.endswith("|rounded")},
-    )
+    same(exact(saved), exact(union(ranks, 3, "loaded")))
     ranks = worlds.run(
         4,
         sessions,
@@ -193,3 +196,47 @@ def test_checkpoints_of_the_stock_engine(worlds: Worlds, tmp_path: Path) -> None
     for first, tolerance in ((0, 0.0), (3, 1e-6)):
         same(union(ranks, first, "trained"), union(ranks, first + 2, "loaded"))
         same(union(ranks, first + 1, "trained"), union(ranks, first + 2, "trained"), tolerance)
+
+
+def fp16_states(folder: str, stages: int, load: bool) -> list[dict[str, Any]]:
+    """States of the stock engine in fp16, which the CPU's accelerator has to be talked into, in both wrappers."""
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_vpipe.engine.reshaping import load_reshaped, open_checkpoint
+
+    reports = []
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    try:
+        for name in ("AdamW", "FusedAdam"):
+            fp16 = {"fp16": {"enabled": True, "initial_scale_power": 3}}
+            engine = cases.engine(cases.config(2, OPTIMIZERS[name][0], None, **fp16), stages)
+            iterator = toy.data()
+            for _ in range(0 if load else 3):
+                engine.train_batch(iterator)
+            if load:
+                load_reshaped(engine, open_checkpoint(engine, Path(folder) / name))
+            else:
+                engine.optimizer.loss_scale = 32.0
+                engine.save_checkpoint(folder, tag=name)
+            reports.append(
+                {
+                    "states": observe(engine),
+                    "wrapper": type(engine.optimizer).__name__,
+                    "scale": engine.optimizer.loss_scale,
+                }
+            )
+            engine.destroy()
+            cases.close_groups()
+    finally:
+        del accelerator.is_fp16_supported
+    return reports
+
+
+def test_fp16_wrappers(worlds: Worlds, tmp_path: Path) -> None:
+    before = worlds.run(2, fp16_states, str(tmp_path), 2, False)
+    after = worlds.run(1, fp16_states, str(tmp_path), 1, True)
+    assert [report["wrapper"] for report in after[0]] == ["FP16_UnfusedOptimizer", "FP16_Optimizer"]
+    for index in range(2):
+        same(union(before, index, "states"), union(after, index, "states"))
+        assert after[0][index]["scale"] == 32.0

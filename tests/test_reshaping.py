@@ -43,7 +43,7 @@ def sessions(*plans: dict[str, Any]) -> list[dict[str, Any]]:
     for plan in plans:
         torch.manual_seed(1234)
         engine = build(plan["config"], plan["stages"], plan.get("grouped", False))
-        client = engine.load_checkpoint(plan["load"])[1] if "load" in plan else {}
+        client = engine.load_checkpoint(plan["load"], **plan.get("how", {}))[1] if "load" in plan else {}
         report = {"loaded": observe(engine), "client": client.get("note")}
         iterator = toy.data(start=engine.global_steps * 2, replica=engine.grid.data_parallel_id)
         for _ in range(plan["batches"]):
@@ -147,6 +147,11 @@ def test_parameter_groups_of_the_client(worlds: Worlds, tmp_path: Path) -> None:
     with pytest.raises(CaseFailed) as failure:
         worlds.run(4, sessions, plan(BSP, 4, 0, {}, load=folder))
     assert "parameter group 0: got weight_decay" in failure.value.errors[0]
+    next(tmp_path.glob("*/layer_09-model_states.pt")).unlink()
+    with pytest.raises(CaseFailed) as failure:
+        worlds.run(4, sessions, plan(BSP, 4, 0, {}, load=folder, grouped=True))
+    text = "got weights of layers [0, 1, 2, 3, 4, 5, 6, 7, 8], allowed are those of this model's 10 layers"
+    assert text in failure.value.errors[3]
 
 
 def test_other_replicas_in_bf16_with_zero(worlds: Worlds, tmp_path: Path) -> None:
@@ -167,12 +172,19 @@ def test_other_replicas_in_bf16_with_zero(worlds: Worlds, tmp_path: Path) -> Non
         plan(BSP | {"partition": [3, 7]}, 2, 2, BF16, load=narrow),
         plan(BSP | {"partition": [7, 3]}, 2, 2, BF16, load=narrow),
         plan(BSP | {"partition": [7, 3]}, 2, 0, {}, load=narrow),
+        plan(BSP | {"partition": [7, 3]}, 2, 0, BF16, load=narrow, how={"load_module_only": True}),
     )
     same(saved, union(ranks, 0, "loaded"))
     saved, expected = union(ranks, 0, "trained"), union(ranks, 1, "trained")
     same(saved, union(ranks, 2, "loaded"))
     same(expected, union(ranks, 2, "trained"), 1e-6)
     same(exact(saved), exact(union(ranks, 3, "loaded")))
+    weights_only = union(ranks, 4, "loaded")
+    assert weights_only["steps"] == (0, 0, 0)
+    for name in (name for name in saved if name.endswith("|rounded")):
+        master = name.replace("|rounded", "|weight")
+        assert torch.equal(weights_only[master], saved[name])  # not what the engine was built with
+        assert not torch.equal(weights_only[master], saved[master])
     ranks = worlds.run(
         4,
         sessions,

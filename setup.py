@@ -43,6 +43,7 @@ setup(
         "tqdm",
         "matplotlib",
         "h5py",
+        "safetensors",
     ],
     extras_require={
         "test": ["hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", "setuptools>=77", "types-PyYAML"],

@@ -39,6 +39,7 @@ from ds_vpipe.engine.feed import MicroBatchFeed
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.neighbours import Neighbours
+from ds_vpipe.engine.reshaping import ReshapingMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.ties import TiedWeights, tied_stages
 from ds_vpipe.engine.transport import abort_all
@@ -48,7 +49,7 @@ from ds_vpipe.schedule import Exchanges
 _EXIT_GRACE_S = 60.0
 
 
-class VPipeEngine(EvaluationMixin, ExecutionMixin):
+class VPipeEngine(EvaluationMixin, ExecutionMixin, ReshapingMixin):
     """DeepSpeed's pipeline engine with an asynchronous 1F1B schedule and weight stashing.
 
     Built by :func:`ds_vpipe.initialize`. ``train_batch()``, ``eval_batch()`` and the rest of the

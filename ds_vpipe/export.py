@@ -1,0 +1,135 @@
+"""Turn a pipeline checkpoint into one state dict.
+
+Usage::
+
+    python -m ds_vpipe.export CHECKPOINT_DIR OUTPUT [--tag TAG] [--dtype DTYPE] [--names NAMES]
+
+``OUTPUT`` ends in ``.pt`` (``torch.save``) or ``.safetensors``. Weights are the fp32 master weights where
+training kept some. A checkpoint consists of pickles: export only those that you trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from ds_vpipe.errors import VPipeError
+from ds_vpipe.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def full_state_dict(
+    checkpoint: PipelineCheckpoint, dtype: torch.dtype = torch.float32, *, by_layer: bool = False
+) -> dict[str, torch.Tensor]:
+    """Weights and buffers of the whole model.
+
+    Args:
+        checkpoint: where from.
+        dtype: of floating-point tensors; others stay as they are.
+        by_layer: name tied layers ``LAYER.NAME`` like any other, once per layer, instead of ``tied_modules.KEY.NAME``
+            once. Names that mean the same parameter have the same tensor.
+
+    Raises:
+        VPipeError: weights are missing, or master weights cannot be told apart.
+    """
+    masters = checkpoint.masters()
+    unique: dict[str, torch.Tensor] = {}
+
+    def add(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        own = checkpoint.unique_name(name)
+        if own not in unique:
+            value = masters.get(own, tensor)
+            wanted = dtype if value.is_floating_point() else value.dtype
+            unique[own] = value.to(wanted, copy=True, memory_format=torch.contiguous_format)
+        return unique[own]
+
+    result: dict[str, torch.Tensor] = {}
+    for index in checkpoint.layers:
+        tie = checkpoint.ties.get(index)
+        module = str(index) if tie is None else f"tied_modules.{tie}"
+        for name, tensor in checkpoint.layer(index).items():
+            value = add(f"{module}.{name}", tensor)
+            result[f"{index}.{name}" if by_layer else f"{module}.{name}"] = value
+    for name, master in masters.items():
+        if name not in unique:  # parameters outside of the layers' files: only the optimizer has them
+            result[name] = add(name, master)
+    lost = [name for name in checkpoint.trained if name.startswith("tied_modules.") and name not in unique]
+    if lost:
+        raise VPipeError(
+            f"checkpoint {str(checkpoint.folder)!r}: got no weights of {lost[0]} (and {len(lost) - 1} more), allowed "
+            f"is at least one layer per tie without forward_fn, which is the one that DeepSpeed saves"
+        )
+    return result
+
+
+def write(state_dict: dict[str, torch.Tensor], output: Path) -> None:
+    """Write a state dict in the format that ``output``'s suffix names; the file appears when it is complete.
+
+    Raises:
+        VPipeError: another suffix, or the file cannot be written.
+    """
+    save = _WRITERS.get(output.suffix)
+    if save is None:
+        raise VPipeError(f"OUTPUT: got {str(output)!r}; allowed: a name that ends in {' or '.join(_WRITERS)}")
+    part = output.with_name(f".{output.name}.part")
+    try:
+        save(state_dict, part)
+        os.replace(part, output)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        text = " ".join(str(error).split())
+        raise VPipeError(f"OUTPUT: got {str(output)!r}, which cannot be written: {text}; correct the path") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _save_safetensors(state_dict: dict[str, torch.Tensor], path: Path) -> None:
+    """The format knows no shared tensors: every name gets its own copy."""
+    first = {id(tensor): name for name, tensor in reversed(state_dict.items())}
+    alone = {name: t if first[id(t)] == name else t.clone() for name, t in state_dict.items()}
+    save_file(alone, path, metadata={"format": "pt"})
+
+
+_WRITERS: dict[str, Callable[[dict[str, torch.Tensor], Path], None]] = {
+    ".pt": torch.save,
+    ".safetensors": _save_safetensors,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; its exit status is 2 for a wrong command line or checkpoint."""
+    parser = argparse.ArgumentParser(prog="python -m ds_vpipe.export", description="Export a pipeline checkpoint.")
+    parser.add_argument("checkpoint_dir", help="directory given to save_checkpoint(), or one checkpoint's folder")
+    parser.add_argument("output", type=Path, help="file to write: .pt or .safetensors")
+    parser.add_argument("--tag", help="which checkpoint; default: the latest")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of floating-point tensors")
+    parser.add_argument(
+        "--names",
+        choices=("module", "layers"),
+        default="module",
+        help="tied layers once, as tied_modules.KEY.NAME, or as LAYER.NAME in each place",
+    )
+    given = parser.parse_args(argv)
+    try:
+        if given.output.suffix not in _WRITERS:
+            write({}, given.output)
+        checkpoint = PipelineCheckpoint(checkpoint_folder(given.checkpoint_dir, given.tag))
+        state_dict = full_state_dict(checkpoint, DTYPES[given.dtype], by_layer=given.names == "layers")
+        write(state_dict, given.output)
+    except VPipeError as error:
+        print(f"ds_vpipe.export: {error}", file=sys.stderr)
+        return 2
+    elements = sum({id(tensor): tensor.numel() for tensor in state_dict.values()}.values())
+    print(f"{given.output}: {len(state_dict)} tensors, {elements} elements, {given.dtype}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""States of a running stage's optimizer by parameter, whatever wrapper DeepSpeed has put around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger
+
+from ds_vpipe.errors import VPipeError
+from ds_vpipe.optimizer_forms import carry_scale, form_of
+from ds_vpipe.optimizer_states import ParameterState, pack, unpack
+from ds_vpipe.stage_layout import StageLayout
+
+_GROUPS = ("round_robin_bit16_groups", "fp16_groups")  # where the wrappers keep a group's own parameters
+
+
+def stage_layout(engine: PipelineEngine) -> StageLayout:
+    """Which parameters this stage's optimizer holds, and in which order.
+
+    Raises:
+        VPipeError: the optimizer trains something that is no parameter of the module.
+    """
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    groups = []
+    for members in _parameters(engine.optimizer):
+        if any(id(parameter) not in names for parameter in members):
+            raise VPipeError(
+                "optimizer: got a tensor that is no parameter of the module, allowed are its parameters; a checkpoint "
+                "has no name for others, so register it in a layer"
+            )
+        groups.append([(names[id(parameter)], tuple(parameter.shape)) for parameter in members])
+    specs = enumerate(engine.module._layer_specs)
+    everything = engine.module.named_parameters(remove_duplicate=False)
+    return StageLayout(
+        stage=engine.stage_id,
+        bounds=tuple(engine.module.parts),
+        replicas=engine.dp_world_size,
+        slice_index=engine.grid.get_slice_parallel_rank(),
+        slices=engine.grid.get_slice_parallel_world_size(),
+        groups=groups,
+        ties={index: spec.key for index, spec in specs if isinstance(spec, TiedLayerSpec)},
+        aliases={name: names[id(p)] for name, p in everything if names[id(p)] != name},
+    )
+
+
+def checkpoint_layout(engine: PipelineEngine) -> dict[str, Any]:
+    """:func:`stage_layout` as plain values, to be stored with the stage's states under ``stage_layout.LAYOUT_KEY``."""
+    return stage_layout(engine).plain()
+
+
+def read_states(engine: PipelineEngine) -> dict[str, ParameterState]:
+    """What the optimizer holds of each of this stage's parameters. With ZeRO all replicas of the stage call it."""
+    if engine.optimizer is None:
+        return {}
+    saved = [engine.optimizer.state_dict()]
+    if form_of(saved[0]).partitioned:
+        group = engine.optimizer.dp_process_group
+        saved = [None] * dist.get_world_size(group=group)
+        dist.all_gather_object(saved, engine.optimizer.state_dict(), group=group)
+    return unpack(saved, stage_layout(engine).groups, engine.stage_id)
+
+
+def write_states(
+    engine: PipelineEngine, states: Mapping[str, ParameterState], scale: Mapping[str, Any] | None = None
+) -> None:
+    """Give the optimizer other states, hyperparameters and master weights.
+
+    Args:
+        engine: its optimizer's parameters must all be in ``states``, with their weights as ``master``.
+        states: by name of the parameter; may hold more.
+        scale: state dict of an optimizer whose loss scale is to be taken over, if it has the same form.
+
+    Raises:
+        VPipeError: the states do not fit, see :func:`ds_vpipe.optimizer_states.pack`.
+    """
+    optimizer = engine.optimizer
+    template = optimizer.state_dict()
+    form = form_of(template)
+    groups = stage_layout(engine).groups
+    replica = dist.get_rank(group=optimizer.dp_process_group) if form.partitioned else 0
+    packed = pack(template, states, groups, replica, warn=logger.warning)
+    if scale is not None:
+        carry_scale(packed, scale)
+    if form.partitioned:
+        partitions = [packed] * dist.get_world_size(group=optimizer.dp_process_group)
+        optimizer.load_state_dict(partitions, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
+        return
+    optimizer.load_state_dict(packed)
+    if form.masters is None:
+        with torch.no_grad():
+            for members, named in zip(_parameters(optimizer), groups, strict=True):
+                for parameter, (name, _) in zip(members, named, strict=True):
+                    master = states[name].master
+                    if master is not None:
+                        parameter.copy_(master)
+
+
+def _parameters(optimizer: Any) -> list[list[torch.nn.Parameter]]:
+    """The module's parameters in the order in which the optimizer holds them, per group."""
+    if optimizer is None:
+        return []
+    for attribute in _GROUPS:
+        if hasattr(optimizer, attribute):
+            return list(getattr(optimizer, attribute))
+    return [group["params"] for group in optimizer.param_groups]

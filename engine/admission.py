@@ -12,7 +12,7 @@ from ds_vpipe.errors import PipelinePeerError
 
 
 class Agreement:
-    """Minima over the replicas of a stage, or over all ranks.
+    """Minima over the replicas of a stage or over all ranks, and what one stage of a pipeline decides for all.
 
     Args:
         grid: DeepSpeed's process grid.
@@ -28,6 +28,12 @@ class Agreement:
                 group = dist.new_group(ranks, backend="gloo", timeout=limit)
                 if grid.get_global_rank() in ranks:
                     self._replicas = group
+        self._pipeline = None
+        if grid.pipe_parallel_size > 1:
+            for ranks in grid.pipe_groups:
+                group = dist.new_group(ranks, backend="gloo", timeout=limit)
+                if grid.get_global_rank() in ranks:
+                    self._pipeline = group
         self._everyone = dist.new_group(backend="gloo", timeout=limit) if grid.world_size > 1 else None
 
     def all_have(self, mine: bool) -> bool:
@@ -45,6 +51,20 @@ class Agreement:
             PipelinePeerError: a rank is lost or did not answer in time.
         """
         return self._minimum(value, self._everyone, "all ranks to read their evaluation data")
+
+    def of_pipeline(self, value: Any, source: int) -> Any:
+        """The ``value`` that the rank ``source`` of this pipeline passes; all stages call it, between batches only.
+
+        Raises:
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        values = [value]
+        try:
+            dist.broadcast_object_list(values, source, group=self._pipeline)
+        except RuntimeError as error:
+            what = "all stages to agree on what a checkpoint holds"
+            raise PipelinePeerError(f"{self._me} waited for {what}: {' '.join(str(error).split())}") from error
+        return values[0]
 
     def _minimum(self, value: int, group: dist.ProcessGroup | None, what: str) -> int:
         if group is None:

@@ -32,6 +32,7 @@ from deepspeed.runtime.pipe.schedule import PipeSchedule
 from ds_vpipe.config import StageSettings, VPipeConfig
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.admission import Agreement
+from ds_vpipe.engine.checkpoints import CheckpointMixin
 from ds_vpipe.engine.draining import EndOfData
 from ds_vpipe.engine.evaluation import EvaluationMixin
 from ds_vpipe.engine.execution import ExecutionMixin
@@ -39,8 +40,6 @@ from ds_vpipe.engine.feed import MicroBatchFeed
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.neighbours import Neighbours
-from ds_vpipe.engine.reshaping import ReshapingMixin
-from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.ties import TiedWeights, tied_stages
 from ds_vpipe.engine.transport import abort_all
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
@@ -49,7 +48,7 @@ from ds_vpipe.schedule import Exchanges
 _EXIT_GRACE_S = 60.0
 
 
-class VPipeEngine(EvaluationMixin, ExecutionMixin, ReshapingMixin):
+class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin):
     """DeepSpeed's pipeline engine with an asynchronous 1F1B schedule and weight stashing.
 
     Built by :func:`ds_vpipe.initialize`. ``train_batch()``, ``eval_batch()`` and the rest of the
@@ -175,44 +174,11 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, ReshapingMixin):
             )
         return losses[1].clone()
 
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As DeepSpeed's, before the first ``train_batch()``.
-
-        Raises:
-            VPipeConfigError: training has begun.
-            ValueError: the size is not a multiple of micro-batch size and replicas.
-        """
-        if self._feed.call >= 0:
-            raise VPipeConfigError(
-                f"set_train_batch_size({train_batch_size}): got a call after train_batch(), allowed is one before it "
-                f"(later ones are not supported yet); build a new engine"
-            )
-        super().set_train_batch_size(train_batch_size)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's, before the first ``train_batch()`` or with ``sync_mode`` bsp.
-
-        Raises:
-            VPipeConfigError: micro-batches may be in flight.
-        """
-        if self.asynchronous and self._feed.call >= 0:
-            raise VPipeConfigError(
-                "load_checkpoint(): got a call after train_batch(), allowed with sync_mode 'asp' is one before it "
-                "(later ones are not supported yet); build a new engine and load there"
-            )
-        loaded = super().load_checkpoint(*args, **kwargs)
-        self.stashing_optimizer = self._make_stashing_optimizer()  # loading may have replaced what it points to
-        return loaded
-
     def _make_ties(self) -> TiedWeights | None:
         if not self.asynchronous or not tied_stages(self.module):
             return None
         timeout_s = self.vpipe_config.peer_timeout_s
         return TiedWeights(self.module, self.grid, self.depths, timeout_s, self.device)
-
-    def _make_stashing_optimizer(self) -> WeightStashingOptimizer:
-        stash = self.vpipe_config.weight_sync != "none"
-        return WeightStashingOptimizer(self.optimizer, self.module.parameters(), stash=stash)
 
     def destroy(self) -> None:
         """Leave the pipeline: let the neighbours have what was sent, and drop the micro-batches in flight."""

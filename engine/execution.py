@@ -44,6 +44,14 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
             flight.labels = to_device(item[1], self.device)
             self._feed.forget_before(flight.call)
             return
+        again = self._feed.next_again()
+        call, item = again or self._first_time(index)
+        self._feed.forget_before(call)
+        labels = to_device(item[1], self.device) if self.is_last_stage() else None
+        self.state.flights[index] = Flight(call, to_device(item[0], self.device), labels, item=item)
+
+    def _first_time(self, index: int) -> tuple[int, Any]:
+        """Admit a new micro-batch, if all replicas have one."""
         call, item = self._feed.call, None
         with suppress(StopIteration):
             item = self._feed.read(call)
@@ -54,9 +62,7 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
             if item is None and limit > self.state.progress.refill:
                 self._feed.end_again(call)
             self._end_of_data(limit=limit, read=index, fill=self.state.progress.refill, call=call)
-        self._feed.forget_before(call)
-        labels = to_device(item[1], self.device) if self.is_last_stage() else None
-        self.state.flights[index] = Flight(call, to_device(item[0], self.device), labels)
+        return call, item
 
     def _exec_recv_activation(self, index: int) -> None:
         assert self.neighbours.activations_in is not None

@@ -8,7 +8,8 @@ last stage reads the label from the iterator that it was given in that same call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +29,8 @@ class MicroBatchFeed:
         self._iterators: dict[int, Iterator[Item]] = {}  # by the first call that used each
         self._ended: set[int] = set()  # has ended while reading ahead, and the user has not been told yet
         self._returned: dict[int, Item] = {}  # read from an iterator to see whether it ends, but not used
+        self._ahead: deque[tuple[int, Item]] = deque()  # admitted once, to be admitted again
+        self._iterator_there: Iterator[Item] | None = None
 
     @property
     def call(self) -> int:
@@ -39,6 +42,9 @@ class MicroBatchFeed:
         self._call += 1
         if iterator is None:
             return
+        if self._iterator_there is not None and self._iterator_there is not iterator:
+            self._ahead.clear()
+        self._iterator_there = None
         newest = max(self._iterators, default=None)
         if newest is None or self._iterators[newest] is not iterator:
             self._iterators[self._call] = iterator
@@ -71,6 +77,19 @@ class MicroBatchFeed:
             return self._returned.pop(source)
         item = next(self._iterators[source])
         return item if self.post_process is None else self.post_process(item)
+
+    def read_again(self, items: Iterable[tuple[int, Item]]) -> None:
+        """Put ``(call, item)`` pairs that had been read in front of everything else."""
+        self._ahead.extendleft(reversed(list(items)))
+
+    def next_again(self) -> tuple[int, Item] | None:
+        """The next of those pairs, or None if there are none."""
+        return self._ahead.popleft() if self._ahead else None
+
+    def start_over(self) -> None:
+        """Training goes on from a checkpoint: what was read ahead counts only if the same iterator is used on."""
+        if self._ahead:
+            self._iterator_there = self._iterators.get(self._source(self._call) or 0)
 
     def give_back(self, call: int, item: Item) -> None:
         """Undo the last :meth:`read` of ``call``."""

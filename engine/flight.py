@@ -40,6 +40,7 @@ class Flight:
         outputs: tensors that a gradient will arrive for.
         gradients: those gradients, once received; None where the next stage did not use a tensor.
         loss: on the last stage.
+        item: what was read, on the first stage, should it have to be admitted again.
     """
 
     call: int
@@ -48,6 +49,7 @@ class Flight:
     outputs: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     loss: torch.Tensor | None = None
+    item: Any = None
 
     def enter(self) -> Tree:
         """The inputs as the stage's first layer gets them."""

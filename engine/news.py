@@ -9,6 +9,8 @@ update ``t - d`` of an earlier stage, with ``d`` of :func:`ds_vpipe.schedule.new
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _UPDATES, _OVERFLOWS, _SQUARED_NORM = range(3)
@@ -58,7 +60,11 @@ class StageNews:
         new, self._overflows_heard = overflows > self._overflows_heard, overflows
         return new
 
-    def restore(self, table: torch.Tensor) -> None:
-        """Go on from a table of a checkpoint, all of whose overflows have been heard of."""
-        self._table.copy_(table)
-        self._overflows_heard = float(self._table[:, _OVERFLOWS].sum())
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"table": self._table.clone(), "heard": self._overflows_heard}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self._table.copy_(state["table"])
+        self._overflows_heard = state["heard"]

@@ -87,7 +87,7 @@ class OptimizerMixin(PipelineEngine):
 def _standing_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let ``optimizer.step()`` do nothing for a while."""
     patched = vars(optimizer).get("step")  # by a learning-rate scheduler that has been made already
-    optimizer.step = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    optimizer.step = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -31,14 +31,20 @@ class WeightStashingOptimizer:
         parameters: all parameters of the stage.
         stash: keep the weights of micro-batches in flight. Without it (``weight_sync: "none"``)
             every backward pass sees the newest weights; for comparison only.
+        version: updates that the weights have had already.
     """
 
     def __init__(
-        self, base_optimizer: Stepper, parameters: Iterable[torch.nn.Parameter], *, stash: bool = True
+        self,
+        base_optimizer: Stepper,
+        parameters: Iterable[torch.nn.Parameter],
+        *,
+        stash: bool = True,
+        version: int = 0,
     ) -> None:
         self.base_optimizer = base_optimizer
         self._stash = stash
-        self._versions = WeightVersions(parameters, holders=[base_optimizer])
+        self._versions = WeightVersions(parameters, holders=[base_optimizer], version=version)
         self._in_flight: dict[int, int] = {}
         self._keep_from: int | None = None
 
@@ -103,6 +109,11 @@ class WeightStashingOptimizer:
         """Hold on to ``version`` and newer ones for forward passes that are still to come (vertical sync)."""
         self._keep_from = version
         self._recycle()
+
+    def keep_newest(self) -> None:
+        """Let go of all versions but the newest; nothing is in flight."""
+        if self._keep_from is not None:
+            self.keep_from(self.latest_version)
 
     def _is_needed(self, version: int) -> bool:
         if self._keep_from is not None and version >= self._keep_from:

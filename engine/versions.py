@@ -91,9 +91,12 @@ class WeightVersions:
             left alone.
         holders: objects that may hold further references to the parameters' storages, such as the
             optimizer.
+        version: number of updates that the parameters have had already.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], holders: Iterable[object] = ()) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], holders: Iterable[object] = (), version: int = 0
+    ) -> None:
         unique = {id(p): p for p in parameters if p.requires_grad}
         self.parameters = list(unique.values())
         positions: dict[int, int] = {}
@@ -107,10 +110,9 @@ class WeightVersions:
         self._aliases = [
             _Alias(tensor, positions[tensor.untyped_storage().data_ptr()]) for tensor in (*self.parameters, *others)
         ]
-        self._latest = 0
-        self._pointed = 0
+        self._latest = self._pointed = version
         self._spare: list[Weights] = []
-        self._alive = {0: self._capture(len(positions))}
+        self._alive = {version: self._capture(len(positions))}
 
     @property
     def latest(self) -> int:

@@ -22,13 +22,6 @@ def save_and_load(directory: str, extra: dict[str, Any], load_block: dict[str, A
         trained.train_batch(iterator)
     trained.save_checkpoint(directory)
     saved = cases.parameters(trained)
-    try:
-        trained.load_checkpoint(directory)
-    except ValueError as error:
-        refusal = str(error)
-    else:
-        refusal = "accepted"
-    trained.train_batch(iterator)
     other = cases.engine(cases.config(2, OPTIMIZERS["AdamW"][0], load_block, **extra), 2)
     other.load_checkpoint(directory)
     loaded, steps = cases.parameters(other), other.global_steps
@@ -39,7 +32,6 @@ def save_and_load(directory: str, extra: dict[str, Any], load_block: dict[str, A
         "saved": saved,
         "loaded": loaded,
         "steps": steps,
-        "refusal": refusal,
         "moved": difference(cases.parameters(other), loaded),
     }
 
@@ -55,4 +47,3 @@ def test_saved_in_flight_loads_everywhere(
         assert difference(report["loaded"], report["saved"]) == 0
         assert report["steps"] == 5
         assert 1e-4 < report["moved"] < 1
-        assert "load_checkpoint(): got a call after train_batch()" in report["refusal"]

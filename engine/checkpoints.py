@@ -1,0 +1,208 @@
+"""Checkpoints of an asynchronous pipeline: one version per stage, written whole or not at all, resumed exactly.
+
+The files are DeepSpeed's own. Beside them every rank writes what they leave out: random states, the
+number of forward passes (which seeds layers), and what is known of other stages' updates. So going on
+after a save and going on from the saved checkpoint are the same training, bit for bit.
+
+A checkpoint is written under another name and renamed when it is complete, and ``latest`` is replaced
+after that, so that a run that is killed at any moment leaves the one before.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_vpipe.engine.admission import Agreement
+from ds_vpipe.engine.loss_scaling import LossScaling
+from ds_vpipe.engine.parameter_states import read_states, write_states
+from ds_vpipe.engine.quiesce import QuiesceMixin
+from ds_vpipe.engine.reshaping import ReshapingMixin
+from ds_vpipe.engine.stashing import WeightStashingOptimizer
+from ds_vpipe.engine.ties import tied_stages
+
+
+class CheckpointMixin(QuiesceMixin, ReshapingMixin):
+    """``save_checkpoint()``, ``load_checkpoint()`` and ``set_train_batch_size()`` between any two batches."""
+
+    asynchronous: bool
+    loss_scaling: LossScaling | None
+    _agreement: Agreement
+
+    @property
+    def consumed_micro_batches(self) -> int:
+        """Micro-batches that this pipeline has trained, look-ahead not counted: where a resumed run's data begin."""
+        return self.global_samples // (self.train_micro_batch_size_per_gpu() * self.dp_world_size)
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeed's; all ranks call it, between any two batches.
+
+        Micro-batches in flight are set back and trained afterwards. The folder appears under its name, and
+        ``latest`` names it, only when it is complete.
+
+        Raises:
+            PipelinePeerError: another stage failed, is lost, or did not answer in time.
+        """
+        if not save_dir:
+            raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
+        self.quiesce()
+        self._equalize()
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        folder = Path(save_dir, tag)
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        if self._names_files():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        dist.barrier()
+        name = os.path.join(os.path.dirname(tag), unfinished.name)
+        super().save_checkpoint(save_dir, name, client_state or {}, False, exclude_frozen_parameters)
+        torch.save(self._rank_state(), self._rank_file(unfinished))
+        dist.barrier()
+        if self._names_files():
+            _put_in_place(unfinished, folder)
+            if save_latest:
+                new = Path(save_dir, ".latest.unfinished")
+                new.write_text(tag)
+                os.replace(new, Path(save_dir, "latest"))
+        dist.barrier()
+        return True
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's; all ranks call it, between any two batches.
+
+        Data go on at :attr:`consumed_micro_batches`, where the caller's iterator has to begin. Micro-batches
+        read ahead before are trained only if the same iterator is passed on, as if nothing had been read.
+
+        Raises:
+            VPipeError: the checkpoint is of another model.
+            PipelinePeerError: another stage failed, is lost, or did not answer in time.
+        """
+        self.quiesce()
+        self._feed.start_over()
+        if self._names_files():
+            _recover(load_dir, tag)
+        dist.barrier()
+        path, client_state = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        if path is None:
+            return path, client_state
+        weights_only = args[3] if len(args) > 3 else kwargs.get("load_module_only", False)
+        if tied_stages(self.module):
+            self.module._synchronize_tied_weights()
+        # Loading may have replaced what the versions point to.
+        self.stashing_optimizer = self._make_stashing_optimizer()
+        self._restart_at(self.global_steps)
+        file = self._rank_file(Path(load_dir, _tag(load_dir, tag)))
+        if file.is_file() and not weights_only:
+            self._restore_rank_state(torch.load(file, weights_only=False))
+        return path, client_state
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As DeepSpeed's; all ranks call it, between any two batches.
+
+        Raises:
+            ValueError: the size is not a multiple of micro-batch size and replicas.
+        """
+        self.quiesce()
+        super().set_train_batch_size(train_batch_size)
+        self._restart_at(self.stashing_optimizer.latest_version)
+
+    def _make_stashing_optimizer(self) -> WeightStashingOptimizer:
+        stash = self.vpipe_config.weight_sync != "none"
+        parameters = self.module.parameters()
+        return WeightStashingOptimizer(self.optimizer, parameters, stash=stash, version=self.global_steps)
+
+    def _equalize(self) -> None:
+        """Give what belongs to the whole model the same value on every stage, as DeepSpeed expects it."""
+        if self.num_stages == 1 or not self.asynchronous:
+            return
+        if self.loss_scaling is not None:
+            last = self.grid.stage_to_global(self.num_stages - 1)
+            self.loss_scaling.restore(self._agreement.of_pipeline(self.loss_scaling.state(), last))
+        owners = {key: stages[0] for key, stages in tied_stages(self.module).items()}
+        if not owners or self.optimizer is None:
+            return
+        states = read_states(self)
+        for owner in sorted(set(owners.values())):
+            names = tuple(f"tied_modules.{key}." for key, stage in owners.items() if stage == owner)
+            tied = {name: state for name, state in states.items() if name.startswith(names)}
+            for name, state in self._agreement.of_pipeline(tied, self.grid.stage_to_global(owner)).items():
+                if name in states:
+                    states[name] = state
+        if self.ties is not None and self.ties.has_copies:
+            write_states(self, states)
+
+    def _names_files(self) -> bool:
+        """Whether this rank renames what all have written: one per file system."""
+        return (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
+
+    def _rank_file(self, folder: Path) -> Path:
+        parts = f"stage_{self.stage_id:02d}-replica_{self.grid.data_parallel_id:02d}"
+        return folder / f"vpipe-{parts}-slice_{self.grid.get_slice_parallel_rank():02d}.pt"
+
+    def _rank_state(self) -> dict[str, Any]:
+        return {
+            "num_stages": self.num_stages,
+            "bounds": list(self.module.parts),
+            "micro_offset": self.module.micro_offset,
+            "news": None if self.news is None else self.news.state(),
+            "random": {
+                "torch": torch.get_rng_state(),
+                "accelerator": None if self.device.type == "cpu" else get_accelerator().get_rng_state(),
+                "numpy": np.random.get_state(),
+                "python": random.getstate(),
+            },
+        }
+
+    def _restore_rank_state(self, state: dict[str, Any]) -> None:
+        if state["bounds"] != list(self.module.parts):
+            return  # the states of other stages' layers
+        self.module.micro_offset = state["micro_offset"]
+        if self.news is not None and state["news"] is not None:
+            self.news.restore(state["news"])
+        states = state["random"]
+        torch.set_rng_state(states["torch"])
+        if states["accelerator"] is not None and self.device.type != "cpu":
+            get_accelerator().set_rng_state(states["accelerator"])
+        np.random.set_state(states["numpy"])
+        random.setstate(states["python"])
+
+
+def _tag(folder: str, tag: str | None) -> str:
+    return Path(folder, "latest").read_text().strip() if tag is None else str(tag)
+
+
+def _previous(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.previous")
+
+
+def _put_in_place(unfinished: Path, folder: Path) -> None:
+    """Rename a complete checkpoint; one of the same name stays until then."""
+    previous = _previous(folder)
+    if folder.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        os.replace(folder, previous)
+    os.replace(unfinished, folder)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _recover(folder: str, tag: str | None) -> None:
+    """Undo a renaming that was interrupted half-way."""
+    if tag is None and not Path(folder, "latest").is_file():
+        return
+    wanted = Path(folder, _tag(folder, tag))
+    if not wanted.exists() and _previous(wanted).exists():
+        os.replace(_previous(wanted), wanted)

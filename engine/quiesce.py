@@ -1,0 +1,78 @@
+"""Bringing an asynchronous pipeline to rest between two batches, without draining it.
+
+Between two calls of ``train_batch()`` every stage has made the same number of updates, but stages have
+run ahead with forward passes of later micro-batches. To rest, they forget those: each drops what it has
+in flight and what the previous stage has sent it, up to a mark that this sends last, and the first stage
+puts the micro-batches back in front of its data. The next call fills the pipeline again from there, as
+after a drain, so nothing is lost but the work of the forward passes.
+"""
+
+from __future__ import annotations
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_vpipe.engine.feed import MicroBatchFeed
+from ds_vpipe.engine.flight import StageState
+from ds_vpipe.engine.neighbours import Neighbours
+from ds_vpipe.engine.news import StageNews
+from ds_vpipe.engine.stashing import WeightStashingOptimizer
+from ds_vpipe.engine.ties import TiedWeights
+from ds_vpipe.engine.wire import Message
+from ds_vpipe.errors import VPipeError
+from ds_vpipe.schedule import Progress
+
+
+class QuiesceMixin(PipelineEngine):
+    """Rest of one stage."""
+
+    state: StageState
+    neighbours: Neighbours
+    stashing_optimizer: WeightStashingOptimizer
+    ties: TiedWeights | None
+    news: StageNews | None
+    _feed: MicroBatchFeed
+
+    def quiesce(self) -> None:
+        """Leave one version of the weights and nothing in flight; all ranks call it, between two batches.
+
+        Copies of tied weights are then equal to their owner's, and what other stages' updates told is known.
+
+        Raises:
+            VPipeError: the pipeline has failed before.
+            PipelinePeerError: a neighbour is lost or did not answer in time.
+        """
+        state, neighbours = self.state, self.neighbours
+        if state.failure is not None:
+            raise VPipeError(f"pipeline at rest after a failure: {state.failure}; restart from a checkpoint")
+        state.doing = "QUIESCE"
+        at = state.progress.completed
+        if neighbours.activations_in is not None:
+            while True:
+                message = neighbours.activations_in.receive("the mark of a pipeline at rest")
+                if message.kind is Message.QUIESCE:
+                    break
+            if self.news is not None:
+                self.news.from_earlier(message.tree)
+        if neighbours.activations_out is not None:
+            news = None if self.news is None else self.news.table
+            neighbours.activations_out.send(Message.QUIESCE, state.progress.forwarded, news)
+        if self.is_first_stage():
+            self._feed.read_again([(flight.call, flight.item) for _, flight in sorted(state.flights.items())])
+        for index in list(state.flights):
+            del state.flights[index]
+            self.stashing_optimizer.release(index)
+        self.stashing_optimizer.keep_newest()
+        state.progress = Progress(at, at, None, refill=at)
+        if self.ties is not None:
+            self.ties.catch_up(at // self.micro_batches)
+            self.ties.flush()
+        for sender in (neighbours.activations_out, neighbours.gradients_out):
+            if sender is not None:
+                sender.flush()
+
+    def _restart_at(self, updates: int) -> None:
+        """Number micro-batches and versions as after ``updates`` updates. Only at rest."""
+        at = updates * self.micro_batches
+        self.state.progress = Progress(at, at, None, refill=at)
+        if self.ties is not None:
+            self.ties.restart(updates)

@@ -115,13 +115,21 @@ TIES = (
 )
 
 
-def tied_specs() -> list[Any]:
-    """Word embeddings tied to the decoder, and two more ties, one of them of two parameters."""
+def words_tied_specs() -> list[Any]:
+    """Word embeddings tied to the decoder."""
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     specs: list[Any] = [LayerSpec(kind, seed) for kind, seed in zip(TIED_LAYERS, TIED_SEEDS, strict=True)]
     specs[0] = TiedLayerSpec("words", Embed, 100, tied_weight_attr="embedding.weight")
     specs[9] = TiedLayerSpec("words", Embed, 100, forward_fn=decode, tied_weight_attr="embedding.weight")
+    return specs
+
+
+def tied_specs() -> list[Any]:
+    """Word embeddings tied to the decoder, and two more ties, one of them of two parameters."""
+    from deepspeed.pipe import TiedLayerSpec
+
+    specs = words_tied_specs()
     for position in (2, 4):
         specs[position] = TiedLayerSpec("scale", Scale, 120, tied_weight_attr=["linear.weight", "scale"])
     for position in (5, 8):

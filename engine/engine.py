@@ -39,13 +39,14 @@ from ds_vpipe.engine.feed import MicroBatchFeed
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.neighbours import Neighbours
+from ds_vpipe.engine.observation import Observation, ObservationMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
 
 _EXIT_GRACE_S = 60.0
 
 
-class VPipeEngine(EvaluationMixin, ExecutionMixin):
+class VPipeEngine(EvaluationMixin, ExecutionMixin, ObservationMixin):
     """DeepSpeed's pipeline engine with an asynchronous 1F1B schedule and weight stashing.
 
     Built by :func:`ds_vpipe.initialize`. ``train_batch()``, ``eval_batch()`` and the rest of the
@@ -75,6 +76,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin):
             self.module._precompute_checkpointable_values()
         self._feed = MicroBatchFeed()
         self._agreement = Agreement(self.grid, self.vpipe_config.peer_timeout_s)
+        self._observation = Observation(self)
         atexit.register(_at_exit, weakref.ref(self))
 
     # Batches
@@ -110,7 +112,9 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin):
         reads = self.is_first_stage() or self.is_last_stage()
         self._feed.next_call((self.data_iterator if data_iter is None else data_iter) if reads else None)
         try:
-            return super().train_batch(data_iter)
+            loss: torch.Tensor = super().train_batch(data_iter)
+            self._publish_statistics()
+            return loss
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()
             raise
@@ -138,7 +142,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin):
                 for step in pipe_schedule:
                     for instruction in step:
                         state.doing = instruction
-                        self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
+                        self._carry_out(instruction)
                 return
             except EndOfData:
                 pipe_schedule = self._train_schedule()

@@ -18,6 +18,7 @@ from ds_vpipe.engine.flight import Flight
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.optimizers import OptimizerMixin
 from ds_vpipe.engine.report import BatchReport
+from ds_vpipe.engine.statistics import COLUMNS
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import PipelineProtocolError, VPipeError
 from ds_vpipe.schedule import version_used
@@ -148,7 +149,7 @@ class ExecutionMixin(DrainingMixin, OptimizerMixin):
         return loss
 
     def _new_report(self, batch_loss: BatchLoss) -> BatchReport:
-        return BatchReport(batch_loss.means(), 1.0, torch.zeros(self.num_stages, 0, dtype=torch.float64))
+        return BatchReport(batch_loss.means(), 1.0, torch.zeros(self.num_stages, COLUMNS, dtype=torch.float64))
 
     def _vertical_version(self, index: int) -> int | None:
         if not self._vertical:

@@ -85,8 +85,7 @@ class StageStatistics:
     def from_row(cls, row: Iterable[float]) -> StageStatistics:
         """The inverse of :meth:`row`."""
         values: dict[str, Any] = {
-            field.name: int(value) if field.type == "int" else value
-            for field, value in zip(_FIELDS, row, strict=True)
+            field.name: int(value) if field.type == "int" else value for field, value in zip(_FIELDS, row, strict=True)
         }
         return cls(**values)
 

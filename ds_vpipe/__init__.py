@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ds_vpipe.engine.engine import VPipeEngine
     from ds_vpipe.engine.repartition import VPipeModule
     from ds_vpipe.engine.stashing import WeightStashingOptimizer
+    from ds_vpipe.engine.statistics import StageStatistics
     from ds_vpipe.initialization import initialize
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PipelinePeerError",
     "PipelineProtocolError",
+    "StageStatistics",
     "VPipeConfigError",
     "VPipeEngine",
     "VPipeError",
@@ -47,4 +49,8 @@ def __getattr__(name: str) -> Any:
         from ds_vpipe.engine.stashing import WeightStashingOptimizer
 
         return WeightStashingOptimizer
+    if name == "StageStatistics":
+        from ds_vpipe.engine.statistics import StageStatistics
+
+        return StageStatistics
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -111,11 +111,14 @@ def _clipping(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal
 
 
 def _profiling(config: Mapping[str, Any], num_stages: int) -> Iterator[Refusal]:
-    if num_stages >= 2:
-        why = "DeepSpeed raises with it when there are 2 or more stages"
-        for key in ("wall_clock_breakdown", "flops_profiler.enabled"):
-            if _on(_get(config, key)):
-                yield Refusal(key, True, "false, or one stage", "write false", why)
+    if _on(config.get("wall_clock_breakdown")) and config.get("steps_per_print") is None:
+        why = "wall_clock_breakdown prints every so many steps"
+        fix = "add the key, or write false for wall_clock_breakdown"
+        yield Refusal("steps_per_print", None, "a positive integer next to wall_clock_breakdown", fix, why)
+    contiguous = "activation_checkpointing.contiguous_memory_optimization"
+    if num_stages > 1 and _on(_get(config, contiguous)):
+        why = "its buffers hold the checkpoints of one micro-batch and the pipeline keeps several in flight"
+        yield Refusal(contiguous, True, "false, or one stage", "write false or remove the key", why)
 
 
 def _pipeline(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal]:

@@ -40,6 +40,7 @@ from ds_vpipe.engine.feed import MicroBatchFeed
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.neighbours import Neighbours
+from ds_vpipe.engine.observation import Observation, ObservationMixin
 from ds_vpipe.engine.ties import TiedWeights, tied_stages
 from ds_vpipe.engine.transport import abort_all
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
@@ -48,7 +49,7 @@ from ds_vpipe.schedule import Exchanges
 _EXIT_GRACE_S = 60.0
 
 
-class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin):
+class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationMixin):
     """DeepSpeed's pipeline engine with an asynchronous 1F1B schedule and weight stashing.
 
     Built by :func:`ds_vpipe.initialize`. ``train_batch()``, ``eval_batch()`` and the rest of the
@@ -85,6 +86,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin):
         )
         self._feed = MicroBatchFeed()
         self._agreement = Agreement(self.grid, self.vpipe_config.peer_timeout_s)
+        self._observation = Observation(self)
         atexit.register(_at_exit, weakref.ref(self))
 
     # Batches
@@ -120,7 +122,9 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin):
         reads = self.is_first_stage() or self.is_last_stage()
         self._feed.next_call((self.data_iterator if data_iter is None else data_iter) if reads else None)
         try:
-            return super().train_batch(data_iter)
+            loss: torch.Tensor = super().train_batch(data_iter)
+            self._publish_statistics()
+            return loss
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()
             raise
@@ -150,7 +154,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin):
                 for step in pipe_schedule:
                     for instruction in step:
                         state.doing = instruction
-                        self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
+                        self._carry_out(instruction)
                 if self.ties is not None and state.progress.completed == state.progress.limit:
                     self.ties.catch_up(state.progress.completed // self.micro_batches)
                 return

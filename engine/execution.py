@@ -17,6 +17,7 @@ from ds_vpipe.engine.feed import to_device
 from ds_vpipe.engine.flight import Flight
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.report import BatchReport
+from ds_vpipe.engine.statistics import COLUMNS
 from ds_vpipe.engine.updates import UpdateMixin
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import PipelineProtocolError, VPipeError
@@ -190,7 +191,8 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
 
     def _new_report(self, batch_loss: BatchLoss) -> BatchReport:
         scale = 1.0 if self.loss_scaling is None else self.loss_scaling.scale
-        return BatchReport(batch_loss.means(), scale, torch.zeros(self.num_stages, 0, dtype=torch.float64))
+        statistics = torch.zeros(self.num_stages, COLUMNS, dtype=torch.float64)
+        return BatchReport(batch_loss.means(), scale, statistics)
 
     def _vertical_version(self, index: int) -> int | None:
         if not self._vertical:

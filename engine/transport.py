@@ -99,6 +99,9 @@ class Sender:
         timeout_s: limit of every wait, in seconds.
         channel: which of the group's links this is.
         pin: the tensors come from an accelerator and are staged through page-locked memory.
+
+    Attributes:
+        bytes_sent: bytes of all messages handed over so far.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Sender:
         self._packer = Packer(pin)
         self._capacity = _Capacity(prefetch)
         self._outgoing: deque[_Outgoing] = deque()
+        self.bytes_sent = 0
 
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
         """Start sending ``tree`` and return its size in bytes.
@@ -142,6 +146,7 @@ class Sender:
             # will find out.
             outgoing.error = error
         self._capacity.sent(packed.size)
+        self.bytes_sent += packed.size
         self._outgoing.append(outgoing)
         return packed.size
 
@@ -196,7 +201,12 @@ def abort_all(senders: Sequence[Sender], reason: str) -> None:
 
 
 class Receiver:
-    """The receiving end of a link; arguments as for :class:`Sender`."""
+    """The receiving end of a link; arguments as for :class:`Sender`.
+
+    Attributes:
+        bytes_received: bytes of all messages received so far.
+        waited_s: seconds spent waiting for them.
+    """
 
     def __init__(
         self,
@@ -213,6 +223,8 @@ class Receiver:
         self._timeout_s = timeout_s
         self._capacity = _Capacity(prefetch)
         self._posted: deque[tuple[torch.Tensor, dist.Work | RuntimeError]] = deque()
+        self.bytes_received = 0
+        self.waited_s = 0.0
         for _ in range(prefetch):
             self._post(HEADER_BYTES)
 
@@ -232,6 +244,7 @@ class Receiver:
             data = torch.empty(message.size, dtype=torch.uint8)
             self._wait(self._start(data, self._channel.own_tag), what)
             message = unpack(data)
+        self.bytes_received += message.size
         self._post(self._capacity.received(message.size))
         if message.kind is Message.ABORT:
             reason = bytes(message.tree.tolist()).decode(errors="replace")
@@ -249,6 +262,7 @@ class Receiver:
             return error  # matters only if somebody waits for it
 
     def _wait(self, work: dist.Work | RuntimeError, what: str) -> None:
+        begin = time.perf_counter()
         try:
             if isinstance(work, RuntimeError):
                 raise work
@@ -257,6 +271,7 @@ class Receiver:
             raise PipelinePeerError(
                 f"{self._me} waited for {what} from {self._source}: {_cause(error, self._timeout_s)}"
             ) from error
+        self.waited_s += time.perf_counter() - begin
 
 
 def _cause(error: RuntimeError, timeout_s: float) -> str:

@@ -75,6 +75,8 @@ def test_two_stages_train_on_own_text_and_report(worlds: Worlds, tmp_path: Path)
     assert worlds.run(2, run_with_cache, str(tmp_path / "cache"), arguments) == [0, 0]
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [2, 4, 6]
+    stages = [[stage["versions"] for stage in record["stages"]] for record in records if "loss" in record]
+    assert stages == [[2, 1]] * 3
     assert [record["step"] for record in records if "validation_masked_lm_loss" in record] == [4, 6]
     assert all(0 < value < 10 for record in records for key, value in record.items() if "loss" in key)
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")

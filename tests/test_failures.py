@@ -137,8 +137,11 @@ WRONG_ELSEWHERE = [
     ),
     ({"amp": {"enabled": True}}, "amp.enabled"),
     ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
-    ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
-    ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
+    ({"wall_clock_breakdown": True, "steps_per_print": None}, "steps_per_print"),
+    (
+        {"activation_checkpointing": {"contiguous_memory_optimization": True}},
+        "activation_checkpointing.contiguous_memory_optimization",
+    ),
 ]
 
 

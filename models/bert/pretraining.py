@@ -190,7 +190,8 @@ def _train(
     for step in range(1, total + 1):
         batch_loss = engine.train_batch(iterator)
         epoch = (step * engine.micro_batches - 1) // batches.per_epoch
-        report.step(step, epoch, batch_loss, engine.get_lr()[0])
+        stages = engine.statistics() if isinstance(engine, ds_vpipe.VPipeEngine) else ()
+        report.step(step, epoch, batch_loss, engine.get_lr()[0], stages)
         if arguments.validate_every and step % arguments.validate_every == 0 and step < total:
             report.validation(step, _validate(engine, loss, held_out))
         if deadline.passed(step):

@@ -3,11 +3,15 @@
 import json
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
+
+from ds_vpipe import StageStatistics
 
 
 class Report:
@@ -35,15 +39,20 @@ class Report:
             # Without a terminal a bar is noise in a log file; the log lines say the same.
             self._bar = tqdm(total=total_steps, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
 
-    def step(self, step: int, epoch: int, loss: Tensor, learning_rate: float) -> None:
-        """Note the loss of one update, numbered from 1; every few updates print and store their mean."""
+    def step(
+        self, step: int, epoch: int, loss: Tensor, learning_rate: float, stages: Sequence[StageStatistics] = ()
+    ) -> None:
+        """Note the loss of one update, numbered from 1; every few updates print and store their mean.
+
+        ``stages`` are the records of the update's batch; those of the last one are stored.
+        """
         if self._bar is None:
             return
         # Reading a loss waits for the device: keep the tensors and read them once per line.
         self._losses.append(loss.detach())
         self._bar.update()
         if step % self._every == 0:
-            self._tell(step, epoch, learning_rate)
+            self._tell(step, epoch, learning_rate, stages)
 
     def validation(self, step: int, loss: float) -> None:
         """Note a masked-LM loss over held-out text."""
@@ -69,7 +78,7 @@ class Report:
         if self._training or self._validation:
             plot_losses(self._folder / "loss.png", self._training, self._validation, unigram_entropy)
 
-    def _tell(self, step: int, epoch: int, learning_rate: float) -> None:
+    def _tell(self, step: int, epoch: int, learning_rate: float, stages: Sequence[StageStatistics]) -> None:
         now = time.monotonic()
         loss = sum(value.item() for value in self._losses) / len(self._losses)
         rate = len(self._losses) * self._samples_per_step / (now - self._since)
@@ -82,6 +91,7 @@ class Report:
                 "samples_per_second": rate,
                 "learning_rate": learning_rate,
                 "seconds": now - self._begin,
+                "stages": [asdict(stage) for stage in stages],
             }
         )
         self.line(f"Epoch {epoch}, Iteration {step}, Loss: {loss:.4f}, {rate:.1f} samples/s")
@@ -90,7 +100,7 @@ class Report:
         self._losses.clear()
         self._since = now
 
-    def _write(self, record: dict[str, float]) -> None:
+    def _write(self, record: dict[str, Any]) -> None:
         if self._folder is not None:
             with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

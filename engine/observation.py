@@ -1,0 +1,114 @@
+"""What a stage tells about its work: statistics, timers, communication log, profile. None of it changes training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_vpipe.actions import Action, Kind
+from ds_vpipe.engine.comms_record import CommsRecord
+from ds_vpipe.engine.flight import StageState
+from ds_vpipe.engine.instructions import StageInstruction
+from ds_vpipe.engine.neighbours import Neighbours
+from ds_vpipe.engine.stage_profile import StageProfile
+from ds_vpipe.engine.stashing import WeightStashingOptimizer
+from ds_vpipe.engine.statistics import StageMeter, StageStatistics, StatisticsMean, line
+from ds_vpipe.engine.wall_clock import WallClock, unhooked_timers
+
+
+class Observer(Protocol):
+    """Something that is told of every action of a stage."""
+
+    def before(self, action: Action) -> None:
+        """The action begins."""
+
+    def after(self, action: Action) -> None:
+        """The action has ended, or was given up."""
+
+
+class Observation:
+    """The observers of one stage and the statistics that they have gathered.
+
+    Args:
+        engine: an engine with its links and its stashing optimizer.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.meter = StageMeter(engine.stage_id, engine.neighbours, lambda: engine.stashing_optimizer, engine.device)
+        self.records: list[StageStatistics] = []
+        self.mean = StatisticsMean()
+        self.observers: list[Observer] = [CommsRecord(engine.neighbours)]
+        if engine.wall_clock_breakdown():
+            self.observers.append(WallClock(engine.timers, engine.grid.pipe_groups[0]))
+        if engine.flops_profiler_enabled() and engine.global_rank == 0:
+            engine.flops_profiler = StageProfile(engine)
+            self.observers.append(engine.flops_profiler)
+        self.observers.append(self.meter)  # last to begin and first to end: it measures no other observer
+        engine.engine_timers = unhooked_timers()
+
+    def carry_out(self, action: Action, instruction: Callable[[], None]) -> None:
+        """Run ``instruction``, which is what ``action`` means, under observation."""
+        for observer in self.observers:
+            observer.before(action)
+        try:
+            instruction()
+        finally:
+            for observer in reversed(self.observers):
+                observer.after(action)
+
+
+class ObservationMixin(PipelineEngine):
+    """Statistics of the pipeline, for an engine with an :class:`Observation`."""
+
+    neighbours: Neighbours
+    state: StageState
+    stashing_optimizer: WeightStashingOptimizer
+    _observation: Observation
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]]
+
+    def statistics(self) -> list[StageStatistics]:
+        """What the latest batch took: every stage's record on the first stage, elsewhere the stage's own.
+
+        The records are those of this rank's pipeline; other replicas have their own. Empty before the first batch.
+        """
+        return list(self._observation.records)
+
+    def _carry_out(self, instruction: StageInstruction) -> None:
+        action, method = instruction.action, self._INSTRUCTION_MAP[type(instruction)]
+        self._observation.carry_out(action, lambda: method(self, **instruction.kwargs))
+        if action.kind is Kind.BACKWARD and (action.index + 1) % self.micro_batches == 0:
+            self._close_record(batch=action.index // self.micro_batches)
+
+    def _close_record(self, batch: int) -> None:
+        """Put this stage's record into the report that goes on to the previous stage."""
+        record = self._observation.meter.close(batch)
+        self._observation.records = [record]
+        if self.state.report is None:
+            return  # the caller will find out
+        rows = self.state.report.statistics
+        rows[self.stage_id] = record.row()
+        if self.is_first_stage():
+            self._observation.records = [StageStatistics.from_row(row) for row in rows.tolist()]
+            if self.global_rank == 0:
+                self._observation.mean.add(rows)
+
+    def _publish_statistics(self) -> None:
+        """On global rank 0: a line and the monitors' events, every ``steps_per_print`` batches."""
+        interval = self.steps_per_print()
+        if self.global_rank != 0 or (interval is not None and self.global_steps % interval != 0):
+            return
+        records = self._observation.mean.take()
+        if interval is not None:
+            print(f"steps: {self.global_steps} stages 0-{self.num_stages - 1}: {line(records)}", flush=True)
+        if self.monitor.enabled:
+            self.monitor.write_events(
+                [
+                    (f"Train/Pipeline/stage{record.stage}/{name}", value, self.global_samples)
+                    for record in records
+                    for name, value in (*dataclasses.asdict(record).items(), ("wait_s", record.wait_s))
+                    if name not in ("stage", "batch")
+                ]
+            )

@@ -1,0 +1,223 @@
+"""What each stage did for a batch: seconds, bytes, staleness, versions, memory.
+
+A stage's record covers the time from its last backward pass of the batch before to its last backward
+pass of this one. It is closed there because the batch's last gradient leaves then and takes the record
+with it, so that the first stage has every stage's record of a batch without a message or a wait of its
+own. The update in a record is therefore the one before the batch's own.
+
+Seconds are the host's, from ``time.perf_counter()``. Nothing waits for a device on their account: on
+CUDA a pass counts until its kernels are queued, and the time until they are done shows where the host
+waits for them, which is in ``send_s``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_vpipe.actions import Action, Kind
+from ds_vpipe.engine.neighbours import Neighbours
+from ds_vpipe.engine.stashing import WeightStashingOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatistics:
+    """One stage's record of one batch, or the mean over several batches.
+
+    Attributes:
+        stage: number of the stage.
+        batch: number of the batch, from 0; of several the last.
+        load_s: seconds of reading data.
+        forward_s: seconds of forward passes, those ahead of the batch included.
+        backward_s: seconds of backward passes.
+        reduce_s: seconds of averaging gradients over replicas.
+        update_s: seconds of the update before the batch's own.
+        send_s: seconds of handing messages to the links.
+        wait_activations_s: seconds of waiting for the previous stage.
+        wait_gradients_s: seconds of waiting for the next stage.
+        bytes_sent: bytes handed to the links; they may still be under way.
+        bytes_received: bytes received.
+        staleness: updates applied here between a micro-batch's forward pass and the update with its
+            gradient, the most of the batch's micro-batches.
+        versions: weight versions alive at most.
+        peak_memory_bytes: the most memory since the start; allocated on the device, or resident on the CPU.
+    """
+
+    stage: int
+    batch: int
+    load_s: float
+    forward_s: float
+    backward_s: float
+    reduce_s: float
+    update_s: float
+    send_s: float
+    wait_activations_s: float
+    wait_gradients_s: float
+    bytes_sent: int
+    bytes_received: int
+    staleness: int
+    versions: int
+    peak_memory_bytes: int
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of waiting for either neighbour."""
+        return self.wait_activations_s + self.wait_gradients_s
+
+    @property
+    def busy(self) -> float:
+        """Share of the measured time that was not waiting, in [0, 1]."""
+        work = self.load_s + self.forward_s + self.backward_s + self.reduce_s + self.update_s + self.send_s
+        return work / (work + self.wait_s) if work else 0.0
+
+    def row(self) -> torch.Tensor:
+        """As numbers: ``[COLUMNS]``, fp64."""
+        return torch.tensor([getattr(self, field.name) for field in _FIELDS], dtype=torch.float64)
+
+    @classmethod
+    def from_row(cls, row: Iterable[float]) -> StageStatistics:
+        """The inverse of :meth:`row`."""
+        values: dict[str, Any] = {
+            field.name: int(value) if field.type == "int" else value for field, value in zip(_FIELDS, row, strict=True)
+        }
+        return cls(**values)
+
+
+_FIELDS = dataclasses.fields(StageStatistics)
+_ADDED = torch.tensor(
+    [field.name.endswith("_s") or field.name in ("bytes_sent", "bytes_received") for field in _FIELDS]
+)
+
+COLUMNS = len(_FIELDS)
+"""Numbers in a record."""
+
+
+class StageMeter:
+    """Observes the actions of one stage and makes a record of each batch.
+
+    Args:
+        stage: number of the stage.
+        links: the links of the stage, which count bytes and waiting time.
+        optimizer: gives what knows which micro-batch uses which version; loading a checkpoint replaces it.
+        device: where the stage computes.
+    """
+
+    def __init__(
+        self, stage: int, links: Neighbours, optimizer: Callable[[], WeightStashingOptimizer], device: torch.device
+    ) -> None:
+        self._stage, self._links, self._optimizer, self._device = stage, links, optimizer, device
+        self._seconds = dict.fromkeys(Kind, 0.0)
+        self._staleness = self._versions = 0
+        self._counted = self._counters()
+        self._begin = 0.0
+
+    def before(self, action: Action) -> None:
+        """An action begins."""
+        if action.kind is Kind.BACKWARD:
+            optimizer = self._optimizer()
+            self._staleness = max(self._staleness, optimizer.latest_version - optimizer.version_of(action.index))
+            self._versions = max(self._versions, optimizer.num_versions)
+        self._begin = time.perf_counter()
+
+    def after(self, action: Action) -> None:
+        """It has ended, or was given up because the data have."""
+        self._seconds[action.kind] += time.perf_counter() - self._begin
+
+    def close(self, batch: int) -> StageStatistics:
+        """The record of what has been observed since the last call."""
+        counters, seconds = self._counters(), self._seconds
+        waited_activations, waited_gradients, sent, received = (
+            now - before for now, before in zip(counters, self._counted, strict=True)
+        )
+        record = StageStatistics(
+            stage=self._stage,
+            batch=batch,
+            load_s=seconds[Kind.LOAD],
+            forward_s=seconds[Kind.FORWARD],
+            backward_s=seconds[Kind.BACKWARD],
+            reduce_s=seconds[Kind.REDUCE],
+            update_s=seconds[Kind.STEP],
+            send_s=seconds[Kind.SEND_ACT] + seconds[Kind.SEND_GRAD],
+            wait_activations_s=waited_activations,
+            wait_gradients_s=waited_gradients,
+            bytes_sent=int(sent),
+            bytes_received=int(received),
+            staleness=self._staleness,
+            versions=self._versions,
+            peak_memory_bytes=_peak_memory(self._device),
+        )
+        self._counted = counters
+        self._seconds = dict.fromkeys(Kind, 0.0)
+        self._staleness = self._versions = 0
+        return record
+
+    def _counters(self) -> tuple[float, float, float, float]:
+        """Seconds waited for the previous and for the next stage, bytes sent and received, since the start."""
+        links = self._links
+        before, after = links.activations_in, links.gradients_in
+        senders = (links.activations_out, links.gradients_out)
+        return (
+            before.waited_s if before is not None else 0.0,
+            after.waited_s if after is not None else 0.0,
+            sum(sender.bytes_sent for sender in senders if sender is not None),
+            sum(receiver.bytes_received for receiver in (before, after) if receiver is not None),
+        )
+
+
+class StatisticsMean:
+    """Records of all stages, averaged over batches: seconds and bytes as the mean, everything else as the most."""
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+        self._count = 0
+
+    def add(self, rows: torch.Tensor) -> None:
+        """One batch's records, ``[K, COLUMNS]``."""
+        if self._sum is None:
+            self._sum = rows
+        else:
+            self._sum = torch.where(_ADDED, self._sum + rows, torch.maximum(self._sum, rows))
+        self._count += 1
+
+    def take(self) -> list[StageStatistics]:
+        """The mean of what was added since the last call, by stage; empty if nothing was."""
+        if self._sum is None:
+            return []
+        rows = torch.where(_ADDED, self._sum / self._count, self._sum).tolist()
+        self._sum, self._count = None, 0
+        return [StageStatistics.from_row(row) for row in rows]
+
+
+def line(records: Sequence[StageStatistics]) -> str:
+    """The records of all stages in one line, a column for each stage."""
+
+    def columns(values: Iterable[float], digits: int = 0) -> str:
+        return " ".join(f"{value:>6.{digits}f}" for value in values)
+
+    parts = {
+        "busy %": columns(100 * r.busy for r in records),
+        "forward ms": columns((1e3 * r.forward_s for r in records), 1),
+        "backward ms": columns((1e3 * r.backward_s for r in records), 1),
+        "update ms": columns((1e3 * r.update_s for r in records), 1),
+        "wait ms": columns((1e3 * r.wait_s for r in records), 1),
+        "sent MB": columns((r.bytes_sent / 1e6 for r in records), 3),
+        "received MB": columns((r.bytes_received / 1e6 for r in records), 3),
+        "staleness": columns(r.staleness for r in records),
+        "versions": columns(r.versions for r in records),
+        "peak MB": columns(r.peak_memory_bytes / 1e6 for r in records),
+    }
+    return " | ".join(f"{name} {text}" for name, text in parts.items())
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

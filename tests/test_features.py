@@ -1,0 +1,327 @@
+"""What a DeepSpeed JSON or a script may ask of a pipeline beside the training itself, each against the stock engine."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import multiprocessing as mp
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import pytest
+import torch
+import toy
+from torch import nn
+from torch.utils.data import DistributedSampler
+from worlds import Worlds
+
+pytestmark = pytest.mark.mp
+
+SGD = {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.5}}
+STAGES = 2
+
+
+def build(ds_config: dict[str, Any], net: Any = None, **given: Any) -> Any:
+    """An engine on ``net``, by default the toy model, with further arguments of ``initialize()``."""
+    import deepspeed
+
+    import ds_vpipe
+
+    if net is None:
+        net = deepspeed.pipe.PipelineModule(toy.layer_specs(), num_stages=STAGES, loss_fn=nn.CrossEntropyLoss())
+    return ds_vpipe.initialize(model=net, config=ds_config, **given)[0]
+
+
+def close(trained: Any) -> None:
+    trained.destroy()
+    cases.close_groups()
+
+
+def assert_same(reports: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """The same parameters and losses on every rank, bit for bit."""
+    for rank, (one, other) in enumerate(zip(reports, others, strict=True)):
+        assert one["losses"] == other["losses"], f"rank {rank}"
+        assert one["parameters"].keys() == other["parameters"].keys()
+        for name, value in one["parameters"].items():
+            assert torch.equal(value, other["parameters"][name]), f"rank {rank}: {name}"
+
+
+def train(trained: Any, iterator: Iterator[Any] | None, batches: int) -> dict[str, Any]:
+    losses = [float(trained.train_batch(iterator)) for _ in range(batches)]
+    report = {"losses": losses, "parameters": cases.parameters(trained)}
+    close(trained)
+    return report
+
+
+# Learning-rate schedules
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.3, "warmup_num_steps": 5, "warmup_type": "linear"}}
+
+
+def decay(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def rates(vpipe: dict[str, Any] | None, kind: str) -> list[Any]:
+    import deepspeed
+
+    ds_config = cases.config(2, SGD, vpipe)
+    net = deepspeed.pipe.PipelineModule(toy.layer_specs(), num_stages=STAGES, loss_fn=nn.CrossEntropyLoss())
+    given: dict[str, Any] = {}
+    if kind == "json":
+        ds_config["scheduler"] = WARMUP
+    elif kind == "callable":
+        given["lr_scheduler"] = decay
+    else:
+        del ds_config["optimizer"]
+        given["optimizer"] = torch.optim.SGD(net.parameters(), lr=0.3)
+        given["lr_scheduler"] = decay(given["optimizer"])
+    trained = build(ds_config, net, **given)
+    iterator, seen = toy.data(), []
+    for _ in range(6):
+        trained.train_batch(iterator)
+        seen.append((trained.get_lr(), trained.global_steps, trained.global_samples))
+    close(trained)
+    return seen
+
+
+def rates_of_all() -> dict[tuple[str, str], list[Any]]:
+    blocks = {"stock": None, "asp": {}, "bsp": {"sync_mode": "bsp"}}
+    kinds = ("json", "callable", "object")
+    return {(name, kind): rates(block, kind) for name, block in blocks.items() for kind in kinds}
+
+
+def test_learning_rates_step_once_per_update_at_every_stage(worlds: Worlds) -> None:
+    for rank in worlds.run(STAGES, rates_of_all):
+        for kind in ("json", "callable", "object"):
+            assert rank["asp", kind] == rank["bsp", kind] == rank["stock", kind]
+        halves = [0.3 * 0.5**step for step in range(1, 7)]
+        assert [lr[0] for lr, _, _ in rank["asp", "callable"]] == pytest.approx(halves)
+        assert [lr[0] for lr, _, _ in rank["asp", "json"]] == pytest.approx([0.0, 0.06, 0.12, 0.18, 0.24, 0.3])
+        samples = 2 * toy.MICRO_BATCH
+        assert [(steps, count) for _, steps, count in rank["asp", "json"]] == [(i, i * samples) for i in range(1, 7)]
+
+
+# Data loaders
+
+SAMPLES = 10
+
+
+def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(tokens[0], labels[0]) for tokens, labels in map(toy.micro_batch, range(SAMPLES))]
+
+
+def batched(order: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Micro-batches of the samples in ``order``."""
+    chosen = [samples()[index] for index in order]
+    for start in range(0, len(order), toy.MICRO_BATCH):
+        tokens, labels = zip(*chosen[start : start + toy.MICRO_BATCH], strict=True)
+        yield torch.stack(tokens), torch.stack(labels)
+
+
+def load() -> dict[str, dict[str, Any]]:
+    from deepspeed.utils import RepeatingLoader
+
+    ds_config = cases.config(1, SGD, {})
+    mp.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # DeepSpeed's loader starts processes
+    try:
+        reports = {"training_data": train(build(ds_config, training_data=samples()), None, 7)}
+    finally:
+        mp.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
+    order = list(range(SAMPLES))
+    reports["in order"] = train(build(ds_config), itertools.cycle(batched(order)), 7)
+
+    trained, dataset = build(ds_config), samples()
+    sampler = DistributedSampler(dataset, 1, 0, shuffle=True, seed=3)  # type: ignore[arg-type,var-annotated]
+    loader = RepeatingLoader(trained.deepspeed_io(dataset, data_sampler=sampler, num_local_io_workers=0))
+    reports["shuffled"] = train(trained, loader, 7)
+    reports["shuffled order"] = train(build(ds_config), itertools.cycle(batched(list(sampler))), 7)
+    return reports
+
+
+def test_loaders_of_deepspeed_are_read_in_their_order(worlds: Worlds) -> None:
+    ranks = worlds.run(STAGES, load)
+    assert_same([rank["training_data"] for rank in ranks], [rank["in order"] for rank in ranks])
+    assert_same([rank["shuffled"] for rank in ranks], [rank["shuffled order"] for rank in ranks])
+    assert ranks[0]["shuffled"]["losses"] != ranks[0]["in order"]["losses"]
+
+
+# Losses
+
+
+class Parts(nn.Module):
+    """A loss with parts that the model reports; remembers them for every micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest = {"largest": torch.zeros(()), "entropy": torch.zeros(())}
+        self.history: list[dict[str, float]] = []
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        entropy = torch.distributions.Categorical(logits=outputs).entropy().mean()
+        self.latest = {"largest": outputs.detach().max(), "entropy": entropy}
+        self.history.append({name: float(value) for name, value in self.latest.items()})
+        return nn.functional.cross_entropy(outputs, labels) - 0.1 * entropy
+
+
+class LossOnly(nn.Module):
+    """A last layer that returns the loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def square(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return outputs.square().mean()
+
+
+def additional(vpipe: dict[str, Any] | None) -> dict[str, Any]:
+    from deepspeed.pipe import PipelineModule
+
+    class Reporting(PipelineModule):
+        def get_additional_losses(self) -> dict[str, torch.Tensor]:
+            return self.loss_fn.latest
+
+    torch.manual_seed(1)
+    parts = Parts()
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        net = Reporting(toy.layer_specs(), num_stages=STAGES, loss_fn=parts)
+        trained = build(cases.config(2, SGD, vpipe, steps_per_print=2), net)
+        iterator, means = toy.data(), []
+        for _ in range(6):
+            trained.train_batch(iterator)
+            means.append({name: float(value) for name, value in trained.get_additional_losses().items()})
+    printed = [text for text in output.getvalue().splitlines() if text.startswith("steps: 6 loss")]
+    close(trained)
+    return {"means": means, "history": parts.history, "printed": printed}
+
+
+def without_loss_fn(vpipe: dict[str, Any] | None) -> dict[str, Any]:
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    net = PipelineModule([*toy.layer_specs(), LayerSpec(LossOnly)], num_stages=STAGES, loss_fn=None)
+    return train(build(cases.config(2, SGD, vpipe), net), toy.data(), 6)
+
+
+def losses() -> dict[str, Any]:
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    specs = [*toy.layer_specs(), LayerSpec(nn.Identity)]  # as many layers as with the loss as the last
+    with_loss_fn = build(cases.config(2, SGD, {}), PipelineModule(specs, num_stages=STAGES, loss_fn=square))
+    bsp = {"sync_mode": "bsp"}
+    return {
+        "additional": {"stock": additional(None), "bsp": additional(bsp), "asp": additional({})},
+        "none": {"stock": without_loss_fn(None), "bsp": without_loss_fn(bsp), "asp": without_loss_fn({})},
+        "square": train(with_loss_fn, toy.data(), 6),
+    }
+
+
+def test_losses_that_the_model_reports_or_returns(worlds: Worlds) -> None:
+    ranks = worlds.run(STAGES, losses)
+    history = ranks[-1]["additional"]["asp"]["history"]
+    by_hand = [
+        {name: (one[name] + two[name]) / 2 for name in ("largest", "entropy")}
+        for one, two in zip(history[::2], history[1::2], strict=True)
+    ]
+    for rank in ranks:
+        modes = rank["additional"]
+        assert modes["bsp"]["means"] == modes["stock"]["means"]
+        for mean, wanted in zip(modes["asp"]["means"], by_hand, strict=True):
+            assert list(mean) == ["largest", "entropy"]
+            assert mean == pytest.approx(wanted, rel=1e-6)
+        assert modes["asp"]["means"] != modes["bsp"]["means"], "other weights"
+    assert "entropy: " in ranks[0]["additional"]["asp"]["printed"][0]
+
+    assert_same([rank["none"]["bsp"] for rank in ranks], [rank["none"]["stock"] for rank in ranks])
+    assert_same([rank["none"]["asp"] for rank in ranks], [rank["square"] for rank in ranks])
+
+
+# Compilation and activation checkpointing
+
+
+def compiled() -> dict[str, dict[str, Any]]:
+    reports = {}
+    for name, vpipe in {"plain": {}, "eager": {}, "aot_eager": {}, "newest weights": {"weight_sync": "none"}}.items():
+        trained = build(cases.config(1, SGD, vpipe))
+        if "eager" in name:
+            trained.compile(backend=name)
+            assert trained.is_compiled
+        reports[name] = train(trained, toy.data(), 10)
+    return reports
+
+
+def test_a_compiled_module_keeps_its_versions(worlds: Worlds) -> None:
+    ranks = worlds.run(STAGES, compiled)
+    plain = [rank["plain"] for rank in ranks]
+    assert_same([rank["eager"] for rank in ranks], plain)
+    assert_same([rank["aot_eager"] for rank in ranks], plain)
+    assert ranks[0]["newest weights"]["losses"] != plain[0]["losses"], "the comparison would notice"
+
+
+class Checkpointed(toy.Scale):
+    """A layer that checkpoints itself, with DeepSpeed's reentrant function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import deepspeed
+
+        return deepspeed.checkpointing.checkpoint(super().forward, x)
+
+
+def checkpointed() -> dict[str, dict[str, Any]]:
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    block = {"partition_activations": True, "cpu_checkpointing": True, "synchronize_checkpoint_boundary": True}
+    ds_config = cases.config(1, SGD, {}, activation_checkpointing=block)
+    reports = {}
+    for name in ("plain", "interval", "configured", "own"):
+        specs = toy.layer_specs(dropout=0.2)
+        if name == "own":
+            specs = [LayerSpec(Checkpointed, *s.module_args) if s.typename is toy.Scale else s for s in specs]
+        torch.manual_seed(1234)
+        interval = 2 if name in ("interval", "configured") else 0
+        net = PipelineModule(
+            specs, num_stages=STAGES, loss_fn=nn.CrossEntropyLoss(), activation_checkpoint_interval=interval
+        )
+        if name in ("configured", "own"):  # DeepSpeed reads the block where a script asks it to
+            deepspeed.checkpointing.configure(None, deepspeed_config=ds_config)
+        torch.manual_seed(1234)
+        reports[name] = train(build(ds_config, net), toy.data(), 8)
+        deepspeed.checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=False, synchronize=False)
+    return reports
+
+
+def test_activation_checkpointing_keeps_versions_and_dropout(worlds: Worlds) -> None:
+    ranks = worlds.run(STAGES, checkpointed)
+    plain = [rank["plain"] for rank in ranks]
+    for name in ("interval", "configured", "own"):
+        assert_same([rank[name] for rank in ranks], plain)
+
+
+# Reduction over replicas
+
+REDUCTIONS: list[dict[str, Any]] = [
+    {"prescale_gradients": True, "gradient_predivide_factor": 2.0, "memory_breakdown": True},
+    {"communication_data_type": "bf16", "dump_state": True},
+]
+
+
+def reduced() -> list[list[dict[str, Any]]]:
+    blocks: list[dict[str, Any] | None] = [None, {"sync_mode": "bsp"}, {}]
+    return [
+        cases.train_each([cases.config(2, SGD, block, **extra) for block in blocks], STAGES, 2) for extra in REDUCTIONS
+    ]
+
+
+def test_reduction_over_replicas_as_the_stock_engine(worlds: Worlds) -> None:
+    ranks = worlds.run(4, reduced)
+    for position in range(len(REDUCTIONS)):
+        stock, bsp, asp = ([rank[position][mode] for rank in ranks] for mode in range(3))
+        assert_same(bsp, stock)
+        for one, other in ((asp[0], asp[1]), (asp[2], asp[3])):
+            assert_same([one], [other])
+    exact, rounded = ranks[0][0][0]["parameters"], ranks[0][1][0]["parameters"]
+    assert any(not torch.equal(value, rounded[name]) for name, value in exact.items()), "gradients travel in bf16"

@@ -29,7 +29,7 @@ def config(micro_batches: int, optimizer: dict[str, Any], vpipe: dict[str, Any] 
 
 def engine(
     ds_config: dict[str, Any],
-    stages: int,
+    stages: int | None,
     loss_fn: Any = None,
     dropout: float = 0.0,
     specs: Callable[[], list[Any]] | None = None,
@@ -64,7 +64,7 @@ def parameters(trained: Any) -> dict[str, torch.Tensor]:
 
 def train(
     ds_config: dict[str, Any],
-    stages: int,
+    stages: int | None,
     batches: int,
     *,
     stop: int | None = None,
@@ -91,6 +91,7 @@ def train(
             alive.append(trained.stashing_optimizer.num_versions)
     report = {
         "stage": trained.stage_id,
+        "place": (trained.grid.data_parallel_id, trained.grid.get_slice_parallel_rank()),
         "parameters": parameters(trained),
         "losses": losses,
         "alive": alive,

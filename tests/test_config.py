@@ -325,7 +325,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
         {"sync_mode": "bsp"},
         "data_types.grad_accum_dtype",
         "fp32",
-        "cannot load its own checkpoints",
+        "writes checkpoints that it cannot load",
     ),
     ({"torch_autocast": {"enabled": True}}, {}, "torch_autocast.dtype", None, '"bfloat16"'),
     (

@@ -59,12 +59,13 @@ def replayed(
 def train_cells(cells: list[matrix.Cell]) -> list[dict[str, Any]]:
     """Train every cell and return parameters by layer."""
     reports = []
-    for cell in cells:
+    for number, cell in enumerate(cells, 1):
         model: dict[str, Any] = {"loss_fn": toy.float_cross_entropy}
         if cell.tied:
             model = {"loss_fn": toy.mean_over_positions, "specs": toy.words_tied_specs}
         reports.append(cases.train(cell.ds_config(), matrix.STAGES, matrix.BATCHES, **model))
-        cases.close_groups()
+        if number % 4 == 0:
+            cases.close_groups()
     return reports
 
 

@@ -33,6 +33,11 @@ def _serve(connection: Connection, rank: int) -> None:
     import torch
     from deepspeed.utils import groups, logger
 
+    import ds_vpipe.initialization
+    import ds_vpipe.models  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # cases collect garbage to close process groups; what is imported is none
     # DeepSpeed's shared-memory all-reduce can be set up only once in the life of a process.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.engine.admission import Agreement
-from ds_vpipe.engine.feed import to_device
+from ds_vpipe.engine.feed import labels_to_device, to_device
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.wire import Message
@@ -106,7 +106,7 @@ class EvaluationMixin(PipelineEngine):
         if self.is_first_stage():
             self.pipe_buffers["inputs"][buffer_id] = to_device(inputs, self.device)
         if self.is_last_stage():
-            self.pipe_buffers["labels"][buffer_id] = to_device(labels, self.device)
+            self.pipe_buffers["labels"][buffer_id] = labels_to_device(labels, self.device)
 
     def _exec_recv_eval(self, buffer_id: int) -> None:
         assert self.neighbours.eval_in is not None

@@ -13,7 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.draining import DrainingMixin
-from ds_vpipe.engine.feed import to_device
+from ds_vpipe.engine.feed import labels_to_device, to_device
 from ds_vpipe.engine.flight import Flight
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.report import BatchReport
@@ -41,7 +41,7 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
                     f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
                     f"give both stages iterators over the same data"
                 ) from None
-            flight.labels = to_device(item[1], self.device)
+            flight.labels = labels_to_device(item[1], self.device)
             self._feed.forget_before(flight.call)
             return
         call, item = self._feed.call, None
@@ -55,7 +55,7 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
                 self._feed.end_again(call)
             self._end_of_data(limit=limit, read=index, fill=self.state.progress.refill, call=call)
         self._feed.forget_before(call)
-        labels = to_device(item[1], self.device) if self.is_last_stage() else None
+        labels = labels_to_device(item[1], self.device) if self.is_last_stage() else None
         self.state.flights[index] = Flight(call, to_device(item[0], self.device), labels)
 
     def _exec_recv_activation(self, index: int) -> None:

@@ -25,12 +25,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 
 from ds_vpipe.config import StageSettings, VPipeConfig
 from ds_vpipe.engine import instructions as instr
+from ds_vpipe.engine.activation_checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.checkpoints import CheckpointMixin
 from ds_vpipe.engine.draining import EndOfData
@@ -41,6 +41,7 @@ from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.observation import Observation, ObservationMixin
+from ds_vpipe.engine.preparation import prepared_arguments
 from ds_vpipe.engine.ties import TiedWeights, tied_stages
 from ds_vpipe.engine.transport import abort_all
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
@@ -52,8 +53,11 @@ _EXIT_GRACE_S = 60.0
 class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationMixin):
     """DeepSpeed's pipeline engine with an asynchronous 1F1B schedule and weight stashing.
 
-    Built by :func:`ds_vpipe.initialize`. ``train_batch()``, ``eval_batch()`` and the rest of the
-    interface are ``PipelineEngine``'s.
+    Built by :func:`ds_vpipe.initialize`, or in the place of ``PipelineEngine`` with its arguments.
+    ``train_batch()``, ``eval_batch()`` and the rest of the interface are ``PipelineEngine``'s.
+
+    Args:
+        prepared: the arguments have been through :func:`ds_vpipe.engine.preparation.prepare`.
 
     Attributes:
         stashing_optimizer: the versions of this stage's weights, around ``optimizer``.
@@ -61,7 +65,9 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         state: how far this stage has come, and its micro-batches in flight.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, prepared: bool = False, **kwargs: Any) -> None:
+        if not prepared:
+            args, kwargs = (), prepared_arguments(args, kwargs)
         super().__init__(*args, **kwargs)
         self.vpipe_config = VPipeConfig.parse(self.config["vpipe"])
         self.settings: StageSettings = self.vpipe_config.resolve(self.num_stages, self.module._num_layers)
@@ -72,11 +78,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         self.neighbours = Neighbours(self.grid, self.depths, self.vpipe_config.peer_timeout_s, self.device)
         self.stashing_optimizer = self._make_stashing_optimizer()
         self._vertical = self.vpipe_config.weight_sync == "vertical"
-        if self.module.activation_checkpoint_func is ds_checkpointing.checkpoint:
-            # The reentrant one loses the gradients of a first stage whose inputs are integers.
-            self.module.activation_checkpoint_func = ds_checkpointing.non_reentrant_checkpoint
-            self.module.is_checkpointable_results_interval = None
-            self.module._precompute_checkpointable_values()
+        use_sound_checkpointing(self.module, self.asynchronous)
         self.ties = self._make_ties()
         self._prepare_updates()
         self._exchanges = Exchanges(

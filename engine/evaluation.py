@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.engine.admission import Agreement
-from ds_vpipe.engine.feed import to_device
+from ds_vpipe.engine.feed import labels_to_device, to_device
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.neighbours import Neighbours
-from ds_vpipe.engine.wire import Message
+from ds_vpipe.engine.results import map_tree, mean_of_trees, random_states_kept
+from ds_vpipe.engine.wire import Message, Tree, leaves
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 
+_OPTIONS = ("return_logits", "compute_loss", "reduce_output", "bcast_loss", "num_micro_batches")
 _FAILED, _ENDED, _READY = range(3)  # what became of reading a rank's evaluation data, worst first
 
 
@@ -34,14 +38,18 @@ class EvaluationMixin(PipelineEngine):
     state: StageState
     _abort: Callable[[BaseException], None]
     _agreement: Agreement
+    asynchronous: bool
     data_iterator: Any
 
     def eval_batch(self, data_iter: Iterator[Any] | None, *args: Any, **kwargs: Any) -> Any:
         """As ``PipelineEngine.eval_batch()``; all ranks call it, between any two ``train_batch()`` calls.
 
         Returns:
-            The mean loss over ``num_micro_batches`` (default: those of a training batch), on every rank
-            with ``bcast_loss``; with ``return_logits`` also the last stage's outputs.
+            The mean loss over ``num_micro_batches`` (default: those of a training batch), on every rank with
+            ``bcast_loss``, else on the last stage and None before it. With ``reduce_output=None`` the list of the
+            micro-batches' losses in place of their mean. With ``compute_loss=False``, or a module without
+            ``loss_fn``, outputs in place of losses; without losses nothing is handed to other stages. With
+            ``return_logits`` a pair: that, and the last micro-batch's output, None before the last stage.
 
         Raises:
             StopIteration: on every rank, if ``data_iter`` holds too few micro-batches.
@@ -49,14 +57,17 @@ class EvaluationMixin(PipelineEngine):
         """
         if self.state.failure is not None:
             raise VPipeError(f"eval_batch() after a failure: {self.state.failure}; restart from a checkpoint")
-        devices = [self.device] if self.device.type == "cuda" else []
+        given = dict(zip(_OPTIONS, args, strict=False)) | kwargs
+        _check(given)
         micro_offset, training = self.module.micro_offset, self.module.training
-        train_iterator = self.data_iterator
+        train_iterator, monitored = self.data_iterator, self.monitor.enabled
         self.state.doing = "evaluation"
         try:
-            with torch.random.fork_rng(devices=devices, device_type=self.device.type if devices else "cuda"):
-                items = self._read_all(data_iter, args, kwargs)
-                result = super().eval_batch(items, *args, **kwargs)
+            with random_states_kept(self.device):
+                items = self._read_all(data_iter, given.get("num_micro_batches"))
+                if not given.get("compute_loss", True) or given.get("reduce_output", "avg") is None:
+                    self.monitor.enabled = False  # there is no mean loss to write
+                result = super().eval_batch(items, **given)
             if self.neighbours.eval_out is not None:
                 self.neighbours.eval_out.flush()
             return result
@@ -68,13 +79,12 @@ class EvaluationMixin(PipelineEngine):
         finally:
             self.module.micro_offset = micro_offset
             self.module.train(training)
-            self.data_iterator = train_iterator
+            self.data_iterator, self.monitor.enabled = train_iterator, monitored
             self.eval_return_logits, self._compute_loss = False, True
 
-    def _read_all(self, data_iter: Iterator[Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _read_all(self, data_iter: Iterator[Any] | None, num_micro_batches: int | None) -> Any:
         """Read this evaluation's micro-batches, and stop every rank if one of them cannot."""
-        given = args[4] if len(args) > 4 else kwargs.get("num_micro_batches")
-        wanted = self.micro_batches if given is None else given
+        wanted = self.micro_batches if num_micro_batches is None else num_micro_batches
         items: list[Any] | None = None
         failure: Exception | None = None
         if self.is_first_stage() or self.is_last_stage():
@@ -93,7 +103,7 @@ class EvaluationMixin(PipelineEngine):
         return None if items is None else iter(items)
 
     def _evaluation_data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        if data_iter is None or data_iter is self.data_iterator:
+        if data_iter is None or (self.asynchronous and data_iter is self.data_iterator):
             given = "None" if data_iter is None else "the iterator that train_batch() reads"
             raise VPipeError(
                 f"eval_batch(data_iter): got {given}, allowed on the first and last stage is an iterator of "
@@ -102,11 +112,11 @@ class EvaluationMixin(PipelineEngine):
         return data_iter
 
     def _exec_load_eval(self, buffer_id: int) -> None:
-        inputs, labels = self._next_batch()
+        item = self._next_batch()
         if self.is_first_stage():
-            self.pipe_buffers["inputs"][buffer_id] = to_device(inputs, self.device)
+            self.pipe_buffers["inputs"][buffer_id] = to_device(item[0], self.device)
         if self.is_last_stage():
-            self.pipe_buffers["labels"][buffer_id] = to_device(labels, self.device)
+            self.pipe_buffers["labels"][buffer_id] = labels_to_device(item[1], self.device)
 
     def _exec_recv_eval(self, buffer_id: int) -> None:
         assert self.neighbours.eval_in is not None
@@ -116,6 +126,8 @@ class EvaluationMixin(PipelineEngine):
     def _exec_forward_eval(self, buffer_id: int) -> None:
         outputs = DeepSpeedEngine.forward(self, self.pipe_buffers["inputs"][buffer_id])
         self.pipe_buffers["inputs"][buffer_id] = None
+        if not self.state.flights:
+            ds_checkpointing.reset()  # its buffers are emptied by backward passes, of which there are none here
         if not self.is_last_stage():
             self.pipe_buffers["outputs"][buffer_id] = outputs
             return
@@ -123,19 +135,36 @@ class EvaluationMixin(PipelineEngine):
             self.outputs = outputs
         if self._compute_loss and self.module.loss_fn is not None:
             outputs = self.module.loss_fn(outputs, self.pipe_buffers["labels"][buffer_id])
-        is_tensor = isinstance(outputs, torch.Tensor)
-        self.fwd_outputs.append(outputs.detach() if is_tensor else [output.detach() for output in outputs])
+        self.fwd_outputs.append(map_tree(torch.Tensor.detach, outputs))
 
     def _exec_send_eval(self, buffer_id: int) -> None:
         assert self.neighbours.eval_out is not None
         self.neighbours.eval_out.send(Message.EVAL, buffer_id, self.pipe_buffers["outputs"][buffer_id])
         self.pipe_buffers["outputs"][buffer_id] = None
 
+    def _reduce_outputs(
+        self,
+        outputs: list[Tree],
+        reduce: str | None = "avg",
+        reduce_dp: bool = True,
+        micro_batches: int | None = None,
+    ) -> Any:
+        """What ``reduce_output`` makes of the outputs or losses of all micro-batches: the list, or their mean."""
+        if reduce is None:
+            return outputs
+        replicas = self.dp_world_size if reduce_dp else 1
+        means = mean_of_trees(outputs)
+        for leaf in leaves(means):
+            if leaf is not None and replicas > 1:
+                dist.all_reduce(leaf, group=self.mpu.get_data_parallel_group())
+                leaf /= replicas
+        return means
+
     def _bcast_pipe_scalar(self, data: Any, src_rank: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
         """Hand the last stage's result to the stages before it, neighbour by neighbour."""
         receiver, sender = self.neighbours.eval_loss_in, self.neighbours.eval_loss_out
         if receiver is None:
-            result = data.clone().detach().type(dtype).to(self.device)
+            result = map_tree(lambda leaf: leaf.detach().to(self.device, dtype, copy=True), data)
         else:
             result = self._arrived(receiver.receive("the loss of an evaluation").tree)
         if sender is not None:
@@ -149,3 +178,12 @@ class EvaluationMixin(PipelineEngine):
         ds_schedule.ForwardPass: _exec_forward_eval,
         ds_schedule.SendActivation: _exec_send_eval,
     }
+
+
+def _check(given: dict[str, Any]) -> None:
+    """Refuse what no rank can carry out, before any of them has begun."""
+    count, reduce = given.get("num_micro_batches"), given.get("reduce_output")
+    if count is not None and count < 1:
+        raise VPipeError(f"eval_batch(num_micro_batches): got {count}, allowed is 1 or more; leave it out for M")
+    if reduce is not None and reduce.lower() != "avg":
+        raise VPipeError(f"eval_batch(reduce_output): got {reduce!r}, allowed are 'avg' and None; take None for a list")

@@ -13,7 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.draining import DrainingMixin
-from ds_vpipe.engine.feed import to_device
+from ds_vpipe.engine.feed import labels_to_device, to_device
 from ds_vpipe.engine.flight import Flight
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.report import BatchReport
@@ -42,13 +42,13 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
                     f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
                     f"give both stages iterators over the same data"
                 ) from None
-            flight.labels = to_device(item[1], self.device)
+            flight.labels = labels_to_device(item[1], self.device)
             self._feed.forget_before(flight.call)
             return
         again = self._feed.next_again()
         call, item = again or self._first_time(index)
         self._feed.forget_before(call)
-        labels = to_device(item[1], self.device) if self.is_last_stage() else None
+        labels = labels_to_device(item[1], self.device) if self.is_last_stage() else None
         self.state.flights[index] = Flight(call, to_device(item[0], self.device), labels, item=item)
 
     def _first_time(self, index: int) -> tuple[int, Any]:

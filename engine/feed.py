@@ -123,10 +123,10 @@ class MicroBatchFeed:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A private copy of a batch on ``device``: tensors in tuples or lists become tensors in tuples.
+    """A private copy of a micro-batch's inputs on ``device``: tensors in tuples or lists become tensors in tuples.
 
     Raises:
-        VPipeError: the batch holds something else.
+        VPipeError: the inputs hold something else.
     """
     if value is None:
         return None
@@ -140,3 +140,10 @@ def to_device(value: Any, device: torch.device) -> Any:
         f"micro-batch: got {type(value).__name__} where tensors, None and tuples or lists of them are allowed; "
         f"let the iterator return (inputs, labels) made of those"
     )
+
+
+def labels_to_device(value: Any, device: torch.device) -> Any:
+    """Like :func:`to_device` for what only the loss function sees: whatever is no tensor stays what it is."""
+    if isinstance(value, (tuple, list)):
+        return tuple(labels_to_device(item, device) for item in value)
+    return to_device(value, device) if isinstance(value, torch.Tensor) else value

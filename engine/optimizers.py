@@ -15,6 +15,7 @@ from deepspeed.runtime.constants import BFLOAT16, DDP_BFLOAT16
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.engine.lamb import Lamb
+from ds_vpipe.engine.placeholder import NAME, has_trainable, with_placeholder
 from ds_vpipe.errors import VPipeConfigError
 
 APEX_OPTIMIZERS = ("FusedLAMB", "FusedAdam")
@@ -45,6 +46,18 @@ class OptimizerMixin(PipelineEngine):
 
     def _is_supported_optimizer(self, optimizer_name: str) -> bool:
         return optimizer_name in APEX_OPTIMIZERS or bool(super()._is_supported_optimizer(optimizer_name))
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        if not isinstance(client_optimizer, torch.optim.Optimizer):
+            model_parameters = list(model_parameters)
+            for group in model_parameters:
+                if isinstance(group, dict):
+                    group["params"] = list(group["params"])
+            if not has_trainable(model_parameters):
+                placeholder = torch.nn.Parameter(torch.zeros(1, dtype=self.get_data_types()[0], device=self.device))
+                self.param_names[placeholder] = NAME
+                model_parameters = with_placeholder(model_parameters, placeholder)
+        super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
         name, params = self.optimizer_name(), dict(self.optimizer_params() or {})

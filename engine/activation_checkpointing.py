@@ -1,0 +1,40 @@
+"""Which function checkpoints activations where the DeepSpeed JSON or the module asks for that by interval.
+
+DeepSpeed's default is reentrant: it computes a block without a graph and runs a backward pass of its own
+later. If no input of the block requires a gradient, as integers and data never do, its output has no
+graph either, and the block's parameters silently get no gradient. DeepSpeed marks the first stage's
+floating-point inputs to get around that; integers cannot be marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+
+from ds_vpipe.engine.wire import Tree
+
+
+def use_sound_checkpointing(module: PipelineModule, asynchronous: bool) -> None:
+    """Replace DeepSpeed's reentrant function in ``module``; one of the user's own stays.
+
+    A synchronous pipeline keeps it for blocks where it works, as DeepSpeed's engine does; an asynchronous
+    one, whose backward passes are not in the reverse order of its forward passes, does without.
+    """
+    if module.activation_checkpoint_func is ds_checkpointing.checkpoint:
+        module.activation_checkpoint_func = (
+            ds_checkpointing.non_reentrant_checkpoint if asynchronous else checkpoint_block
+        )
+        module.is_checkpointable_results_interval = None
+        module._precompute_checkpointable_values()
+
+
+def checkpoint_block(function: Callable[..., Tree], *inputs: Tree) -> Tree:
+    """Reentrant checkpointing where that works, else non-reentrant; none where there is no graph."""
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
+        return ds_checkpointing.checkpoint(function, *inputs)
+    return ds_checkpointing.non_reentrant_checkpoint(function, *inputs)

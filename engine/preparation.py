@@ -1,0 +1,129 @@
+"""What becomes of a pipeline module before DeepSpeed builds an engine around it, as the ``"vpipe"`` block says.
+
+:func:`ds_vpipe.initialize` prepares and then builds. An engine that a script builds by itself, such as
+``deepspeed.PipelineEngine = VPipeEngine``, prepares its own arguments, so that both ways train the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.utils import logger
+
+from ds_vpipe.config import StageSettings, VPipeConfig, block_of, refuse_unsupported
+from ds_vpipe.engine.recompute import apply_recompute
+from ds_vpipe.engine.repartition import repartition, stage_counts
+from ds_vpipe.engine.stage_grid import StageLocalGrid
+from ds_vpipe.errors import VPipeConfigError
+
+_WITHOUT_BLOCK = {"sync_mode": "bsp"}  # whoever puts the engine in the place of DeepSpeed's expects that one's results
+
+
+def prepare(model: Any, ds_config: Mapping[str, Any], block: Mapping[str, Any], optimizer: Any, parameters: Any) -> Any:
+    """Split ``model``, make it recompute, and give it the grid of its schedule; all ranks call this.
+
+    Returns:
+        The ``model_parameters`` for DeepSpeed; other ones than ``parameters`` where layers have changed hands.
+
+    Raises:
+        VPipeConfigError: on every rank, with one line that names the key, the value and what is allowed.
+    """
+    config = VPipeConfig.parse(block)
+    if not isinstance(model, PipelineModule):
+        raise VPipeConfigError(
+            f"model: got {type(model).__name__}, allowed with a vpipe block is a deepspeed.pipe.PipelineModule; "
+            f"build one from a list of layers, or remove the block"
+        )
+    if isinstance(model, DualPipeVModule):
+        raise VPipeConfigError(
+            f"model: got {type(model).__name__}, allowed with a vpipe block is a plain PipelineModule; DualPipeV has a "
+            f"schedule of its own, so build a PipelineModule or remove the block"
+        )
+    refuse_unsupported(ds_config, config, model.num_stages)
+    settings = config.resolve(model.num_stages, model._num_layers)
+    parameters = _split(model, settings, optimizer, parameters)
+    if config.sync_mode == "asp" and model.num_stages > 1:
+        grid = StageLocalGrid(model.mpu())
+        model.mpu = lambda: grid
+    apply_recompute(model, settings.recompute_ratio[model.stage_id])
+    _limit_cpu_threads()
+    return parameters
+
+
+def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of an engine that was not built by :func:`ds_vpipe.initialize`, as that would pass them.
+
+    Without a ``"vpipe"`` block the engine is synchronous, as the one whose place it takes.
+
+    Args:
+        args: positional arguments of ``PipelineEngine``.
+        kwargs: its keyword arguments.
+
+    Raises:
+        VPipeConfigError: as :func:`prepare`.
+    """
+    names = [*inspect.signature(PipelineEngine.__init__).parameters][1:2]
+    names += [*inspect.signature(DeepSpeedEngine.__init__).parameters][1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    ds_config = given.get("config")
+    if ds_config is None:
+        ds_config = given["config_class"]._param_dict
+    elif not isinstance(ds_config, Mapping):
+        ds_config = load_ds_config(ds_config)
+    block = block_of(ds_config)
+    if block is None:
+        block = _WITHOUT_BLOCK
+        ds_config = {**ds_config, "vpipe": block}
+    model = given["model"]
+    parameters = prepare(model, ds_config, block, given.get("optimizer"), given.get("model_parameters"))
+    return {**given, "config": ds_config, "model_parameters": parameters, "mpu": model.mpu()}
+
+
+def _split(model: PipelineModule, settings: StageSettings, optimizer: Any, model_parameters: Any) -> Any:
+    """Split ``model`` as the settings say and return the parameters to train."""
+    if settings.partition is None:
+        return model_parameters
+    counts = stage_counts(model, settings.partition)
+    before = {id(p) for p in model.parameters() if p.requires_grad}
+    if model_parameters is not None and not isinstance(model_parameters, list):
+        model_parameters = list(model_parameters)
+    moved = repartition(model, counts)
+    if not moved or (optimizer is None and model_parameters is None):
+        return model_parameters
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise VPipeConfigError(
+            f"vpipe.partition: got {list(counts)}, which moves layers between stages, but the optimizer given to "
+            f"initialize() was built before; allowed is the module's own split; build the module with this partition, "
+            f"or name the optimizer in the DeepSpeed JSON"
+        )
+    if model_parameters is None:
+        return None
+    flat = [p for p in model_parameters if isinstance(p, torch.Tensor)]
+    if len(flat) != len(model_parameters) or {id(p) for p in flat if p.requires_grad} != before:
+        raise VPipeConfigError(
+            f"vpipe.partition: got {list(counts)}, which moves layers between stages, but model_parameters names "
+            f"parameters of the old split; allowed is the module's own split; build the module with this partition, "
+            f"or leave model_parameters out"
+        )
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _limit_cpu_threads() -> None:
+    """Share the cores among the ranks of a machine, unless the user has decided that."""
+    ranks = int(os.environ.get("LOCAL_SIZE", "1"))
+    if "OMP_NUM_THREADS" in os.environ or ranks < 2 or torch.cuda.is_available():
+        return
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    if torch.get_num_threads() > threads:
+        torch.set_num_threads(threads)
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            logger.info(f"ds_vpipe: OMP_NUM_THREADS is not set; {ranks} ranks here, {threads} CPU thread(s) each")

@@ -1,0 +1,240 @@
+"""Evaluation between any two batches: its results, and that training does not notice it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+import torch
+import toy
+from torch import nn
+from worlds import Worlds
+
+pytestmark = pytest.mark.mp
+
+ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
+STAGES, MICRO_BATCHES = 4, 2
+BATCHES_BEFORE_DRAIN, BATCHES = 5, 8
+
+REQUESTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_micro_batches": 1},
+    {"num_micro_batches": 5, "return_logits": True},
+    {"bcast_loss": False},
+    {"reduce_output": None, "num_micro_batches": 3},
+    {"reduce_output": None, "bcast_loss": False, "return_logits": True},
+    {"compute_loss": False, "reduce_output": None, "num_micro_batches": 3},
+    {"compute_loss": False, "num_micro_batches": 4, "return_logits": True},
+)
+
+
+def uneven(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A micro-batch of other rows and another length than training's, and than its neighbours'."""
+    generator = torch.Generator().manual_seed(index)
+    rows, length = 1 + index % 4, 3 + (7 * index) % 5
+    tokens = torch.randint(toy.VOCABULARY, (rows, length), generator=generator)
+    return tokens, torch.randint(toy.CLASSES, (rows,), generator=generator)
+
+
+def evaluation_data(request: dict[str, Any], start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Micro-batches for a request: of different shapes, unless the mean of outputs is asked for."""
+    count = request.get("num_micro_batches", MICRO_BATCHES)
+    alike = not request.get("compute_loss", True) and request.get("reduce_output", "avg") is not None
+    return [toy.micro_batch(start + i) if alike else uneven(start + i) for i in range(count)]
+
+
+def noisy(items: list[Any]) -> Iterator[Any]:
+    """Items from a data set that draws random numbers of every kind."""
+    for item in items:
+        torch.rand(1), random.random(), np.random.rand()
+        yield item
+
+
+def train(
+    ds_config: dict[str, Any], requests: tuple[dict[str, Any], ...], stages: int, **module: Any
+) -> dict[str, Any]:
+    """Train with a drain in between; evaluate before the first batch, after every batch, twice after the drain."""
+    torch.manual_seed(1234)
+    random.seed(1)
+    np.random.seed(1)
+    trained = cases.engine(ds_config, stages, dropout=0.3, **module)
+    losses, evaluations = [], []
+
+    def evaluate() -> None:
+        for _ in range(min(2, len(requests))):
+            at = len(evaluations)
+            request = requests[at % len(requests)]
+            outer = trained.is_first_stage() or trained.is_last_stage()
+            items = evaluation_data(request, 100 * at)
+            result = trained.eval_batch(noisy(items) if outer else None, **request)
+            evaluations.append((request, 100 * at, cases.parameters(trained), result))
+
+    evaluate()
+    for iterator, batches in (
+        (toy.data(stop=BATCHES_BEFORE_DRAIN * MICRO_BATCHES), BATCHES_BEFORE_DRAIN),
+        (toy.data(start=50), BATCHES - BATCHES_BEFORE_DRAIN),
+    ):
+        for _ in range(batches):
+            losses.append(float(trained.train_batch(iterator)))
+            evaluate()
+        if batches == BATCHES_BEFORE_DRAIN:
+            with pytest.raises(StopIteration):
+                trained.train_batch(iterator)
+            evaluate()
+    randomness = (random.random(), float(np.random.rand()), float(torch.rand(1)))
+    report = {"losses": losses, "parameters": cases.parameters(trained), "randomness": randomness}
+    trained.destroy()
+    cases.close_groups()
+    return {**report, "evaluations": evaluations}
+
+
+def with_and_without(ds_configs: list[dict[str, Any]], stages: int, **module: Any) -> list[Any]:
+    """For each configuration: training alone, and training with evaluations."""
+    return [train(ds_config, requests, stages, **module) for ds_config in ds_configs for requests in ((), REQUESTS)]
+
+
+def single_process(weights: dict[str, torch.Tensor], items: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Outputs and losses of the toy model with these weights."""
+    model = nn.Sequential(*toy.built_layers())
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        outputs = [model(tokens) for tokens, _ in items]
+        losses = [nn.functional.cross_entropy(o, labels) for o, (_, labels) in zip(outputs, items, strict=True)]
+    return outputs, losses
+
+
+def close(got: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list):
+        return len(got) == len(wanted) and all(close(g, w) for g, w in zip(got, wanted, strict=True))
+    return torch.allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+def check_evaluation(request: dict[str, Any], start: int, weights: dict[str, torch.Tensor], results: list[Any]) -> None:
+    """Results of all stages for one request, against one process with the same weights."""
+    outputs, losses = single_process(weights, evaluation_data(request, start))
+    wanted: Any = losses if request.get("compute_loss", True) else outputs
+    if request.get("reduce_output", "avg") is not None:
+        wanted = torch.stack(wanted).mean(0)
+    everywhere = request.get("compute_loss", True) and request.get("bcast_loss", True)
+    for stage, result in enumerate(results):
+        last = stage == len(results) - 1
+        if request.get("return_logits"):
+            result, logits = result
+            assert close(logits, outputs[-1]) if last else logits is None, request
+        assert close(result, wanted) if last or everywhere else result is None, request
+
+
+@pytest.mark.parametrize(
+    ("stages", "blocks"),
+    [(STAGES, [{}, {"recompute_ratio": 0.5, "weight_sync": "vertical"}]), (2, [{"sync_mode": "bsp"}])],
+    ids=("asp", "bsp"),
+)
+def test_training_does_not_notice_and_results_are_one_process(
+    worlds: Worlds, stages: int, blocks: list[dict[str, Any]]
+) -> None:
+    ds_configs = [cases.config(MICRO_BATCHES, ADAMW, block) for block in blocks]
+    ranks = worlds.run(stages, with_and_without, ds_configs, stages, seed_layers=True, base_seed=7)
+    for position in range(0, 2 * len(blocks), 2):
+        for rank in ranks:
+            plain, evaluated = rank[position], rank[position + 1]
+            assert plain["losses"] == evaluated["losses"]
+            assert plain["randomness"] == evaluated["randomness"]
+            assert all(torch.equal(value, evaluated["parameters"][name]) for name, value in plain["parameters"].items())
+        for of_ranks in zip(*(rank[position + 1]["evaluations"] for rank in ranks), strict=True):
+            request, start, _, _ = of_ranks[0]
+            weights = {name: value for _, _, mine, _ in of_ranks for name, value in mine.items()}
+            check_evaluation(request, start, weights, [result for *_, result in of_ranks])
+        assert len(ranks[0][position + 1]["evaluations"]) == 2 * (BATCHES + 2)
+
+
+STOCK_REQUESTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_micro_batches": 3, "return_logits": True},
+    {"bcast_loss": False},
+    {"reduce_output": None, "bcast_loss": False},
+    {"compute_loss": False, "return_logits": True},
+    {"compute_loss": False, "reduce_output": None, "bcast_loss": False},
+)
+
+
+def evaluate_like_stock(ds_configs: list[dict[str, Any]]) -> list[Any]:
+    """Results of :data:`STOCK_REQUESTS` between two batches, for each configuration."""
+    reports = []
+    for ds_config in ds_configs:
+        trained = cases.engine(ds_config, 2)
+        replica = trained.grid.data_parallel_id
+        trained.train_batch(toy.data(replica=replica))
+        results = []
+        for request in STOCK_REQUESTS:
+            trained.total_loss = None  # DeepSpeed adds outputs to what is left of earlier losses
+            results.append(trained.eval_batch(toy.data(start=90, replica=replica), **request))
+        reports.append((results, float(trained.train_batch(toy.data(start=30, replica=replica)))))
+        trained.destroy()
+        cases.close_groups()
+    return reports
+
+
+def test_returns_what_deepspeed_returns_with_two_replicas(worlds: Worlds) -> None:
+    ds_configs = [cases.config(MICRO_BATCHES, ADAMW, block) for block in (None, {"sync_mode": "bsp"})]
+    for stock, ours in worlds.run(4, evaluate_like_stock, ds_configs):
+        for request, wanted, got in zip(STOCK_REQUESTS, stock[0], ours[0], strict=True):
+            assert same(got, wanted), request
+        assert stock[1] == ours[1]
+
+
+def same(got: Any, wanted: Any) -> bool:
+    """Equal in structure and in the last bit. DeepSpeed's mean loss has one dimension except on the last stage."""
+    if isinstance(wanted, (tuple, list)):
+        return type(got) is type(wanted) and all(same(g, w) for g, w in zip(got, wanted, strict=True))
+    if not isinstance(wanted, torch.Tensor):
+        return got is wanted is None
+    return torch.equal(got, wanted.squeeze(0) if wanted.shape == (1,) else wanted)
+
+
+def with_signs(scores: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+    return scores, [scores > 0, None]
+
+
+def specs_with_signs() -> list[Any]:
+    return [*toy.layer_specs(), with_signs]
+
+
+def evaluate_without_loss() -> dict[str, Any]:
+    """Means, outputs and refusals of a module that has no loss function and returns a tree."""
+    import deepspeed
+
+    import ds_vpipe
+
+    net = deepspeed.pipe.PipelineModule(specs_with_signs(), num_stages=2, partition_method="uniform")
+    trained = ds_vpipe.initialize(model=net, config=cases.config(MICRO_BATCHES, ADAMW, {}))[0]
+    report = {"mean": trained.eval_batch(toy.data()), "all": trained.eval_batch(toy.data(), reduce_output=None)}
+    report["refused"] = []
+    for request in ({"num_micro_batches": 0}, {"reduce_output": "sum"}, {"num_micro_batches": 2}):
+        with pytest.raises(ds_vpipe.VPipeError) as caught:
+            trained.eval_batch(iter([uneven(1), uneven(2)]), **request)
+        report["refused"].append(str(caught.value))
+    report["weights"] = cases.parameters(trained)
+    return report
+
+
+def test_module_without_loss_function(worlds: Worlds) -> None:
+    reports = worlds.run(2, evaluate_without_loss)
+    outputs, _ = single_process(
+        {name: value for report in reports for name, value in report["weights"].items()},
+        [toy.micro_batch(0), toy.micro_batch(1)],
+    )
+    for report in reports:
+        scores, (signs, nothing) = report["mean"]
+        assert nothing is None
+        assert close(scores, (outputs[0] + outputs[1]) / 2)
+        assert torch.equal(signs, sum((o > 0).float() for o in outputs) / 2)
+        assert len(report["all"]) == 2
+        assert all(close(got, wanted) for (got, _), wanted in zip(report["all"], outputs, strict=True))
+        assert report["refused"][0].startswith("eval_batch(num_micro_batches): got 0, allowed is 1 or more")
+        assert report["refused"][1].startswith("eval_batch(reduce_output): got 'sum', allowed are 'avg' and None")
+    assert "got outputs with shapes [(2, 3), (3, 3)], allowed are equal ones" in reports[1]["refused"][2]
+    assert "failed in evaluation" in reports[0]["refused"][2]

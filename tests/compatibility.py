@@ -1,0 +1,171 @@
+"""The text of docs/compatibility.md, from the matrix and from the tests that hold the other features.
+
+Run as a program it writes the page: ``python tests/compatibility.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import matrix
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "compatibility.md"
+
+_INTRODUCTION = f"""\
+Every line stands for all combinations of gradient clipping ({", ".join(matrix.CLIPPING)}), word embeddings tied across
+stages or not, recompute ratio {" or ".join(f"{ratio:g}" for ratio in matrix.RECOMPUTE)}, and M =
+{" or ".join(str(m) for m in matrix.MICRO_BATCHES)} micro-batches per batch, on {matrix.STAGES} stages. Each is trained
+for {matrix.BATCHES} updates with SGD and compared with an independent replay in one process (`tests/reference.py`); the
+figure is the largest deviation of a parameter, relative to the largest entry of its tensor. More stages, other
+optimizers and 50 updates with ties are in `tests/test_exactness.py`, `test_precision.py`, `test_clipping.py` and
+`test_ties.py`. DeepSpeed refuses fp16 on CPUs where it is slow; the tests tell it otherwise."""
+
+FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
+    (
+        "Data and layers",
+        [
+            ("Tensors of every dtype, None, nested tuples and lists between stages; shapes that change",
+             "as they are, without a flag", "test_boundary.py::test_training_equals_one_process"),
+            ("Frozen layers, layers that are functions, stages with nothing to train", "as in one process",
+             "test_boundary.py::test_training_equals_one_process"),
+            ("Stages with nothing to train under ZeRO-1 and bf16", "a placeholder for their optimizer",
+             "test_boundary.py::test_stages_with_nothing_to_train_under_zero_and_bf16"),
+            ("`training_data`, `deepspeed_io`, shuffling samplers", "read ahead by the first stage, in order",
+             "test_features.py::test_loaders_of_deepspeed_are_read_in_their_order"),
+            ("Data that end anywhere", "`StopIteration` on every rank together; complete batches are trained",
+             "test_data_end.py::test_every_length"),
+            ("`loss_fn` absent, `get_additional_losses()`", "mean over the batch and the replicas, on every rank",
+             "test_features.py::test_losses_that_the_model_reports_or_returns"),
+            ("`TiedLayerSpec` on several stages, in one stage, several at once",
+             "the first stage owns the weight; copies follow, d updates behind",
+             "test_ties.py::test_tied_weights_against_the_replay"),
+        ],
+    ),
+    (
+        "Ranks",
+        [
+            ("Pipeline x data 2x2, 4x2, 2x4, ZeRO-0 and ZeRO-1", "replicas stay bit-identical",
+             "test_exactness.py::test_replicas"),
+            ("A tensor-parallel axis in the topology", "untouched",
+             "test_exactness.py::test_slices_beside_stages_and_replicas"),
+            ("`prescale_gradients`, `gradient_predivide_factor`, `communication_data_type`", "as DeepSpeed",
+             "test_features.py::test_reduction_over_replicas_as_the_stock_engine"),
+        ],
+    ),
+    (
+        "Evaluation and checkpoints",
+        [
+            ("`eval_batch()` between any two batches, any size or shape, `return_logits`, `num_micro_batches`, ...",
+             "training afterwards is bit-identical",
+             "test_evaluation.py::test_training_does_not_notice_and_results_are_one_process"),
+            ("`save_checkpoint()`, `load_checkpoint()` between any two batches",
+             "going on after a save = going on from it, bit for bit", "test_resume.py::test_ten_points"),
+            ("Checkpoints with ties, ZeRO-1, fp16, vertical sync, delayed clipping", "likewise",
+             "test_resume.py::test_other_settings"),
+            ("A run killed while it saves", "the checkpoint before loads", "test_resume.py::test_killed_while_saving"),
+            ("Checkpoints of DeepSpeed's engine, and ours in it", "load",
+             "test_checkpoint.py::test_saved_in_flight_loads_everywhere"),
+            ("Resume with another partition, number of stages or replicas, recompute ratio, precision",
+             "weights and optimizer states follow the layers", "test_reshaping.py"),
+            ("Export to one state dict or safetensors", "`python -m ds_vpipe.export`", "test_export.py"),
+            ("`set_train_batch_size()`", "between any two batches",
+             "test_resume.py::test_batch_size_changes_between_batches"),
+        ],
+    ),
+    (
+        "Everything around",
+        [
+            ("Learning-rate schedules of the JSON, client schedulers, `get_lr`, `global_steps`, `global_samples`",
+             "once per update of each stage",
+             "test_features.py::test_learning_rates_step_once_per_update_at_every_stage"),
+            ("`steps_per_print`", "as DeepSpeed, and a line of statistics",
+             "test_reporting.py::test_steps_are_printed_by_rank_0"),
+            ("CSV, TensorBoard and W&B monitors", "losses, rates, scale, and each stage's statistics",
+             "test_reporting.py::test_monitors_get_losses_rates_and_statistics"),
+            ("`wall_clock_breakdown`", "DeepSpeed's timers on every stage",
+             "test_reporting.py::test_wall_clock_breakdown_has_every_stage"),
+            ("`flops_profiler`", "the first stage's forward pass",
+             "test_reporting.py::test_flops_profile_is_of_the_first_stage"),
+            ("`comms_logger`", "messages between stages as `isend` and `recv`",
+             "test_reporting.py::test_communication_log_has_the_messages"),
+            ("All of these at once", "change no bit of training", "test_reporting.py::test_telling_changes_nothing"),
+            ("`activation_checkpointing` block, `activation_checkpoint_interval`", "non-reentrant in asp",
+             "test_features.py::test_activation_checkpointing_keeps_versions_and_dropout"),
+            ("`engine.compile()`", "bit-identical to not compiled (backends eager, aot_eager)",
+             "test_features.py::test_a_compiled_module_keeps_its_versions"),
+            ("`deepspeed.PipelineEngine = VPipeEngine`", "synchronous, unless the JSON has a `vpipe` block",
+             "test_direct.py::test_engine_in_the_place_of_deepspeeds"),
+        ],
+    ),
+]  # fmt: skip
+
+REPAIRED = [
+    ("fp16 without ZeRO", "the loss is never scaled, gradients are unscaled", "scaled",
+     "test_matrix.py::test_equal_to_the_replay"),
+    ("fp16, update in which the scale grows", "gradients are divided by the new scale",
+     "divided by the one they were made with", "test_precision.py::test_fp16_with_dynamic_loss_scale"),
+    ("fp16 and bf16 without ZeRO, start", "one update with zero gradients: weight decay, Adam's step count",
+     "no such update", "test_precision.py::test_bf16"),
+    ("bf16 without ZeRO", "checkpoints do not load", "they load", "test_resume.py::test_other_settings"),
+    ("fp32 gradient clipping", "by the first stage's norm only", "by the whole model's",
+     "test_clipping.py::test_whole_model_in_bsp"),
+    ("`wall_clock_breakdown`, flops profiler, two or more stages", "raise", "work", "test_reporting.py"),
+    ("`activation_checkpoint_interval`, integer inputs", "gradients are lost", "they are not",
+     "test_direct.py::test_checkpointing_by_interval_loses_no_gradient_of_integers"),
+    ("`partition_method` profile, best", "raise", "`partition` of the vpipe block; `profile` is refused for now",
+     "test_config.py"),
+]  # fmt: skip
+
+
+def _row(*texts: object) -> str:
+    return "| " + " | ".join(str(text) for text in texts) + " |"
+
+
+def _matrix() -> Iterator[str]:
+    yield _row("precision", "ZeRO", "replicas", "combinations", "result")
+    yield _row(*["---"] * 5)
+    for precision, zero, replicas in matrix.rows():
+        found = matrix.cells(precision, zero, replicas)
+        lines = {cell.refusal() for cell in found}
+        if lines == {None}:
+            result = f"equal to the replay, within {matrix.TOLERANCES[precision]:g}"
+        else:
+            result = "refused: `" + "`, `".join(sorted(str(line) for line in lines)) + "`"
+        yield _row(precision, zero, replicas, len(found), result)
+
+
+def page() -> str:
+    """The page."""
+    lines = [
+        "# Compatibility",
+        "",
+        "Written by `python tests/compatibility.py` from the data that the tests run; a test fails if it is stale.",
+        "",
+        "## Precision x ZeRO x replicas x clipping x ties x recompute x M, asynchronous",
+        "",
+        _INTRODUCTION,
+        "",
+        *_matrix(),
+        "",
+        "## Features of DeepSpeed's pipeline engine",
+        "",
+        "In `asp`; in `bsp` they are DeepSpeed's own, which `tests/test_stock.py` compares bit for bit.",
+    ]
+    for title, features in FEATURES:
+        lines += ["", f"### {title}", "", _row("feature", "meaning", "test"), _row(*["---"] * 3)]
+        lines += [_row(feature, meaning, f"`{test}`") for feature, meaning, test in features]
+    lines += ["", "## What is broken in DeepSpeed 0.19.8 and not here", ""]
+    lines += [_row("where", "DeepSpeed", "ds_vpipe", "test"), _row(*["---"] * 4)]
+    lines += [_row(where, theirs, ours, f"`{test}`") for where, theirs, ours, test in REPAIRED]
+    return "\n".join(lines) + "\n"
+
+
+def tests_named() -> list[str]:
+    """Every test that the page names, as ``file::function`` or ``file``."""
+    return [test for _, features in FEATURES for *_, test in features] + [test for *_, test in REPAIRED]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

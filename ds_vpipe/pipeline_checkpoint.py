@@ -20,7 +20,7 @@ import torch
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.optimizer_forms import Groups, form_of
 from ds_vpipe.optimizer_states import ParameterState, unpack
-from ds_vpipe.stage_layout import LAYOUT_KEY, StageLayout, has_layout, infer_groups
+from ds_vpipe.stage_layout import LAYOUT_KEY, PLACEHOLDER, StageLayout, has_layout, infer_groups
 
 _STAGE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d+)-(?:.*-)?model_states\.pt")
@@ -129,6 +129,7 @@ class PipelineCheckpoint:
             for group in groups:
                 for name, _ in group:
                     index.setdefault(name, stage)
+        index.pop(PLACEHOLDER, None)
         return index
 
     def unique_name(self, name: str) -> str:
@@ -211,7 +212,7 @@ class PipelineCheckpoint:
             if not saved or form_of(saved[0]).masters is None:
                 continue
             for name, state in unpack(saved, self.groups[stage], stage).items():
-                if state.master is not None:
+                if state.master is not None and name != PLACEHOLDER:
                     result.setdefault(name, state.master)
         return result
 

@@ -18,6 +18,9 @@ from ds_vpipe.optimizer_forms import Groups, form_of
 LAYOUT_KEY = "vpipe"
 """Key of a stage's ``mp_rank`` file under which :meth:`StageLayout.plain` is stored, alone or among other entries."""
 
+PLACEHOLDER = "vpipe_placeholder"
+"""Name of what the optimizer of a stage with nothing to train holds, see :mod:`ds_vpipe.engine.placeholder`."""
+
 
 @dataclass(frozen=True)
 class StageLayout:
@@ -29,7 +32,8 @@ class StageLayout:
         replicas: data-parallel ranks.
         slice_index: tensor-parallel rank.
         slices: tensor-parallel ranks.
-        groups: names and shapes of the optimizer's parameters, per parameter group.
+        groups: names and shapes of the optimizer's parameters, per parameter group; a stage with nothing to train
+            has :data:`PLACEHOLDER`.
         ties: layers that are ``TiedLayerSpec``, with their key.
         aliases: further names of shared parameters, with the name that ``groups`` has.
     """
@@ -45,8 +49,8 @@ class StageLayout:
 
     @property
     def names(self) -> list[str]:
-        """Names of all parameters of the optimizer."""
-        return [name for group in self.groups for name, _ in group]
+        """Names of all parameters of the model that the optimizer trains."""
+        return [name for group in self.groups for name, _ in group if name != PLACEHOLDER]
 
     def plain(self) -> dict[str, Any]:
         """As a dict of numbers, strings, lists and dicts."""

@@ -15,8 +15,9 @@ from deepspeed.runtime.constants import BFLOAT16, DDP_BFLOAT16
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.engine.lamb import Lamb
-from ds_vpipe.engine.placeholder import NAME, has_trainable, with_placeholder
+from ds_vpipe.engine.placeholder import has_trainable, with_placeholder
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.stage_layout import PLACEHOLDER
 
 APEX_OPTIMIZERS = ("FusedLAMB", "FusedAdam")
 """Optimizers of NVIDIA's apex that a JSON may name, as apex spells them."""
@@ -55,7 +56,7 @@ class OptimizerMixin(PipelineEngine):
                     group["params"] = list(group["params"])
             if not has_trainable(model_parameters):
                 placeholder = torch.nn.Parameter(torch.zeros(1, dtype=self.get_data_types()[0], device=self.device))
-                self.param_names[placeholder] = NAME
+                self.param_names[placeholder] = PLACEHOLDER
                 model_parameters = with_placeholder(model_parameters, placeholder)
         super()._configure_optimizer(client_optimizer, model_parameters)
 

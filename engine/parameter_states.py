@@ -14,7 +14,7 @@ from deepspeed.utils import logger
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.optimizer_forms import carry_scale, form_of
 from ds_vpipe.optimizer_states import ParameterState, pack, unpack
-from ds_vpipe.stage_layout import StageLayout
+from ds_vpipe.stage_layout import PLACEHOLDER, StageLayout
 
 _GROUPS = ("round_robin_bit16_groups", "fp16_groups")  # where the wrappers keep a group's own parameters
 
@@ -26,6 +26,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
         VPipeError: the optimizer trains something that is no parameter of the module.
     """
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    names |= {id(p): PLACEHOLDER for p, name in engine.param_names.items() if name == PLACEHOLDER}
     groups = []
     for members in _parameters(engine.optimizer):
         if any(id(parameter) not in names for parameter in members):
@@ -83,6 +84,8 @@ def write_states(
     form = form_of(template)
     groups = stage_layout(engine).groups
     replica = dist.get_rank(group=optimizer.dp_process_group) if form.partitioned else 0
+    # Nothing is saved of a placeholder that another split did not have; it keeps what it has.
+    states = {PLACEHOLDER: ParameterState(None, {}, (engine.stage_id, 0), {}), **states}
     packed = pack(template, states, groups, replica, warn=logger.warning)
     if scale is not None:
         carry_scale(packed, scale)

@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 
-NAME = "vpipe_placeholder"
-"""What DeepSpeed knows the placeholder by, which has no name in the module."""
-
 
 def has_trainable(model_parameters: Sequence[Any]) -> bool:
     """Say whether a list of parameters, or of groups of them, holds one that requires a gradient."""

@@ -98,8 +98,7 @@ def load_reshaped(
     _check(engine, checkpoint)
     engine._curr_ckpt_path = str(checkpoint.folder)
     engine.load_module_state_dict({"module": None}, strict=load_module_strict, custom_load_fn=custom_load_fn)
-    live = stage_layout(engine)
-    trained = [name for group in live.groups for name, _ in group]
+    trained = stage_layout(engine).names
     with_states = load_optimizer_states and not load_module_only and engine.optimizer is not None
     stage = 0
     if with_states:

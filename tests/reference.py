@@ -55,6 +55,7 @@ class Replay:
         vertical: micro-batches use stage 0's version everywhere.
         newest: break the rule on purpose: every micro-batch uses the newest weights.
         replicas: data-parallel replicas.
+        zero: reduce gradients as ZeRO does, which divides them first.
         clip: largest gradient norm; 0 for no clipping.
         scope: whose norm: ``stage``, or ``delayed_global``.
         order: position in the data of every micro-batch; default: its own number.
@@ -75,6 +76,7 @@ class Replay:
     vertical: bool = False
     newest: bool = False
     replicas: int = 1
+    zero: bool = False
     clip: float = 0.0
     scope: str = "stage"
     order: Sequence[int] | None = None
@@ -163,13 +165,19 @@ class Replay:
             for name, parameter in layer.named_parameters():
                 place = (position, name)
                 found = [of_replica[place] for of_replica in gradients if place in of_replica]
-                parameter.grad = (torch.stack(found).sum(0) / self.replicas).float() if found else None
                 in_linear = type(layer.get_submodule(name.rpartition(".")[0])) is nn.Linear
-                if in_linear and self.reduces_linear_in is not None and parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(self.reduces_linear_in).float()
+                dtype = self.reduces_linear_in if in_linear else None
+                parameter.grad = self.mean_over_replicas(found, dtype) if found else None
         self.update(batch, scale)
         self.history.append(self.snapshot())
         self.refresh_copies(batch)
+
+    def mean_over_replicas(self, found: list[torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
+        """In the type of the gradients, where it matters what is done first: a sum may overflow."""
+        gradients = torch.stack([gradient.to(dtype or gradient.dtype) for gradient in found])
+        if self.zero:
+            return (gradients / self.replicas).sum(0).float()
+        return (gradients.sum(0) / self.replicas).float()
 
     def forward(self, j: int, batch: int, replica: int) -> tuple[torch.Tensor, dict[Place, torch.Tensor]]:
         value, labels = toy.micro_batch(j if self.order is None else self.order[j], replica)

@@ -30,7 +30,7 @@ def name_of(row: tuple[str, int, int]) -> str:
 
 @cache
 def replayed(
-    precision: str, reduced: bool, replicas: int, clipping: str, tied: bool, micro_batches: int, newest: bool = False
+    precision: str, zero: int, replicas: int, clipping: str, tied: bool, micro_batches: int, newest: bool = False
 ) -> dict[str, torch.Tensor]:
     scalers = {
         "fp16, dynamic scale": reference.Scaler(2.0**18, window=2),
@@ -47,7 +47,8 @@ def replayed(
         scope=clipping,
         dtype=DTYPES.get(precision, torch.float32),
         autocast=precision == "bf16 autocast",
-        reduces_linear_in=torch.bfloat16 if reduced else None,
+        zero=zero == 1,
+        reduces_linear_in=torch.bfloat16 if precision == "bf16 autocast" and zero == 1 else None,
         scaler=scalers.get(precision),
         criterion=toy.mean_over_positions if tied else toy.float_cross_entropy,
         newest=newest,
@@ -84,11 +85,10 @@ def test_equal_to_the_replay(worlds: Worlds, row: tuple[str, int, int]) -> None:
     precision, zero, replicas = row
     cells = matrix.cells(*row)
     ranks = worlds.run(matrix.STAGES * replicas, train_cells, cells)
-    reduced = precision == "bf16 autocast" and zero == 1
     for position, cell in enumerate(cells):
         # Ranks of a stage are neighbours.
         pipelines = [by_layer([ranks[s * replicas + r][position] for s in range(2)]) for r in range(replicas)]
-        wanted = replayed(precision, reduced, replicas, cell.clipping, cell.tied, cell.micro_batches)
+        wanted = replayed(precision, zero, replicas, cell.clipping, cell.tied, cell.micro_batches)
         for pipeline in pipelines:
             assert difference(pipeline, pipelines[0]) == 0, cell
         off = difference(pipelines[0], wanted)
@@ -98,8 +98,8 @@ def test_equal_to_the_replay(worlds: Worlds, row: tuple[str, int, int]) -> None:
 @pytest.mark.parametrize("precision", matrix.TOLERANCES)
 @pytest.mark.parametrize("tied", matrix.TIED)
 def test_tolerance_would_notice_newest_weights(precision: str, tied: bool) -> None:
-    right = replayed(precision, False, 1, "none", tied, 1)
-    wrong = replayed(precision, False, 1, "none", tied, 1, newest=True)
+    right = replayed(precision, 0, 1, "none", tied, 1)
+    wrong = replayed(precision, 0, 1, "none", tied, 1, newest=True)
     assert difference(right, wrong) > 2 * matrix.TOLERANCES[precision]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_vpipe.errors import PipelinePeerError
+from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 
 class Agreement:
@@ -21,6 +24,7 @@ class Agreement:
 
     def __init__(self, grid: Any, timeout_s: float) -> None:
         limit = timedelta(seconds=timeout_s)
+        self._told: weakref.ref[VPipeError] | None = None
         self._me = f"stage {grid.get_stage_id()} (rank {grid.get_global_rank()})"
         self._replicas = None
         if grid.data_parallel_size > 1:
@@ -44,13 +48,13 @@ class Agreement:
         """
         return bool(self._minimum(int(mine), self._replicas, "the stage's replicas to read a micro-batch"))
 
-    def lowest(self, value: int) -> int:
-        """The smallest ``value`` of all ranks, between batches only.
+    def lowest(self, value: int, what: str) -> int:
+        """The smallest ``value`` of all ranks, between batches only; ``what`` is the name of the wait.
 
         Raises:
             PipelinePeerError: a rank is lost or did not answer in time.
         """
-        return self._minimum(value, self._everyone, "all ranks to read their evaluation data")
+        return self._minimum(value, self._everyone, what)
 
     def of_pipeline(self, value: Any, source: int) -> Any:
         """The ``value`` that the rank ``source`` of this pipeline passes; all stages call it, between batches only.
@@ -63,8 +67,50 @@ class Agreement:
             dist.broadcast_object_list(values, source, group=self._pipeline)
         except RuntimeError as error:
             what = "all stages to agree on what a checkpoint holds"
-            raise PipelinePeerError(f"{self._me} waited for {what}: {' '.join(str(error).split())}") from error
+            raise PipelinePeerError(f"{self._me} waited for {what}: {_flat(error)}") from error
         return values[0]
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A block of work that all ranks do, between batches: if it fails on one it fails on all.
+
+        Blocks may be nested; a failure is told once. A rank that fails between the block's own collectives tells
+        it at the end, where those that wait for it meet it.
+
+        Args:
+            what: begins the line of a failure.
+
+        Raises:
+            VPipeError: the work failed here.
+            PipelinePeerError: it failed on another rank, or a rank is lost or did not answer in time.
+        """
+        try:
+            yield
+        except PipelinePeerError:
+            raise  # everyone has it
+        except Exception as error:
+            if self._told is not None and error is self._told():
+                raise
+            text = _flat(error) if isinstance(error, VPipeError) else f"{type(error).__name__}: {_flat(error)}"
+            line = f"{what}: {self._me} failed: {text}"
+            with suppress(RuntimeError):  # what happened here matters more than who cannot be told
+                self._lines(line)
+            told = error if isinstance(error, VPipeError) else VPipeError(line)
+            self._told = weakref.ref(told)  # a reference would keep all frames of the traceback
+            raise told from (None if told is error else error)
+        try:
+            lines = self._lines(None)
+        except RuntimeError as error:
+            raise PipelinePeerError(f"{self._me} waited for all ranks in {what}: {_flat(error)}") from error
+        if lines:
+            raise PipelinePeerError(lines[0])
+
+    def _lines(self, mine: str | None) -> list[str]:
+        lines = [mine]
+        if self._everyone is not None:
+            lines *= dist.get_world_size(self._everyone)
+            dist.all_gather_object(lines, mine, group=self._everyone)
+        return [line for line in lines if line is not None]
 
     def _minimum(self, value: int, group: dist.ProcessGroup | None, what: str) -> int:
         if group is None:
@@ -73,5 +119,9 @@ class Agreement:
         try:
             dist.all_reduce(result, op=dist.ReduceOp.MIN, group=group)
         except RuntimeError as error:
-            raise PipelinePeerError(f"{self._me} waited for {what}: {' '.join(str(error).split())}") from error
+            raise PipelinePeerError(f"{self._me} waited for {what}: {_flat(error)}") from error
         return int(result.item())
+
+
+def _flat(error: BaseException) -> str:
+    return " ".join(str(error).split())

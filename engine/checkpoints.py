@@ -13,21 +13,23 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_vpipe.engine.admission import Agreement
+from ds_vpipe.engine.checkpoint_folders import put_in_place, recover, tag_of
 from ds_vpipe.engine.loss_scaling import LossScaling
 from ds_vpipe.engine.parameter_states import read_states, write_states
 from ds_vpipe.engine.quiesce import QuiesceMixin
 from ds_vpipe.engine.reshaping import ReshapingMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.ties import tied_stages
+from ds_vpipe.errors import VPipeError
 
 
 class CheckpointMixin(QuiesceMixin, ReshapingMixin):
@@ -36,6 +38,7 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
     asynchronous: bool
     loss_scaling: LossScaling | None
     _agreement: Agreement
+    _unwritten: Exception | None
 
     @property
     def consumed_micro_batches(self) -> int:
@@ -56,7 +59,8 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         ``latest`` names it, only when it is complete.
 
         Raises:
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
+            VPipeError: files cannot be written; the checkpoint before is still there, and training may go on.
+            PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
@@ -65,21 +69,39 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir, tag)
         unfinished = folder.with_name(f".{folder.name}.unfinished")
-        if self._names_files():
-            shutil.rmtree(unfinished, ignore_errors=True)
-        dist.barrier()
+        what = f"save_checkpoint({str(folder)!r})"
+        with self._agreement.together(what):
+            if self._names_files():
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir(parents=True)
         name = os.path.join(os.path.dirname(tag), unfinished.name)
+        self._unwritten = None
         super().save_checkpoint(save_dir, name, client_state or {}, False, exclude_frozen_parameters)
-        torch.save(self._rank_state(), self._rank_file(unfinished))
-        dist.barrier()
-        if self._names_files():
-            _put_in_place(unfinished, folder)
-            if save_latest:
-                new = Path(save_dir, ".latest.unfinished")
-                new.write_text(tag)
-                os.replace(new, Path(save_dir, "latest"))
-        dist.barrier()
+        with self._agreement.together(what):
+            if self._unwritten is not None:
+                raise self._unwritten
+            torch.save(self._rank_state(), self._rank_file(unfinished))
+        with self._agreement.together(what):
+            if self._names_files():
+                put_in_place(unfinished, folder)
+                if save_latest:
+                    new = Path(save_dir, ".latest.unfinished")
+                    new.write_text(tag)
+                    os.replace(new, Path(save_dir, "latest"))
         return True
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._write(super()._save_checkpoint, *args, **kwargs)
+
+    def _save_zero_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._write(super()._save_zero_checkpoint, *args, **kwargs)
+
+    def _write(self, work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Write files, and keep a failure until all ranks are past DeepSpeed's own waiting for each other."""
+        try:
+            work(*args, **kwargs)
+        except Exception as error:
+            self._unwritten = self._unwritten or error
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's; all ranks call it, between any two batches.
@@ -88,27 +110,48 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         read ahead before are trained only if the same iterator is passed on, as if nothing had been read.
 
         Raises:
-            VPipeError: the checkpoint is of another model.
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
+            VPipeError: the checkpoint is of another model, or files are lost.
+            PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
         """
         self.quiesce()
         self._feed.start_over()
-        if self._names_files():
-            _recover(load_dir, tag)
-        dist.barrier()
-        path, client_state = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        what = f"load_checkpoint({str(load_dir)!r})"
+        with self._agreement.together(what):
+            if self._names_files():
+                recover(load_dir, tag)
+        named = int(tag is not None or Path(load_dir, "latest").is_file())
+        if self._agreement.lowest(named, f"all ranks in {what}") < -self._agreement.lowest(
+            -named, f"all ranks in {what}"
+        ):
+            raise VPipeError(
+                f"{what}: got a file 'latest' on some machines only, allowed is one on each; copy it there"
+            )
+        with self._agreement.together(what):
+            path, client_state = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         if path is None:
             return path, client_state
-        weights_only = args[3] if len(args) > 3 else kwargs.get("load_module_only", False)
         if tied_stages(self.module):
             self.module._synchronize_tied_weights()
         # Loading may have replaced what the versions point to.
         self.stashing_optimizer = self._make_stashing_optimizer()
         self._restart_at(self.global_steps)
-        file = self._rank_file(Path(load_dir, _tag(load_dir, tag)))
-        if file.is_file() and not weights_only:
-            self._restore_rank_state(torch.load(file, weights_only=False))
+        with self._agreement.together(what):
+            file = self._rank_file(Path(load_dir, tag_of(load_dir, tag)))
+            weights_only = args[3] if len(args) > 3 else kwargs.get("load_module_only", False)
+            if file.is_file() and not weights_only:
+                self._restore_rank_state(torch.load(file, weights_only=False))
         return path, client_state
+
+    def load_module_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's, on all ranks or on none."""
+        synchronize = self.module._synchronize_tied_weights
+        with self._agreement.together("load_checkpoint(): weights"):
+            self.module._synchronize_tied_weights = lambda: None  # which would wait for a rank that has failed
+            try:
+                super().load_module_state_dict(*args, **kwargs)
+            finally:
+                del self.module._synchronize_tied_weights
+        synchronize()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's; all ranks call it, between any two batches.
@@ -179,30 +222,3 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
             get_accelerator().set_rng_state(states["accelerator"])
         np.random.set_state(states["numpy"])
         random.setstate(states["python"])
-
-
-def _tag(folder: str, tag: str | None) -> str:
-    return Path(folder, "latest").read_text().strip() if tag is None else str(tag)
-
-
-def _previous(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.previous")
-
-
-def _put_in_place(unfinished: Path, folder: Path) -> None:
-    """Rename a complete checkpoint; one of the same name stays until then."""
-    previous = _previous(folder)
-    if folder.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        os.replace(folder, previous)
-    os.replace(unfinished, folder)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def _recover(folder: str, tag: str | None) -> None:
-    """Undo a renaming that was interrupted half-way."""
-    if tag is None and not Path(folder, "latest").is_file():
-        return
-    wanted = Path(folder, _tag(folder, tag))
-    if not wanted.exists() and _previous(wanted).exists():
-        os.replace(_previous(wanted), wanted)

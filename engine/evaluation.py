@@ -93,7 +93,7 @@ class EvaluationMixin(PipelineEngine):
             except Exception as error:  # whatever the user's data set raises: the other ranks have to hear of it
                 failure = error
         state = _FAILED if failure is not None else _ENDED if items is not None and len(items) < wanted else _READY
-        worst = self._agreement.lowest(state)
+        worst = self._agreement.lowest(state, "all ranks to read their evaluation data")
         if failure is not None:
             raise failure
         if worst == _FAILED:

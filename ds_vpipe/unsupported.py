@@ -153,6 +153,12 @@ def _features(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:
         if size is not None and size > 1:
             why = "stages are parallel over layers and data only"
             yield Refusal(key, size, "1", "remove the key and use more stages or replicas", why)
+    why = "a folder is renamed when it is complete, and such a writer goes on afterwards"
+    if _on(_get(config, "checkpoint.writer.decoupled")):
+        yield Refusal("checkpoint.writer.decoupled", True, "false", "write false or remove checkpoint.writer", why)
+    datastates = config.get("datastates_ckpt", False)
+    if datastates is not False:
+        yield Refusal("datastates_ckpt", datastates, "no such key", "remove the key", why)
     managed = config.get("managed_gradient_accumulation")
     if managed is False:
         why = "the schedule decides when a stage updates"

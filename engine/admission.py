@@ -56,6 +56,14 @@ class Agreement:
         """
         return self._minimum(value, self._everyone, what)
 
+    def is_same(self, value: int, what: str) -> bool:
+        """True if all ranks pass the same ``value``, between batches only; ``what`` is the name of the wait.
+
+        Raises:
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        return self.lowest(value, what) == -self.lowest(-value, what)
+
     def of_pipeline(self, value: Any, source: int) -> Any:
         """The ``value`` that the rank ``source`` of this pipeline passes; all stages call it, between batches only.
 

@@ -11,11 +11,6 @@ import shutil
 from pathlib import Path
 
 
-def tag_of(folder: str, tag: str | None) -> str:
-    """``tag``, or the one that ``latest`` names."""
-    return Path(folder, "latest").read_text().strip() if tag is None else str(tag)
-
-
 def _previous(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.previous")
 
@@ -30,10 +25,7 @@ def put_in_place(unfinished: Path, folder: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def recover(folder: str, tag: str | None) -> None:
+def recover(folder: Path) -> None:
     """Undo a renaming that was interrupted half-way."""
-    if tag is None and not Path(folder, "latest").is_file():
-        return
-    wanted = Path(folder, tag_of(folder, tag))
-    if not wanted.exists() and _previous(wanted).exists():
-        os.replace(_previous(wanted), wanted)
+    if not folder.exists() and _previous(folder).exists():
+        os.replace(_previous(folder), folder)

@@ -22,7 +22,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_vpipe.engine.admission import Agreement
-from ds_vpipe.engine.checkpoint_folders import put_in_place, recover, tag_of
+from ds_vpipe.engine.checkpoint_folders import put_in_place, recover
 from ds_vpipe.engine.loss_scaling import LossScaling
 from ds_vpipe.engine.parameter_states import read_states, write_states
 from ds_vpipe.engine.quiesce import QuiesceMixin
@@ -116,16 +116,16 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         self.quiesce()
         self._feed.start_over()
         what = f"load_checkpoint({str(load_dir)!r})"
-        with self._agreement.together(what):
-            if self._names_files():
-                recover(load_dir, tag)
-        named = int(tag is not None or Path(load_dir, "latest").is_file())
-        if self._agreement.lowest(named, f"all ranks in {what}") < -self._agreement.lowest(
-            -named, f"all ranks in {what}"
-        ):
+        latest = Path(load_dir, "latest_universal" if self.load_universal_checkpoint() else "latest")
+        if not self._agreement.is_same(int(tag is not None or latest.is_file()), f"all ranks in {what}"):
             raise VPipeError(
-                f"{what}: got a file 'latest' on some machines only, allowed is one on each; copy it there"
+                f"{what}: got a file {latest.name!r} on some machines only, allowed is one on each; copy it there"
             )
+        with self._agreement.together(what):
+            if tag is None and latest.is_file():
+                tag = latest.read_text().strip()
+            if tag is not None and self._names_files():
+                recover(Path(load_dir, tag))
         with self._agreement.together(what):
             path, client_state = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         if path is None:
@@ -136,7 +136,7 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         self.stashing_optimizer = self._make_stashing_optimizer()
         self._restart_at(self.global_steps)
         with self._agreement.together(what):
-            file = self._rank_file(Path(load_dir, tag_of(load_dir, tag)))
+            file = self._rank_file(Path(load_dir, str(tag)))
             weights_only = args[3] if len(args) > 3 else kwargs.get("load_module_only", False)
             if file.is_file() and not weights_only:
                 self._restore_rank_state(torch.load(file, weights_only=False))

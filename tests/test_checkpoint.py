@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -41,9 +44,50 @@ def save_and_load(directory: str, extra: dict[str, Any], load_block: dict[str, A
     "extra", [{}, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}], ids=["fp32", "bf16-zero1"]
 )
 def test_saved_in_flight_loads_everywhere(
-    worlds: Worlds, tmp_path: Any, extra: dict[str, Any], load_block: dict[str, Any] | None
+    worlds: Worlds, tmp_path: Path, extra: dict[str, Any], load_block: dict[str, Any] | None
 ) -> None:
     for report in worlds.run(2, save_and_load, str(tmp_path), extra, load_block):
         assert difference(report["loaded"], report["saved"]) == 0
         assert report["steps"] == 5
         assert 1e-4 < report["moved"] < 1
+
+
+def save_universal(directory: str, ds_config: dict[str, Any]) -> Any:
+    engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
+    iterator = toy.data(replica=engine.grid.data_parallel_id)
+    for _ in range(3):
+        engine.train_batch(iterator)
+    state = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+    engine.save_checkpoint(directory, tag="parted", client_state=state)
+    saved = cases.parameters(engine)
+    engine.destroy()
+    cases.close_groups()
+    return saved
+
+
+def load_universal(directory: str, ds_config: dict[str, Any], tag: str | None) -> tuple[Any, Any]:
+    engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
+    engine.load_checkpoint(directory, tag=tag)
+    loaded = cases.parameters(engine)
+    engine.train_batch(toy.data(start=engine.consumed_micro_batches, replica=engine.grid.data_parallel_id))
+    changed = cases.parameters(engine)
+    engine.destroy()
+    cases.close_groups()
+    return loaded, changed
+
+
+def test_universal_checkpoints(worlds: Worlds, tmp_path: Path) -> None:
+    zero = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    ds_config = cases.config(2, OPTIMIZERS["AdamW"][0], {"partition": "uniform"}, **zero)
+    saved = worlds.run(4, save_universal, str(tmp_path), ds_config)
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = ["--input_folder", str(tmp_path / "parted"), "--output_folder", str(tmp_path / "universal")]
+    subprocess.run([*command, *folders], check=True, capture_output=True)
+    (tmp_path / "latest_universal").write_text("universal")
+    ds_config["checkpoint"] = {"load_universal": True}
+    for tag in ("universal", None):
+        for before, (loaded, changed) in zip(
+            saved, worlds.run(4, load_universal, str(tmp_path), ds_config, tag), strict=True
+        ):
+            assert difference(loaded, before) == 0
+            assert 1e-4 < difference(changed, loaded) < 1

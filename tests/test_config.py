@@ -360,6 +360,8 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
     ({"pipeline": {"pipe_partitioned": True}}, {}, "pipeline.pipe_partitioned", True, "write false"),
     ({"pipeline": {"grad_partitioned": True}}, {}, "pipeline.grad_partitioned", True, "write false"),
     (CHECKPOINTS, {"recompute_ratio": [0, 0.1]}, "pipeline.activation_checkpoint_interval", 1, "recompute_ratio"),
+    ({"checkpoint": {"writer": {"decoupled": True}}}, {}, "checkpoint.writer.decoupled", True, "write false"),
+    ({"datastates_ckpt": {}}, {}, "datastates_ckpt", {}, "remove the key"),
     ({"managed_gradient_accumulation": False}, {}, "managed_gradient_accumulation", False, "write true"),
 ]
 

@@ -54,10 +54,15 @@ def full_state_dict(
     result: dict[str, torch.Tensor] = {}
     for index in checkpoint.layers:
         tie = checkpoint.ties.get(index)
-        module = str(index) if tie is None else f"tied_modules.{tie}"
         for name, tensor in checkpoint.layer(index).items():
-            value = add(f"{module}.{name}", tensor)
-            result[f"{index}.{name}" if by_layer else f"{module}.{name}"] = value
+            here, tied = f"{index}.{name}", f"tied_modules.{tie}.{name}"
+            own = here if tie is None or tied in checkpoint.free else tied
+            if own is here and tied in masters:
+                raise VPipeError(
+                    f"checkpoint {str(checkpoint.folder)!r}: got master weights {tied} of several layers that differ, "
+                    f"allowed are checkpoints that name them by layer; load it and save it with ds_vpipe"
+                )
+            result[here if by_layer else own] = add(own, tensor)
     for name, master in masters.items():
         if name not in unique:  # parameters outside of the layers' files: only the optimizer has them
             result[name] = add(name, master)

@@ -48,7 +48,7 @@ def checkpoint_folder(directory: str | Path, tag: str | None = None) -> Path:
             )
         tag = latest.read_text(encoding="utf-8").strip()
     if not any((root / tag).glob("mp_rank_*_model_states.pt")):
-        tags = sorted(path.parent.name for path in root.glob("*/mp_rank_00_model_states.pt"))
+        tags = sorted(path.parent.name for path in root.glob("[!.]*/mp_rank_00_model_states.pt"))
         raise VPipeError(f"checkpoint: got tag {tag!r} in {str(root)!r}; allowed: {tags}; correct the tag")
     return root / tag
 
@@ -120,6 +120,23 @@ class PipelineCheckpoint:
         if self._given_ties or all(stage.get("param_shapes") is None for stage in self.stages):
             return self._given_ties
         return self._guess_ties()
+
+    @cached_property
+    def free(self) -> set[str]:
+        """Names within tied layers, ``tied_modules.KEY.NAME``, that are not tied: every layer has its own.
+
+        Without layouts those whose tensors differ between layers.
+        """
+        if self.layouts is not None:
+            return {name for layout in self.layouts for name in layout.free.values()}
+        found: dict[str, torch.Tensor] = {}
+        differing = set()
+        for index, key in self.ties.items():
+            for name, tensor in self.layer(index).items() if index in self._layer_files else ():
+                full = f"tied_modules.{key}.{name}"
+                if not torch.equal(found.setdefault(full, tensor), tensor):
+                    differing.add(full)
+        return differing
 
     @cached_property
     def _index(self) -> dict[str, int]:

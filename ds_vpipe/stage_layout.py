@@ -36,6 +36,8 @@ class StageLayout:
             has :data:`PLACEHOLDER`.
         ties: layers that are ``TiedLayerSpec``, with their key.
         aliases: further names of shared parameters, with the name that ``groups`` has.
+        free: parameters of tied layers that are not tied themselves: the name that ``groups`` has, which is that of
+            their layer, with the module's, under which every stage has one of its own.
     """
 
     stage: int
@@ -46,11 +48,17 @@ class StageLayout:
     groups: Groups
     ties: Mapping[int, str]
     aliases: Mapping[str, str]
+    free: Mapping[str, str]
 
     @property
     def names(self) -> list[str]:
         """Names of all parameters of the model that the optimizer trains."""
         return [name for group in self.groups for name, _ in group if name != PLACEHOLDER]
+
+    @property
+    def module_groups(self) -> list[list[tuple[str, tuple[int, ...]]]]:
+        """:attr:`groups` with the module's names."""
+        return [[(self.free.get(name, name), tuple(shape)) for name, shape in group] for group in self.groups]
 
     def plain(self) -> dict[str, Any]:
         """As a dict of numbers, strings, lists and dicts."""
@@ -60,6 +68,7 @@ class StageLayout:
             "groups": [[[name, list(shape)] for name, shape in group] for group in self.groups],
             "ties": dict(self.ties),
             "aliases": dict(self.aliases),
+            "free": dict(self.free),
         }
 
     @classmethod

@@ -55,6 +55,7 @@ def refuse_unsupported(ds_config: Mapping[str, Any], block: VPipeConfig, num_sta
             *_profiling(ds_config, num_stages),
             *_pipeline(ds_config, block),
             *_features(ds_config, asp),
+            *_checkpoints(ds_config, num_stages),
         ]
     )
 
@@ -90,8 +91,8 @@ def _precision(config: Mapping[str, Any]) -> Iterator[Refusal]:
         )
         yield Refusal("data_types.grad_accum_dtype", accumulation, f'"{half}" with {half}', "remove the key", why)
     if _on(_get(config, "amp.enabled")):
-        fix = 'use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
-        yield Refusal("amp.enabled", True, "false", fix, "apex amp caches casts of weights across versions")
+        fix = 'remove amp and use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
+        yield Refusal("amp.enabled", True, "no such key", fix, "apex amp caches casts of weights across versions")
     if _on(_get(config, "compile.deepcompile")):
         yield Refusal("compile.deepcompile", True, "false", "write false or remove the key", "not supported yet")
     dtype = _get(config, "torch_autocast.dtype")
@@ -153,16 +154,26 @@ def _features(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:
         if size is not None and size > 1:
             why = "stages are parallel over layers and data only"
             yield Refusal(key, size, "1", "remove the key and use more stages or replicas", why)
+    managed = config.get("managed_gradient_accumulation")
+    if managed is False:
+        why = "the schedule decides when a stage updates"
+        yield Refusal("managed_gradient_accumulation", managed, "true", "write true or remove the key", why)
+
+
+def _checkpoints(config: Mapping[str, Any], num_stages: int) -> Iterator[Refusal]:
     why = "a folder is renamed when it is complete, and such a writer goes on afterwards"
     if _on(_get(config, "checkpoint.writer.decoupled")):
         yield Refusal("checkpoint.writer.decoupled", True, "false", "write false or remove checkpoint.writer", why)
     datastates = config.get("datastates_ckpt", False)
     if datastates is not False:
         yield Refusal("datastates_ckpt", datastates, "no such key", "remove the key", why)
-    managed = config.get("managed_gradient_accumulation")
-    if managed is False:
-        why = "the schedule decides when a stage updates"
-        yield Refusal("managed_gradient_accumulation", managed, "true", "write true or remove the key", why)
+    if _on(_get(config, "zero_optimization.elastic_checkpoint")):
+        why = "DeepSpeed's optimizer writes checkpoints with it that it cannot load"
+        fix = "remove the key; checkpoints load with other numbers of replicas without it"
+        yield Refusal("zero_optimization.elastic_checkpoint", True, "false", fix, why)
+    if num_stages > 1 and _on(_get(config, "checkpoint.use_node_local_storage")):
+        why = "one rank per machine would write the states of all stages on it"
+        yield Refusal("checkpoint.use_node_local_storage", True, "false", "write false or remove the key", why)
 
 
 def _get(config: Mapping[str, Any], path: str) -> Any:

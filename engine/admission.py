@@ -11,7 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_vpipe.engine.link import cause
 from ds_vpipe.errors import PipelinePeerError, VPipeError
+
+_FILES_LIMIT = timedelta(minutes=30)  # slow file systems are ordinary; DeepSpeed's own default
 
 
 class Agreement:
@@ -23,6 +26,7 @@ class Agreement:
     """
 
     def __init__(self, grid: Any, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         limit = timedelta(seconds=timeout_s)
         self._told: weakref.ref[VPipeError] | None = None
         self._me = f"stage {grid.get_stage_id()} (rank {grid.get_global_rank()})"
@@ -38,7 +42,10 @@ class Agreement:
                 group = dist.new_group(ranks, backend="gloo", timeout=limit)
                 if grid.get_global_rank() in ranks:
                     self._pipeline = group
-        self._everyone = dist.new_group(backend="gloo", timeout=limit) if grid.world_size > 1 else None
+        self._everyone = self._at_files = None
+        if grid.world_size > 1:
+            self._everyone = dist.new_group(backend="gloo", timeout=limit)
+            self._at_files = dist.new_group(backend="gloo", timeout=max(limit, _FILES_LIMIT))
 
     def all_have(self, mine: bool) -> bool:
         """True if all replicas of this stage pass True: a micro-batch is admitted only if every replica has one.
@@ -75,12 +82,28 @@ class Agreement:
             dist.broadcast_object_list(values, source, group=self._pipeline)
         except RuntimeError as error:
             what = "all stages to agree on what a checkpoint holds"
-            raise PipelinePeerError(f"{self._me} waited for {what}: {_flat(error)}") from error
+            raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
         return values[0]
+
+    def of_replicas(self, value: Any) -> list[Any]:
+        """The values that all replicas of this stage pass, in order, between batches only.
+
+        Raises:
+            PipelinePeerError: a replica is lost or did not answer in time.
+        """
+        if self._replicas is None:
+            return [value]
+        values = [None] * dist.get_world_size(self._replicas)
+        try:
+            dist.all_gather_object(values, value, group=self._replicas)
+        except RuntimeError as error:
+            what = "the stage's replicas to tell their optimizer states"
+            raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
+        return values
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """A block of work that all ranks do, between batches: if it fails on one it fails on all.
+        """A block of work with files that all ranks do, between batches: if it fails on one it fails on all.
 
         Blocks may be nested; a failure is told once. A rank that fails between the block's own collectives tells
         it at the end, where those that wait for it meet it.
@@ -109,15 +132,15 @@ class Agreement:
         try:
             lines = self._lines(None)
         except RuntimeError as error:
-            raise PipelinePeerError(f"{self._me} waited for all ranks in {what}: {_flat(error)}") from error
+            raise PipelinePeerError(f"{self._me} waited for all ranks in {what}: {cause(error, None)}") from error
         if lines:
             raise PipelinePeerError(lines[0])
 
     def _lines(self, mine: str | None) -> list[str]:
         lines = [mine]
-        if self._everyone is not None:
-            lines *= dist.get_world_size(self._everyone)
-            dist.all_gather_object(lines, mine, group=self._everyone)
+        if self._at_files is not None:
+            lines *= dist.get_world_size(self._at_files)
+            dist.all_gather_object(lines, mine, group=self._at_files)
         return [line for line in lines if line is not None]
 
     def _minimum(self, value: int, group: dist.ProcessGroup | None, what: str) -> int:
@@ -127,7 +150,7 @@ class Agreement:
         try:
             dist.all_reduce(result, op=dist.ReduceOp.MIN, group=group)
         except RuntimeError as error:
-            raise PipelinePeerError(f"{self._me} waited for {what}: {_flat(error)}") from error
+            raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
         return int(result.item())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -15,17 +16,28 @@ def _previous(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.previous")
 
 
-def put_in_place(unfinished: Path, folder: Path) -> None:
-    """Rename a complete checkpoint; one of the same name stays until then."""
+def put_in_place(unfinished: Path, folder: Path, latest: Path | None) -> None:
+    """Rename a complete checkpoint and let ``latest`` name it; one of the same name stays until then."""
     previous = _previous(folder)
     if folder.exists():
         shutil.rmtree(previous, ignore_errors=True)
         os.replace(folder, previous)
     os.replace(unfinished, folder)
-    shutil.rmtree(previous, ignore_errors=True)
+    if latest is not None:
+        new = latest.with_name(f".{latest.name}.unfinished")
+        new.write_text(str(folder.relative_to(latest.parent)))
+        os.replace(new, latest)
+
+
+def clean(folder: Path) -> None:
+    """Remove what ``folder`` has replaced, and what saves that were interrupted have left beside it."""
+    shutil.rmtree(_previous(folder), ignore_errors=True)
+    for left in folder.parent.glob(".*.unfinished"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def recover(folder: Path) -> None:
-    """Undo a renaming that was interrupted half-way."""
-    if not folder.exists() and _previous(folder).exists():
-        os.replace(_previous(folder), folder)
+    """Undo a renaming that was interrupted half-way; several ranks may call it at the same time."""
+    if not folder.exists():
+        with suppress(FileNotFoundError):
+            os.replace(_previous(folder), folder)

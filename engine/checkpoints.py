@@ -11,23 +11,19 @@ after that, so that a run that is killed at any moment leaves the one before.
 from __future__ import annotations
 
 import os
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from deepspeed.accelerator import get_accelerator
-
+from ds_vpipe.engine import rank_state
 from ds_vpipe.engine.admission import Agreement
-from ds_vpipe.engine.checkpoint_folders import put_in_place, recover
+from ds_vpipe.engine.checkpoint_folders import clean, put_in_place, recover
 from ds_vpipe.engine.loss_scaling import LossScaling
-from ds_vpipe.engine.parameter_states import read_states, write_states
 from ds_vpipe.engine.quiesce import QuiesceMixin
 from ds_vpipe.engine.reshaping import ReshapingMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
+from ds_vpipe.engine.tied_states import owners_states_saved
 from ds_vpipe.engine.ties import tied_stages
 from ds_vpipe.errors import VPipeError
 
@@ -65,29 +61,33 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         if not save_dir:
             raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
         self.quiesce()
-        self._equalize()
+        self._equalize_scale()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir, tag)
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         what = f"save_checkpoint({str(folder)!r})"
         with self._agreement.together(what):
-            if self._names_files():
+            if self.global_rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir(parents=True)
         name = os.path.join(os.path.dirname(tag), unfinished.name)
         self._unwritten = None
-        super().save_checkpoint(save_dir, name, client_state or {}, False, exclude_frozen_parameters)
+        with owners_states_saved(self, self.ties, self._agreement.of_replicas):
+            super().save_checkpoint(save_dir, name, client_state or {}, False, exclude_frozen_parameters)
         with self._agreement.together(what):
             if self._unwritten is not None:
                 raise self._unwritten
-            torch.save(self._rank_state(), self._rank_file(unfinished))
+            rank_state.save(self, unfinished)
+        latest = Path(save_dir, "latest") if save_latest else None
         with self._agreement.together(what):
-            if self._names_files():
-                put_in_place(unfinished, folder)
-                if save_latest:
-                    new = Path(save_dir, ".latest.unfinished")
-                    new.write_text(tag)
-                    os.replace(new, Path(save_dir, "latest"))
+            if self.global_rank == 0:
+                put_in_place(unfinished, folder, latest)
+        with self._agreement.together(what):
+            # On file systems that machines do not share each has a part of the checkpoint.
+            if self.local_rank == 0 and unfinished.exists():
+                put_in_place(unfinished, folder, latest)
+            if self.global_rank == 0:
+                clean(folder)
         return True
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +103,16 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         except Exception as error:
             self._unwritten = self._unwritten or error
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
         """As DeepSpeed's; all ranks call it, between any two batches.
 
         Data go on at :attr:`consumed_micro_batches`, where the caller's iterator has to begin. Micro-batches
@@ -124,22 +133,30 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         with self._agreement.together(what):
             if tag is None and latest.is_file():
                 tag = latest.read_text().strip()
-            if tag is not None and self._names_files():
+            if tag is not None and self.local_rank == 0:
                 recover(Path(load_dir, tag))
         with self._agreement.together(what):
-            path, client_state = super().load_checkpoint(load_dir, tag, *args, **kwargs)
+            path, client_state = super().load_checkpoint(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
         if path is None:
             return path, client_state
         if tied_stages(self.module):
             self.module._synchronize_tied_weights()
+        if not load_optimizer_states and hasattr(self.optimizer, "refresh_fp32_params"):
+            self.optimizer.refresh_fp32_params()  # DeepSpeed keeps the old ones, which the next update would restore
         # Loading may have replaced what the versions point to.
         self.stashing_optimizer = self._make_stashing_optimizer()
         self._restart_at(self.global_steps)
-        with self._agreement.together(what):
-            file = self._rank_file(Path(load_dir, str(tag)))
-            weights_only = args[3] if len(args) > 3 else kwargs.get("load_module_only", False)
-            if file.is_file() and not weights_only:
-                self._restore_rank_state(torch.load(file, weights_only=False))
+        if not load_module_only:
+            with self._agreement.together(what):
+                rank_state.restore(self, Path(load_dir, str(tag)))
         return path, client_state
 
     def load_module_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -152,6 +169,17 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
             finally:
                 del self.module._synchronize_tied_weights
         synchronize()
+
+    def save_16bit_model(self, save_dir: str, *args: Any, **kwargs: Any) -> None:
+        """Refused: no rank has the whole model.
+
+        Raises:
+            VPipeError: always; names the command that does it from a checkpoint.
+        """
+        raise VPipeError(
+            f"save_16bit_model({str(save_dir)!r}): allowed is save_checkpoint(); then make one file of the checkpoint "
+            f"with: python -m ds_vpipe.export CHECKPOINT_DIR model.safetensors --dtype bfloat16"
+        )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's; all ranks call it, between any two batches.
@@ -168,57 +196,8 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         parameters = self.module.parameters()
         return WeightStashingOptimizer(self.optimizer, parameters, stash=stash, version=self.global_steps)
 
-    def _equalize(self) -> None:
-        """Give what belongs to the whole model the same value on every stage, as DeepSpeed expects it."""
-        if self.num_stages == 1 or not self.asynchronous:
-            return
-        if self.loss_scaling is not None:
+    def _equalize_scale(self) -> None:
+        """Give every stage the last one's loss scaler, as DeepSpeed expects it."""
+        if self.num_stages > 1 and self.asynchronous and self.loss_scaling is not None:
             last = self.grid.stage_to_global(self.num_stages - 1)
             self.loss_scaling.restore(self._agreement.of_pipeline(self.loss_scaling.state(), last))
-        owners = {key: stages[0] for key, stages in tied_stages(self.module).items()}
-        if not owners or self.optimizer is None:
-            return
-        states = read_states(self)
-        for owner in sorted(set(owners.values())):
-            names = tuple(f"tied_modules.{key}." for key, stage in owners.items() if stage == owner)
-            tied = {name: state for name, state in states.items() if name.startswith(names)}
-            for name, state in self._agreement.of_pipeline(tied, self.grid.stage_to_global(owner)).items():
-                if name in states:
-                    states[name] = state
-        if self.ties is not None and self.ties.has_copies:
-            write_states(self, states)
-
-    def _names_files(self) -> bool:
-        """Whether this rank renames what all have written: one per file system."""
-        return (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
-
-    def _rank_file(self, folder: Path) -> Path:
-        parts = f"stage_{self.stage_id:02d}-replica_{self.grid.data_parallel_id:02d}"
-        return folder / f"vpipe-{parts}-slice_{self.grid.get_slice_parallel_rank():02d}.pt"
-
-    def _rank_state(self) -> dict[str, Any]:
-        return {
-            "num_stages": self.num_stages,
-            "bounds": list(self.module.parts),
-            "micro_offset": self.module.micro_offset,
-            "news": None if self.news is None else self.news.state(),
-            "random": {
-                "torch": torch.get_rng_state(),
-                "accelerator": None if self.device.type == "cpu" else get_accelerator().get_rng_state(),
-                "numpy": np.random.get_state(),
-                "python": random.getstate(),
-            },
-        }
-
-    def _restore_rank_state(self, state: dict[str, Any]) -> None:
-        if state["bounds"] != list(self.module.parts):
-            return  # the states of other stages' layers
-        self.module.micro_offset = state["micro_offset"]
-        if self.news is not None and state["news"] is not None:
-            self.news.restore(state["news"])
-        states = state["random"]
-        torch.set_rng_state(states["torch"])
-        if states["accelerator"] is not None and self.device.type != "cpu":
-            get_accelerator().set_rng_state(states["accelerator"])
-        np.random.set_state(states["numpy"])
-        random.setstate(states["python"])

@@ -8,47 +8,51 @@ receives as ``recv``, with the time that the stage waited.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 
 from deepspeed.comm import comm as ds_comm
 
 from ds_vpipe.actions import Action, Kind
-from ds_vpipe.engine.neighbours import Neighbours
-
-_OPERATIONS = {Kind.SEND_ACT: "isend", Kind.SEND_GRAD: "isend", Kind.RECV_ACT: "recv", Kind.RECV_GRAD: "recv"}
+from ds_vpipe.engine.transport import Receiver, Sender
 
 
 class CommsRecord:
-    """Observes the actions of one stage for DeepSpeed's communication log; nothing while that is off."""
+    """Observes the actions of one stage for DeepSpeed's communication log; nothing while that is off.
 
-    def __init__(self, links: Neighbours) -> None:
+    Args:
+        links: the links that actions of each kind use.
+    """
+
+    def __init__(self, links: Mapping[Kind, Sequence[Sender | Receiver]]) -> None:
         self._links = links
         self._bytes = 0
         self._begin = 0.0
 
     def before(self, action: Action) -> None:
         """An action begins."""
-        if _is_logged(action):
+        if self._operation(action) is not None:
             self._bytes, self._begin = self._moved(action), time.perf_counter()
 
     def after(self, action: Action) -> None:
         """It has ended."""
-        if not _is_logged(action):
+        operation = self._operation(action)
+        if operation is None:
             return
-        operation, size = _OPERATIONS[action.kind], self._moved(action) - self._bytes
+        size = self._moved(action) - self._bytes
         if size:
             milliseconds = max(1e-6, 1e3 * (time.perf_counter() - self._begin))
             ds_comm.comms_logger.append(operation, operation, milliseconds, size)
 
+    def _operation(self, action: Action) -> str | None:
+        """What the log calls ``action``; None if it is not to be logged."""
+        logger = ds_comm.comms_logger
+        if not logger.enabled or action.kind not in self._links:
+            return None
+        operation = "isend" if action.kind.value.startswith("SEND") else "recv"
+        return operation if logger.prof_all or operation in logger.prof_ops else None
+
     def _moved(self, action: Action) -> int:
-        """Bytes so far on the link that ``action`` uses."""
-        links = self._links
-        if _OPERATIONS[action.kind] == "isend":
-            sender = links.activations_out if action.kind is Kind.SEND_ACT else links.gradients_out
-            return 0 if sender is None else sender.bytes_sent
-        receiver = links.activations_in if action.kind is Kind.RECV_ACT else links.gradients_in
-        return 0 if receiver is None else receiver.bytes_received
-
-
-def _is_logged(action: Action) -> bool:
-    logger, operation = ds_comm.comms_logger, _OPERATIONS.get(action.kind)
-    return bool(operation and logger.enabled and (logger.prof_all or operation in logger.prof_ops))
+        """Bytes so far on the links that ``action`` uses."""
+        return sum(
+            link.bytes_sent if isinstance(link, Sender) else link.bytes_received for link in self._links[action.kind]
+        )

@@ -72,6 +72,11 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         self.vpipe_config = VPipeConfig.parse(self.config["vpipe"])
         self.settings: StageSettings = self.vpipe_config.resolve(self.num_stages, self.module._num_layers)
         self.asynchronous = self.vpipe_config.sync_mode == "asp"
+        if self.asynchronous and self.has_moe_layers:
+            raise VPipeConfigError(
+                'vpipe.sync_mode: got "asp" for a model with MoE layers, whose experts are reduced over ranks of '
+                'several stages; allowed: "bsp"; write "bsp" or remove the vpipe block'
+            )
         self.depths = self.settings.depth
         self.depth = self.depths[self.stage_id]
         self.state = StageState()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from ds_vpipe.engine.feed import labels_to_device, to_device
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.results import map_tree, mean_of_trees, random_states_kept
+from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.wire import Message, Tree, leaves
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 
@@ -36,6 +38,7 @@ class EvaluationMixin(PipelineEngine):
 
     neighbours: Neighbours
     state: StageState
+    ties: TiedWeights | None
     _abort: Callable[[BaseException], None]
     _agreement: Agreement
     asynchronous: bool
@@ -63,7 +66,7 @@ class EvaluationMixin(PipelineEngine):
         train_iterator, monitored = self.data_iterator, self.monitor.enabled
         self.state.doing = "evaluation"
         try:
-            with random_states_kept(self.device):
+            with random_states_kept(self.device), self._newest_ties():
                 items = self._read_all(data_iter, given.get("num_micro_batches"))
                 if not given.get("compute_loss", True) or given.get("reduce_output", "avg") is None:
                     self.monitor.enabled = False  # there is no mean loss to write
@@ -81,6 +84,12 @@ class EvaluationMixin(PipelineEngine):
             self.module.train(training)
             self.data_iterator, self.monitor.enabled = train_iterator, monitored
             self.eval_return_logits, self._compute_loss = False, True
+
+    def _newest_ties(self) -> AbstractContextManager[None]:
+        """Copies of tied weights as new as everything else."""
+        if self.ties is None:
+            return nullcontext()
+        return self.ties.newest(self.state.progress.completed // self.micro_batches)
 
     def _read_all(self, data_iter: Iterator[Any] | None, num_micro_batches: int | None) -> Any:
         """Read this evaluation's micro-batches, and stop every rank if one of them cannot."""

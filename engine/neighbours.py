@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_vpipe.engine.transport import Channel, Peer, Receiver, Sender
+from ds_vpipe.actions import Kind
+from ds_vpipe.engine.link import Channel, Peer
+from ds_vpipe.engine.ties import TiedWeights
+from ds_vpipe.engine.transport import Receiver, Sender
 
 _EVAL_PREFETCH = 2
 
@@ -78,3 +81,21 @@ class Neighbours:
         """All sending ends."""
         candidates = (self.activations_out, self.gradients_out, self.eval_out, self.eval_loss_out)
         return [sender for sender in candidates if sender is not None]
+
+
+def links_by_kind(neighbours: Neighbours, ties: TiedWeights | None) -> dict[Kind, list[Sender | Receiver]]:
+    """The links that an action of each kind uses."""
+    n = neighbours
+    links: dict[Kind, list[Sender | Receiver | None]] = {
+        Kind.SEND_ACT: [n.activations_out],
+        Kind.RECV_ACT: [n.activations_in],
+        Kind.SEND_GRAD: [n.gradients_out],
+        Kind.RECV_GRAD: [n.gradients_in],
+        Kind.SEND_NEWS: [n.gradients_out],
+        Kind.RECV_NEWS: [n.gradients_in],
+        Kind.SEND_TIED: [*(ties.weights_out if ties else ())],
+        Kind.RECV_TIED: [*(ties.weights_in if ties else ())],
+        Kind.SEND_TIED_GRAD: [*(ties.gradients_out if ties else ())],
+        Kind.RECV_TIED_GRAD: [*(ties.gradients_in if ties else ())],
+    }
+    return {kind: [link for link in found if link is not None] for kind, found in links.items()}

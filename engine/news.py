@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-_UPDATES, _OVERFLOWS, _SQUARED_NORM = range(3)
+_OVERFLOWS, _SQUARED_NORM = range(2)
 
 
 class StageNews:
-    """The table: updates made, updates skipped for an overflow, and squared gradient norm of the latest; by stage.
+    """The table: updates skipped for an overflow, and squared gradient norm of the latest update; by stage.
 
     Args:
         num_stages: K.
@@ -26,18 +26,17 @@ class StageNews:
 
     def __init__(self, num_stages: int, stage: int) -> None:
         self._stage = stage
-        self._table = torch.zeros(num_stages, 3, dtype=torch.float64)
+        self._table = torch.zeros(num_stages, 2, dtype=torch.float64)
         self._overflows_heard = 0.0
 
     @property
     def table(self) -> torch.Tensor:
-        """``[K, 3]``, fp64, as it is sent to neighbours and kept in checkpoints."""
+        """``[K, 2]``, fp64, as it is sent to neighbours and kept in checkpoints."""
         return self._table
 
-    def tell(self, updates: int, *, overflow: bool, norm: float) -> None:
-        """Enter this stage's own update: how many it has made, whether it was skipped, its unscaled gradient norm."""
+    def tell(self, *, overflow: bool, norm: float) -> None:
+        """Enter this stage's own update: whether it was skipped, its unscaled gradient norm."""
         row = self._table[self._stage]
-        row[_UPDATES] = updates
         row[_OVERFLOWS] += overflow
         row[_SQUARED_NORM] = 0.0 if overflow else norm**2
 
@@ -68,3 +67,8 @@ class StageNews:
         """The inverse of :meth:`state`."""
         self._table.copy_(state["table"])
         self._overflows_heard = state["heard"]
+
+    def forget(self) -> None:
+        """Know nothing, as at the start of training."""
+        self._table.zero_()
+        self._overflows_heard = 0.0

@@ -12,7 +12,7 @@ from ds_vpipe.actions import Action, Kind
 from ds_vpipe.engine.comms_record import CommsRecord
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.instructions import StageInstruction
-from ds_vpipe.engine.neighbours import Neighbours
+from ds_vpipe.engine.neighbours import Neighbours, links_by_kind
 from ds_vpipe.engine.stage_profile import StageProfile
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.statistics import StageMeter, StageStatistics, StatisticsMean, line
@@ -37,10 +37,11 @@ class Observation:
     """
 
     def __init__(self, engine: Any) -> None:
-        self.meter = StageMeter(engine.stage_id, engine.neighbours, lambda: engine.stashing_optimizer, engine.device)
+        links = links_by_kind(engine.neighbours, engine.ties)
+        self.meter = StageMeter(engine.stage_id, links, lambda: engine.stashing_optimizer, engine.device)
         self.records: list[StageStatistics] = []
         self.mean = StatisticsMean()
-        self.observers: list[Observer] = [CommsRecord(engine.neighbours)]
+        self.observers: list[Observer] = [CommsRecord(links)]
         if engine.wall_clock_breakdown():
             self.observers.append(WallClock(engine.timers, engine.grid.pipe_groups[0]))
         if engine.flops_profiler_enabled() and engine.global_rank == 0:

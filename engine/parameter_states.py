@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.pipe import TiedLayerSpec
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
+from torch.utils._pytree import tree_map_only
 
+from ds_vpipe.engine.ties import tied_parameters
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.optimizer_forms import carry_scale, form_of
 from ds_vpipe.optimizer_states import ParameterState, pack, unpack
@@ -25,7 +27,9 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
     Raises:
         VPipeError: the optimizer trains something that is no parameter of the module.
     """
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    module = engine.module
+    free = _free_names(module)
+    names = {id(parameter): free.get(name, name) for name, parameter in module.named_parameters()}
     names |= {id(p): PLACEHOLDER for p, name in engine.param_names.items() if name == PLACEHOLDER}
     groups = []
     for members in _parameters(engine.optimizer):
@@ -35,17 +39,22 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
                 "has no name for others, so register it in a layer"
             )
         groups.append([(names[id(parameter)], tuple(parameter.shape)) for parameter in members])
-    specs = enumerate(engine.module._layer_specs)
-    everything = engine.module.named_parameters(remove_duplicate=False)
+    ties = {index: spec.key for index, spec in enumerate(module._layer_specs) if isinstance(spec, TiedLayerSpec)}
+    aliases = {name: names[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+    for index in range(module._local_start, module._local_stop):
+        for name, own in free.items():
+            if name.startswith(f"tied_modules.{ties.get(index)}."):
+                aliases[f"{index}.{own.partition('.')[2]}"] = own
     return StageLayout(
         stage=engine.stage_id,
-        bounds=tuple(engine.module.parts),
+        bounds=tuple(module.parts),
         replicas=engine.dp_world_size,
         slice_index=engine.grid.get_slice_parallel_rank(),
         slices=engine.grid.get_slice_parallel_world_size(),
         groups=groups,
-        ties={index: spec.key for index, spec in specs if isinstance(spec, TiedLayerSpec)},
-        aliases={name: names[id(p)] for name, p in everything if names[id(p)] != name},
+        ties=ties,
+        aliases={name: own for name, own in aliases.items() if name != own and name not in free},
+        free={own: name for name, own in free.items()},
     )
 
 
@@ -54,16 +63,15 @@ def checkpoint_layout(engine: PipelineEngine) -> dict[str, Any]:
     return stage_layout(engine).plain()
 
 
-def read_states(engine: PipelineEngine) -> dict[str, ParameterState]:
-    """What the optimizer holds of each of this stage's parameters. With ZeRO all replicas of the stage call it."""
-    if engine.optimizer is None:
-        return {}
-    saved = [engine.optimizer.state_dict()]
-    if form_of(saved[0]).partitioned:
-        group = engine.optimizer.dp_process_group
-        saved = [None] * dist.get_world_size(group=group)
-        dist.all_gather_object(saved, engine.optimizer.state_dict(), group=group)
-    return unpack(saved, stage_layout(engine).groups, engine.stage_id)
+def read_states(engine: PipelineEngine, gather: Callable[[Any], list[Any]]) -> dict[str, ParameterState]:
+    """What the optimizer holds of each of this stage's parameters, on the CPU.
+
+    Args:
+        engine: its optimizer, which it must have.
+        gather: the values that all replicas of the stage pass, in order; called where replicas hold different parts.
+    """
+    mine = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), engine.optimizer.state_dict())
+    return unpack(gather(mine) if form_of(mine).partitioned else [mine], stage_layout(engine).groups, engine.stage_id)
 
 
 def write_states(
@@ -101,6 +109,23 @@ def write_states(
                     master = states[name].master
                     if master is not None:
                         parameter.copy_(master)
+
+
+def _free_names(module: PipelineModule) -> dict[str, str]:
+    """Parameters and buffers of tied layers that are not tied themselves: a name by their first layer here."""
+    first: dict[str, int] = {}
+    for index in range(module._local_start, module._local_stop):
+        spec = module._layer_specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            first.setdefault(spec.key, index)
+    free = {}
+    for key, index in first.items():
+        layer = module.tied_modules[key]
+        tied = {id(parameter) for parameter in tied_parameters(module, key)}
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if id(tensor) not in tied:
+                free[f"tied_modules.{key}.{name}"] = f"{index}.{name}"
+    return free
 
 
 def _parameters(optimizer: Any) -> list[list[torch.nn.Parameter]]:

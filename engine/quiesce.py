@@ -9,6 +9,8 @@ after a drain, so nothing is lost but the work of the forward passes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.engine.feed import MicroBatchFeed
@@ -31,6 +33,7 @@ class QuiesceMixin(PipelineEngine):
     ties: TiedWeights | None
     news: StageNews | None
     _feed: MicroBatchFeed
+    _abort: Callable[[BaseException], None]
 
     def quiesce(self) -> None:
         """Leave one version of the weights and nothing in flight; all ranks call it, between two batches.
@@ -41,11 +44,18 @@ class QuiesceMixin(PipelineEngine):
             VPipeError: the pipeline has failed before.
             PipelinePeerError: a neighbour is lost or did not answer in time.
         """
-        state, neighbours = self.state, self.neighbours
+        state = self.state
         if state.failure is not None:
             raise VPipeError(f"pipeline at rest after a failure: {state.failure}; restart from a checkpoint")
         state.doing = "QUIESCE"
-        at = state.progress.completed
+        try:
+            self._rest(state.progress.completed)
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    def _rest(self, at: int) -> None:
+        state, neighbours = self.state, self.neighbours
         if neighbours.activations_in is not None:
             while True:
                 message = neighbours.activations_in.receive("the mark of a pipeline at rest")

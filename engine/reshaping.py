@@ -64,7 +64,7 @@ def same_layout(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> bool:
     if checkpoint.layouts is not None:
         return checkpoint.layouts[live.stage] == live
     try:
-        return [list(group) for group in checkpoint.groups[live.stage]] == [list(group) for group in live.groups]
+        return [list(group) for group in checkpoint.groups[live.stage]] == live.module_groups
     except VPipeError:
         return True  # nobody can say more of it; by position is how it was saved
 

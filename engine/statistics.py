@@ -16,15 +16,15 @@ import dataclasses
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ds_vpipe.actions import Action, Kind
-from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
+from ds_vpipe.engine.transport import Receiver, Sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StageStatistics:
     Attributes:
         stage: number of the stage.
         batch: number of the batch, from 0; of several the last.
-        load_s: seconds of reading data.
+        load_s: seconds of reading data, and of agreeing with replicas that all have some.
         forward_s: seconds of forward passes, those ahead of the batch included.
         backward_s: seconds of backward passes.
         reduce_s: seconds of averaging gradients over replicas.
@@ -42,6 +42,7 @@ class StageStatistics:
         send_s: seconds of handing messages to the links.
         wait_activations_s: seconds of waiting for the previous stage.
         wait_gradients_s: seconds of waiting for the next stage.
+        wait_tied_s: seconds of waiting for owners or copies of tied weights.
         bytes_sent: bytes handed to the links; they may still be under way.
         bytes_received: bytes received.
         staleness: updates applied here between a micro-batch's forward pass and the update with its
@@ -60,6 +61,7 @@ class StageStatistics:
     send_s: float
     wait_activations_s: float
     wait_gradients_s: float
+    wait_tied_s: float
     bytes_sent: int
     bytes_received: int
     staleness: int
@@ -68,12 +70,12 @@ class StageStatistics:
 
     @property
     def wait_s(self) -> float:
-        """Seconds of waiting for either neighbour."""
-        return self.wait_activations_s + self.wait_gradients_s
+        """Seconds of waiting for other stages."""
+        return self.wait_activations_s + self.wait_gradients_s + self.wait_tied_s
 
     @property
     def busy(self) -> float:
-        """Share of the measured time that was not waiting, in [0, 1]."""
+        """Share of the measured time, in [0, 1], that was not waiting for other stages."""
         work = self.load_s + self.forward_s + self.backward_s + self.reduce_s + self.update_s + self.send_s
         return work / (work + self.wait_s) if work else 0.0
 
@@ -104,13 +106,17 @@ class StageMeter:
 
     Args:
         stage: number of the stage.
-        links: the links of the stage, which count bytes and waiting time.
+        links: the links that actions of each kind use; they count bytes and waiting time.
         optimizer: gives what knows which micro-batch uses which version; loading a checkpoint replaces it.
         device: where the stage computes.
     """
 
     def __init__(
-        self, stage: int, links: Neighbours, optimizer: Callable[[], WeightStashingOptimizer], device: torch.device
+        self,
+        stage: int,
+        links: Mapping[Kind, Sequence[Sender | Receiver]],
+        optimizer: Callable[[], WeightStashingOptimizer],
+        device: torch.device,
     ) -> None:
         self._stage, self._links, self._optimizer, self._device = stage, links, optimizer, device
         self._seconds = dict.fromkeys(Kind, 0.0)
@@ -133,7 +139,7 @@ class StageMeter:
     def close(self, batch: int) -> StageStatistics:
         """The record of what has been observed since the last call."""
         counters, seconds = self._counters(), self._seconds
-        waited_activations, waited_gradients, sent, received = (
+        waited_activations, waited_gradients, waited_tied, sent, received = (
             now - before for now, before in zip(counters, self._counted, strict=True)
         )
         record = StageStatistics(
@@ -144,9 +150,10 @@ class StageMeter:
             backward_s=seconds[Kind.BACKWARD],
             reduce_s=seconds[Kind.REDUCE],
             update_s=seconds[Kind.STEP],
-            send_s=seconds[Kind.SEND_ACT] + seconds[Kind.SEND_GRAD],
+            send_s=sum(value for kind, value in seconds.items() if kind.value.startswith("SEND")),
             wait_activations_s=waited_activations,
             wait_gradients_s=waited_gradients,
+            wait_tied_s=waited_tied,
             bytes_sent=int(sent),
             bytes_received=int(received),
             staleness=self._staleness,
@@ -158,16 +165,20 @@ class StageMeter:
         self._staleness = self._versions = 0
         return record
 
-    def _counters(self) -> tuple[float, float, float, float]:
-        """Seconds waited for the previous and for the next stage, bytes sent and received, since the start."""
-        links = self._links
-        before, after = links.activations_in, links.gradients_in
-        senders = (links.activations_out, links.gradients_out)
+    def _counters(self) -> tuple[float, ...]:
+        """Seconds waited for the previous and the next stage and for ties, bytes sent and received, since the start."""
+
+        def waited(*kinds: Kind) -> float:
+            links = (link for kind in kinds for link in self._links[kind])
+            return sum(link.waited_s for link in links if isinstance(link, Receiver))
+
+        links = {id(link): link for found in self._links.values() for link in found}.values()
         return (
-            before.waited_s if before is not None else 0.0,
-            after.waited_s if after is not None else 0.0,
-            sum(sender.bytes_sent for sender in senders if sender is not None),
-            sum(receiver.bytes_received for receiver in (before, after) if receiver is not None),
+            waited(Kind.RECV_ACT),
+            waited(Kind.RECV_GRAD),
+            waited(Kind.RECV_TIED, Kind.RECV_TIED_GRAD),
+            sum(link.bytes_sent for link in links if isinstance(link, Sender)),
+            sum(link.bytes_received for link in links if isinstance(link, Receiver)),
         )
 
 

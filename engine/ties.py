@@ -14,8 +14,10 @@ use for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +25,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
-from ds_vpipe.engine.transport import Peer, Receiver, Sender
+from ds_vpipe.engine.link import Peer
+from ds_vpipe.engine.transport import Receiver, Sender
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.schedule import news_delay, updates_known
 
@@ -42,7 +45,7 @@ class _Copies:
 
 @dataclass(slots=True)
 class _Owned:
-    """At a copy: the weights that one other stage owns, and its newest values that are known here."""
+    """At a copy: the weights that one other stage owns, the values that are due here, and later ones."""
 
     weights: list[torch.nn.Parameter]
     gradients_out: Sender
@@ -50,6 +53,17 @@ class _Owned:
     owner: int
     version: int
     values: list[torch.Tensor]
+    ahead: deque[list[torch.Tensor]] = field(default_factory=deque)
+
+
+def tied_parameters(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:
+    """Of the layers that ``key`` ties, which this stage has, what is tied; their other parameters are not."""
+    names: list[str] = []
+    for spec in module._layer_specs:
+        if isinstance(spec, TiedLayerSpec) and spec.key == key:
+            given = spec.tied_weight_attr
+            names += [given] if isinstance(given, str) else given
+    return [module._recursive_getattr(module.tied_modules[key], name) for name in dict.fromkeys(names)]
 
 
 def tied_stages(module: PipelineModule) -> dict[str, tuple[int, ...]]:
@@ -110,6 +124,16 @@ class TiedWeights:
     def has_copies(self) -> bool:
         """True if this stage holds copies of other stages' weights."""
         return bool(self._owned)
+
+    @property
+    def weights_in(self) -> list[Receiver]:
+        """Links from the owners."""
+        return [owned.weights_in for owned in self._owned]
+
+    @property
+    def gradients_in(self) -> list[Receiver]:
+        """Links from the copies."""
+        return [copies.gradients_in for copies in self._copies]
 
     @property
     def weights_out(self) -> list[Sender]:
@@ -178,10 +202,34 @@ class TiedWeights:
         for sender in (*self.weights_out, *self.gradients_out):
             sender.flush()
 
+    @contextmanager
+    def newest(self, version: int) -> Iterator[None]:
+        """Let the copies be the owners' ``version``, the newest, for a while between two batches."""
+        kept = []
+        for owned in self._owned:
+            while owned.version + len(owned.ahead) < version:
+                owned.ahead.append(list(owned.weights_in.receive(f"tied weights after update {version}").tree))
+            for weight, value in zip(owned.weights, owned.ahead[-1] if owned.ahead else (), strict=False):
+                kept.append((weight, weight.data))
+                weight.data = value.to(weight.device)
+        try:
+            yield
+        finally:
+            for weight, data in kept:
+                weight.data = data
+
+    def hand_over(self, tell: Callable[[Sequence[torch.nn.Parameter]], torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
+        """At rest: what owners ``tell`` of their weights; returned for this stage's copies, with their weights."""
+        for copies in self._copies:
+            copies.weights_out.send(Message.TIED, 0, tell(copies.weights))
+        told = [(owned.weights, owned.weights_in.receive("states of tied weights").tree) for owned in self._owned]
+        self.flush()
+        return told
+
     @staticmethod
     def _receive(owned: _Owned, version: int, what: str) -> None:
         while owned.version < version:
-            owned.values = list(owned.weights_in.receive(what).tree)
+            owned.values = owned.ahead.popleft() if owned.ahead else list(owned.weights_in.receive(what).tree)
             owned.version += 1
 
 

@@ -16,7 +16,6 @@ Every wait has a limit and a name: a timeout, a lost peer and a peer's own failu
 
 from __future__ import annotations
 
-import enum
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -27,56 +26,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ds_vpipe.engine.link import Capacity, Channel, Peer, cause
 from ds_vpipe.engine.wire import HEADER_BYTES, Message, Packed, Packer, Received, Tree, announcement, unpack
 from ds_vpipe.errors import PipelinePeerError
 
 _ABORT_GRACE_S = 5.0  # how long a failing stage tries to tell its neighbours why
-
-
-class Channel(enum.IntEnum):
-    """Links that share a process group are told apart by the tags of their messages, two a link."""
-
-    TRAINING = 0
-    EVALUATION = 2
-
-    @property
-    def own_tag(self) -> int:
-        """Tag of messages that were announced; ordinary ones use the channel's value."""
-        return self + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """A stage and the rank that runs it."""
-
-    stage: int
-    rank: int
-
-    def __str__(self) -> str:
-        return f"stage {self.stage} (rank {self.rank})"
-
-
-class _Capacity:
-    """Length of the receive buffer for each message, the same on both ends."""
-
-    def __init__(self, prefetch: int) -> None:
-        self._recent: deque[int] = deque()
-        self._prefetch = prefetch
-        self._longest = HEADER_BYTES
-
-    def sender(self) -> int:
-        """Buffer length that the receiver posts for the next message to be sent."""
-        return self._longest
-
-    def sent(self, size: int) -> None:
-        self._recent.append(size)
-        if len(self._recent) >= self._prefetch:
-            self._longest = max(self._longest, self._recent.popleft())
-
-    def received(self, size: int) -> int:
-        """Buffer length for the receive that is posted after a message of ``size`` bytes."""
-        self._longest = max(self._longest, size)
-        return self._longest
 
 
 @dataclass(slots=True)
@@ -120,7 +74,7 @@ class Sender:
         self._timeout_s = timeout_s
         self._pin = pin
         self._packer = Packer(pin)
-        self._capacity = _Capacity(prefetch)
+        self._capacity = Capacity(prefetch)
         self._outgoing: deque[_Outgoing] = deque()
         self.bytes_sent = 0
 
@@ -184,7 +138,7 @@ class Sender:
         except RuntimeError as error:
             raise PipelinePeerError(
                 f"{self._me} waited for {self._to} to receive message {outgoing.micro_batch}: "
-                f"{_cause(error, self._timeout_s)}"
+                f"{cause(error, self._timeout_s)}"
             ) from error
         self._packer.release(outgoing.packed)
 
@@ -221,7 +175,7 @@ class Receiver:
         self._rank_there = dist.get_group_rank(group, source.rank)
         self._channel = channel
         self._timeout_s = timeout_s
-        self._capacity = _Capacity(prefetch)
+        self._capacity = Capacity(prefetch)
         self._posted: deque[tuple[torch.Tensor, dist.Work | RuntimeError]] = deque()
         self.bytes_received = 0
         self.waited_s = 0.0
@@ -269,19 +223,6 @@ class Receiver:
             work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             raise PipelinePeerError(
-                f"{self._me} waited for {what} from {self._source}: {_cause(error, self._timeout_s)}"
+                f"{self._me} waited for {what} from {self._source}: {cause(error, self._timeout_s)}"
             ) from error
         self.waited_s += time.perf_counter() - begin
-
-
-def _cause(error: RuntimeError, timeout_s: float) -> str:
-    """One line for what the backend reported."""
-    text = " ".join(str(error).split())
-    if "Timed out" in text or "timeout" in text.lower():
-        return (
-            f"nothing came within {timeout_s:g} s; see that rank's log, or raise vpipe.peer_timeout_s "
-            f"if a step may take that long"
-        )
-    if "closed" in text or "reset" in text or "Broken pipe" in text:
-        return "it is gone (connection closed); see that rank's log for the cause"
-    return text

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from ds_vpipe.config import VPipeConfig
@@ -14,7 +15,7 @@ from ds_vpipe.engine.loss_scaling import LossScaling
 from ds_vpipe.engine.news import StageNews
 from ds_vpipe.engine.optimizers import OptimizerMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
-from ds_vpipe.engine.ties import TiedWeights
+from ds_vpipe.engine.ties import TiedWeights, tied_parameters
 
 
 class UpdateMixin(OptimizerMixin):
@@ -47,14 +48,19 @@ class UpdateMixin(OptimizerMixin):
             StageNews(self.num_stages, self.stage_id) if pipelined and (self._clips_globally or dynamic) else None
         )
         self._own_norm = 0.0
-        if self._clips_globally and hasattr(self.optimizer, "unscale_and_clip_grads"):
+        for key, tied in self.module.tied_comms.items():
+            shared = {id(parameter) for parameter in tied_parameters(self.module, key)}
+            for parameter in tied["module"].parameters():
+                if id(parameter) not in shared:
+                    parameter.ds_pipe_replicated = False  # DeepSpeed means the whole layer; this is not shared
+        if hasattr(self.optimizer, "unscale_and_clip_grads"):
             clip = self.optimizer.unscale_and_clip_grads
 
-            def clip_by_norm_of_all(*args: Any, **kwargs: Any) -> Any:
-                *tensors, own = args
-                return clip(*tensors, self._scaled_norm_of_all(own), **kwargs)
+            def clip_by_scope(*args: Any, **kwargs: Any) -> Any:
+                *tensors, norm = args
+                return clip(*tensors, self._norm_to_clip_by(norm), **kwargs)
 
-            self.optimizer.unscale_and_clip_grads = clip_by_norm_of_all
+            self.optimizer.unscale_and_clip_grads = clip_by_scope
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         if self.loss_scaling is not None and self.state.report is not None:
@@ -65,7 +71,7 @@ class UpdateMixin(OptimizerMixin):
                 self.ties.overwrite()
         overflow = bool(getattr(self.optimizer, "overflow", False))
         if self.news is not None:
-            self.news.tell(self.stashing_optimizer.latest_version, overflow=overflow, norm=self._own_norm)
+            self.news.tell(overflow=overflow, norm=self._own_norm)
             overflow = self.news.new_overflow()
         if self.loss_scaling is not None and (self.is_last_stage() or not self.asynchronous):
             self.loss_scaling.after_update(overflow)
@@ -78,6 +84,15 @@ class UpdateMixin(OptimizerMixin):
         (DeepSpeed's own fp32 clipping counts only the first stage's gradients.)
         """
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = self._gradient_norm()
+        if self._clips_globally:
+            norm = self._scaled_norm_of_all(norm)
+        self._global_grad_norm = norm
+        if gradients:
+            torch._foreach_mul_(gradients, torch.clamp(self.gradient_clipping() / (norm + 1e-6), max=1.0))
+
+    def _gradient_norm(self) -> torch.Tensor:
+        """Norm of the gradients in ``p.grad``, every parameter once: of this stage, or in bsp of the whole model."""
         counted = [
             p.grad.detach().float().norm()
             for p in self.module.parameters()
@@ -88,12 +103,17 @@ class UpdateMixin(OptimizerMixin):
             dist.all_reduce(total, group=self.grid.get_slice_parallel_group())
         if self.is_pipe_parallel and not self.asynchronous:
             dist.all_reduce(total, group=self.grid.get_pipe_parallel_group())
-        norm = total.pow(0.5)
+        return total.pow(0.5)
+
+    def _norm_to_clip_by(self, norm: Any) -> Any:
+        """What a mixed-precision optimizer clips by, from its own norm; both times the loss scale."""
+        if isinstance(self.optimizer, FP16_UnfusedOptimizer) and (self.module.tied_comms or self.is_model_parallel):
+            norm = float(self._gradient_norm())  # its own counts weights that ranks share once for each
         if self._clips_globally:
             norm = self._scaled_norm_of_all(norm)
-        self._global_grad_norm = norm
-        if gradients:
-            torch._foreach_mul_(gradients, torch.clamp(self.gradient_clipping() / (norm + 1e-6), max=1.0))
+        scale = 1.0 if self.loss_scaling is None else self.loss_scaling.scale
+        self.optimizer._global_grad_norm = norm / scale
+        return norm
 
     def _scaled_norm_of_all(self, own: Any) -> Any:
         """The norm that gradients are clipped by, from this stage's own; both times the loss scale."""

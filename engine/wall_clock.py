@@ -46,8 +46,7 @@ TIMERS: dict[Kind, tuple[str, ...]] = {
     ),
     Kind.SEND_GRAD: (PIPE_SEND_GRAD_TIMER,),
     Kind.REDUCE: (BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER),
-    Kind.STEP: (),  # DeepSpeed's own step starts its timers
-}
+}  # DeepSpeed's own step starts its timers; it has none for tied weights and news
 
 
 class WallClock:
@@ -64,12 +63,12 @@ class WallClock:
 
     def before(self, action: Action) -> None:
         """An action begins."""
-        for name in TIMERS[action.kind]:
+        for name in TIMERS.get(action.kind, ()):
             self._timers(name).start()
 
     def after(self, action: Action) -> None:
         """It has ended."""
-        for name in TIMERS[action.kind]:
+        for name in TIMERS.get(action.kind, ()):
             self._timers(name).stop()
 
 

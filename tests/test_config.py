@@ -361,6 +361,20 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
     ({"pipeline": {"grad_partitioned": True}}, {}, "pipeline.grad_partitioned", True, "write false"),
     (CHECKPOINTS, {"recompute_ratio": [0, 0.1]}, "pipeline.activation_checkpoint_interval", 1, "recompute_ratio"),
     ({"checkpoint": {"writer": {"decoupled": True}}}, {}, "checkpoint.writer.decoupled", True, "write false"),
+    (
+        {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
+        {},
+        "zero_optimization.elastic_checkpoint",
+        True,
+        "remove the key",
+    ),
+    (
+        {"checkpoint": {"use_node_local_storage": True}},
+        {},
+        "checkpoint.use_node_local_storage",
+        True,
+        "write false",
+    ),
     ({"datastates_ckpt": {}}, {}, "datastates_ckpt", {}, "remove the key"),
     ({"managed_gradient_accumulation": False}, {}, "managed_gradient_accumulation", False, "write true"),
 ]

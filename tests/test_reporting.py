@@ -49,14 +49,14 @@ def stub_packages(written: list[tuple[str, float, int]]) -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def observe(ds_config: dict[str, Any], stages: int) -> dict[str, Any]:
+def observe(ds_config: dict[str, Any], stages: int, **model: Any) -> dict[str, Any]:
     """Train until the data end and report what is printed, what monitors get, what the communication log holds."""
     from deepspeed.comm import comm as ds_comm
 
     torch.manual_seed(1234)
     output, written = io.StringIO(), list[tuple[str, float, int]]()
     with stub_packages(written), contextlib.redirect_stdout(output):
-        trained = cases.engine(ds_config, stages, dropout=0.2)
+        trained = cases.engine(ds_config, stages, **(model or {"dropout": 0.2}))
         iterator = toy.data(2 * BATCHES + 1)
         losses = [float(trained.train_batch(iterator)) for _ in range(BATCHES)]
         with pytest.raises(StopIteration):  # instructions are given up on the way

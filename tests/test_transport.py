@@ -22,7 +22,8 @@ def link(prefetch: int, timeout_s: float = TIMEOUT_S) -> Any:
     """The sending end of a link on rank 0, the receiving end on rank 1."""
     import torch.distributed as dist
 
-    from ds_vpipe.engine.transport import Peer, Receiver, Sender
+    from ds_vpipe.engine.link import Peer
+    from ds_vpipe.engine.transport import Receiver, Sender
 
     group = dist.new_group([0, 1], backend="gloo")
     here, there = Peer(3, 0), Peer(4, 1)
@@ -114,7 +115,8 @@ def two_channels(count: int) -> list[list[int]]:
     """Two links in one group; the receiver empties the second one first."""
     import torch.distributed as dist
 
-    from ds_vpipe.engine.transport import Channel, Peer, Receiver, Sender
+    from ds_vpipe.engine.link import Channel, Peer
+    from ds_vpipe.engine.transport import Receiver, Sender
     from ds_vpipe.engine.wire import Message
 
     group, here, there = dist.new_group([0, 1], backend="gloo"), Peer(3, 0), Peer(4, 1)
@@ -229,7 +231,8 @@ def outlive(sends: int) -> str:
     """Rank 1 leaves the link after one message; rank 0 goes on sending, and notices when it waits."""
     import torch.distributed as dist
 
-    from ds_vpipe.engine.transport import Peer, Receiver
+    from ds_vpipe.engine.link import Peer
+    from ds_vpipe.engine.transport import Receiver
     from ds_vpipe.engine.wire import Message
 
     group = dist.new_group([0, 1], backend="gloo")

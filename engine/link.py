@@ -1,0 +1,70 @@
+"""What both ends of a link between two stages have to know: who they are, which messages fit, what a failure means."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+
+from ds_vpipe.engine.wire import HEADER_BYTES
+
+
+class Channel(enum.IntEnum):
+    """Links that share a process group are told apart by the tags of their messages, two a link."""
+
+    TRAINING = 0
+    EVALUATION = 2
+
+    @property
+    def own_tag(self) -> int:
+        """Tag of messages that were announced; ordinary ones use the channel's value."""
+        return self + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A stage and the rank that runs it."""
+
+    stage: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} (rank {self.rank})"
+
+
+class Capacity:
+    """Length of the receive buffer for each message, the same on both ends."""
+
+    def __init__(self, prefetch: int) -> None:
+        self._recent: deque[int] = deque()
+        self._prefetch = prefetch
+        self._longest = HEADER_BYTES
+
+    def sender(self) -> int:
+        """Buffer length that the receiver posts for the next message to be sent."""
+        return self._longest
+
+    def sent(self, size: int) -> None:
+        self._recent.append(size)
+        if len(self._recent) >= self._prefetch:
+            self._longest = max(self._longest, self._recent.popleft())
+
+    def received(self, size: int) -> int:
+        """Buffer length for the receive that is posted after a message of ``size`` bytes."""
+        self._longest = max(self._longest, size)
+        return self._longest
+
+
+def cause(error: RuntimeError, timeout_s: float | None) -> str:
+    """One line for what the backend reported; ``timeout_s`` is the limit in seconds that the user may raise, if any."""
+    text = " ".join(str(error).split())
+    if "Timed out" in text or "timeout" in text.lower():
+        if timeout_s is None:
+            return "nothing came in time; see the other ranks' logs"
+        return (
+            f"nothing came within {timeout_s:g} s; see that rank's log, or raise vpipe.peer_timeout_s "
+            f"if a step may take that long"
+        )
+    if "closed" in text or "reset" in text or "Broken pipe" in text:
+        return "it is gone (connection closed); see that rank's log for the cause"
+    return text

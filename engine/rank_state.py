@@ -1,0 +1,90 @@
+"""What a rank adds to DeepSpeed's checkpoint, so that going on from it is going on: one small file per rank."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+
+
+def save(engine: Any, folder: Path) -> None:
+    """Write this rank's file into the checkpoint's folder."""
+    torch.save(
+        {
+            "bounds": list(engine.module.parts),
+            "micro_offset": engine.module.micro_offset,
+            "news": None if engine.news is None else engine.news.state(),
+            "outside": {name: tensor.cpu() for name, tensor in _outside_of_layers(engine.module).items()},
+            "random": _random_states(engine.device),
+        },
+        _file(engine, folder, engine.grid.data_parallel_id),
+    )
+
+
+def restore(engine: Any, folder: Path) -> None:
+    """Read what :func:`save` wrote.
+
+    Replicas that the saving run did not have get everything but the random states from the first one: what
+    decides about updates must be the same on all replicas of a stage. Without a file, or with one of other
+    stages, this starts as in a new run.
+    """
+    engine.module.micro_offset = 0
+    if engine.news is not None:
+        engine.news.forget()
+    own, first = (_file(engine, folder, replica) for replica in (engine.grid.data_parallel_id, 0))
+    if not first.is_file():
+        return
+    state = torch.load(first, weights_only=False)
+    with torch.no_grad():
+        for name, tensor in _outside_of_layers(engine.module).items():
+            if name in state["outside"]:
+                tensor.copy_(state["outside"][name])
+    if state["bounds"] != list(engine.module.parts):
+        return
+    engine.module.micro_offset = state["micro_offset"]
+    if engine.news is not None and state["news"] is not None:
+        engine.news.restore(state["news"])
+    if own.is_file():
+        states = state if own == first else torch.load(own, weights_only=False)
+        _restore_random_states(states["random"], engine.device)
+
+
+def _file(engine: Any, folder: Path, replica: int) -> Path:
+    slice_index = engine.grid.get_slice_parallel_rank()
+    return folder / f"vpipe-stage_{engine.stage_id:02d}-replica_{replica:02d}-slice_{slice_index:02d}.pt"
+
+
+def _outside_of_layers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that are in no layer's file, such as those of a loss function."""
+    found = module.named_parameters()
+    buffers = module.named_buffers()
+    return {
+        name: tensor.detach()
+        for name, tensor in (*found, *buffers)
+        if not name.partition(".")[0].isdecimal() and not name.startswith("tied_modules.")
+    }
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    on_device = device.type != "cpu"
+    return {
+        "torch": torch.get_rng_state(),
+        "accelerator": get_accelerator().get_rng_state() if on_device else None,
+        "tracker": ds_checkpointing.get_cuda_rng_tracker().get_states() if on_device else None,
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def _restore_random_states(states: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(states["torch"])
+    if states["accelerator"] is not None and device.type != "cpu":
+        get_accelerator().set_rng_state(states["accelerator"])
+        ds_checkpointing.get_cuda_rng_tracker().set_states(states["tracker"])
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])

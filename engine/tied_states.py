@@ -1,0 +1,87 @@
+"""Optimizer states of tied weights in a checkpoint: the owner's, wherever there is a copy.
+
+DeepSpeed's own engine updates every copy of a tied weight by itself and keeps them equal by equal states.
+Here a stage with a copy never updates it, so what its optimizer holds of it means nothing. Going on with
+a checkpoint takes neither; it is for whoever loads it into DeepSpeed's engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_vpipe.engine.parameter_states import read_states, stage_layout
+from ds_vpipe.engine.ties import TiedWeights
+from ds_vpipe.optimizer_forms import form_of
+from ds_vpipe.optimizer_states import ParameterState, pack
+
+
+@contextmanager
+def owners_states_saved(
+    engine: PipelineEngine, ties: TiedWeights | None, gather: Callable[[Any], list[Any]]
+) -> Iterator[None]:
+    """Let ``engine.optimizer.state_dict()`` have the owners' states of the copies for a while; all ranks call it.
+
+    Args:
+        engine: at rest.
+        ties: its tied weights.
+        gather: see :func:`~ds_vpipe.engine.parameter_states.read_states`.
+    """
+    saved = None if ties is None or engine.optimizer is None else _with_owners_states(engine, ties, gather)
+    if saved is None:
+        yield
+        return
+    engine.optimizer.state_dict = lambda: saved
+    try:
+        yield
+    finally:
+        del engine.optimizer.state_dict
+
+
+def _with_owners_states(
+    engine: PipelineEngine, ties: TiedWeights, gather: Callable[[Any], list[Any]]
+) -> dict[str, Any] | None:
+    """The optimizer's state dict with the owners' states; None on a stage without copies."""
+    if not ties.owns and not ties.has_copies:
+        return None
+    states = read_states(engine, gather)
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+
+    def tell(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        found = [states[names[id(weight)]] for weight in weights]
+        buffer = io.BytesIO()
+        torch.save([(state.master, state.state) for state in found], buffer)
+        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+    template = engine.optimizer.state_dict()
+    form = form_of(template)
+    told = ties.hand_over(tell)
+    for weights, data in told:
+        content = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+        for weight, (master, state) in zip(weights, content, strict=True):
+            name = names[id(weight)]
+            states[name] = _replaced(states[name], master, state, keep_numbers=form.flat)
+    if not told:
+        return None
+    replica = dist.get_rank(group=engine.optimizer.dp_process_group) if form.partitioned else 0
+    return pack(template, states, stage_layout(engine).groups, replica)
+
+
+def _replaced(
+    own: ParameterState, master: torch.Tensor | None, state: Mapping[str, Any], keep_numbers: bool
+) -> ParameterState:
+    """The owner's values in place of a copy's; numbers that its whole parameter group shares stay the copy's."""
+    values = {
+        key: own.state[key]
+        if keep_numbers and key in own.state and not (isinstance(value, torch.Tensor) and value.dim() > 0)
+        else value
+        for key, value in state.items()
+    }
+    return dataclasses.replace(own, master=master, state=values)

@@ -1,0 +1,160 @@
+"""Resuming from a save in steady state: every setting, more replicas, weights only, and a loss that learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import torch
+import toy
+from test_exactness import OPTIMIZERS, difference
+from test_resume import SCHEDULE, data_of
+from worlds import Worlds
+
+pytestmark = pytest.mark.mp
+
+ADAMW = OPTIMIZERS["AdamW"][0]
+TIED: dict[str, Any] = {"loss_fn": toy.mean_over_positions, "specs": toy.tied_specs}
+FLOAT: dict[str, Any] = {"loss_fn": toy.float_cross_entropy, "dropout": 0.2}
+CLIP = {"gradient_clipping": 0.5}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 3, "hysteresis": 2}, **CLIP}
+ZERO = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+GLOBAL = {"gradient_clipping_scope": "delayed_global"}
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}, {"dropout": 0.2}),
+    "vertical": ({"weight_sync": "vertical"}, {}, {"dropout": 0.2}),
+    "fp16, global norm": (GLOBAL, FP16, FLOAT),
+    "fp16, ties": ({}, FP16, TIED),
+    "ties, global norm": (GLOBAL, CLIP, TIED),
+    "ties, bf16, ZeRO-1": ({}, ZERO, TIED),
+}
+BATCHES = 6
+
+
+def trained(engine: Any, iterator: Any) -> list[dict[str, torch.Tensor]]:
+    return [{"loss": engine.train_batch(iterator), **cases.parameters(engine)} for _ in range(BATCHES)]
+
+
+def resumed(directory: str) -> dict[str, list[str]]:
+    """Train 7 batches, save, and go on; load and go on; what differs, by setting."""
+    wrong: dict[str, list[str]] = {}
+    for name, (block, extra, model) in SETTINGS.items():
+        ds_config = cases.config(1, ADAMW, {"partition": "uniform", **block}, **SCHEDULE, **extra)
+        torch.manual_seed(1234)
+        engine = cases.engine(ds_config, 3, **model)
+        iterator = toy.data()
+        for _ in range(7):
+            engine.train_batch(iterator)
+        engine.save_checkpoint(f"{directory}/{name}")
+        wanted = trained(engine, iterator)
+        engine.destroy()
+        cases.close_groups()
+        engine = cases.engine(ds_config, 3, **model)
+        engine.load_checkpoint(f"{directory}/{name}")
+        found = trained(engine, data_of(engine))
+        engine.destroy()
+        cases.close_groups()
+        wrong[name] = [
+            f"batch {number}: {key}"
+            for number, snapshot in enumerate(wanted)
+            for key, value in snapshot.items()
+            if not torch.equal(value, found[number][key])
+        ]
+    return wrong
+
+
+def test_every_setting(worlds: Worlds, tmp_path: Path) -> None:
+    for wrong in worlds.run(3, resumed, str(tmp_path)):
+        assert wrong == {name: [] for name in SETTINGS}
+
+
+def save_after(ds_config: dict[str, Any], directory: str, batches: int) -> None:
+    engine = cases.engine(ds_config, 2)
+    iterator = data_of(engine)
+    for _ in range(batches):
+        engine.train_batch(iterator)
+    engine.save_checkpoint(directory)
+    engine.destroy()
+
+
+def load_and_train(ds_config: dict[str, Any], directory: str, batches: int) -> dict[str, Any]:
+    engine = cases.engine(ds_config, 2)
+    engine.load_checkpoint(directory)
+    iterator = data_of(engine)
+    for _ in range(batches):
+        engine.train_batch(iterator)
+    report = {"stage": engine.stage_id, "parameters": cases.parameters(engine)}
+    engine.destroy()
+    return report
+
+
+def test_more_replicas_stay_equal(worlds: Worlds, tmp_path: Path) -> None:
+    """They clip by what they know of other stages, which new replicas have from the first one."""
+    sgd = OPTIMIZERS["SGD"][0]
+    ds_config = cases.config(1, sgd, {"partition": "uniform", **GLOBAL}, gradient_clipping=0.05)
+    worlds.run(2, save_after, ds_config, str(tmp_path), 4)
+    ranks = worlds.run(4, load_and_train, ds_config, str(tmp_path), 3)
+    for stage in range(2):
+        one, other = (rank["parameters"] for rank in ranks if rank["stage"] == stage)
+        assert difference(one, other) == 0
+
+
+class Weighted(torch.nn.Module):
+    """A loss function with something to learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(toy.CLASSES))
+
+    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return toy.float_cross_entropy(outputs * self.weight, labels)
+
+
+def learned_loss(directory: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    ds_config = cases.config(1, ADAMW, {"partition": "uniform"})
+    results = []
+    for loads in (False, True):
+        engine = cases.engine(ds_config, 2, loss_fn=Weighted())
+        if loads:
+            engine.load_checkpoint(directory)
+        else:
+            iterator = toy.data()
+            for _ in range(5):
+                engine.train_batch(iterator)
+            engine.save_checkpoint(directory)
+        results.append(cases.parameters(engine))
+        engine.destroy()
+        cases.close_groups()
+    return results[0], results[1]
+
+
+def test_parameters_outside_of_layers(worlds: Worlds, tmp_path: Path) -> None:
+    saved, loaded = worlds.run(2, learned_loss, str(tmp_path))[1]
+    assert difference(saved, loaded) == 0
+    assert float((saved["other.loss_fn.weight"] - 1).abs().max()) > 1e-3
+
+
+def weights_only(directory: str) -> dict[str, float]:
+    """How far one tiny update moves weights that were loaded without optimizer states."""
+    moved = {}
+    for name, extra in {"bf16": {"bf16": {"enabled": True}}, "ZeRO-1": ZERO, "fp32": {}}.items():
+        ds_config = cases.config(1, ADAMW, {"partition": "uniform"}, **extra)
+        save_after(ds_config, f"{directory}/{name}", 5)
+        cases.close_groups()
+        tiny = {"type": "AdamW", "params": {"lr": 1e-7, "torch_adam": True, "weight_decay": 0.0}}
+        engine = cases.engine({**ds_config, "optimizer": tiny}, 2)
+        engine.load_checkpoint(f"{directory}/{name}", load_optimizer_states=False)
+        before = cases.parameters(engine)
+        engine.train_batch(data_of(engine))
+        moved[name] = difference(cases.parameters(engine), before)
+        engine.destroy()
+        cases.close_groups()
+    return moved
+
+
+def test_weights_only(worlds: Worlds, tmp_path: Path) -> None:
+    for moved in worlds.run(2, weights_only, str(tmp_path)):
+        assert moved.keys() == {"bf16", "ZeRO-1", "fp32"}
+        assert all(distance < 1e-4 for distance in moved.values()), moved

@@ -51,7 +51,7 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("A tensor-parallel axis in the topology", "untouched",
              "test_exactness.py::test_slices_beside_stages_and_replicas"),
             ("`prescale_gradients`, `gradient_predivide_factor`, `communication_data_type`", "as DeepSpeed",
-             "test_features.py::test_reduction_over_replicas_as_the_stock_engine"),
+             "test_reduction.py::test_reduction_over_replicas_as_the_stock_engine"),
         ],
     ),
     (
@@ -92,7 +92,7 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_reporting.py::test_communication_log_has_the_messages"),
             ("All of these at once", "change no bit of training", "test_reporting.py::test_telling_changes_nothing"),
             ("`activation_checkpointing` block, `activation_checkpoint_interval`", "non-reentrant in asp",
-             "test_features.py::test_activation_checkpointing_keeps_versions_and_dropout"),
+             "test_activation_checkpointing.py::test_activation_checkpointing_keeps_versions_and_dropout"),
             ("`engine.compile()`", "bit-identical to not compiled (backends eager, aot_eager)",
              "test_features.py::test_a_compiled_module_keeps_its_versions"),
             ("`deepspeed.PipelineEngine = VPipeEngine`", "synchronous, unless the JSON has a `vpipe` block",

@@ -1,0 +1,66 @@
+"""DeepSpeed's activation checkpointing in a pipeline whose weights change while micro-batches are in flight."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import cases
+import pytest
+import torch
+import toy
+from test_features import SGD, STAGES, assert_same, build, train
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from worlds import Worlds
+
+pytestmark = pytest.mark.mp
+
+
+class Checkpointed(toy.Scale):
+    """A layer that checkpoints itself, with DeepSpeed's reentrant function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import deepspeed
+
+        return deepspeed.checkpointing.checkpoint(super().forward, x)
+
+
+def note(calls: list[type], layer: nn.Module, inputs: Any) -> None:
+    calls.append(type(layer))
+
+
+def checkpointed() -> dict[str, dict[str, Any]]:
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    block = {"partition_activations": True, "cpu_checkpointing": True, "synchronize_checkpoint_boundary": True}
+    ds_config = cases.config(1, SGD, {}, activation_checkpointing=block)
+    reports = {}
+    for name in ("plain", "interval", "configured", "own"):
+        specs = toy.layer_specs(dropout=0.2)
+        if name == "own":
+            specs = [LayerSpec(Checkpointed, *s.module_args) if s.typename is toy.Scale else s for s in specs]
+        torch.manual_seed(1234)
+        interval = 2 if name in ("interval", "configured") else 0
+        net = PipelineModule(
+            specs, num_stages=STAGES, loss_fn=nn.CrossEntropyLoss(), activation_checkpoint_interval=interval
+        )
+        if name in ("configured", "own"):  # DeepSpeed reads the block where a script asks it to
+            deepspeed.checkpointing.configure(None, deepspeed_config=ds_config)
+        torch.manual_seed(1234)
+        calls: list[type] = []
+        hook = register_module_forward_pre_hook(partial(note, calls))
+        reports[name] = {**train(build(ds_config, net), toy.data(), 8), "calls": calls.count(toy.Scale)}
+        hook.remove()
+        deepspeed.checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=False, synchronize=False)
+    return reports
+
+
+def test_activation_checkpointing_keeps_versions_and_dropout(worlds: Worlds) -> None:
+    ranks = worlds.run(STAGES, checkpointed)
+    plain = [rank["plain"] for rank in ranks]
+    for name in ("interval", "configured", "own"):
+        assert_same([rank[name] for rank in ranks], plain)
+    for rank in ranks:
+        assert rank["interval"]["calls"] > 1.5 * rank["plain"]["calls"] > 0, "layers run once more in backward passes"

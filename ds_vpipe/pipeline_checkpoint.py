@@ -47,6 +47,10 @@ def checkpoint_folder(directory: str | Path, tag: str | None = None) -> Path:
                 f"allowed is a directory written by save_checkpoint(); correct the path or name a tag"
             )
         tag = latest.read_text(encoding="utf-8").strip()
+    set_aside = root / tag
+    set_aside = set_aside.with_name(f".{set_aside.name}.previous")
+    if not (root / tag).exists() and set_aside.exists():
+        return set_aside  # a save was killed between two renamings; the next load puts it back
     if not any((root / tag).glob("mp_rank_*_model_states.pt")):
         tags = sorted(path.parent.name for path in root.glob("[!.]*/mp_rank_00_model_states.pt"))
         raise VPipeError(f"checkpoint: got tag {tag!r} in {str(root)!r}; allowed: {tags}; correct the tag")

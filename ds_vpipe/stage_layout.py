@@ -159,6 +159,7 @@ def _fits(optimizer: Mapping[str, Any], members: Sequence[tuple[str, tuple[int, 
 def _unclear(stage: int) -> VPipeError:
     return VPipeError(
         f"checkpoint: got optimizer states of stage {stage} without the names of their parameters (saved by "
-        f"DeepSpeed's own engine), allowed are ZeRO-1 or one parameter group over all untied parameters; load it "
-        f"with the stages it was saved with, and save it with ds_vpipe"
+        f"DeepSpeed's own engine), allowed are ZeRO-1, or fp32 and fp16 with one parameter group over all untied "
+        f"parameters; load it with the stages it was saved with and save it with ds_vpipe, or load weights only "
+        f"(load_optimizer_states=False)"
     )

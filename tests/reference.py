@@ -67,6 +67,7 @@ class Replay:
         layers: the model, in fp32.
         criterion: loss from output and labels.
         ties: groups of places that are one weight, the owner's first.
+        micro_batch: inputs and labels by number and replica.
     """
 
     counts: Sequence[int]
@@ -88,6 +89,7 @@ class Replay:
     layers: Sequence[nn.Module] = field(default_factory=toy.built_layers)
     criterion: Callable[[Any, Any], torch.Tensor] = field(default_factory=nn.CrossEntropyLoss)
     ties: Sequence[Sequence[Place]] = ()
+    micro_batch: Callable[[int, int], Any] = toy.micro_batch
 
     def __post_init__(self) -> None:
         self.layers = [layer.to(self.dtype).float() for layer in self.layers]
@@ -180,7 +182,7 @@ class Replay:
         return (gradients.sum(0) / self.replicas).float()
 
     def forward(self, j: int, batch: int, replica: int) -> tuple[torch.Tensor, dict[Place, torch.Tensor]]:
-        value, labels = toy.micro_batch(j if self.order is None else self.order[j], replica)
+        value, labels = self.micro_batch(j if self.order is None else self.order[j], replica)
         leaves: dict[Place, torch.Tensor] = {}
         autocast = torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
         for position, layer in enumerate(self.layers):

@@ -97,9 +97,10 @@ def test_equal_to_the_replay(worlds: Worlds, row: tuple[str, int, int]) -> None:
 
 @pytest.mark.parametrize("precision", matrix.TOLERANCES)
 @pytest.mark.parametrize("tied", matrix.TIED)
-def test_tolerance_would_notice_newest_weights(precision: str, tied: bool) -> None:
-    right = replayed(precision, 0, 1, "none", tied, 1)
-    wrong = replayed(precision, 0, 1, "none", tied, 1, newest=True)
+@pytest.mark.parametrize("micro_batches", matrix.MICRO_BATCHES)
+def test_tolerance_would_notice_newest_weights(precision: str, tied: bool, micro_batches: int) -> None:
+    right = replayed(precision, 0, 1, "none", tied, micro_batches)
+    wrong = replayed(precision, 0, 1, "none", tied, micro_batches, newest=True)
     assert difference(right, wrong) > 2 * matrix.TOLERANCES[precision]
 
 

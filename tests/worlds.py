@@ -24,9 +24,13 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _serve(connection: Connection, rank: int) -> None:
+def _serve(connection: Connection, rank: int, gpus: int) -> None:
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu"
+        MASTER_ADDR="127.0.0.1",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank % gpus if gpus else rank),  # ranks may share a GPU
+        OMP_NUM_THREADS="1",
+        DS_ACCELERATOR="cuda" if gpus else "cpu",
     )
     import deepspeed
     import deepspeed.comm.comm as ds_comm
@@ -85,9 +89,14 @@ class CaseFailed(AssertionError):  # noqa: N818 - a verdict of a test
 
 
 class Worlds:
-    """Runs functions on the ranks of a fresh process group in waiting worker processes."""
+    """Runs functions on the ranks of a fresh process group in waiting worker processes.
 
-    def __init__(self) -> None:
+    Args:
+        gpus: how many GPUs the ranks share; without any they compute on the CPU.
+    """
+
+    def __init__(self, gpus: int = 0) -> None:
+        self._gpus = gpus
         self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -133,7 +142,7 @@ class Worlds:
 
     def _add(self, rank: int) -> None:
         mine, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, rank), daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs, rank, self._gpus), daemon=True)
         process.start()
         self._workers.append((process, mine))
 

@@ -15,7 +15,8 @@ out of last    ``masked_lm_logits`` float [B, P, V], ``next_sentence_logits`` fl
 =============  ====================================================================================================
 
 Computing logits at the P masked positions only, instead of all S, makes the last stage S / P times cheaper in both
-memory and time. The decoder is not tied to the word embeddings, which live on the other end of the pipeline.
+memory and time. The decoder is not tied to the word embeddings, which live on the other end of the pipeline;
+:mod:`ds_vpipe.models.bert.tied_layers` has the model where it is.
 """
 
 from collections.abc import Iterator
@@ -47,15 +48,19 @@ class EmbeddingAttentionLayer(nn.Module):
     def __init__(self, config: BertConfig, seed: int) -> None:
         super().__init__()
         self.config = config
-        with _seeded(seed):
+        with seeded(seed):
             self.embeddings = BertEmbeddings(config)
             self.attention = BertAttention(config)
-            _initialise(self, config)
+            initialise(self, config)
 
     def forward(self, inputs: ModelInput) -> Boundary:
         """Embed the tokens and attend: model input to boundary (shapes in the module docstring)."""
         input_ids, token_type_ids, padding_mask, masked_positions = inputs
         hidden = self.embeddings(input_ids=input_ids, token_type_ids=token_type_ids)
+        return self.attend(hidden, padding_mask, masked_positions)
+
+    def attend(self, hidden: Tensor, padding_mask: Tensor, masked_positions: Tensor) -> Boundary:
+        """Attend, add and normalise: embedded tokens to boundary."""
         hidden, _ = self.attention(hidden, _attention_mask(self.config, hidden, padding_mask))
         return hidden, padding_mask, masked_positions
 
@@ -66,9 +71,9 @@ class AttentionLayer(nn.Module):
     def __init__(self, config: BertConfig, seed: int) -> None:
         super().__init__()
         self.config = config
-        with _seeded(seed):
+        with seeded(seed):
             self.attention = BertAttention(config)
-            _initialise(self, config)
+            initialise(self, config)
 
     def forward(self, inputs: Boundary) -> Boundary:
         """Attend, add and normalise: boundary to boundary."""
@@ -82,10 +87,10 @@ class FeedForwardLayer(nn.Module):
 
     def __init__(self, config: BertConfig, seed: int) -> None:
         super().__init__()
-        with _seeded(seed):
+        with seeded(seed):
             self.intermediate = BertIntermediate(config)
             self.output = BertOutput(config)
-            _initialise(self, config)
+            initialise(self, config)
 
     def forward(self, inputs: Boundary) -> Boundary:
         """Feed forward, add and normalise: boundary to boundary."""
@@ -98,19 +103,23 @@ class HeadsLayer(nn.Module):
 
     def __init__(self, config: BertConfig, seed: int) -> None:
         super().__init__()
-        with _seeded(seed):
+        with seeded(seed):
             self.transform = BertPredictionHeadTransform(config)
             self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
             self.pooler = BertPooler(config)
             self.seq_relationship = nn.Linear(config.hidden_size, 2)
-            _initialise(self, config)
+            initialise(self, config)
 
     def forward(self, inputs: Boundary) -> ModelOutput:
         """Both heads: boundary to model output."""
         hidden, _, masked_positions = inputs
-        index = masked_positions.unsqueeze(-1).expand(-1, -1, hidden.size(-1))
-        masked_lm_logits = self.decoder(self.transform(hidden.gather(1, index)))
+        masked_lm_logits = self.decoder(self.transform(self.gather(hidden, masked_positions)))
         return masked_lm_logits, self.seq_relationship(self.pooler(hidden))
+
+    @staticmethod
+    def gather(hidden: Tensor, masked_positions: Tensor) -> Tensor:
+        """Hidden states at the masked positions: [B, P, H]."""
+        return hidden.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))
 
 
 def bert_layers(config: BertConfig, seed: int = 0) -> list[LayerSpec]:
@@ -135,7 +144,8 @@ def _attention_mask(config: BertConfig, hidden: Tensor, padding_mask: Tensor) ->
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
+    """Let torch draw from ``seed`` for a while."""
     # Layers are built on the CPU; devices=[] keeps fork_rng from touching every GPU of the machine.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -143,7 +153,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _initialise(layer: nn.Module, config: BertConfig) -> None:
+def initialise(layer: nn.Module, config: BertConfig) -> None:
     """BERT's initialisation: normal weights of deviation ``initializer_range``, zero biases, unit LayerNorm scales."""
     for module in layer.modules():
         if isinstance(module, nn.Linear):

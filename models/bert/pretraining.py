@@ -28,6 +28,7 @@ from ds_vpipe.models.bert.loss import PretrainingLoss
 from ds_vpipe.models.bert.report import Report
 from ds_vpipe.models.bert.samples import Samples
 from ds_vpipe.models.bert.sizes import bert_config
+from ds_vpipe.models.bert.tied_layers import tied_bert_layers
 from ds_vpipe.models.bert.training_data import TrainingData, prepare
 
 VALIDATION_SAMPLES = 1024  # enough for two digits of the loss
@@ -134,9 +135,10 @@ def _engine(
     stages = arguments.stages or world
     if world % stages:
         raise VPipeConfigError(f"--stages {stages}: must divide the number of ranks, {world}")
+    build = tied_bert_layers if arguments.tie_word_embeddings else bert_layers
     with _silence():
         model = ds_vpipe.VPipeModule(
-            layers=bert_layers(config, arguments.seed), num_stages=stages, loss_fn=loss, partition_method="uniform"
+            layers=build(config, arguments.seed), num_stages=stages, loss_fn=loss, partition_method="uniform"
         )
         engine, *_ = ds_vpipe.initialize(model=model, config=ds_config)
     return engine

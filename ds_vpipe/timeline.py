@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ds_vpipe.refusal import Refusal
 
@@ -35,7 +35,8 @@ _ACTION = re.compile(r"(?P<wait>WAIT)?(?P<part>\d+)?(?P<kind>[A-Z_]+?)(?P<index>
 _MAKE_ANEW = "write the file anew with Timeline.save"
 
 
-class ActionName(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ActionName:
     """The pieces of a span's action.
 
     Attributes:

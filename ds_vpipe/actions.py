@@ -3,7 +3,8 @@
 An :class:`Action` is a kind and an index. The same actions are executed by the engine, checked and
 drawn without processes, and named in logs and errors, so its text form is part of the interface:
 ``F7`` is the forward pass of micro-batch 7, ``SEND_GRAD7`` sends the gradient of its input to the
-previous stage, ``STEP3`` is the optimizer update of batch 3.
+previous stage, ``STEP3`` is the optimizer update of batch 3. Where a rank holds several parts of the model
+the number of the part comes first: ``5F7`` is the forward pass of micro-batch 7 through part 5.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import enum
 import re
 from dataclasses import dataclass
 
-_TEXT = re.compile(r"([A-Z_]+?)(0|[1-9][0-9]*)")
+_TEXT = re.compile(r"(0|[1-9][0-9]*)?([A-Z_]+?)(0|[1-9][0-9]*)")
 
 
 class Kind(enum.Enum):
@@ -37,13 +38,17 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one stage. ``index`` counts micro-batches, or batches from REDUCE on, from 0."""
+    """One action of one stage. ``index`` counts micro-batches, or batches from REDUCE on, from 0.
+
+    ``part`` is the part of the model that a pass or a transfer belongs to, or None where the rank holds only one.
+    """
 
     kind: Kind
     index: int
+    part: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.index}"
+        return f"{'' if self.part is None else self.part}{self.kind.value}{self.index}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -56,7 +61,10 @@ class Action:
         try:
             if match is None:
                 raise ValueError
-            return cls(Kind(match.group(1)), int(match.group(2)))
+            part, kind, index = match.groups()
+            return cls(Kind(kind), int(index), None if part is None else int(part))
         except ValueError:
             allowed = ", ".join(f"{kind.value}0" for kind in Kind)
-            raise ValueError(f"action {text!r}: expected a kind and an index, such as {allowed}") from None
+            raise ValueError(
+                f"action {text!r}: expected a kind and an index, such as {allowed}, after a part or none"
+            ) from None

@@ -130,30 +130,37 @@ def compute_actions(progress: Progress, depth: int, micro_batches: int) -> Itera
 
 
 def with_communication(
-    actions: Iterable[Action], stage: int, num_stages: int, exchanges: Exchanges = Exchanges()
+    actions: Iterable[Action], stage: int, num_stages: int, exchanges: Exchanges = Exchanges(), virtual_stages: int = 1
 ) -> Iterator[Action]:
     """Add reading and transfers around what ``stage`` computes.
 
     The first stage reads inputs and the last labels; every other boundary is a transfer. Gradients of tied
     weights go to their owner before it reduces its own, new weights to the copies after its update.
+
+    With ``virtual_stages`` parts of the model on each of ``num_stages`` ranks, ``stage`` is the rank. A part's
+    neighbours are on other ranks, unless there is only one, where nothing is transferred.
     """
-    first, last = stage == 0, stage == num_stages - 1
+    first_rank, last_rank = stage == 0, stage == num_stages - 1
+    last_part = num_stages * virtual_stages - 1
+    transfers = num_stages > 1
     for action in actions:
-        index = action.index
+        index, part = action.index, action.part
+        place = stage if part is None else part
+        first, last = place == 0, place == last_part
         if action.kind is Kind.FORWARD:
-            if not first:
-                yield Action(Kind.RECV_ACT, index)
+            if transfers and not first:
+                yield Action(Kind.RECV_ACT, index, part)
             if first or last:
-                yield Action(Kind.LOAD, index)
+                yield Action(Kind.LOAD, index, part)
             yield action
-            if not last:
-                yield Action(Kind.SEND_ACT, index)
+            if transfers and not last:
+                yield Action(Kind.SEND_ACT, index, part)
         elif action.kind is Kind.BACKWARD:
-            if not last:
-                yield Action(Kind.RECV_GRAD, index)
+            if transfers and not last:
+                yield Action(Kind.RECV_GRAD, index, part)
             yield action
-            if not first:
-                yield Action(Kind.SEND_GRAD, index)
+            if transfers and not first:
+                yield Action(Kind.SEND_GRAD, index, part)
         elif action.kind is Kind.REDUCE:
             if exchanges.has_copies:
                 yield Action(Kind.SEND_TIED_GRAD, index)
@@ -163,12 +170,12 @@ def with_communication(
         elif action.kind is Kind.STEP:
             if exchanges.has_copies:
                 yield Action(Kind.RECV_TIED, index)
-            if exchanges.news and not last:
+            if exchanges.news and not last_rank:
                 yield Action(Kind.RECV_NEWS, index)
             yield action
             if exchanges.owns_tied:
                 yield Action(Kind.SEND_TIED, index)
-            if exchanges.news and not first:
+            if exchanges.news and not first_rank:
                 yield Action(Kind.SEND_NEWS, index)
 
 

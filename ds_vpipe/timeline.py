@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -128,7 +128,8 @@ class Timeline:
         losses: Pairs of batch and its mean loss.
         staleness: Per rank the mean and the largest number of updates applied between a micro-batch's forward
             pass and the update with its gradient; empty if not known.
-        meta: Whatever else is known, as JSON types.
+        meta: Whatever else is known, as JSON types. ``"time_unit"`` says, for people, what one second stands for in
+            a timeline that is not in seconds, such as ``"forward passes"``.
     """
 
     title: str
@@ -141,10 +142,20 @@ class Timeline:
     staleness: tuple[tuple[float, int], ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def duration(self) -> float:
         """Seconds from the timeline's start to the end of its last span."""
         return max((span.end for span in self.spans), default=0.0)
+
+    @cached_property
+    def holds_parts(self) -> bool:
+        """True if parts are not just the ranks by another name, so that people need to be told them."""
+        return any(span.part != span.rank for span in self.spans)
+
+    @property
+    def rank_word(self) -> str:
+        """What a rank is called: ``"stage"`` if it holds the part of its own number, else ``"rank"``."""
+        return "rank" if self.holds_parts else "stage"
 
     def by_rank(self) -> tuple[tuple[Span, ...], ...]:
         """Spans of each rank, sorted by start."""

@@ -19,6 +19,8 @@ _TEXT = re.compile(r"(0|[1-9][0-9]*)?([A-Z_]+?)(0|[1-9][0-9]*)")
 class Kind(enum.Enum):
     """The kinds of action; the value is the text form without the index."""
 
+    __hash__ = object.__hash__  # members are unique, and checks and simulations look up hundreds of thousands
+
     LOAD = "LOAD"  # read micro-batch: inputs on the first stage, labels on the last
     RECV_ACT = "RECV_ACT"
     FORWARD = "F"

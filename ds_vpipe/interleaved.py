@@ -62,7 +62,8 @@ def batch_order(rank: int, num_stages: int, micro_batches: int, virtual_stages: 
 def interleaved_actions(
     batch: int, rank: int, num_stages: int, micro_batches: int, virtual_stages: int
 ) -> Iterator[Action]:
-    """What ``rank`` computes in one batch: passes through its parts and one update; nothing is in flight before or after."""
+    """What ``rank`` computes in one batch: passes through its parts, and one update. It begins and ends with nothing in
+    flight."""
     start = batch * micro_batches
     for kind, part, micro_batch in batch_order(rank, num_stages, micro_batches, virtual_stages):
         yield Action(kind, start + micro_batch, part)

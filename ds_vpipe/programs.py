@@ -24,6 +24,8 @@ from ds_vpipe.schedule import Exchanges, Progress, compute_actions, with_communi
 Programs = tuple[tuple[Action, ...], ...]
 """The actions of every rank, in order."""
 
+_NOTHING_ELSE = Exchanges()
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -83,7 +85,7 @@ def batch_actions(pipeline: Pipeline, rank: int, progress: Progress) -> Iterator
 
 
 def rank_actions(
-    pipeline: Pipeline, rank: int, progress: Progress, exchanges: Exchanges = Exchanges()
+    pipeline: Pipeline, rank: int, progress: Progress, exchanges: Exchanges = _NOTHING_ELSE
 ) -> Iterator[Action]:
     """Everything ``rank`` does from ``progress`` to the end of the current batch; see :func:`batch_actions`."""
     actions = batch_actions(pipeline, rank, progress)
@@ -101,7 +103,7 @@ def after_batch(pipeline: Pipeline, rank: int, progress: Progress) -> Progress:
 
 
 def rank_program(
-    pipeline: Pipeline, rank: int, workload: Workload, exchanges: Exchanges = Exchanges()
+    pipeline: Pipeline, rank: int, workload: Workload, exchanges: Exchanges = _NOTHING_ELSE
 ) -> Iterator[Action]:
     """Everything ``rank`` does to train ``workload``."""
     start = 0
@@ -118,5 +120,5 @@ def rank_program(
 
 def programs(pipeline: Pipeline, workload: Workload, exchanges: Sequence[Exchanges] | None = None) -> Programs:
     """Everything each rank does to train ``workload``; ``exchanges`` of every rank, if there are any."""
-    by_rank = exchanges or (Exchanges(),) * pipeline.num_stages
+    by_rank = exchanges or (_NOTHING_ELSE,) * pipeline.num_stages
     return tuple(tuple(rank_program(pipeline, rank, workload, by_rank[rank])) for rank in range(pipeline.num_stages))

@@ -9,37 +9,53 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ds_vpipe.timeline import Span, action_name
+from ds_vpipe.timeline import Span
 
 _RECEIVED_AS = {"SEND_ACT": ("RECV_ACT", 1), "SEND_GRAD": ("RECV_GRAD", -1)}
-_RECEIVES = frozenset(kind for kind, _ in _RECEIVED_AS.values())
+_NEEDED_BY = {"F": "RECV_ACT", "B": "RECV_GRAD"}
+_RECEIVE, _WAIT, _PASS = range(3)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """An activation or a gradient on its way: the spans of both its ends."""
+    """An activation or a gradient on its way.
+
+    Attributes:
+        send: Span of the send.
+        receive: What is known of its arrival: the span of the receive, else that of waiting for it, else that of the
+            pass that needs it.
+        exact: ``receive`` is a receive or a wait, so that the message is there when it ends and not much earlier.
+    """
 
     send: Span
     receive: Span
+    exact: bool
 
 
 def messages(spans: Iterable[Span]) -> Iterator[Message]:
-    """Pair the sends of activations and gradients among ``spans`` with their receives.
+    """Pair the sends of activations and gradients among ``spans`` with their arrivals.
 
-    The receive is the ``RECV_...`` span, or the ``WAITRECV_...`` span where only that is known. Sends without a
-    receive are left out, as are other messages (tied weights, news), and all but the first of equal ones.
+    Sends whose other end is not among the spans are left out, as are other messages (tied weights, news).
     """
-    receives: dict[tuple[int, str, int], Span] = {}
+    arrivals: dict[tuple[int, str, int], tuple[int, Span]] = {}
     sends: dict[tuple[int, str, int], Span] = {}
     for span in spans:
-        name = action_name(span.action)
-        if name.kind in _RECEIVES:
-            key = (span.part, name.kind, name.index)
-            if key not in receives or (action_name(receives[key].action).waiting and not name.waiting):
-                receives[key] = span
-        elif name.kind in _RECEIVED_AS and not name.waiting:
+        name = span.name
+        if name.kind in _RECEIVED_AS and not name.waiting:
             kind, step = _RECEIVED_AS[name.kind]
-            sends.setdefault((span.part + step, kind, name.index), span)
+            sends[span.part + step, kind, name.index] = span
+        elif name.kind in ("RECV_ACT", "RECV_GRAD"):
+            _note(arrivals, (span.part, name.kind, name.index), _WAIT if name.waiting else _RECEIVE, span)
+        elif name.kind in _NEEDED_BY and not name.waiting:
+            _note(arrivals, (span.part, _NEEDED_BY[name.kind], name.index), _PASS, span)
     for key, send in sends.items():
-        if key in receives:
-            yield Message(send, receives[key])
+        if key in arrivals:
+            rating, receive = arrivals[key]
+            yield Message(send, receive, rating != _PASS)
+
+
+def _note(
+    arrivals: dict[tuple[int, str, int], tuple[int, Span]], key: tuple[int, str, int], rating: int, span: Span
+) -> None:
+    if key not in arrivals or rating < arrivals[key][0]:
+        arrivals[key] = (rating, span)

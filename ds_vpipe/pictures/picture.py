@@ -14,6 +14,7 @@ from ds_vpipe.pictures.palette import INK
 Anchor: TypeAlias = Literal["start", "middle", "end"]
 
 BAR_FONT: Final = 11.0
+EDGE_WIDTH: Final = 0.7
 _EM = 0.6  # width of a digit or letter in a sans-serif font, as a share of its size: a little more than usual
 _HEIGHT = 1.15  # height of a line of text, likewise
 
@@ -27,7 +28,8 @@ def text_width(text: str, size: float) -> float:
 class Box:
     """A filled rectangle. Its label, if any, is drawn in the middle if it fits; the tooltip shows where there is one.
 
-    ``role`` becomes the class of the SVG element, for the script of the HTML report.
+    ``role`` becomes the class of the SVG element, for the script of the HTML report; ``edge`` is the colour of a thin
+    outline, or nothing.
     """
 
     x: float
@@ -39,6 +41,7 @@ class Box:
     label_colour: str = INK
     tooltip: str = ""
     role: str = ""
+    edge: str = ""
 
     @property
     def shows_label(self) -> bool:

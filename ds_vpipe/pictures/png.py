@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from ds_vpipe.pictures.palette import PAPER
-from ds_vpipe.pictures.picture import BAR_FONT, Box, Curve, Label, Picture, Rule
+from ds_vpipe.pictures.picture import BAR_FONT, EDGE_WIDTH, Box, Curve, Label, Picture, Rule
 
 _PER_INCH = 100.0
 _POINTS = 72.0 / _PER_INCH  # of a pixel
@@ -40,7 +40,9 @@ def save_png(picture: Picture, path: str | os.PathLike[str], scale: float = 2.0)
         if shape_type is Box:
             corners = [_corners(box) for box in shapes]
             fills = [box.fill for box in shapes]
-            axes.add_collection(PolyCollection(corners, facecolors=fills, edgecolors="none", zorder=order))
+            style: dict[str, Any] = {"edgecolors": [box.edge or box.fill for box in shapes], "facecolors": fills}
+            style["linewidths"] = [EDGE_WIDTH * _POINTS if box.edge else 0.0 for box in shapes]
+            axes.add_collection(PolyCollection(corners, **style, zorder=order))
             for box in shapes:
                 if box.shows_label:
                     x, y = box.x + box.width / 2, box.y + box.height / 2
@@ -48,8 +50,8 @@ def save_png(picture: Picture, path: str | os.PathLike[str], scale: float = 2.0)
         elif shape_type is Label:
             for label in shapes:
                 weight = "bold" if label.bold else "normal"
-                style = {"ha": _HORIZONTAL[label.anchor], "color": label.colour, "fontweight": weight}
-                write(label.x, label.y, label.text, label.size, **style)
+                place = {"ha": _HORIZONTAL[label.anchor], "color": label.colour, "fontweight": weight}
+                write(label.x, label.y, label.text, label.size, **place)
         elif shape_type is Rule:
             ends = [[(rule.x1, rule.y1), (rule.x2, rule.y2)] for rule in shapes]
             widths = [rule.width * _POINTS for rule in shapes]

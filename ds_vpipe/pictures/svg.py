@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
 from ds_vpipe.pictures.palette import PAPER
-from ds_vpipe.pictures.picture import BAR_FONT, Box, Curve, Label, Picture, Rule, Shape
+from ds_vpipe.pictures.picture import BAR_FONT, EDGE_WIDTH, Box, Curve, Label, Picture, Rule, Shape
 
 _FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
 
@@ -47,6 +47,7 @@ def _elements(shape: Shape) -> Iterator[str]:
     role = f" class={quoteattr(shape.role)}" if shape.role else ""
     if isinstance(shape, Box):
         place = _attributes(x=shape.x, y=shape.y, width=shape.width, height=shape.height, fill=shape.fill)
+        place += _attributes(stroke=shape.edge, stroke_width=EDGE_WIDTH if shape.edge else "")
         label = f" data-label={quoteattr(shape.label)}" if shape.label else ""
         title = f"<title>{escape(shape.tooltip)}</title>" if shape.tooltip else ""
         yield f"<rect{role}{place}{label}>{title}</rect>" if title else f"<rect{role}{place}{label}/>"

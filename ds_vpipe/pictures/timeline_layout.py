@@ -21,6 +21,7 @@ _HEADER = 52.0
 _PASS_WIDTH = 20.0  # a median forward pass: two digits fit
 _NARROWEST, _WIDEST = 640.0, 6000.0
 _TINY = 0.5  # pixels; below that, a row gets at most one bar of a colour per pixel
+_EDGED = 3.0  # pixels; narrower bars would vanish behind a white outline
 _PASSES = (Category.FORWARD, Category.BACKWARD, Category.RECOMPUTE)
 _WORDS: Final = {"F": "forward pass", "B": "backward pass", "STEP": "update", "REDUCE": "reduction", "LOAD": "reading"}
 
@@ -53,7 +54,8 @@ def timeline_picture(
     left, top = left_margin(timeline), _HEADER if heading else 6.0
     axis = TimeAxis.of(timeline, window, left, width if width is not None else default_width(timeline, window))
     bar = 20.0 if timeline.num_ranks <= 32 else 10.0
-    strip, gap = round(bar / 4), round(bar / 3)
+    transfers = any(category_of(span) is Category.TRANSFER for span in timeline.spans)
+    strip, gap = round(bar / 4) if transfers else 0, round(bar / 3)
     pitch = bar + strip + gap
     bottom = top + pitch * timeline.num_ranks
 
@@ -139,6 +141,7 @@ def _bars(
             ink_on(fill),
             describe(timeline, axis, span),
             role="bar",
+            edge=PAPER if width >= _EDGED and not beside else "",
         )
 
 

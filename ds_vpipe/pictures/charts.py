@@ -53,10 +53,13 @@ def share_chart(timeline: Timeline, summary: TimelineSummary, width: float = 420
     return Picture(left + width + 80, height, tuple(shapes), f"{timeline.title}: shares of time")
 
 
-def memory_chart(timeline: Timeline, width: float) -> Picture:
-    """A row per rank with its allocated bytes over time, all to one scale, below the timeline of the same width."""
+def memory_chart(timeline: Timeline, width: float, unit: tuple[float, str] | None = None) -> Picture:
+    """A row per rank with its allocated bytes over time, all to one scale.
+
+    With the width and unit of the timeline's picture it can stand below that.
+    """
     left, row = left_margin(timeline), 34.0
-    axis = TimeAxis.of(timeline, (0.0, timeline.duration), left, width)
+    axis = TimeAxis.of(timeline, (0.0, timeline.duration), left, width, unit)
     most = max((sample.bytes for sample in timeline.memory), default=0) or 1
     bottom = row * timeline.num_ranks
     shapes: list[Shape] = [*axis.draw(0, bottom)]

@@ -36,8 +36,9 @@ def html_report(timelines: Sequence[Timeline], title: str = "Pipeline report") -
     summaries = [summarize(timeline) for timeline in timelines]
     widths = _widths(timelines)
     body = [f"<h1>{escape(title)}</h1>", _comparison(timelines, summaries)]
+    longest = max(timeline.duration for timeline in timelines)
     for timeline, summary, width in zip(timelines, summaries, widths, strict=True):
-        body += _section(timeline, summary, width)
+        body += _section(timeline, summary, width, unit_for(timeline, longest))
     if any(timeline.losses for timeline in timelines):
         body += ["<h2>Loss</h2>", svg(loss_chart(timelines), standalone=False)]
     return "\n".join(
@@ -82,12 +83,12 @@ def _widths(timelines: Sequence[Timeline]) -> list[float]:
     return [per_second[_scale_key(timeline)] * (timeline.duration or 1.0) for timeline in timelines]
 
 
-def _section(timeline: Timeline, summary: TimelineSummary, width: float) -> list[str]:
+def _section(timeline: Timeline, summary: TimelineSummary, width: float, unit: tuple[float, str]) -> list[str]:
     pane = f'<div class="pane" data-scale="{escape(_scale_key(timeline))}">'
     lines = [f"<h2>{escape(timeline.source)}: {escape(timeline.title)}</h2>", _ZOOM, pane]
-    lines.append(svg(timeline_picture(timeline, width, heading=False), standalone=False))
+    lines.append(svg(timeline_picture(timeline, width, heading=False, unit=unit), standalone=False))
     if timeline.memory:
-        lines.append(svg(memory_chart(timeline, width), standalone=False))
+        lines.append(svg(memory_chart(timeline, width, unit), standalone=False))
     lines += ["</div>", '<div class="beside"><div><h3>Use of time</h3>']
     lines += [svg(share_chart(timeline, summary), standalone=False), "</div>"]
     if timeline.staleness:

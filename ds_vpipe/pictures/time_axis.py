@@ -58,11 +58,21 @@ class TimeAxis:
     unit: str
 
     @classmethod
-    def of(cls, timeline: Timeline, window: tuple[float, float], left: float, width: float) -> TimeAxis:
-        """Axis for a window of ``timeline``; an empty window is made a second long, so that it can be drawn."""
+    def of(
+        cls,
+        timeline: Timeline,
+        window: tuple[float, float],
+        left: float,
+        width: float,
+        unit: tuple[float, str] | None = None,
+    ) -> TimeAxis:
+        """Axis for a window of ``timeline``, in the unit that suits it or in ``unit``.
+
+        An empty window is made a second long, so that it can be drawn.
+        """
         start, end = window
         end = end if end > start else start + 1.0
-        return cls(start, end, left, width, *unit_for(timeline, end - start))
+        return cls(start, end, left, width, *(unit or unit_for(timeline, end - start)))
 
     def x(self, seconds: float) -> float:
         """Pixel of an instant."""
@@ -82,11 +92,11 @@ class TimeAxis:
             yield self.x(index * step * self.unit_s), write_number(index * step)
 
     def draw(self, top: float, bottom: float) -> Iterator[Shape]:
-        """Grid lines from ``top`` to ``bottom``, numbers below them and the unit below the numbers' end."""
+        """Grid lines from ``top`` to ``bottom``, numbers below them and the unit below the first number."""
         for x, text in self.ticks():
             yield Rule(x, top, x, bottom, LINES, role="tick")
             yield Label(x, bottom + 9, text, 11, "middle", FAINT_INK, role="tick")
-        yield Label(self.left + self.width, bottom + 24, f"time in {self.unit}", 11, "end", FAINT_INK)
+        yield Label(self.left, bottom + 24, f"time in {self.unit}", 11, colour=FAINT_INK, role="side")
 
     def data(self) -> dict[str, str]:
         """What the report's script needs to zoom."""

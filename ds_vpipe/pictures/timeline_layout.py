@@ -40,7 +40,11 @@ def default_width(timeline: Timeline, window: tuple[float, float]) -> float:
 
 
 def timeline_picture(
-    timeline: Timeline, width: float | None = None, window: tuple[float, float] | None = None, heading: bool = True
+    timeline: Timeline,
+    width: float | None = None,
+    window: tuple[float, float] | None = None,
+    heading: bool = True,
+    unit: tuple[float, str] | None = None,
 ) -> Picture:
     """Lay out ``timeline``.
 
@@ -49,10 +53,11 @@ def timeline_picture(
         width: Pixels of the time axis; :func:`default_width` if not given.
         window: First and last second; everything if not given.
         heading: Draw the title.
+        unit: Length in seconds and name of the unit of the time axis; one that suits if not given.
     """
     window = window if window is not None else (0.0, timeline.duration)
     left, top = left_margin(timeline), _HEADER if heading else 6.0
-    axis = TimeAxis.of(timeline, window, left, width if width is not None else default_width(timeline, window))
+    axis = TimeAxis.of(timeline, window, left, width if width is not None else default_width(timeline, window), unit)
     bar = 20.0 if timeline.num_ranks <= 32 else 10.0
     transfers = any(category_of(span) is Category.TRANSFER for span in timeline.spans)
     strip, gap = round(bar / 4) if transfers else 0, round(bar / 3)
@@ -74,7 +79,7 @@ def timeline_picture(
         y = top + rank * pitch + bar / 2
         shapes.append(Label(left - 8, y, f"{timeline.rank_word} {rank}", 12, "end", role="side"))
     total = left + axis.width + _MARGIN
-    legend, height = _legend(timeline, bottom + 38, total)
+    legend, height = _legend(timeline, bottom + 44, total)
     shapes += legend
     return Picture(max(total, _header_width(shapes)), height, tuple(shapes), timeline.title, axis.data())
 
@@ -156,13 +161,13 @@ def _legend(timeline: Timeline, y: float, width: float) -> tuple[list[Shape], fl
         size = 18 + text_width(word, 12) + 16
         if x + size > width and x > _MARGIN:
             x, y = _MARGIN, y + 20
-        shapes.append(Box(x, y - 6, 12, 12, colour))
-        shapes.append(Label(x + 18, y, word, 12))
+        shapes.append(Box(x, y - 6, 12, 12, colour, role="side"))
+        shapes.append(Label(x + 18, y, word, 12, role="side"))
         x += size
     notes = ["numbers: micro-batches; of updates: batches"]
     if any(len({s.part for s in row}) > 1 for row in timeline.by_rank()):
         notes.append("paler: later parts of the model on the same rank")
     for note in notes:
         y += 18
-        shapes.append(Label(_MARGIN, y, note, 11, colour=FAINT_INK))
+        shapes.append(Label(_MARGIN, y, note, 11, colour=FAINT_INK, role="side"))
     return shapes, y + 16

@@ -14,7 +14,7 @@ from ds_vpipe.refusal import Refusal
 def bubble_share(num_stages: int, micro_batches: int, virtual_stages: int = 1) -> float:
     """Idle share of a synchronous pipeline's batch, ``b / (M + b)`` with ``b = (K-1) / v``, for every order.
 
-    The interleaved order reaches it if ``micro_batches`` is a multiple of ``num_stages``.
+    The interleaved order needs at least ``num_stages`` micro-batches for it.
     """
     fill = Fraction(num_stages - 1, virtual_stages)
     return float(fill / (micro_batches + fill))

@@ -7,18 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from ds_vpipe.actions import Action
 from ds_vpipe.pipeline import Pipeline
 from ds_vpipe.programs import Workload
-from ds_vpipe.timeline import WAIT, MemorySample, Span, Timeline
-
-Transfer = tuple[Action, float, float]
-"""A send, with the seconds at which its message starts and arrives."""
+from ds_vpipe.timeline import WAIT, MemorySample, Span, Timeline, action_name
 
 
 @dataclass(slots=True)
 class RankRecord:
-    """Everything one rank did, in order.
+    """Everything one rank did, in order. Actions are in their text form, which costs the least to keep.
 
     Attributes:
         rank: the rank.
@@ -34,10 +30,10 @@ class RankRecord:
     """
 
     rank: int
-    passes: list[tuple[Action, float, float, int]] = field(default_factory=list)
-    updates: list[tuple[Action, float, float, float]] = field(default_factory=list)
-    waits: list[tuple[Action, float, float]] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
+    passes: list[tuple[str, float, float, int]] = field(default_factory=list)
+    updates: list[tuple[str, float, float, float]] = field(default_factory=list)
+    waits: list[tuple[str, float, float]] = field(default_factory=list)
+    transfers: list[tuple[str, float, float]] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
     peak_bytes: int = 0
@@ -162,15 +158,16 @@ class Simulation:
 def _spans(record: RankRecord) -> Iterator[Span]:
     rank = record.rank
 
-    def part(action: Action) -> int:
-        return rank if action.part is None else action.part
+    def part(text: str) -> int:
+        named = action_name(text).part
+        return rank if named is None else named
 
     for action, start, end, version in record.passes:
-        yield Span(rank, str(action), start, end, part(action), version)
+        yield Span(rank, action, start, end, part(action), version)
     for action, start, end, _ in record.updates:
         if end > start:
-            yield Span(rank, str(action), start, end, rank)
+            yield Span(rank, action, start, end, rank)
     for action, start, end in record.waits:
         yield Span(rank, f"{WAIT}{action}", start, end, part(action))
     for action, start, end in record.transfers:
-        yield Span(rank, str(action), start, end, part(action))
+        yield Span(rank, action, start, end, part(action))

@@ -22,7 +22,7 @@ from ds_vpipe.programs import Workload, rank_program
 from ds_vpipe.refusal import Refusal
 from ds_vpipe.rendezvous import Link, link_ends, posted_receives, receive_link, send_link
 from ds_vpipe.schedule import version_used
-from ds_vpipe.simulation import RankRecord, Simulation, Transfer
+from ds_vpipe.simulation import RankRecord, Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +73,40 @@ def simulate(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload)
     if len(costs) != pipeline.num_parts:
         allowed = f"one entry per part, {pipeline.num_parts}"
         raise Refusal("costs", f"{len(costs)} entries", allowed, "give the cost of every part once").error()
+    records = tuple(RankRecord(rank) for rank in range(pipeline.num_stages))
     links: dict[Link, _Transfers] = {}
-    ranks = [_Rank(pipeline, rank, costs, workload, links) for rank in range(pipeline.num_stages)]
+    for rank in range(pipeline.num_stages) if pipeline.num_stages > 1 else ():
+        for link in link_ends(send_link, rank, pipeline.num_stages).values():
+            links[link] = _Transfers(posted_receives(pipeline, link), records[rank])
+    ranks = [_Rank(pipeline, record, costs, workload, links) for record in records]
     runnable = list(reversed(ranks))
     while runnable:
         for target in runnable.pop().run():
             if ranks[target] not in runnable:
                 runnable.append(ranks[target])
-    for rank in ranks:
-        if rank.waiting_for is not None:
-            raise PipelineProtocolError(f"simulated rank {rank.number} waits for ever for {rank.waiting_for}")
-    records = tuple(rank.record for rank in ranks)
+    for stopped in ranks:
+        if stopped.waiting_for is not None:
+            raise PipelineProtocolError(f"simulated rank {stopped.number} waits for ever for {stopped.waiting_for}")
     return Simulation(pipeline, workload, records)
 
 
 class _Transfers:
-    """Messages of one link: when each was sent and how long it takes, and when each was taken by the other end."""
+    """Messages of one link.
 
-    __slots__ = ("free", "posted", "sent", "taken")
+    Attributes:
+        posted: receives that the other end keeps posted.
+        sent: of each message when it was sent, the seconds it takes, and the text of the action.
+        taken: when the other end received each.
+        free: when the latest of those arrived.
+        record: what the sender did.
+    """
 
-    def __init__(self, posted: int) -> None:
+    __slots__ = ("free", "posted", "record", "sent", "taken")
+
+    def __init__(self, posted: int, record: RankRecord) -> None:
         self.posted = posted
-        self.sent: list[tuple[float, float, list[Transfer], Action]] = []
+        self.record = record
+        self.sent: list[tuple[float, float, str]] = []
         self.taken: list[float] = []
         self.free = 0.0
 
@@ -111,14 +123,14 @@ class _Rank:
     def __init__(
         self,
         pipeline: Pipeline,
-        number: int,
+        record: RankRecord,
         costs: Sequence[StageCost],
         workload: Workload,
         links: dict[Link, _Transfers],
     ) -> None:
-        self.number = number
+        self.number = number = record.rank
         self.waiting_for: Action | None = None
-        self.record = RankRecord(number)
+        self.record = record
         self._pipeline, self._costs, self._workload = pipeline, costs, workload
         self._program: Iterator[Action] = rank_program(pipeline, number, workload)
         mine = [costs[part] for part in pipeline.parts_of(number)]
@@ -133,16 +145,10 @@ class _Rank:
         self._next_version = 0
         self._held = 1
 
-        def ends(found: dict[Kind, Link]) -> dict[Kind, _Transfers]:
-            for link in found.values():
-                if link not in links:
-                    links[link] = _Transfers(posted_receives(pipeline, link))
-            return {kind: links[link] for kind, link in found.items()}
-
-        out = link_ends(send_link, number, pipeline.num_stages) if pipeline.num_stages > 1 else {}
-        into = link_ends(receive_link, number, pipeline.num_stages) if pipeline.num_stages > 1 else {}
-        self._targets = {kind: link.target for kind, link in out.items()}
-        self._out, self._in = ends(out), ends(into)
+        out = link_ends(send_link, number, pipeline.num_stages)
+        into = link_ends(receive_link, number, pipeline.num_stages)
+        self._out = {kind: (links[link], link.target) for kind, link in out.items() if link in links}
+        self._in = {kind: links[link] for kind, link in into.items() if link in links}
         self.record.sample(0.0, self._bytes)
 
     def run(self) -> set[int]:
@@ -167,21 +173,22 @@ class _Rank:
             elif kind in self._out:
                 cost = self._costs[self.number if action.part is None else action.part]
                 seconds = cost.send_activation_s if kind is Kind.SEND_ACT else cost.send_gradient_s
-                self._out[kind].sent.append((self._clock, seconds, self.record.transfers, action))
-                woken.add(self._targets[kind])
+                link, target = self._out[kind]
+                link.sent.append((self._clock, seconds, str(action)))
+                woken.add(target)
 
     def _receive(self, action: Action, link: _Transfers) -> bool:
         number = len(link.taken)
         if number == len(link.sent):
             return False
-        sent, seconds, transfers, send = link.sent[number]
+        sent, seconds, text = link.sent[number]
         posted = link.taken[number - link.posted] if number >= link.posted else 0.0
         start = max(sent, link.free, posted)
         link.free = start + seconds
         if seconds:
-            transfers.append((send, start, link.free))
+            link.record.transfers.append((text, start, link.free))
         if link.free > self._clock:
-            self.record.waits.append((action, self._clock, link.free))
+            self.record.waits.append((str(action), self._clock, link.free))
             self._clock = link.free
         link.taken.append(self._clock)
         return True
@@ -198,7 +205,7 @@ class _Rank:
         self._busy += cost.forward_s
         self.record.sample(start, self._bytes)
         self.record.in_flight = max(self.record.in_flight, len(self._version_of))
-        self.record.passes.append((action, start, self._clock, version))
+        self.record.passes.append((str(action), start, self._clock, version))
 
     def _backward(self, action: Action) -> None:
         part = self.number if action.part is None else action.part
@@ -215,7 +222,7 @@ class _Rank:
         self._hold()
         self.record.sample(self._clock, self._bytes)
         self.record.staleness.append(self._updates - version)
-        self.record.passes.append((action, start, self._clock, version))
+        self.record.passes.append((str(action), start, self._clock, version))
 
     def _update(self, action: Action) -> None:
         start = self._clock
@@ -224,7 +231,7 @@ class _Rank:
         self._updates += 1
         self._hold()
         self.record.sample(self._clock, self._bytes)
-        self.record.updates.append((action, start, self._clock, self._busy))
+        self.record.updates.append((str(action), start, self._clock, self._busy))
 
     def _hold(self) -> None:
         """Count the versions held: the newest, and those that micro-batches in flight use.

@@ -35,9 +35,24 @@ def test_text_of_every_kind() -> None:
     assert {action.kind for action in TEXTS.values()} == set(Kind)
 
 
-@given(kind=st.sampled_from(Kind), index=INDICES)
-def test_round_trip(kind: Kind, index: int) -> None:
-    action = Action(kind, index)
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("5F7", Action(Kind.FORWARD, 7, 5)),
+        ("0B0", Action(Kind.BACKWARD, 0, 0)),
+        ("12SEND_ACT7", Action(Kind.SEND_ACT, 7, part=12)),
+        ("3LOAD41", Action(Kind.LOAD, 41, 3)),
+    ],
+)
+def test_text_with_a_part(text: str, action: Action) -> None:
+    assert str(action) == text
+    assert Action.parse(text) == action
+    assert action != Action(action.kind, action.index)
+
+
+@given(kind=st.sampled_from(Kind), index=INDICES, part=st.none() | INDICES)
+def test_round_trip(kind: Kind, index: int, part: int | None) -> None:
+    action = Action(kind, index, part)
     assert Action.parse(str(action)) == action
 
 
@@ -48,7 +63,28 @@ def test_different_actions_have_different_texts(kind: Kind, index: int, other: K
 
 @pytest.mark.parametrize(
     "text",
-    ["", "F", "7", "f7", "F-1", "F7 ", " F7", "F7\n", "F 7", "F1.5", "FB7", "G7", "SEND7", "SEND_ACT", "_7", "F7F8"],
+    [
+        "",
+        "F",
+        "7",
+        "f7",
+        "F-1",
+        "F7 ",
+        " F7",
+        "F7\n",
+        "F 7",
+        "F1.5",
+        "FB7",
+        "G7",
+        "SEND7",
+        "SEND_ACT",
+        "_7",
+        "F7F8",
+        "05F7",
+        "-1F7",
+        "5 F7",
+        "57",
+    ],
 )
 def test_bad_text(text: str) -> None:
     with pytest.raises(ValueError, match=r"^action .*: expected a kind and an index, such as ") as error:

@@ -1,0 +1,33 @@
+"""Pipelines of all schedules and sizes, and workloads for them, for property tests."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from ds_vpipe.pipeline import SCHEDULES, Pipeline
+from ds_vpipe.programs import Workload
+from ds_vpipe.schedule import default_depths
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, most_stages: int = 8, most_micro_batches: int = 12) -> Pipeline:
+    """Any schedule; asp with any depth map, vertical or not."""
+    schedule = draw(st.sampled_from(SCHEDULES))
+    num_stages = draw(st.integers(1, most_stages))
+    micro_batches = draw(st.integers(1, most_micro_batches))
+    if schedule == "interleaved":
+        return Pipeline(schedule, num_stages, micro_batches, virtual_stages=draw(st.integers(2, 4)))
+    if schedule != "asp":
+        return Pipeline(schedule, num_stages, micro_batches)
+    drawn = st.lists(st.integers(0, 12), min_size=num_stages - 1, max_size=num_stages - 1)
+    depths = drawn.map(lambda values: (*sorted(values, reverse=True), 0))
+    depth_map = draw(st.none() | st.just(default_depths(num_stages)) | depths)
+    return Pipeline(schedule, num_stages, micro_batches, depth_map, vertical=draw(st.booleans()))
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    """Up to five batches, with data ends anywhere between them."""
+    batches = draw(st.integers(1, 5))
+    ends = tuple(end for end in range(1, batches) if draw(st.booleans()))
+    return Workload(batches, ends, draw(st.booleans()))

@@ -1,9 +1,9 @@
 """Bytes that a stage needs, split into what they are for.
 
-The model: a stage holds its weights, the stashed versions of them, gradients and optimizer state all the time; for every
-micro-batch in flight its input, its output, and what its layers keep for the backward pass; and for a moment the
-activations of the recomputed segment, once, and the workspace of the layer that runs. The last k layers
-of a stage form the recomputed segment and keep only the segment's input. Tensors between two layers are counted once,
+The model: a stage holds its weights, the stashed versions of them, gradients and optimizer state all the time; for
+every micro-batch in flight its input, its output, and what its layers keep for the backward pass; and for a moment the
+activations of the recomputed segment, once, and the workspace of the layer that runs. The last k layers of a
+stage form the recomputed segment and keep only the segment's input. Tensors between two layers are counted once,
 however many layers keep them.
 
 A stage's peak is the largest of three moments: a backward pass inside the segment, one before it, and
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_vpipe.layer_profile import ModelProfile
-from ds_vpipe.optimizer_bytes import OptimizerBytes
+from ds_vpipe.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes
 from ds_vpipe.residency import Residency
 
 Ints = npt.NDArray[np.int64]
@@ -113,8 +113,8 @@ class ActivationSums:
         """Stages that begin at each of ``starts`` and end before ``stop``, by where their segment begins.
 
         Returns:
-            Arrays ``[stage, cut]``: entry ``[i, j]`` is for a segment that begins at layer ``starts.min() + j``; the last
-            one, at ``stop``, for none. Entries whose segment would begin before the stage are meaningless.
+            Arrays ``[stage, cut]``: entry ``[i, j]`` is for a segment that begins at layer ``starts.min() + j``; the
+            last one, at ``stop``, for none. Entries whose segment would begin before the stage are meaningless.
         """
         low = int(starts.min())
         cuts = np.arange(low, stop + 1)
@@ -153,7 +153,7 @@ def stage_memory(
     start: int,
     stop: int,
     residency: Residency,
-    optimizer: OptimizerBytes = OptimizerBytes(),
+    optimizer: OptimizerBytes = NO_OPTIMIZER,
     recomputed: int = 0,
     sums: ActivationSums | None = None,
 ) -> StageMemory:
@@ -198,7 +198,7 @@ def model_memory(
     profile: ModelProfile,
     partition: Sequence[int],
     residencies: Sequence[Residency],
-    optimizer: OptimizerBytes = OptimizerBytes(),
+    optimizer: OptimizerBytes = NO_OPTIMIZER,
     recomputed: Sequence[int] | None = None,
 ) -> tuple[StageMemory, ...]:
     """:func:`stage_memory` of every stage of a partition."""

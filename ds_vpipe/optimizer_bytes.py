@@ -1,7 +1,7 @@
 """How many bytes an optimizer needs per byte of trained weights, by its type and precision.
 
-Mixed-precision wrappers and ZeRO-1 add fp32 master weights; ZeRO-1 divides those and the optimizer's state by the number
-of replicas. Counts are those of DeepSpeed 0.19 and torch 2: Adam and LAMB keep two fp32 values per weight, SGD
+Mixed-precision wrappers and ZeRO-1 add fp32 master weights; ZeRO-1 divides those and the optimizer's state by the
+number of replicas. Counts are those of DeepSpeed 0.19 and torch 2: Adam and LAMB keep two fp32 values per weight, SGD
 with momentum and Lion one, plain SGD none (Rajbhandari et al., ZeRO, SC 2020, section 3, has the same sums).
 """
 
@@ -48,6 +48,10 @@ class OptimizerBytes:
     held: Fraction = Fraction(0)
     update: Fraction = Fraction(0)
     bucket_bytes: int = 0
+
+
+NO_OPTIMIZER = OptimizerBytes()
+"""Gradients only, as for SGD without momentum in fp32."""
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -98,8 +102,8 @@ def optimizer_bytes(
         return OptimizerBytes(held=Fraction(values))
     share = replicas if zero_stage else 1
     held = Fraction(_MASTER * (1 + values), size * share)
-    # Gradients are copied to fp32 for the update: each of them and then all in one vector, or with ZeRO the partition in
-    # one vector and then as fp32.
+    # Gradients are copied to fp32 for the update: each of them and then all in one vector, or with ZeRO the partition
+    # in one vector and then as fp32.
     update = Fraction(size + _MASTER, size * share) if zero_stage else Fraction(2 * _MASTER, size)
     return OptimizerBytes(held=held, update=update, bucket_bytes=bucket_elements * size if zero_stage else 0)
 

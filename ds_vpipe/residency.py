@@ -1,9 +1,9 @@
 """What stays on a stage while a schedule runs: micro-batches in flight, weight versions, transfer buffers.
 
 With depth W_s a stage of the asynchronous schedule holds W_s + 1 micro-batches between their forward and their
-backward pass; synchronous 1F1B is the same with W_s = K-1-s, but never more than a batch has; gpipe holds the whole batch.
-Interleaved schedules are counted, from the order of Megatron-LM (Narayanan et al., Efficient Large-Scale Language Model
-Training on GPU Clusters, SC 2021, section 2.2).
+backward pass; synchronous 1F1B is the same with W_s = K-1-s, but never more than a batch has; gpipe holds the whole
+batch. Interleaved schedules are counted, from the order of Megatron-LM (Narayanan et al., Efficient Large-Scale
+Language Model Training on GPU Clusters, SC 2021, section 2.2).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from ds_vpipe.refusal import Refusal
@@ -163,7 +164,7 @@ def _check(
     if depths is not None:
         if schedule != "asp":
             raise Refusal("depths", list(depths), "none", "leave them out", f"schedule is {schedule}").error()
-        falls = all(one >= other for one, other in zip(depths, depths[1:], strict=False))
+        falls = all(one >= other for one, other in pairwise(depths))
         if len(depths) != num_stages or not falls or depths[-1] != 0:
             allowed = f"{num_stages} ints that never rise and end in 0"
             raise Refusal("depths", list(depths), allowed, "correct them, as in [3, 2, 1, 0]").error()

@@ -10,25 +10,17 @@ from ds_vpipe.pictures.palette import COLOURS, FAINT_INK, IDLE, INK, LINES, PAPE
 from ds_vpipe.pictures.picture import Box, Curve, Label, Picture, Rule, Shape, text_width
 from ds_vpipe.pictures.time_axis import TimeAxis, round_step, write_number
 from ds_vpipe.pictures.timeline_layout import left_margin
+from ds_vpipe.plan import show_bytes
 from ds_vpipe.span_category import Category
 from ds_vpipe.timeline import MemorySample, Timeline
 from ds_vpipe.timeline_summary import TimelineSummary
 
 Points: TypeAlias = tuple[tuple[float, float], ...]
 
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _ROW = 22.0
 _SERIES = tuple(
     COLOURS[category] for category in (Category.FORWARD, Category.BACKWARD, Category.UPDATE, Category.RECOMPUTE)
 )
-
-
-def write_bytes(count: float) -> str:
-    """Return a number of bytes as people read it, such as ``1.5 GiB``."""
-    for size, unit in _UNITS:
-        if count >= size:
-            return f"{write_number(round(count / size, 2))} {unit}"
-    return f"{count:.0f} B"
 
 
 def share_chart(timeline: Timeline, summary: TimelineSummary, width: float = 420.0) -> Picture:
@@ -71,9 +63,9 @@ def memory_chart(timeline: Timeline, width: float, unit: tuple[float, str] | Non
         if samples:
             peak = max(sample.bytes for sample in samples)
             points = _steps(samples, axis, base, (row - 6) / most)
-            tooltip = f"{timeline.rank_word} {rank}: at most {write_bytes(peak)}"
+            tooltip = f"{timeline.rank_word} {rank}: at most {show_bytes(peak)}"
             shapes.append(Curve(points, COLOURS[Category.TRANSFER], filled=True, tooltip=tooltip, role="area"))
-            labels.append(Label(left - 8, base - 7, write_bytes(peak), 10, "end", FAINT_INK, role="side"))
+            labels.append(Label(left - 8, base - 7, show_bytes(peak), 10, "end", FAINT_INK, role="side"))
         labels.append(Label(left - 8, base - 20, f"{timeline.rank_word} {rank}", 12, "end", role="side"))
     shapes += labels
     return Picture(left + width + 16, bottom + 36, tuple(shapes), f"{timeline.title}: memory", axis.data())

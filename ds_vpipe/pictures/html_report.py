@@ -8,10 +8,11 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from ds_vpipe.pictures.charts import loss_chart, memory_chart, share_chart, staleness_chart, write_bytes
+from ds_vpipe.pictures.charts import loss_chart, memory_chart, share_chart, staleness_chart
 from ds_vpipe.pictures.svg import svg
 from ds_vpipe.pictures.time_axis import unit_for, write_number
 from ds_vpipe.pictures.timeline_layout import default_width, timeline_picture
+from ds_vpipe.plan import show_bytes
 from ds_vpipe.timeline import Timeline
 from ds_vpipe.timeline_summary import RankSummary, TimelineSummary, steady_window, summarize
 
@@ -143,13 +144,13 @@ def _steady_bubble(timeline: Timeline) -> str:
 
 def _most_memory(summary: TimelineSummary) -> str:
     peaks = [rank.peak_bytes for rank in summary.ranks if rank.peak_bytes is not None]
-    return write_bytes(max(peaks)) if peaks else "not known"
+    return show_bytes(max(peaks)) if peaks else "not known"
 
 
 def _rank_table(timeline: Timeline, summary: TimelineSummary) -> str:
     def cells(rank: RankSummary) -> list[str]:
         waits = ", ".join(f"{kind} {_time(timeline, seconds)}" for kind, seconds in rank.wait_s.items())
-        peak = "not known" if rank.peak_bytes is None else write_bytes(rank.peak_bytes)
+        peak = "not known" if rank.peak_bytes is None else show_bytes(rank.peak_bytes)
         return [f"{timeline.rank_word} {rank.rank}", f"{rank.busy:.1%}", f"{rank.bubble:.1%}", waits or "-", peak]
 
     return _table(["", "busy", "bubble", "waited for", "peak memory"], [cells(rank) for rank in summary.ranks])

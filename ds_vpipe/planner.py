@@ -277,17 +277,20 @@ def _nothing_fits(
     return VPipeConfigError(
         f"memory budget: got {show(budget)} bytes for stage {part}; nothing fits: the split that comes closest, "
         f"{show(counts)}, needs {least.total} bytes there (layers {start}-{stop - 1}), {lacking}; "
-        f"allowed: at least {least.total} bytes; {_remedy(pipeline, least, there)}"
+        f"allowed: at least {least.total} bytes; {_remedy(pipeline, least)}"
     )
 
 
-def _remedy(pipeline: Pipeline, memory: StageMemory, there: Residency) -> str:
-    """What would save most of what is largest."""
+def _remedy(pipeline: Pipeline, memory: StageMemory) -> str:
+    """What would make most of what is largest go away."""
     moving = memory.activations + memory.recompute + memory.workspace
-    if memory.versions > max(moving, memory.weights) and pipeline.micro_batches < there.in_flight - 1:
-        return f"raise gradient_accumulation_steps to {there.in_flight - 1}, which needs one stashed version only"
-    if memory.optimizer > max(moving, memory.weights, memory.versions):
-        return "use ZeRO-1 with more replicas, more stages, or an optimizer with less state"
-    if moving > memory.weights + memory.versions + memory.gradients + memory.optimizer:
-        return "use smaller micro-batches, more stages, or smaller depths"
-    return "use more stages or more memory"
+    depths = pipeline.known_depths() if pipeline.schedule == "asp" else None
+    remedies = []
+    if depths is not None and pipeline.weight_sync != "none" and pipeline.micro_batches < depths[0]:
+        steps = f"raise gradient_accumulation_steps to {depths[0]}"
+        remedies.append(f"{steps}, so that no stage stashes more than one version of its weights")
+    if moving > memory.static:
+        remedies.append("use smaller micro-batches")
+    elif memory.optimizer > memory.weights + memory.versions:
+        remedies.append("use ZeRO-1 with more replicas, or an optimizer with less state")
+    return ", or ".join([*remedies, "use more stages or more memory"])

@@ -9,12 +9,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn, cast
 
-from ds_vpipe.commands import check, plan, profile, report, show, simulate, trace
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 
-_COMMANDS = (show, check, simulate, profile, plan, trace, report)
+COMMANDS = {
+    "show": "draw a schedule, a timeline or a recording",
+    "check": "check a configuration and its schedule without processes",
+    "simulate": "time a pipeline on paper: throughput, bubble, staleness, memory",
+    "plan": "find the fastest split and recomputation that fit a memory budget",
+    "trace": "turn recordings and timelines into a Chrome or Perfetto trace",
+    "report": "one HTML page: timelines, use of time, memory, staleness, loss",
+}
 _DESCRIPTION = "Look at, check, time and plan pipelines before they run, and look at what they did afterwards."
 _EXAMPLES = """\
 A pipeline from the first look to the last:
@@ -40,25 +47,26 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build_parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser; only the command ``chosen`` knows its arguments, so that the others need not be imported."""
     form = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="python -m ds_vpipe", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=form)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        name = command.__name__.rpartition(".")[2]
-        child = commands.add_parser(
-            name, help=command.HELP, description=command.DESCRIPTION, epilog=command.EXAMPLES, formatter_class=form
-        )
-        command.add_arguments(child)
-        child.set_defaults(run=command.run)
+    for name, summary in COMMANDS.items():
+        child = commands.add_parser(name, help=summary, formatter_class=form)
+        if name == chosen:
+            command = import_module(f"ds_vpipe.commands.{name}")
+            child.description, child.epilog = command.DESCRIPTION, command.EXAMPLES
+            command.add_arguments(child)
+            child.set_defaults(run=command.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        arguments = build_parser().parse_args(argv)
+        arguments = build_parser(argv[0] if argv else None).parse_args(argv)
     except SystemExit as stop:
         return cast(int, stop.code)
     try:

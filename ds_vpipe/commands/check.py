@@ -9,11 +9,10 @@ from ds_vpipe.commands.settings import add_pipeline_arguments, settings_from
 from ds_vpipe.config import refuse_unsupported
 from ds_vpipe.programs import Workload
 
-HELP = "check a configuration and its schedule without processes"
 DESCRIPTION = """\
-Check a DeepSpeed JSON and the schedule that it asks for, without starting anything: keys and values, settings of DeepSpeed
-that do not work with pipelines, and of the schedule the order of the passes, weight versions, buffers, that every
-receive has its send, and that no rank waits for ever. A fault is drawn with the cell where it is.
+Check a DeepSpeed JSON and the schedule that it asks for, without starting anything: keys and values, settings of
+DeepSpeed that do not work with pipelines, and of the schedule the order of the passes, weight versions, buffers, that
+every receive has its send, and that no rank waits for ever. A fault is drawn with the cell where it is.
 """
 EXAMPLES = """\
 examples:

@@ -6,7 +6,6 @@ import argparse
 
 from ds_vpipe.commands.inputs import add_input_arguments, print_json, timelines_from
 
-HELP = "one HTML page: timelines, use of time, memory, staleness, loss, several side by side"
 DESCRIPTION = """\
 Write one HTML page that needs no network and no other file: a table that compares all timelines, and for each its
 picture, which zooms, memory over time, shares of time, staleness and what ranks waited for, and the losses.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vpipe.config import VPipeConfig, block_of
-from ds_vpipe.pipeline import SCHEDULES, Pipeline
+from ds_vpipe.pipeline import SCHEDULES, Pipeline, Schedule
 from ds_vpipe.programs import Workload
 from ds_vpipe.refusal import Refusal
 
@@ -86,7 +86,7 @@ def settings_from(arguments: argparse.Namespace, config: str | None) -> Settings
     ds_config = {} if config is None else read_json(config)
     given = block_of(ds_config)
     block = VPipeConfig.parse(given if given is not None else {"sync_mode": "bsp"} if config else {})
-    schedule = arguments.schedule or ("asp" if block.sync_mode == "asp" else block.schedule)
+    schedule: Schedule = arguments.schedule or ("asp" if block.sync_mode == "asp" else block.schedule)
     virtual_stages = arguments.virtual_stages or getattr(block, "virtual_stages", 1)
     depth = arguments.depth
     if depth is None and schedule == "asp" and isinstance(block.stage_to_depth_map, tuple):

@@ -11,7 +11,6 @@ from ds_vpipe.pictures.text_grid import text_grid
 from ds_vpipe.refusal import Refusal
 from ds_vpipe.timeline import Timeline
 
-HELP = "draw a schedule, a timeline or a recording"
 DESCRIPTION = """\
 Draw what every rank does when: as text in the terminal, or as SVG or PNG.
 
@@ -45,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-o", "--output", action="append", default=[], metavar="FILE", help=f"write a {', '.join(_SUFFIXES)} file"
     )
-    group.add_argument("--unit", type=float, metavar="S", help="seconds per column of the text; default: a forward pass")
+    group.add_argument(
+        "--unit", type=float, metavar="S", help="seconds per column of the text; default: a forward pass"
+    )
     group.add_argument("--window", type=window, metavar="A:B", help="draw only these seconds")
     group.add_argument("--width", type=float, metavar="PIXELS", help="of the time axis in SVG and PNG")
     group.add_argument("--json", action="store_true", help="print the timeline as JSON, which other commands read")

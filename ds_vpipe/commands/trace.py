@@ -6,11 +6,10 @@ import argparse
 
 from ds_vpipe.commands.inputs import add_input_arguments, print_json, timelines_from
 
-HELP = "turn recordings and timelines into a Chrome or Perfetto trace"
 DESCRIPTION = """\
-Merge the recordings of all ranks and write them as a trace for https://ui.perfetto.dev or chrome://tracing: a process per
-timeline, a thread per rank, arrows from sends to receives, memory as counters. Clocks of different machines are brought
-together from the messages between ranks.
+Merge the recordings of all ranks and write them as a trace for https://ui.perfetto.dev or chrome://tracing: a process
+per timeline, a thread per rank, arrows from sends to receives, memory as counters. Clocks of different machines are
+brought together from the messages between ranks.
 """
 EXAMPLES = """\
 examples:

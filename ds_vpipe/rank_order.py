@@ -20,8 +20,11 @@ class RankOrder:
 
     The rules: passes through a part follow the order of micro-batches, each once; a pass has what it needs, and what
     it makes is sent before the next pass; a batch is reduced and stepped once, after all its backward passes; a
-    forward pass runs under the version that is due, a backward pass while that version is held; no more micro-batches
-    are in flight than :meth:`~ds_vpipe.pipeline.Pipeline.in_flight` allows.
+    forward pass runs when the version that is due is the newest; no more micro-batches are in flight than
+    :meth:`~ds_vpipe.pipeline.Pipeline.in_flight` allows.
+
+    It follows that a backward pass is at most ``ceil(W / M)`` versions behind, none if the pipeline is synchronous, and
+    that with vertical sync the version that rank 0 used is there: its depth is the largest.
 
     Args:
         pipeline: the schedule and its sizes.
@@ -41,9 +44,7 @@ class RankOrder:
         self._unsent: Action | None = None
         self._in_flight = 0
         self._most_in_flight = pipeline.in_flight(rank)
-        # The version that is due by the rank's own order, and the one that is used: with vertical sync, rank 0's.
         self._depth = pipeline.depths[rank]
-        self._depth_of_version = pipeline.depths[0] if pipeline.vertical else self._depth
         self._reduced = 0
         self._updates = 0
 
@@ -110,11 +111,9 @@ class RankOrder:
             return f"part {part - 1} has not run it"
         if self._in_flight == self._most_in_flight:
             return f"{self._in_flight} micro-batches are in flight, which is the most for rank {self._rank}"
-        due, used = self._versions(index)
+        due = self._version_due(index)
         if due != self._updates:
             return f"it would run under version {self._updates} of the weights, {due} is due"
-        if used > self._updates:
-            return f"it needs version {used} of the weights, the newest is {self._updates}"
         self._forwarded[part] = index + 1
         self._in_flight += 1
         if self._transfers and part < self._last_part:
@@ -135,26 +134,19 @@ class RankOrder:
         batch = index // self._pipeline.micro_batches
         if batch != self._updates:
             return f"STEP{self._updates} has to come before it"
-        behind = self._updates - self._versions(index)[1]
-        if behind > -(-self._depth_of_version // self._pipeline.micro_batches):
-            return f"version {self._updates - behind}, which its forward pass used, is no longer held"
-        if self._pipeline.synchronous and behind:
-            return f"its forward pass used version {self._updates - behind}, the weights are of version {self._updates}"
         self._completed[part] = index + 1
         self._in_flight -= 1
         if self._transfers and part > 0:
             self._unsent = Action(Kind.SEND_GRAD, index, named)
         return None
 
-    def _versions(self, index: int) -> tuple[int, int]:
-        """The versions of the weights that are newest and that are used when ``F(index)`` runs."""
+    def _version_due(self, index: int) -> int:
+        """The version of the weights that is the newest when ``F(index)`` runs."""
         micro_batches = self._pipeline.micro_batches
         batch = index // micro_batches
         if self._pipeline.synchronous:
-            return batch, batch
-        refill = self._workload.refill(batch) * micro_batches
-        due = version_used(index, self._depth, micro_batches, refill)
-        return due, version_used(index, self._depth_of_version, micro_batches, refill)
+            return batch
+        return version_used(index, self._depth, micro_batches, self._workload.refill(batch) * micro_batches)
 
     def _update(self, kind: Kind, index: int) -> str | None:
         if self._unsent is not None:

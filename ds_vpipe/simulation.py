@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from math import gcd
 
 from ds_vpipe.pipeline import Pipeline
 from ds_vpipe.programs import Workload
@@ -100,6 +101,11 @@ class Simulation:
             ahead = -(-self.pipeline.depths[0] // self.pipeline.micro_batches)
             last -= ahead if self.workload.drain or start + length < self.workload.batches else 0
             first = max(start + ahead, (start + last) // 2)
+            # Micro-batches go round in a convoy as long as rank 0 has in flight: take whole convoys.
+            in_flight = self.pipeline.depths[0] + 1
+            convoys = in_flight // gcd(in_flight, self.pipeline.micro_batches)
+            length = max(0, last - first)
+            first = last - (length - length % convoys or length)
         return (first, last) if first < last else None
 
     @property

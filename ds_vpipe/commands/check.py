@@ -1,0 +1,63 @@
+"""``check``: is the configuration sound, and is its schedule?"""
+
+from __future__ import annotations
+
+import argparse
+
+from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.commands.settings import add_pipeline_arguments, settings_from
+from ds_vpipe.config import refuse_unsupported
+from ds_vpipe.programs import Workload
+
+DESCRIPTION = """\
+Check a DeepSpeed JSON and the schedule that it asks for, without starting anything: keys and values, settings of
+DeepSpeed that do not work with pipelines, and of the schedule the order of the passes, weight versions, buffers, that
+every receive has its send, and that no rank waits for ever. A fault is drawn with the cell where it is.
+"""
+EXAMPLES = """\
+examples:
+  python -m ds_vpipe check ds_config.json --stages 4
+  python -m ds_vpipe check --stages 8 --micro-batches 16 --schedule interleaved --virtual-stages 2
+  python -m ds_vpipe check ds_config.json --json
+
+exit status: 0 sound, 1 the schedule has a fault, 2 the configuration is wrong
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
+    add_pipeline_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check, and return the exit status."""
+    from ds_vpipe.checks import check_programs, typical_workload
+    from ds_vpipe.fault_grid import fault_grid
+    from ds_vpipe.programs import programs
+
+    settings = settings_from(arguments, arguments.config)
+    pipeline = settings.pipeline
+    refuse_unsupported(settings.ds_config, settings.block, pipeline.num_stages)
+    workload = typical_workload(pipeline) if arguments.batches is None else Workload(arguments.batches)
+    actions = programs(pipeline, workload)
+    faults = check_programs(pipeline, actions, workload)
+    count = sum(len(program) for program in actions)
+    if arguments.json:
+        rows = [
+            {
+                "rank": fault.rank,
+                "position": fault.position,
+                "action": None if fault.action is None else str(fault.action),
+                "reason": fault.reason,
+            }
+            for fault in faults
+        ]
+        print_json({"ok": not faults, "actions": count, "batches": workload.batches, "faults": rows})
+    elif faults:
+        print(fault_grid(pipeline, actions, faults))
+    else:
+        sizes = f"{pipeline.num_stages} stages, {pipeline.micro_batches} micro-batches per batch"
+        print(f"sound: {pipeline.schedule}, {sizes}, {count} actions in {workload.batches} batches checked")
+    return 1 if faults else 0

@@ -1,0 +1,102 @@
+"""Timelines named on a command line: files with timelines, recordings, or what a DeepSpeed JSON is going to do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ds_vpipe.commands.settings import add_pipeline_arguments, numbers, read_json, settings_from, workload_from
+from ds_vpipe.merged_recording import read_timeline
+from ds_vpipe.pipeline import Pipeline
+from ds_vpipe.programs import Workload
+from ds_vpipe.refusal import Refusal
+from ds_vpipe.simulator import StageCost, simulate
+from ds_vpipe.timeline import FORMAT, Timeline
+
+_PLAN_UNIT = "forward passes"
+
+
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of :func:`timelines_from`."""
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="a DeepSpeed JSON, a timeline, or a recording: a folder of *.jsonl files, or these files",
+    )
+    add_pipeline_arguments(parser)
+    group = parser.add_argument_group("length of things in a schedule drawn without a profile, in forward passes")
+    group.add_argument("--backward", type=float, default=2.0, metavar="X", help="a backward pass; default 2")
+    group.add_argument("--transfer", type=float, default=0.0, metavar="X", help="a transfer; default 0")
+    group.add_argument("--update", type=float, default=0.0, metavar="X", help="an update; default 0")
+    group = parser.add_argument_group("recordings")
+    group.add_argument("--replica", type=int, default=0, metavar="N", help="which data-parallel replica; default 0")
+    group.add_argument(
+        "--offsets",
+        type=numbers(float),
+        metavar="S,S,...",
+        help="seconds to add to each rank's clock; default: estimated from the messages between ranks",
+    )
+
+
+def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
+    """The timelines that are named, in order; all ``.jsonl`` files together are one recording.
+
+    Raises:
+        VPipeConfigError: A file is none of what is allowed, or nothing is named.
+    """
+    timelines: list[Timeline] = []
+    offsets = None if arguments.offsets is None else dict(enumerate(arguments.offsets))
+    files = [path for path in arguments.paths if path.endswith(".jsonl")]
+    for path in arguments.paths:
+        if path in files:
+            if path == files[0]:
+                timelines.append(read_timeline(files, offsets, arguments.replica))
+        elif Path(path).is_dir():
+            timelines.append(read_timeline([path], offsets, arguments.replica))
+        elif read_json(path).get("format") == FORMAT:
+            timelines.append(Timeline.load(path))
+        else:
+            timelines.append(_planned(arguments, path))
+    if not arguments.paths:
+        if arguments.stages is None or arguments.micro_batches is None:
+            allowed = "a path, or --stages K with --micro-batches M"
+            raise Refusal("input", None, allowed, "name what to draw").error()
+        timelines.append(_planned(arguments, None))
+    return timelines
+
+
+def one_timeline(arguments: argparse.Namespace) -> Timeline:
+    """The only timeline that is named.
+
+    Raises:
+        VPipeConfigError: As :func:`timelines_from`, and if there are several.
+    """
+    timelines = timelines_from(arguments)
+    if len(timelines) > 1:
+        remedy = "name one; report draws several"
+        raise Refusal("input", arguments.paths, "one timeline, recording or DeepSpeed JSON", remedy).error()
+    return timelines[0]
+
+
+def planned_timeline(
+    pipeline: Pipeline, workload: Workload, backward: float = 2.0, transfer: float = 0.0, update: float = 0.0
+) -> Timeline:
+    """What a pipeline is going to do if every part is equal; lengths in forward passes of a part."""
+    cost = StageCost(1.0, backward, transfer, transfer, update)
+    timeline = simulate(pipeline, [cost] * pipeline.num_parts, workload).timeline
+    return replace(timeline, source="plan", meta={**timeline.meta, "time_unit": _PLAN_UNIT})
+
+
+def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
+    """Print ``value`` for a script."""
+    print(json.dumps(value))
+
+
+def _planned(arguments: argparse.Namespace, config: str | None) -> Timeline:
+    pipeline = settings_from(arguments, config).pipeline
+    workload = workload_from(arguments, pipeline, 1 if pipeline.synchronous else 2)
+    return planned_timeline(pipeline, workload, arguments.backward, arguments.transfer, arguments.update)

@@ -1,0 +1,66 @@
+"""``plan``: which split and recomputation fit and are fastest?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.commands.profiled import (
+    add_profile_arguments,
+    configured_partition,
+    configured_ratios,
+    model_profile,
+    planner_pipeline,
+)
+from ds_vpipe.commands.settings import add_pipeline_arguments, settings_from
+
+DESCRIPTION = """\
+Find the layers of every stage and how many of them to recompute: the fastest that fit the memory of every device,
+weight versions, micro-batches in flight and transfers counted. If nothing fits, one line says by how many bytes and
+where.
+"""
+EXAMPLES = """\
+examples:
+  python -m ds_vpipe plan ds_config.json --stages 4 --profile bert.json --memory 16GB -o split.json
+      then in the JSON: "vpipe": {"partition": "split.json"}
+  python -m ds_vpipe plan ds_config.json --profile bert.json --memory 16GB,16GB,8GB,8GB --bandwidth 10GB
+  python -m ds_vpipe plan ds_config.json --profile bert.json --current      what the JSON's own split needs
+
+exit status: 0 a plan, 1 --current does not fit, 2 nothing fits or something is wrong
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
+    add_pipeline_arguments(parser)
+    add_profile_arguments(parser, required=True)
+    group = parser.add_argument_group("the plan")
+    group.add_argument("--current", action="store_true", help="predict for the JSON's own split, do not search")
+    group.add_argument("--hide-transfers", action="store_true", help="choose depths too, for asp (more staleness)")
+    group.add_argument("-o", "--output", metavar="FILE", help='write a split file, for "partition": "FILE"')
+    group.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, and return the exit status."""
+    from ds_vpipe.planner import plan, predict
+
+    settings = settings_from(arguments, arguments.config)
+    profile = model_profile(arguments)
+    pipeline = planner_pipeline(arguments, settings)
+    if arguments.current:
+        found = predict(profile, pipeline, configured_partition(settings, profile), configured_ratios(settings))
+    else:
+        found = plan(profile, replace(pipeline, depths="auto") if arguments.hide_transfers else pipeline)
+    if arguments.output is not None:
+        Path(arguments.output).write_text(json.dumps(found.split()) + "\n", encoding="utf-8")
+    if arguments.json:
+        print_json(found.to_json())
+    else:
+        print(found.table())
+    over = [stage for stage in found.stages if stage.budget is not None and stage.memory.total > stage.budget]
+    return 1 if over else 0

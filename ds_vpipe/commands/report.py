@@ -1,0 +1,43 @@
+"""``report``: one HTML page about timelines, to be looked at without anything else."""
+
+from __future__ import annotations
+
+import argparse
+
+from ds_vpipe.commands.inputs import add_input_arguments, print_json, timelines_from
+
+DESCRIPTION = """\
+Write one HTML page that needs no network and no other file: a table that compares all timelines, and for each its
+picture, which zooms, memory over time, shares of time, staleness and what ranks waited for, and the losses.
+Name a plan, its simulation and the recording together to compare them.
+"""
+EXAMPLES = """\
+examples:
+  python -m ds_vpipe report runs/timeline -o report.html
+  python -m ds_vpipe report simulation.json runs/timeline -o report.html --title "BERT-Large, 4 stages"
+  python -m ds_vpipe report before.json after.json -o planned.html
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    add_input_arguments(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default report.html")
+    group.add_argument("--title", default="Pipeline report", help="heading of the page")
+    group.add_argument("--json", action="store_true", help="print the numbers of all timelines as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the page, and return the exit status."""
+    from ds_vpipe.pictures.html_report import save_html_report
+    from ds_vpipe.timeline_summary import summarize
+
+    timelines = timelines_from(arguments)
+    save_html_report(timelines, arguments.output, arguments.title)
+    if arguments.json:
+        rows = [{"title": t.title, "source": t.source, **summarize(t).to_json()} for t in timelines]
+        print_json({"output": arguments.output, "timelines": rows})
+    else:
+        print(arguments.output)
+    return 0

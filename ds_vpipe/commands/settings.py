@@ -1,0 +1,126 @@
+"""The pipeline that a command is about: from the DeepSpeed JSON, from options, or from both, options first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_vpipe.config import VPipeConfig, block_of
+from ds_vpipe.pipeline import SCHEDULES, Pipeline, Schedule
+from ds_vpipe.programs import Workload
+from ds_vpipe.refusal import Refusal
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is going to be trained.
+
+    Attributes:
+        pipeline: Schedule and sizes.
+        block: The ``"vpipe"`` block, or that of DeepSpeed's own engine if there is none.
+        ds_config: The whole DeepSpeed JSON; empty if there is none.
+    """
+
+    pipeline: Pipeline
+    block: VPipeConfig
+    ds_config: dict[str, Any]
+
+
+def numbers(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """A type for ``argparse``: numbers with commas between them."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        return tuple(of(item) for item in text.split(","))
+
+    parse.__name__ = "numbers with commas"
+    return parse
+
+
+def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say which pipeline it is."""
+    group = parser.add_argument_group("the pipeline; what is not given comes from the DeepSpeed JSON")
+    group.add_argument("--stages", type=int, metavar="K", help="ranks of the pipeline; default: entries of partition")
+    group.add_argument(
+        "--micro-batches", type=int, metavar="M", help="micro-batches per batch; default: gradient_accumulation_steps"
+    )
+    group.add_argument("--schedule", choices=SCHEDULES, help="order of the passes")
+    group.add_argument("--virtual-stages", type=int, metavar="V", help="parts of the model per rank, for interleaved")
+    group.add_argument(
+        "--depth", type=numbers(int), metavar="W,W,...", help="warm-up depth of every stage, for asp, such as 3,2,1,0"
+    )
+    group.add_argument("--batches", type=int, metavar="N", help="batches to train; default: enough to see the pattern")
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Read the object in a JSON file.
+
+    Raises:
+        VPipeConfigError: The file cannot be read or holds no JSON object.
+    """
+    allowed, remedy = "a file with a JSON object", "correct the path or the file"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Refusal("file", path, allowed, remedy, error.strerror or str(error)).error() from None
+    except ValueError as error:
+        raise Refusal("file", path, allowed, remedy, f"it is not JSON: {error}").error() from None
+    if not isinstance(content, dict):
+        raise Refusal("file", path, allowed, remedy, "it holds no object").error()
+    return content
+
+
+def settings_from(arguments: argparse.Namespace, config: str | None) -> Settings:
+    """Put the pipeline together.
+
+    Args:
+        arguments: With the options of :func:`add_pipeline_arguments`.
+        config: Path of a DeepSpeed JSON, or None.
+
+    Raises:
+        VPipeConfigError: A size is not known, or the values are wrong or do not fit together.
+    """
+    ds_config = {} if config is None else read_json(config)
+    given = block_of(ds_config)
+    block = VPipeConfig.parse(given if given is not None else {"sync_mode": "bsp"} if config else {})
+    schedule: Schedule = arguments.schedule or ("asp" if block.sync_mode == "asp" else block.schedule)
+    virtual_stages = arguments.virtual_stages or getattr(block, "virtual_stages", 1)
+    depth = arguments.depth
+    if depth is None and schedule == "asp" and isinstance(block.stage_to_depth_map, tuple):
+        depth = block.stage_to_depth_map
+    pipeline = Pipeline(
+        schedule=schedule,
+        num_stages=arguments.stages if arguments.stages is not None else _stages(block, depth, virtual_stages),
+        micro_batches=arguments.micro_batches if arguments.micro_batches is not None else _micro_batches(ds_config),
+        depth_map=depth,
+        virtual_stages=virtual_stages,
+        vertical=schedule == "asp" and block.weight_sync == "vertical",
+    )
+    return Settings(pipeline, block, ds_config)
+
+
+def workload_from(arguments: argparse.Namespace, pipeline: Pipeline, beyond: int) -> Workload:
+    """The batches asked for, or those that fill the pipeline and ``beyond`` more."""
+    if arguments.batches is not None:
+        return Workload(arguments.batches)
+    filling = 0 if pipeline.synchronous else -(-pipeline.depths[0] // pipeline.micro_batches)
+    return Workload(filling + beyond)
+
+
+def _stages(block: VPipeConfig, depth: tuple[int, ...] | None, virtual_stages: int) -> int:
+    for values, share in ((depth, 1), (block.partition, virtual_stages), (block.recompute_ratio, virtual_stages)):
+        if isinstance(values, tuple):
+            return len(values) // share
+    remedy = "give --stages K"
+    raise Refusal("number of stages", None, "a whole number >= 1", remedy, "no list in the JSON says it").error()
+
+
+def _micro_batches(ds_config: dict[str, Any]) -> int:
+    steps = ds_config.get("gradient_accumulation_steps")
+    if isinstance(steps, int) and not isinstance(steps, bool):
+        return steps
+    remedy = "give --micro-batches M"
+    raise Refusal("gradient_accumulation_steps", steps, "a whole number >= 1 in the JSON", remedy).error()

@@ -1,0 +1,88 @@
+"""``show``: draw what the ranks are going to do, or what they did."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ds_vpipe.commands.inputs import add_input_arguments, one_timeline, print_json
+from ds_vpipe.pictures.text_grid import text_grid
+from ds_vpipe.refusal import Refusal
+from ds_vpipe.timeline import Timeline
+
+DESCRIPTION = """\
+Draw what every rank does when: as text in the terminal, or as SVG or PNG.
+
+The text has a row per rank and a column per unit of time: F forward, B backward, R recompute, S update, each with its
+micro-batch (updates: batch), -- what goes on, . nothing of these.
+"""
+EXAMPLES = """\
+examples:
+  python -m ds_vpipe show --stages 4 --micro-batches 8 --schedule gpipe
+  python -m ds_vpipe show ds_config.json --stages 4 --batches 3
+  python -m ds_vpipe show ds_config.json --stages 4 -o schedule.svg -o schedule.png
+  python -m ds_vpipe show runs/timeline --window 1.5:2.0 --unit 0.01
+  python -m ds_vpipe show --stages 2 --micro-batches 4 --schedule interleaved --virtual-stages 2 --json > plan.json
+"""
+_SUFFIXES = (".txt", ".svg", ".png", ".json")
+
+
+def window(text: str) -> tuple[float, float]:
+    """``A:B``, two instants in seconds."""
+    begin, _, end = text.partition(":")
+    start, stop = float(begin), float(end)
+    if not 0 <= start < stop:
+        raise ValueError(text)
+    return start, stop
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    add_input_arguments(parser)
+    group = parser.add_argument_group("the picture")
+    group.add_argument(
+        "-o", "--output", action="append", default=[], metavar="FILE", help=f"write a {', '.join(_SUFFIXES)} file"
+    )
+    group.add_argument(
+        "--unit", type=float, metavar="S", help="seconds per column of the text; default: a forward pass"
+    )
+    group.add_argument("--window", type=window, metavar="A:B", help="draw only these seconds")
+    group.add_argument("--width", type=float, metavar="PIXELS", help="of the time axis in SVG and PNG")
+    group.add_argument("--json", action="store_true", help="print the timeline as JSON, which other commands read")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw, and return the exit status."""
+    for path in arguments.output:
+        if Path(path).suffix not in _SUFFIXES:
+            raise Refusal("--output", path, f"a name that ends in {', '.join(_SUFFIXES)}", "rename it").error()
+    timeline = one_timeline(arguments)
+    if arguments.json:
+        print_json(timeline.to_json())
+    elif not arguments.output:
+        print(timeline.title)
+        print(text_grid(timeline, arguments.unit, arguments.window))
+    for path in arguments.output:
+        _write(timeline, path, arguments)
+        if not arguments.json:
+            print(path)
+    return 0
+
+
+def _write(timeline: Timeline, path: str, arguments: Any) -> None:
+    from ds_vpipe.pictures.timeline_layout import timeline_picture
+
+    suffix = Path(path).suffix
+    if suffix == ".txt":
+        Path(path).write_text(text_grid(timeline, arguments.unit, arguments.window) + "\n", encoding="utf-8")
+    elif suffix == ".json":
+        timeline.save(path)
+    elif suffix == ".svg":
+        from ds_vpipe.pictures.svg import save_svg
+
+        save_svg(timeline_picture(timeline, arguments.width, arguments.window), path)
+    else:
+        from ds_vpipe.pictures.png import save_png
+
+        save_png(timeline_picture(timeline, arguments.width, arguments.window), path)

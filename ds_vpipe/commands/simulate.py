@@ -1,0 +1,137 @@
+"""``simulate``: how fast will it be, what will it wait for, and how much will it hold?"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.commands.settings import Settings, add_pipeline_arguments, numbers, settings_from, workload_from
+from ds_vpipe.refusal import Refusal
+
+if TYPE_CHECKING:
+    from ds_vpipe.simulation import Simulation
+    from ds_vpipe.simulator import StageCost
+
+DESCRIPTION = """\
+Carry out the schedule on paper, with seconds and bytes of every part of the model: from a profile and the partition and
+recompute_ratio of the DeepSpeed JSON, or given as numbers.
+"""
+EXAMPLES = """\
+examples:
+  python -m ds_vpipe simulate ds_config.json --profile bert.json --bandwidth 10GB
+  python -m ds_vpipe simulate ds_config.json --stages 4 --forward 0.012 --backward 0.024 --send 0.003
+  python -m ds_vpipe simulate --stages 4 --micro-batches 8 --schedule gpipe --forward 1,1,2,1 --backward 2,2,4,2
+  python -m ds_vpipe simulate ds_config.json --profile bert.json -o simulation.json     then: report simulation.json
+"""
+_BEYOND = 10  # batches after the pipeline is full
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    from ds_vpipe.commands.profiled import add_profile_arguments
+
+    parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
+    add_pipeline_arguments(parser)
+    add_profile_arguments(parser, required=False)
+    group = parser.add_argument_group("costs without a profile: a number for all parts, or one for each with commas")
+    for name, what in (
+        ("forward", "seconds of a forward pass"),
+        ("backward", "seconds of a backward pass"),
+        ("send", "seconds of a transfer"),
+    ):
+        group.add_argument(f"--{name}", type=numbers(float), metavar="S", help=what)
+    group.add_argument("--update", type=numbers(float), default=(0.0,), metavar="S", help="seconds of an update")
+    group = parser.add_argument_group("output")
+    group.add_argument("-o", "--output", metavar="FILE", help="write the timeline, for show, trace and report")
+    group.add_argument("--json", action="store_true", help="print the numbers as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate, and return the exit status."""
+    from ds_vpipe.simulator import simulate
+
+    settings = settings_from(arguments, arguments.config)
+    costs = _profiled(arguments, settings) if arguments.profile else _given(arguments, settings)
+    simulation = simulate(settings.pipeline, costs, workload_from(arguments, settings.pipeline, _BEYOND))
+    if arguments.output is not None:
+        timeline = simulation.timeline
+        micro_batches = settings.pipeline.micro_batches
+        title = f"{settings.pipeline.schedule}, {micro_batches} micro-batches per batch"
+        replace(timeline, title=title).save(arguments.output)
+    if arguments.json:
+        print_json(_numbers(simulation))
+    else:
+        print(_table(simulation))
+    return 0
+
+
+def _given(arguments: argparse.Namespace, settings: Settings) -> list[StageCost]:
+    from ds_vpipe.simulator import StageCost
+
+    parts = settings.pipeline.num_parts
+    if arguments.forward is None:
+        remedy = "give one of them; profile makes a profile"
+        raise Refusal("costs", None, "--profile FILE, or --forward S and what else takes time", remedy).error()
+
+    def spread(name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        values: tuple[float, ...] = getattr(arguments, name) or default
+        if len(values) not in (1, parts):
+            raise Refusal(f"--{name}", list(values), f"1 or {parts} numbers, one per part", "give as many").error()
+        return values * parts if len(values) == 1 else values
+
+    forward = spread("forward", ())
+    backward = spread("backward", tuple(2 * seconds for seconds in forward))
+    send, update = spread("send", (0.0,)), spread("update", (0.0,))
+    return [StageCost(*cost) for cost in zip(forward, backward, send, send, update, strict=True)]
+
+
+def _profiled(arguments: argparse.Namespace, settings: Settings) -> tuple[StageCost, ...]:
+    from ds_vpipe.commands.profiled import configured_partition, configured_ratios, model_profile, planner_pipeline
+    from ds_vpipe.planned_costs import stage_costs
+    from ds_vpipe.planner import predict
+
+    profile = model_profile(arguments)
+    pipeline = planner_pipeline(arguments, settings)
+    plan = predict(profile, pipeline, configured_partition(settings, profile), configured_ratios(settings))
+    return stage_costs(plan, pipeline.residencies(), arguments.update[0])
+
+
+def _numbers(simulation: Simulation) -> dict[str, object]:
+    return {
+        "throughput": simulation.throughput,
+        "overall_throughput": simulation.overall_throughput,
+        "makespan_s": simulation.makespan_s,
+        "micro_batches": simulation.workload.batches * simulation.pipeline.micro_batches,
+        "bubble": list(simulation.bubble),
+        "steady_bubble": list(simulation.steady_bubble),
+        "staleness": [list(pair) for pair in simulation.staleness],
+        "peak_bytes": list(simulation.peak_bytes),
+        "in_flight": list(simulation.in_flight),
+        "versions": list(simulation.versions),
+    }
+
+
+def _table(simulation: Simulation) -> str:
+    from ds_vpipe.plan import show_bytes
+
+    rows = [("rank", "bubble %", "steady %", "staleness", "in flight", "versions", "peak")]
+    columns = zip(
+        simulation.bubble,
+        simulation.steady_bubble,
+        simulation.staleness,
+        simulation.in_flight,
+        simulation.versions,
+        simulation.peak_bytes,
+        strict=True,
+    )
+    for rank, (bubble, steady, (mean, most), in_flight, versions, peak) in enumerate(columns):
+        stale = f"{mean:.2f} (max {most})"
+        memory = show_bytes(peak) if peak else "-"
+        rows.append((str(rank), f"{bubble:.1%}", f"{steady:.1%}", stale, str(in_flight), str(versions), memory))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    steady, overall = simulation.throughput, simulation.overall_throughput
+    lines.append(f"throughput: {steady:.4g} micro-batches/s in the steady state, {overall:.4g} over everything")
+    return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""Counts what tensor operations allocate and compute, on any device, the meta device included.
+
+Operations are seen below autograd, so that backward passes are counted as well. A storage counts from the operation
+that returned it until it is freed; what an operation allocates and frees within itself is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """How fast a device is.
+
+    An operation takes as long as its arithmetic or its memory traffic, whichever is longer (the roofline of Williams et
+    al., CACM 2009).
+
+    Attributes:
+        name: for profiles.
+        flops_per_s: arithmetic that matrix products reach.
+        bytes_per_s: memory bandwidth.
+    """
+
+    name: str = "model of a device with 100 TFLOP/s and 1 TB/s"
+    flops_per_s: float = 100e12
+    bytes_per_s: float = 1e12
+
+    def seconds(self, flops: float, traffic: float) -> float:
+        """Seconds of one operation that reads and writes ``traffic`` bytes."""
+        return max(flops / self.flops_per_s, traffic / self.bytes_per_s)
+
+
+UNTIMED = DeviceModel("no device", inf, inf)
+"""Operations take no time."""
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What tells storages apart while they are alive; addresses do not, on the meta device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class OpMeter(TorchDispatchMode):
+    """Counts operations while it is entered.
+
+    Args:
+        device: whose time is added up.
+        outside: tensors whose storages do not count, such as inputs.
+
+    Attributes:
+        live_bytes: storages that were allocated and are alive.
+        peak_bytes: the most of that so far.
+        flops: floating-point operations of matrix products, convolutions and attention.
+        seconds: what they all take on ``device``.
+    """
+
+    def __init__(self, device: DeviceModel = UNTIMED, outside: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self.flops, self.seconds = 0, 0.0
+        self._device = device
+        self._outside = list(outside)  # which also keeps their keys theirs
+        self._known = {storage_key(tensor) for tensor in self._outside}
+
+    def start_over(self) -> None:
+        """Count seconds, operations and the peak from here on; what is alive stays counted."""
+        self.peak_bytes, self.flops, self.seconds = self.live_bytes, 0, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` and count it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for tensor in made:
+            self._count(tensor)
+        if not func.is_view and made:
+            used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            traffic = sum(tensor.numel() * tensor.element_size() for tensor in (*used, *made))
+            formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+            flops = 0 if formula is None else formula(*args, **kwargs, out_val=result)
+            self.flops += flops
+            self.seconds += self._device.seconds(flops, traffic)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        if key in self._known:
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        self._known.add(key)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._forget, key, size).atexit = False
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live_bytes -= size

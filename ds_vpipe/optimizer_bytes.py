@@ -1,0 +1,130 @@
+"""How many bytes an optimizer needs per byte of trained weights, by its type and precision.
+
+Mixed-precision wrappers and ZeRO-1 add fp32 master weights; ZeRO-1 divides those and the optimizer's state by the
+number of replicas. Counts are those of DeepSpeed 0.19 and torch 2: Adam and LAMB keep two fp32 values per weight, SGD
+with momentum and Lion one, plain SGD none (Rajbhandari et al., ZeRO, SC 2020, section 3, has the same sums).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+_MASTER = 4  # bytes of an fp32 master weight
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+_ZERO_BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size, in elements
+
+# Values of the weight's size that an optimizer keeps per weight.
+_STATE = {
+    "sgd": 0,
+    "musgd": 0,
+    "lion": 1,
+    "fusedlion": 1,
+    "muon": 2,  # one for matrices, two for the rest, which Adam trains
+    "adagrad": 1,
+    "rmsprop": 1,
+    "asgd": 1,
+    "onebitadam": 4,  # and the errors of worker and server
+    "onebitlamb": 4,
+    "zerooneadam": 4,
+}
+_OTHER_STATE = 2  # Adam, AdamW, LAMB, Adadelta, Adamax, NAdam, RAdam, and whatever is not known
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """What training needs besides the weights.
+
+    Attributes:
+        gradient: bytes of gradients per byte of trained weights.
+        held: bytes of master weights and state per byte of trained weights; they stay.
+        update: bytes per byte of trained weights that exist only during an update.
+        bucket_bytes: bytes of a reduction's buffer, which exist only during an update.
+    """
+
+    gradient: Fraction = Fraction(1)
+    held: Fraction = Fraction(0)
+    update: Fraction = Fraction(0)
+    bucket_bytes: int = 0
+
+
+NO_OPTIMIZER = OptimizerBytes()
+"""Gradients only, as for SGD without momentum in fp32."""
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one value.
+
+    Raises:
+        ValueError: not a floating-point type that weights may have.
+    """
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"dtype: got {dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}")
+    return _DTYPE_BYTES[dtype]
+
+
+def state_values(optimizer: str, params: Mapping[str, Any] | None = None) -> int:
+    """Values per weight that an optimizer keeps; two for one that is not known, as Adam.
+
+    Args:
+        optimizer: its type, as in a DeepSpeed JSON; case does not count.
+        params: its parameters; momentum, ``amsgrad`` and ``centered`` count.
+    """
+    params = params or {}
+    extra = sum(bool(params.get(key)) for key in ("amsgrad", "centered"))
+    if optimizer.lower() in ("sgd", "musgd", "rmsprop"):
+        extra += bool(params.get("momentum"))
+    return _STATE.get(optimizer.lower(), _OTHER_STATE) + extra
+
+
+def optimizer_bytes(
+    optimizer: str = "adam",
+    params: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    zero_stage: int = 0,
+    replicas: int = 1,
+    bucket_elements: int = _ZERO_BUCKET,
+) -> OptimizerBytes:
+    """Bytes that an optimizer needs.
+
+    Args:
+        optimizer: its type, as in a DeepSpeed JSON.
+        params: its parameters.
+        dtype: of the weights.
+        zero_stage: 0 or 1.
+        replicas: data-parallel ranks of the stage.
+        bucket_elements: DeepSpeed's ``reduce_bucket_size``, for ZeRO-1.
+    """
+    size, values = dtype_bytes(dtype), state_values(optimizer, params)
+    if zero_stage == 0 and size >= _MASTER:
+        return OptimizerBytes(held=Fraction(values))
+    share = replicas if zero_stage else 1
+    held = Fraction(_MASTER * (1 + values), size * share)
+    # Gradients are copied to fp32 for the update: each of them and then all in one vector, or with ZeRO the partition
+    # in one vector and then as fp32.
+    update = Fraction(size + _MASTER, size * share) if zero_stage else Fraction(2 * _MASTER, size)
+    return OptimizerBytes(held=held, update=update, bucket_bytes=bucket_elements * size if zero_stage else 0)
+
+
+def training_dtype(ds_config: Mapping[str, Any]) -> str:
+    """Type of the weights that a DeepSpeed JSON trains: ``bfloat16``, ``float16`` or ``float32``."""
+    for key, dtype in (("fp16", "float16"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16")):
+        if (ds_config.get(key) or {}).get("enabled"):
+            return dtype
+    return "float32"
+
+
+def configured_optimizer_bytes(ds_config: Mapping[str, Any], replicas: int = 1) -> OptimizerBytes:
+    """:func:`optimizer_bytes` of a DeepSpeed JSON. One that names no optimizer counts as Adam."""
+    optimizer = ds_config.get("optimizer") or {}
+    zero = ds_config.get("zero_optimization") or {}
+    return optimizer_bytes(
+        str(optimizer.get("type", "adam")),
+        optimizer.get("params"),
+        training_dtype(ds_config),
+        int(zero.get("stage") or 0),
+        replicas,
+        int(zero.get("reduce_bucket_size") or _ZERO_BUCKET),
+    )

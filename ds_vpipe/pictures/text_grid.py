@@ -1,0 +1,101 @@
+"""A timeline in the terminal: a row per rank, a column per unit of time.
+
+::
+
+    stage 0 |F0 F1 .  .  B0 -- .  B1 -- |
+    stage 1 |.  F0 B0 -- F1 B1 -- .  .  |
+
+``F`` is a forward and ``B`` a backward pass, ``R`` recomputation, ``S`` an update (reduction included), each with its
+micro-batch or batch and, if ranks hold several parts, the part before it; ``--`` goes on with what began, a dot is time
+in which the rank does none of these. A cell shows what fills most of its column, if that is at least half of it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Final
+
+from ds_vpipe.refusal import Refusal
+from ds_vpipe.span_category import Category, category_of
+from ds_vpipe.timeline import Span, Timeline
+
+LETTERS: Final = {
+    Category.FORWARD: "F",
+    Category.BACKWARD: "B",
+    Category.RECOMPUTE: "R",
+    Category.UPDATE: "S",
+    Category.OTHER: "?",
+}
+MOST_COLUMNS: Final = 2000
+_ROUNDING = 1e-6  # of a column: sums of seconds are not exact
+
+
+def default_unit(timeline: Timeline) -> float:
+    """Seconds per column with which most forward passes fill whole columns: the median forward pass.
+
+    Raises:
+        VPipeConfigError: The timeline has no forward pass of some length.
+    """
+    lengths = [span.duration for span in timeline.spans if category_of(span) is Category.FORWARD and span.duration > 0]
+    if not lengths:
+        raise Refusal("unit", None, "seconds per column", "give it: there is no forward pass to take it from").error()
+    return statistics.median(lengths)
+
+
+def text_grid(timeline: Timeline, unit: float | None = None, window: tuple[float, float] | None = None) -> str:
+    """Draw ``timeline`` as text, without a newline at the end.
+
+    Args:
+        timeline: What to draw.
+        unit: Seconds per column; :func:`default_unit` if not given.
+        window: First and last second to draw; everything if not given.
+
+    Raises:
+        VPipeConfigError: ``unit`` is not positive, or there would be more than MOST_COLUMNS columns.
+    """
+    unit = default_unit(timeline) if unit is None else unit
+    start, end = window if window is not None else (0.0, timeline.duration)
+    if not 0 < unit < math.inf:
+        raise Refusal("unit", unit, "seconds per column, above 0", "give the length of a forward pass").error()
+    columns = max(1, math.ceil((end - start) / unit - _ROUNDING))
+    if columns > MOST_COLUMNS:
+        reason = f"{end - start:.6g} s take {columns} columns"
+        fix = "give a larger unit or a smaller window"
+        raise Refusal("unit", unit, f"at most {MOST_COLUMNS} columns", fix, reason).error()
+    with_part = timeline.holds_parts
+    rows = [_cells(spans, unit, start, columns, with_part) for spans in timeline.by_rank()]
+    width = max(2, max(len(cell) for row in rows for cell in row))
+    name, digits = timeline.rank_word, len(str(timeline.num_ranks - 1))
+    return "\n".join(
+        f"{name} {rank:<{digits}} |" + "".join(f"{cell:<{width}} " for cell in row) + "|"
+        for rank, row in enumerate(rows)
+    )
+
+
+def _cells(spans: Sequence[Span], unit: float, start: float, columns: int, with_part: bool) -> list[str]:
+    """The texts of one row. ``best`` holds, per column, how much of it is filled by the span that fills most."""
+    best: list[tuple[float, Span | None]] = [(0.0, None)] * columns
+    for span in spans:
+        if category_of(span) not in LETTERS:
+            continue
+        first = (span.start - start) / unit
+        last = (span.end - start) / unit
+        for column in range(max(0, math.floor(first)), min(columns, math.ceil(last))):
+            share = min(last, column + 1) - max(first, column)
+            # A recomputation lies inside its backward pass and has to win where both fill the column.
+            inside = category_of(span) is Category.RECOMPUTE and share > best[column][0] - _ROUNDING
+            if share > best[column][0] + _ROUNDING or inside:
+                best[column] = (share, span)
+    cells = []
+    before: Span | None = None
+    for share, most in best:
+        if most is None or share < 0.5 - _ROUNDING:
+            cells.append(".")
+            before = None
+            continue
+        part = str(most.part) if with_part else ""
+        cells.append("--" if most is before else f"{part}{LETTERS[category_of(most)]}{most.name.index}")
+        before = most
+    return cells

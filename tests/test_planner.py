@@ -1,0 +1,316 @@
+"""Plans against brute force, over all partitions and all numbers of recomputed layers."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations, pairwise, product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.memory import stage_memory
+from ds_vpipe.optimizer_bytes import OptimizerBytes, optimizer_bytes
+from ds_vpipe.pace import Link, pace
+from ds_vpipe.plan import Plan
+from ds_vpipe.planner import Pipeline, balance_by_computation, balance_by_parameters, plan, predict
+
+
+def layer(forward: float = 1, backward: float = 2, parameters: int = 0, kept: int = 0, out: int = 0) -> LayerProfile:
+    return LayerProfile("layer", forward, backward, parameters, kept, out)
+
+
+def model(*layers: LayerProfile, input_bytes: int = 0) -> ModelProfile:
+    return ModelProfile(layers, input_bytes, 1, "test", "float32", "analytic")
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> LayerProfile:
+    small = st.integers(0, 12)
+    kept, parameters = draw(small), draw(small)
+    return LayerProfile(
+        "layer",
+        forward_s=draw(st.integers(1, 16)) / 8,  # sums are exact
+        backward_s=draw(st.integers(0, 16)) / 8,
+        parameter_bytes=parameters,
+        activation_bytes=kept,
+        boundary_bytes=draw(small),
+        input_kept_bytes=draw(small),
+        output_kept_bytes=draw(st.integers(0, kept)),
+        workspace_bytes=draw(small),
+        frozen_bytes=draw(st.sampled_from([0, parameters])),
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[ModelProfile, Pipeline]:
+    found = draw(st.lists(layers(), min_size=1, max_size=6))
+    stages = draw(st.integers(1, min(4, len(found))))
+    schedule = draw(st.sampled_from(["asp", "asp", "1f1b", "gpipe"]))
+    ahead = draw(st.lists(st.integers(0, 3), min_size=stages - 1, max_size=stages - 1))
+    pipeline = Pipeline(
+        num_stages=stages,
+        micro_batches=draw(st.integers(1, 5)),
+        schedule=schedule,
+        budget=draw(st.none() | st.integers(1, 250) | st.lists(st.integers(1, 250), min_size=stages, max_size=stages)),
+        depths=[sum(ahead[s:]) for s in range(stages)] if schedule == "asp" else "default",
+        weight_sync=draw(st.sampled_from(["stash", "vertical", "none"])),
+        optimizer=OptimizerBytes(held=draw(st.sampled_from([Fraction(0), Fraction(5, 3)])), update=Fraction(1, 2)),
+        link=Link(draw(st.integers(0, 8)) / 8, draw(st.sampled_from([1, 8, float("inf")]))),
+        host_transfers=draw(st.booleans()),
+    )
+    return model(*found, input_bytes=draw(st.integers(0, 12))), pipeline
+
+
+def all_partitions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    for cuts in combinations(range(1, num_layers), num_stages - 1):
+        yield tuple(end - start for start, end in pairwise((0, *cuts, num_layers)))
+
+
+def brute_force(profile: ModelProfile, pipeline: Pipeline) -> float | None:
+    """The smallest pace over everything that fits."""
+    best = None
+    budgets = pipeline.part_budgets()
+    for counts in all_partitions(len(profile), pipeline.num_stages):
+        for again in product(*(range(count + 1) for count in counts)):
+            compute, trips, stop, fits = [], [], 0, True
+            for stage, count in enumerate(counts):
+                start, stop = stop, stop + count
+                memory = stage_memory(
+                    profile, start, stop, pipeline.residencies()[stage], pipeline.optimizer, again[stage]
+                )
+                limit = budgets[stage]
+                fits &= limit is None or memory.total <= limit
+                mine = profile.layers[start:stop]
+                recompute = sum(one.forward_s for one in mine[count - again[stage] :])
+                compute.append(sum(one.forward_s + one.backward_s for one in mine) + recompute)
+                trips.append(pipeline.link.round_trip(mine[-1].boundary_bytes))
+            if fits:
+                found = pace(compute, trips[:-1], pipeline.known_depths())
+                best = found if best is None else min(best, found)
+    return best
+
+
+@settings(deadline=None, max_examples=150)
+@given(problem=problems())
+def test_plans_are_optimal_and_fit(problem: tuple[ModelProfile, Pipeline]) -> None:
+    profile, pipeline = problem
+    best = brute_force(profile, pipeline)
+    if best is None:
+        with pytest.raises(VPipeConfigError, match="nothing fits"):
+            plan(profile, pipeline)
+        return
+    found = plan(profile, pipeline)
+    assert found.pace_s == pytest.approx(best, rel=1e-11)
+    for stage in found.stages:
+        assert stage.budget is None or stage.memory.total <= stage.budget
+    assert predict(profile, pipeline, found.partition, found.recompute_ratio) == found
+
+
+@settings(deadline=None, max_examples=100)
+@given(problem=problems(), data=st.data())
+def test_settled_partitions_and_ratios_are_kept(problem: tuple[ModelProfile, Pipeline], data: st.DataObject) -> None:
+    profile, pipeline = problem
+    pipeline = replace(pipeline, budget=None)
+    counts = data.draw(st.sampled_from(list(all_partitions(len(profile), pipeline.num_stages))))
+    ratios = data.draw(
+        st.lists(st.sampled_from([0, 0.3, 1]), min_size=pipeline.num_stages, max_size=pipeline.num_stages)
+    )
+    fixed = predict(profile, pipeline, counts, ratios)
+    assert plan(profile, pipeline, counts, ratios) == fixed
+    # Each stage may have what it needs without recomputation: then nothing is recomputed, and with one byte less on one
+    # stage either that stage recomputes, or it does not fit.
+    never = predict(profile, pipeline, counts, [0] * pipeline.num_stages)
+    budgets = [max(1, stage.memory.total) for stage in never.stages]
+    found = plan(profile, replace(pipeline, budget=budgets), counts)
+    assert [stage.recomputed for stage in found.stages] == [0] * pipeline.num_stages
+    if budgets[0] > 1:
+        try:
+            tighter = plan(profile, replace(pipeline, budget=[budgets[0] - 1, *budgets[1:]]), counts)
+        except VPipeConfigError as error:
+            refused = str(error)
+            assert "for stage 0; nothing fits" in refused
+        else:
+            assert tighter.partition == counts
+            assert tighter.stages[0].recomputed > 0
+
+
+@settings(deadline=None, max_examples=100)
+@given(problem=problems())
+def test_the_missing_bytes_are_exact(problem: tuple[ModelProfile, Pipeline]) -> None:
+    profile, pipeline = problem
+    tight = replace(pipeline, budget=1)
+    try:
+        plan(profile, tight)
+    except VPipeConfigError as error:
+        line = str(error)
+    else:
+        return
+    assert "\n" not in line
+    missing = int(re.search(r", (\d+) bytes \(", line).group(1))  # type: ignore[union-attr]
+    plan(profile, replace(pipeline, budget=1 + missing))
+    if missing > 1:
+        with pytest.raises(VPipeConfigError, match=r", 1 bytes \(1 B\) too many"):
+            plan(profile, replace(pipeline, budget=missing))
+
+
+def test_the_first_stage_recomputes_what_it_must() -> None:
+    # K = 2, W = (1, 0): stage 0 holds two micro-batches. 4 layers of 10 bytes each, boundaries of 1 byte.
+    profile = model(*[layer(kept=10, out=1)] * 4, input_bytes=1)
+    # Per micro-batch: input 1, layers 10 + 10, output 1; what is between them and kept by nobody does not count. The
+    # gradient that has arrived: 1.
+    free = plan(profile, Pipeline(2, 1))
+    assert free.partition == (2, 2)
+    assert free.stages[0].memory.activations == 44
+    assert free.stages[0].memory.total == 45
+    assert free.pace_s == 6
+    # One byte less: the last layer is recomputed. Per micro-batch: input 1, layer 10, segment's input 1, output 1.
+    # Once: the segment's input again, 1, and its layer, 10.
+    tight = plan(profile, Pipeline(2, 1, budget=44))
+    assert tight.partition == (2, 2)
+    assert tight.stages[0].recomputed == 1
+    assert tight.stages[0].memory.activations == 26
+    assert tight.stages[0].memory.recompute == 11
+    assert tight.stages[0].memory.total == 38
+    assert tight.recompute_ratio == (0.5, 0)
+    assert tight.pace_s == 7
+
+
+def test_versions_move_layers_to_later_stages() -> None:
+    # M = 1: stages hold 4, 3, 2, 1 versions. 10 layers of 10 bytes and as many of gradients; 100 bytes fit 2, 2, 3, 5.
+    profile = model(*[layer(parameters=10)] * 10)
+    found = plan(profile, Pipeline(4, 1, budget=100))
+    assert all(stage.memory.total <= 100 for stage in found.stages)
+    assert [stage.memory.versions for stage in found.stages] == [
+        30 * found.partition[0],
+        20 * found.partition[1],
+        10 * found.partition[2],
+        0,
+    ]
+    assert max(found.partition) == 3
+    with pytest.raises(VPipeConfigError, match="raise gradient_accumulation_steps to 3, so that no stage stashes"):
+        plan(profile, Pipeline(4, 1, budget=75))
+
+
+@pytest.mark.parametrize(
+    ("round_trip", "depths", "seconds"),
+    [(0.0, (3, 2, 1, 0), 3.0), (1.5, (6, 4, 2, 0), 3.0), (6.0, (9, 6, 3, 0), 3.0)],
+)
+def test_depths_that_hide_transfers(round_trip: float, depths: tuple[int, ...], seconds: float) -> None:
+    profile = model(*[layer()] * 4)
+    link = Link(latency_s=round_trip / 2)
+    assert plan(profile, Pipeline(4, 4, depths="auto", link=link)).depths == depths
+    assert plan(profile, Pipeline(4, 4, depths="auto", link=link)).pace_s == seconds
+    waiting = plan(profile, Pipeline(4, 4, link=link))
+    assert waiting.pace_s == 3 + 0.75 * round_trip  # three round trips for four micro-batches in flight
+
+
+def test_depths_that_do_not_fit_are_named() -> None:
+    profile = model(*[layer(out=10)] * 4, input_bytes=10)
+    found = plan(profile, Pipeline(4, 4, depths="auto", link=Link(0.75), budget=100))
+    assert found.depths == (3, 2, 1, 0)
+    assert "depths [6, 4, 2, 0] would hide all transfers but do not fit" in found.notes[0]
+
+
+def test_interleaved_parts_fit_their_rank() -> None:
+    profile = model(*[layer(kept=10, parameters=4)] * 16)
+    pipeline = Pipeline(2, 4, "interleaved", virtual_stages=2, budget=2000, optimizer=optimizer_bytes("adam"))
+    found = plan(profile, pipeline)
+    assert found.partition == (4, 4, 4, 4)
+    assert found.pace_s == 24
+    # 4 micro-batches of 24 s, and a bubble of (K - 1) / v of them.
+    assert found.seconds_per_micro_batch == 24 + 12 / 4
+    assert [memory.total <= 2000 for memory in found.rank_memory()] == [True, True]
+
+
+def test_synchronous_seconds() -> None:
+    profile = model(*[layer()] * 4)
+    for schedule in ("1f1b", "gpipe"):
+        found = plan(profile, Pipeline(4, 8, schedule))  # type: ignore[arg-type]
+        assert 1 - 3.0 / found.seconds_per_micro_batch == pytest.approx(3 / 11)  # the bubble (K-1) / (K-1+M)
+
+
+def test_balances() -> None:
+    profile = model(layer(1, 2, 8), layer(1, 2, 1), layer(2, 4, 1), layer(4, 8, 1))
+    assert balance_by_parameters(profile, 2) == (1, 3)
+    assert balance_by_computation(profile, 2) == (3, 1)
+
+
+def test_plans_become_files(tmp_path: Path) -> None:
+    profile = model(*[layer(kept=10, out=1, parameters=4)] * 7, input_bytes=1)
+    found = plan(profile, Pipeline(3, 2, budget=70, link=Link(0.1)))
+    assert any(stage.recomputed for stage in found.stages)
+    path = tmp_path / "split.json"
+    found.save_split(path)
+    config = VPipeConfig.parse({"partition": str(path)})
+    assert config.partition == found.partition
+    assert config.recompute_ratio == found.recompute_ratio
+    config.resolve(3, 7)
+    assert Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_table() -> None:
+    profile = model(*[layer(0.001, 0.002, kept=10_000_000, out=1000, parameters=4_000_000)] * 4, input_bytes=1000)
+    lines = plan(profile, Pipeline(2, 1)).table().splitlines()
+    assert [line[:83] for line in lines[:3]] == [
+        "stage  layers  recompute  compute ms  transfer ms  depth  weights  versions  gradie",
+        "    0     0-1        0/2        6.00         0.00      1     8 MB      8 MB       8",
+        "    1     2-3        0/2        6.00         0.00      0     8 MB       0 B       8",
+    ]
+    assert [line[83:] for line in lines[:3]] == [
+        "nts  activations  buffers   peak  budget",
+        " MB        40 MB     1 kB  64 MB       -",
+        " MB        20 MB      0 B  36 MB       -",
+    ]
+    assert lines[3] == "asp, 1 micro-batches per batch: 6.00 ms each; pace 6.00 ms"
+    found = plan(profile, Pipeline(2, 1, budget=53_000_000))
+    expected = (
+        "stage 0: 44 MB predicted (weights 8 MB, versions 8 MB, gradients 8 MB, activations 4 kB, recompute 20 MB, "
+    )
+    assert found.memory_line(0) == expected + "buffers 1 kB)"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_stages": 5}, "number of stages: got 5; the model has 4 layers"),
+        (
+            {"budget": [1, 2, 3]},
+            "memory budget: got [1, 2, 3]; allowed: bytes > 0, one number or one for each of 2 ranks",
+        ),
+        ({"depths": [1, 2]}, "depths: got [1, 2]; allowed: 2 ints that never rise and end in 0"),
+        ({"schedule": "zigzag"}, 'schedule: got "zigzag"; allowed: asp, 1f1b, gpipe, interleaved'),
+        ({"virtual_stages": 2}, "virtual_stages: got 2; schedule is asp; allowed: 1"),
+    ],
+)
+def test_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(VPipeConfigError) as error:
+        plan(model(*[layer()] * 4), replace(Pipeline(2, 1), **change))  # type: ignore[arg-type]
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(("num_layers", "num_stages", "budget", "seconds"), [(97, 8, 43_000, 2), (400, 64, 40_000, 30)])
+def test_plans_are_quick(num_layers: int, num_stages: int, budget: int, seconds: float) -> None:
+    costs: Sequence[int] = [1 + index * 37 % 11 for index in range(num_layers)]
+    profile = model(*[layer(cost / 1e3, cost / 5e2, 100 * cost, 300, 10) for cost in costs], input_bytes=10)
+    begin = time.process_time()
+    found = plan(
+        profile,
+        Pipeline(
+            num_stages,
+            8,
+            budget=budget,
+            optimizer=optimizer_bytes("adam"),
+        ),
+    )
+    assert time.process_time() - begin < seconds
+    assert any(stage.recomputed for stage in found.stages)

@@ -46,14 +46,7 @@ class TimelineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     enabled: bool = False
-    path: str | None = None
-
-    @field_validator("enabled")
-    @classmethod
-    def _check_enabled(cls, value: bool) -> bool:
-        if value:
-            _refuse(value)
-        return value
+    path: str = "timeline"
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,7 @@ class VPipeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     sync_mode: Literal["asp", "bsp"] = "asp"
-    schedule: Literal["1f1b"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
     weight_sync: Literal["stash", "vertical", "none"] = "stash"
     partition: tuple[int, ...] | str | None = None
     recompute_ratio: float | tuple[float, ...] = 0.0
@@ -142,6 +135,9 @@ class VPipeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
+        if self.sync_mode == "asp" and self.schedule != "1f1b":
+            why = 'sync_mode is "asp", which has an order of its own'
+            _refuse(self.schedule, key="schedule", reason=why, remedy='add "sync_mode": "bsp", or remove the key')
         if self.sync_mode == "bsp":
             if "weight_sync" in self.model_fields_set:
                 _refuse(self.weight_sync, key="weight_sync", reason='sync_mode is "bsp"', remedy="remove the key")

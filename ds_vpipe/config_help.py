@@ -18,7 +18,10 @@ from ds_vpipe.refusal import Refusal, did_you_mean
 HELP: dict[str, tuple[str, str]] = {
     "": ("an object of settings", 'write "vpipe": {} for the defaults, or remove the key for the stock engine'),
     "sync_mode": ('"asp" or "bsp"', 'write "asp" to never drain the pipeline, "bsp" to drain it every batch'),
-    "schedule": ('"1f1b"', 'write "1f1b" or remove the key'),
+    "schedule": (
+        '"1f1b", or "gpipe" with sync_mode "bsp"',
+        'write "1f1b", or "gpipe" for all forward passes before all backward passes',
+    ),
     "weight_sync": (
         '"stash", "vertical" or "none", with sync_mode "asp" only',
         'write "stash" or remove the key',
@@ -41,9 +44,9 @@ HELP: dict[str, tuple[str, str]] = {
         'write "stage" to clip by the norm of each stage, or "delayed_global" to clip by that of all as far as known',
     ),
     "peer_timeout_s": ("a number of seconds > 0", "give the longest wait for another stage, such as 300"),
-    "timeline": ('an object {"enabled": false, "path": "..."}', "remove the key"),
-    "timeline.enabled": ("false", "write false or remove the key"),
-    "timeline.path": ("a path, as a string", "give a file name or remove the key"),
+    "timeline": ('an object {"enabled": true, "path": "..."}', "remove the key"),
+    "timeline.enabled": ("true or false", "write true to record what every rank does"),
+    "timeline.path": ("a path, as a string", 'give the name of a folder, or remove the key for "timeline"'),
 }
 
 # The same for one entry of a list.
@@ -58,12 +61,10 @@ _ENTRY_HELP: dict[str, tuple[str, str]] = {
 
 # Values of the final design that arrive later: refused by name until then, with what to use instead.
 _NOT_YET: dict[tuple[str, object], str] = {
-    ("schedule", "gpipe"): 'use "1f1b", which needs less memory at the same speed',
     ("schedule", "interleaved"): 'use "1f1b"',
     ("partition", "profile"): 'use "parameters" or give the layer counts',
     ("recompute_ratio", "auto"): "give a number in [0, 1] or one per stage",
     ("stage_to_depth_map", "auto"): 'use "default" or give one depth per stage',
-    ("timeline.enabled", True): "write false",
 }
 
 

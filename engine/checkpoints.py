@@ -189,6 +189,7 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         """
         self.quiesce()
         super().set_train_batch_size(train_batch_size)
+        self._plan()
         self._restart_at(self.stashing_optimizer.latest_version)
 
     def _make_stashing_optimizer(self) -> WeightStashingOptimizer:

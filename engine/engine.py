@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import PipeSchedule
+from deepspeed.utils import logger
 
+from ds_vpipe.checks import check_pipeline
 from ds_vpipe.config import StageSettings, VPipeConfig
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.activation_checkpointing import use_sound_checkpointing
@@ -45,6 +47,7 @@ from ds_vpipe.engine.preparation import prepared_arguments
 from ds_vpipe.engine.ties import TiedWeights, tied_stages
 from ds_vpipe.engine.transport import abort_all
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
+from ds_vpipe.pipeline import Pipeline
 from ds_vpipe.schedule import Exchanges
 
 _EXIT_GRACE_S = 60.0
@@ -77,8 +80,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
                 'vpipe.sync_mode: got "asp" for a model with MoE layers, whose experts are reduced over ranks of '
                 'several stages; allowed: "bsp"; write "bsp" or remove the vpipe block'
             )
-        self.depths = self.settings.depth
-        self.depth = self.depths[self.stage_id]
+        self._plan()
         self.state = StageState()
         self.neighbours = Neighbours(self.grid, self.depths, self.vpipe_config.peer_timeout_s, self.device)
         self.stashing_optimizer = self._make_stashing_optimizer()
@@ -94,6 +96,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         self._feed = MicroBatchFeed()
         self._agreement = Agreement(self.grid, self.vpipe_config.peer_timeout_s)
         self._observation = Observation(self)
+        self._timeline_ended = False
         atexit.register(_at_exit, weakref.ref(self))
 
     # Batches
@@ -144,9 +147,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             batch_end = (self.state.progress.completed // self.micro_batches + 1) * self.micro_batches
             if self.state.progress.limit is None:
                 self.state.progress = dataclasses.replace(self.state.progress, limit=batch_end)
-        return instr.StageSchedule(
-            self.state.progress, self.depth, self.micro_batches, self.num_stages, self.stage_id, self._exchanges
-        )
+        return instr.StageSchedule(self.pipeline, self.stage_id, self.state.progress, self._exchanges)
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         if not isinstance(pipe_schedule, instr.StageSchedule):
@@ -185,6 +186,17 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             )
         return losses[1].clone()
 
+    def _plan(self) -> None:
+        """What all stages do from here on, and whether it can be done."""
+        sizes, config = (self.num_stages, self.micro_batches), self.vpipe_config
+        if self.asynchronous:
+            self.pipeline = Pipeline("asp", *sizes, self.settings.depth, vertical=config.weight_sync == "vertical")
+        else:
+            self.pipeline = Pipeline(config.schedule, *sizes)
+        check_pipeline(self.pipeline)
+        self.depths = self.pipeline.depths
+        self.depth = self.depths[self.stage_id]
+
     def _make_ties(self) -> TiedWeights | None:
         if not self.asynchronous or not tied_stages(self.module):
             return None
@@ -195,6 +207,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         """Leave the pipeline: let the neighbours have what was sent, and drop the micro-batches in flight."""
         if "state" in self.__dict__:
             self._finish_sends()
+            self._end_timeline()
             # Their graphs refer to the engine through hooks, in cycles that Python cannot see.
             self.state.flights.clear()
         super().destroy()
@@ -207,6 +220,17 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             self.state.failure = f"{self.neighbours.me} failed in {self.state.doing}: {type(error).__name__}: {text}"
         links = () if self.ties is None else (*self.ties.weights_out, *self.ties.gradients_out)
         abort_all((*self.neighbours.senders, *links), self.state.failure)
+        self._end_timeline()
+
+    def _end_timeline(self) -> None:
+        """Write the recording, once; a run must not fail for it."""
+        if "_observation" not in self.__dict__ or self._timeline_ended:
+            return
+        self._timeline_ended = True
+        try:
+            self.save_timeline()
+        except OSError as error:
+            logger.warning(f"ds_vpipe: timeline.path {self.vpipe_config.timeline.path!r} cannot be written: {error}")
 
     def _finish_sends(self) -> None:
         """A stage that is done stays until its neighbours have what they still need of it."""
@@ -231,3 +255,4 @@ def _at_exit(engine: weakref.ref[VPipeEngine]) -> None:
     alive = engine()
     if alive is not None:
         alive._finish_sends()
+        alive._end_timeline()

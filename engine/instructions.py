@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from deepspeed.runtime.pipe import schedule as ds_schedule
 
 from ds_vpipe.actions import Action, Kind
-from ds_vpipe.schedule import Exchanges, Progress, stage_actions
+from ds_vpipe.pipeline import Pipeline
+from ds_vpipe.programs import rank_actions
+from ds_vpipe.schedule import Exchanges, Progress
 
 
 class StageInstruction(ds_schedule.PipeInstruction):
@@ -103,28 +105,18 @@ INSTRUCTIONS: dict[Kind, type[StageInstruction]] = {
 class StageSchedule(ds_schedule.PipeSchedule):
     """The rest of the current batch at one stage, from ``progress`` on, one instruction a step."""
 
-    def __init__(
-        self,
-        progress: Progress,
-        depth: int,
-        micro_batches: int,
-        stages: int,
-        stage_id: int,
-        exchanges: Exchanges,
-    ) -> None:
-        super().__init__(micro_batches=micro_batches, stages=stages, stage_id=stage_id)
+    def __init__(self, pipeline: Pipeline, rank: int, progress: Progress, exchanges: Exchanges) -> None:
+        super().__init__(micro_batches=pipeline.micro_batches, stages=pipeline.num_stages, stage_id=rank)
+        self._pipeline = pipeline
         self._progress = progress
-        self._depth = depth
         self._exchanges = exchanges
 
     def steps(self) -> Iterator[list[ds_schedule.PipeInstruction]]:
         """Instructions in the order in which the stage carries them out."""
-        actions = stage_actions(
-            self._progress, self._depth, self.micro_batches, self.stage_id, self.stages, self._exchanges
-        )
+        actions = rank_actions(self._pipeline, self.stage_id, self._progress, self._exchanges)
         for action in actions:
             yield [INSTRUCTIONS[action.kind](action)]
 
     def num_pipe_buffers(self) -> int:
         """Micro-batches in flight at most; they are kept by number, not in DeepSpeed's buffers."""
-        return self._depth + 1
+        return self._pipeline.in_flight(self.stage_id)

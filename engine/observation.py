@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.actions import Action, Kind
+from ds_vpipe.config import VPipeConfig
 from ds_vpipe.engine.comms_record import CommsRecord
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.instructions import StageInstruction
 from ds_vpipe.engine.neighbours import Neighbours, links_by_kind
+from ds_vpipe.engine.recorder import Recorder
 from ds_vpipe.engine.stage_profile import StageProfile
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.statistics import StageMeter, StageStatistics, StatisticsMean, line
 from ds_vpipe.engine.wall_clock import WallClock, unhooked_timers
+from ds_vpipe.pipeline import Pipeline
 
 
 class Observer(Protocol):
@@ -47,6 +52,16 @@ class Observation:
         if engine.flops_profiler_enabled() and engine.global_rank == 0:
             engine.flops_profiler = StageProfile(engine)
             self.observers.append(engine.flops_profiler)
+        self.recorder: Recorder | None = None
+        if engine.vpipe_config.timeline.enabled:
+            self.recorder = Recorder(
+                engine.stage_id,
+                engine.num_stages,
+                engine.grid.data_parallel_id,
+                lambda: engine.stashing_optimizer,
+                engine.device,
+            )
+            self.observers.append(self.recorder)
         self.observers.append(self.meter)  # last to begin and first to end: it measures no other observer
         engine.engine_timers = unhooked_timers()
 
@@ -67,6 +82,9 @@ class ObservationMixin(PipelineEngine):
     neighbours: Neighbours
     state: StageState
     stashing_optimizer: WeightStashingOptimizer
+    vpipe_config: VPipeConfig
+    pipeline: Pipeline
+    depths: Sequence[int]
     _observation: Observation
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]]
 
@@ -76,6 +94,25 @@ class ObservationMixin(PipelineEngine):
         The records are those of this rank's pipeline; other replicas have their own. Empty before the first batch.
         """
         return list(self._observation.records)
+
+    def save_timeline(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
+        """Write what this rank has recorded; with ``timeline.enabled`` it is also done when the engine ends.
+
+        Args:
+            folder: where to; default: ``timeline.path``.
+
+        Returns:
+            The file of this rank, or None if nothing is recorded.
+        """
+        recorder = self._observation.recorder
+        if recorder is None:
+            return None
+        timeline = self.vpipe_config.timeline
+        return recorder.save(
+            Path(timeline.path if folder is None else folder),
+            self.micro_batches,
+            {"schedule": self.pipeline.schedule, "depths": list(self.depths), "device": str(self.device)},
+        )
 
     def _carry_out(self, instruction: StageInstruction) -> None:
         action, method = instruction.action, self._INSTRUCTION_MAP[type(instruction)]
@@ -89,6 +126,8 @@ class ObservationMixin(PipelineEngine):
         self._observation.records = [record]
         if self.state.report is None:
             return  # the caller will find out
+        if self._observation.recorder is not None:
+            self._observation.recorder.loss(batch, float(self.state.report.losses[1]))
         rows = self.state.report.statistics
         rows[self.stage_id] = record.row()
         if self.is_first_stage():

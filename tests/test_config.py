@@ -40,7 +40,7 @@ WRONG: list[tuple[object, str, object, str, str]] = [
     ({"sync_mode": "ASP"}, "vpipe.sync_mode", "ASP", '"asp" or "bsp"', 'did you mean "asp"?'),
     ({"sync_mode": 1}, "vpipe.sync_mode", 1, '"asp" or "bsp"', ""),
     ({"sync_mode": None}, "vpipe.sync_mode", None, '"asp" or "bsp"', ""),
-    ({"schedule": "gpipe"}, "vpipe.schedule", "gpipe", '"1f1b"', "not supported yet"),
+    ({"schedule": "gpipe"}, "vpipe.schedule", "gpipe", '"1f1b"', 'sync_mode is "asp"'),
     ({"schedule": "interleaved"}, "vpipe.schedule", "interleaved", '"1f1b"', "not supported yet"),
     ({"schedule": "1F1B"}, "vpipe.schedule", "1F1B", '"1f1b"', "did you mean"),
     ({"weight_sync": "vertica"}, "vpipe.weight_sync", "vertica", '"stash", "vertical" or "none"', 'mean "vertical"?'),
@@ -93,8 +93,7 @@ WRONG: list[tuple[object, str, object, str, str]] = [
     ({"peer_timeout_s": True}, "vpipe.peer_timeout_s", True, "a number of seconds > 0", ""),
     ({"peer_timeout_s": float("inf")}, "vpipe.peer_timeout_s", float("inf"), "a number of seconds > 0", "not a finite"),
     ({"timeline": True}, "vpipe.timeline", True, "an object", ""),
-    ({"timeline": {"enabled": True}}, "vpipe.timeline.enabled", True, "false", "not supported yet"),
-    ({"timeline": {"enabled": 0}}, "vpipe.timeline.enabled", 0, "false", ""),
+    ({"timeline": {"enabled": 0}}, "vpipe.timeline.enabled", 0, "true or false", ""),
     ({"timeline": {"enable": False}}, "vpipe.timeline.enable", False, "enabled, path", 'did you mean "enabled"?'),
     ({"timeline": {"path": 3}}, "vpipe.timeline.path", 3, "a path", ""),
 ]

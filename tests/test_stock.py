@@ -40,6 +40,11 @@ def test_bsp_is_the_stock_engine(worlds: Worlds, stages: int, micro_batches: int
     run(worlds, stages, stages, micro_batches, {"sync_mode": "bsp"})
 
 
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (4, 2), (4, 6)])
+def test_gpipe_is_the_stock_engine(worlds: Worlds, stages: int, micro_batches: int) -> None:
+    run(worlds, stages, stages, micro_batches, {"sync_mode": "bsp", "schedule": "gpipe"})
+
+
 def test_bsp_is_the_stock_engine_with_replicas_and_zero_1(worlds: Worlds) -> None:
     extra = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0}
     run(worlds, 4, 2, 2, {"sync_mode": "bsp"}, **extra)

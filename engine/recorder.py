@@ -1,0 +1,121 @@
+"""What this rank really did, action by action, for pictures: ``"timeline": {"enabled": true}`` in the JSON.
+
+A ring buffer keeps the latest spans; putting one in costs two readings of the clock and an append. It is
+written when the engine is destroyed, the script ends or a stage fails, one file per rank in the folder
+``timeline.path``; ``python -m ds_vpipe report FOLDER`` makes pictures of it.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_vpipe.actions import Action, Kind
+from ds_vpipe.engine.stashing import WeightStashingOptimizer
+from ds_vpipe.recording import RankRecording
+from ds_vpipe.timeline import MemorySample, Span
+
+SPANS_KEPT = 1 << 17  # about 20 MiB; a thousand batches of four micro-batches
+_NANO = 1e-9
+
+
+class Recorder:
+    """Observes the actions of one stage.
+
+    Args:
+        stage: number of the stage.
+        num_stages: K.
+        replica: which of the pipeline's replicas this is.
+        optimizer: gives what knows which micro-batch uses which version; loading a checkpoint replaces it.
+        device: where the stage computes. On CUDA the allocated bytes are sampled after every pass.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        num_stages: int,
+        replica: int,
+        optimizer: Callable[[], WeightStashingOptimizer],
+        device: torch.device,
+    ) -> None:
+        self._stage, self._num_stages, self._replica = stage, num_stages, replica
+        self._optimizer, self._device = optimizer, device
+        self._origin = time.monotonic_ns()
+        self._spans: deque[tuple[Action, int, int, int | None]] = deque(maxlen=SPANS_KEPT)
+        self._memory: deque[tuple[int, int]] = deque(maxlen=SPANS_KEPT)
+        self._losses: deque[tuple[int, float]] = deque(maxlen=SPANS_KEPT)
+        self._staleness = (0, 0, 0)  # sum, count, most
+        self._recorded = 0
+        self._begin = 0
+        self._version: int | None = None
+
+    def before(self, action: Action) -> None:
+        """An action begins."""
+        self._version = None
+        if action.kind is Kind.BACKWARD:
+            optimizer = self._optimizer()
+            self._version = optimizer.version_of(action.index)
+            stale = optimizer.latest_version - self._version
+            total, count, most = self._staleness
+            self._staleness = (total + stale, count + 1, max(most, stale))
+        self._begin = time.monotonic_ns()
+
+    def after(self, action: Action) -> None:
+        """It has ended, or was given up because the data have."""
+        end = time.monotonic_ns()
+        if action.kind is Kind.FORWARD:
+            self._version = self._optimizer().version_of(action.index)
+        self._spans.append((action, self._begin, end, self._version))
+        self._recorded += 1
+        if self._device.type == "cuda" and action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP):
+            self._memory.append((end, torch.cuda.memory_allocated(self._device)))
+
+    def loss(self, batch: int, value: float) -> None:
+        """The mean loss of ``batch``, once known here."""
+        self._losses.append((batch, value))
+
+    def recording(self, micro_batches: int, meta: dict[str, Any]) -> RankRecording:
+        """What has been recorded so far."""
+        total, count, most = self._staleness
+        return RankRecording(
+            rank=self._stage,
+            num_ranks=self._num_stages,
+            micro_batches=micro_batches,
+            clock=socket.gethostname(),
+            origin_ns=self._origin,
+            spans=tuple(
+                Span(
+                    rank=self._stage,
+                    action=str(action),
+                    start=(start - self._origin) * _NANO,
+                    end=(end - self._origin) * _NANO,
+                    part=self._stage if action.part is None else action.part,
+                    version=version,
+                )
+                for action, start, end, version in self._spans
+            ),
+            memory=tuple(MemorySample(self._stage, (at - self._origin) * _NANO, size) for at, size in self._memory),
+            losses=tuple(self._losses),
+            staleness=(total / count, most) if count else None,
+            replica=self._replica,
+            dropped=self._recorded - len(self._spans),
+            title=f"recording of {self._num_stages} stages",
+            meta=meta,
+        )
+
+    def save(self, folder: Path, micro_batches: int, meta: dict[str, Any]) -> Path:
+        """Write the recording to ``folder``, which is made if need be, and return the file's path.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"replica{self._replica:02d}-rank{self._stage:03d}.jsonl"
+        self.recording(micro_batches, meta).save(path)
+        return path

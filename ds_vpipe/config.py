@@ -58,11 +58,13 @@ class StageSettings:
             :func:`ds_vpipe.partition.resolve_partition`, or None to keep the module's own bounds.
         recompute_ratio: Fraction of its layers that each of the K stages recomputes, in [0, 1].
         depth: Warm-up depth of each of the K stages, in micro-batches.
+        virtual_stages: Parts of the model on each stage, v; ``partition`` has v times K counts.
     """
 
     partition: tuple[int, ...] | str | None
     recompute_ratio: tuple[float, ...]
     depth: tuple[int, ...]
+    virtual_stages: int = 1
 
 
 class VPipeConfig(BaseModel):
@@ -71,7 +73,8 @@ class VPipeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     sync_mode: Literal["asp", "bsp"] = "asp"
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    virtual_stages: int = Field(default=1, ge=1)
     weight_sync: Literal["stash", "vertical", "none"] = "stash"
     partition: tuple[int, ...] | str | None = None
     recompute_ratio: float | tuple[float, ...] = 0.0
@@ -135,10 +138,17 @@ class VPipeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
+        if self.sync_mode == "asp" and self.virtual_stages > 1:
+            why = 'sync_mode is "asp", which has no bubble to make smaller'
+            _refuse(self.virtual_stages, key="virtual_stages", reason=why, remedy="remove the key")
         if self.sync_mode == "asp" and self.schedule != "1f1b":
             why = 'sync_mode is "asp", which has an order of its own'
             _refuse(self.schedule, key="schedule", reason=why, remedy='add "sync_mode": "bsp", or remove the key')
         if self.sync_mode == "bsp":
+            if (self.schedule == "interleaved") != (self.virtual_stages > 1):
+                why = f'schedule is "{self.schedule}"'
+                fix = "write 2" if self.schedule == "interleaved" else "remove the key"
+                _refuse(self.virtual_stages, key="virtual_stages", reason=why, remedy=fix)
             if "weight_sync" in self.model_fields_set:
                 _refuse(self.weight_sync, key="weight_sync", reason='sync_mode is "bsp"', remedy="remove the key")
             if self.stage_to_depth_map != "default":
@@ -182,31 +192,37 @@ class VPipeConfig(BaseModel):
                 to ``num_layers``, or there are fewer layers than stages.
         """
         refusals: list[Refusal] = []
-        per_stage = f"one entry per stage, {num_stages} for {num_stages} stages"
+        parts = num_stages * self.virtual_stages
+        if self.virtual_stages > 1 and num_stages == 1:
+            why = "with one stage there is nothing to interleave"
+            refusals.append(Refusal("vpipe.virtual_stages", self.virtual_stages, "1", "remove the key", why))
 
-        def check_length(key: str, values: object) -> None:
-            if isinstance(values, tuple) and len(values) != num_stages:
-                fix = f"give {num_stages} or change the number of stages"
-                refusals.append(Refusal(f"vpipe.{key}", values, per_stage, fix, f"it has {len(values)} entries"))
+        def check_length(key: str, values: object, length: int, what: str) -> None:
+            if isinstance(values, tuple) and len(values) != length:
+                allowed = f"one entry per {what}, {length} for {num_stages} stages"
+                fix = f"give {length} or change the number of stages"
+                refusals.append(Refusal(f"vpipe.{key}", values, allowed, fix, f"it has {len(values)} entries"))
 
-        check_length("partition", self.partition)
+        part = "stage" if self.virtual_stages == 1 else "part"
+        check_length("partition", self.partition, parts, part)
         if isinstance(self.partition, tuple) and not refusals and sum(self.partition) != num_layers:
             total = sum(self.partition)
-            allowed = f"{num_stages} counts that sum to {num_layers}"
+            allowed = f"{parts} counts that sum to {num_layers}"
             fix = f"{'add' if total < num_layers else 'remove'} {abs(num_layers - total)}"
             reason = f"it sums to {total} but the model has {num_layers} layers"
             refusals.append(Refusal("vpipe.partition", self.partition, allowed, fix, reason))
-        elif num_layers < num_stages:
-            allowed = "at least one layer per stage"
-            reason = f"the model has {num_layers} layers for {num_stages} stages"
-            refusals.append(Refusal("vpipe.partition", self.partition, allowed, "use fewer stages", reason))
-        check_length("recompute_ratio", self.recompute_ratio)
-        check_length("stage_to_depth_map", self.stage_to_depth_map)
+        elif num_layers < parts:
+            allowed = f"at least one layer per {part}"
+            reason = f"the model has {num_layers} layers for {parts} {part}s"
+            refusals.append(Refusal("vpipe.partition", self.partition, allowed, f"use fewer {part}s", reason))
+        check_length("recompute_ratio", self.recompute_ratio, num_stages, "stage")
+        check_length("stage_to_depth_map", self.stage_to_depth_map, num_stages, "stage")
         raise_first(refusals)
 
         ratio, depth = self.recompute_ratio, self.stage_to_depth_map
         return StageSettings(
-            partition=self.partition,
+            partition="uniform" if self.partition is None and self.virtual_stages > 1 else self.partition,
             recompute_ratio=ratio if isinstance(ratio, tuple) else (ratio,) * num_stages,
             depth=depth if isinstance(depth, tuple) else tuple(range(num_stages - 1, -1, -1)),
+            virtual_stages=self.virtual_stages,
         )

@@ -19,8 +19,12 @@ HELP: dict[str, tuple[str, str]] = {
     "": ("an object of settings", 'write "vpipe": {} for the defaults, or remove the key for the stock engine'),
     "sync_mode": ('"asp" or "bsp"', 'write "asp" to never drain the pipeline, "bsp" to drain it every batch'),
     "schedule": (
-        '"1f1b", or "gpipe" with sync_mode "bsp"',
-        'write "1f1b", or "gpipe" for all forward passes before all backward passes',
+        '"1f1b", or "gpipe" or "interleaved" with sync_mode "bsp"',
+        'write "1f1b", "gpipe" for all forward passes before all backward passes, or "interleaved" with virtual_stages',
+    ),
+    "virtual_stages": (
+        'an int >= 2 with schedule "interleaved", else 1',
+        "give the number of parts of the model on each stage, such as 2",
     ),
     "weight_sync": (
         '"stash", "vertical" or "none", with sync_mode "asp" only',
@@ -61,7 +65,6 @@ _ENTRY_HELP: dict[str, tuple[str, str]] = {
 
 # Values of the final design that arrive later: refused by name until then, with what to use instead.
 _NOT_YET: dict[tuple[str, object], str] = {
-    ("schedule", "interleaved"): 'use "1f1b"',
     ("partition", "profile"): 'use "parameters" or give the layer counts',
     ("recompute_ratio", "auto"): "give a number in [0, 1] or one per stage",
     ("stage_to_depth_map", "auto"): 'use "default" or give one depth per stage',

@@ -53,7 +53,7 @@ class DrainingMixin(PipelineEngine):
         """
         state = self.state
         self._drop(limit, read)
-        if self.neighbours.activations_out is not None:
+        if self.neighbours.activations_out is not None and not self.is_last_stage():
             self.neighbours.activations_out.send(Message.END, read, torch.tensor([limit, read, fill]), note=call)
         elif not self.is_first_stage():
             self._feed.expect_end(call)
@@ -81,7 +81,7 @@ class DrainingMixin(PipelineEngine):
         for index in [index for index in state.flights if index >= limit]:
             del state.flights[index]
             self.stashing_optimizer.release(index)
-        if self.neighbours.gradients_in is not None:
+        if self.neighbours.gradients_in is not None and not self.is_last_stage():
             for index in range(max(limit, read - depth), read - self.depths[self.stage_id + 1]):
                 self.neighbours.gradients_in.receive(f"RECV_GRAD{index}")
         if state.progress.completed > limit:

@@ -82,7 +82,8 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             )
         self._plan()
         self.state = StageState()
-        self.neighbours = Neighbours(self.grid, self.depths, self.vpipe_config.peer_timeout_s, self.device)
+        limit_s, ring = self.vpipe_config.peer_timeout_s, self.pipeline.virtual_stages > 1
+        self.neighbours = Neighbours(self.grid, self.depths, limit_s, self.device, ring)
         self.stashing_optimizer = self._make_stashing_optimizer()
         self._vertical = self.vpipe_config.weight_sync == "vertical"
         use_sound_checkpointing(self.module, self.asynchronous)
@@ -192,7 +193,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         if self.asynchronous:
             self.pipeline = Pipeline("asp", *sizes, self.settings.depth, vertical=config.weight_sync == "vertical")
         else:
-            self.pipeline = Pipeline(config.schedule, *sizes)
+            self.pipeline = Pipeline(config.schedule, *sizes, virtual_stages=config.virtual_stages)
         check_pipeline(self.pipeline)
         self.depths = self.pipeline.depths
         self.depth = self.depths[self.stage_id]

@@ -23,11 +23,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.feed import labels_to_device, to_device
 from ds_vpipe.engine.flight import StageState
+from ds_vpipe.engine.instructions import InterleavedEvaluation
+from ds_vpipe.engine.interleaving import InterleavedMixin
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.results import map_tree, mean_of_trees, random_states_kept
 from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.wire import Message, Tree, leaves
 from ds_vpipe.errors import PipelinePeerError, VPipeError
+from ds_vpipe.pipeline import Pipeline
 
 _OPTIONS = ("return_logits", "compute_loss", "reduce_output", "bcast_loss", "num_micro_batches")
 _FAILED, _ENDED, _READY = range(3)  # what became of reading a rank's evaluation data, worst first
@@ -39,6 +42,7 @@ class EvaluationMixin(PipelineEngine):
     neighbours: Neighbours
     state: StageState
     ties: TiedWeights | None
+    pipeline: Pipeline
     _abort: Callable[[BaseException], None]
     _agreement: Agreement
     asynchronous: bool
@@ -132,12 +136,20 @@ class EvaluationMixin(PipelineEngine):
         message = self.neighbours.eval_in.receive("the input of an evaluation micro-batch")
         self.pipe_buffers["inputs"][buffer_id] = self._arrived(message.tree)
 
-    def _exec_forward_eval(self, buffer_id: int) -> None:
+    def _inference_schedule(self, micro_batches: int) -> ds_schedule.PipeSchedule:
+        if self.pipeline.virtual_stages > 1:
+            return InterleavedEvaluation(self.pipeline, self.stage_id, micro_batches)
+        return super()._inference_schedule(micro_batches)
+
+    def _exec_forward_eval(self, buffer_id: int, part: int | None = None) -> None:
+        last = self.is_last_stage() if part is None else part == self.pipeline.num_parts - 1
+        if isinstance(self.module, InterleavedMixin) and part is not None:
+            self.module.chunk = part // self.num_stages
         outputs = DeepSpeedEngine.forward(self, self.pipe_buffers["inputs"][buffer_id])
         self.pipe_buffers["inputs"][buffer_id] = None
         if not self.state.flights:
             ds_checkpointing.reset()  # its buffers are emptied by backward passes, of which there are none here
-        if not self.is_last_stage():
+        if not last:
             self.pipe_buffers["outputs"][buffer_id] = outputs
             return
         if self.eval_return_logits:
@@ -172,11 +184,11 @@ class EvaluationMixin(PipelineEngine):
     def _bcast_pipe_scalar(self, data: Any, src_rank: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
         """Hand the last stage's result to the stages before it, neighbour by neighbour."""
         receiver, sender = self.neighbours.eval_loss_in, self.neighbours.eval_loss_out
-        if receiver is None:
+        if receiver is None or self.is_last_stage():
             result = map_tree(lambda leaf: leaf.detach().to(self.device, dtype, copy=True), data)
         else:
             result = self._arrived(receiver.receive("the loss of an evaluation").tree)
-        if sender is not None:
+        if sender is not None and not self.is_first_stage():
             sender.send(Message.EVAL, 0, result)
             sender.flush()
         return result

@@ -10,17 +10,20 @@ from typing import Any, ClassVar
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_vpipe.actions import Action
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.draining import DrainingMixin
 from ds_vpipe.engine.feed import labels_to_device, to_device
 from ds_vpipe.engine.flight import Flight
+from ds_vpipe.engine.interleaving import InterleavedMixin
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.report import BatchReport
 from ds_vpipe.engine.statistics import COLUMNS
 from ds_vpipe.engine.updates import UpdateMixin
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import PipelineProtocolError, VPipeError
+from ds_vpipe.pipeline import Pipeline
 from ds_vpipe.schedule import version_used
 
 
@@ -29,12 +32,13 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
 
     _agreement: Agreement
     _vertical: bool
+    pipeline: Pipeline
 
     # Instructions
 
-    def _exec_load(self, index: int) -> None:
-        if not self.is_first_stage():
-            flight = self.state.flights[index]
+    def _exec_load(self, index: int, part: int) -> None:
+        if part != 0:
+            flight = self.state.flights[self._key(index, part)]
             try:
                 item = self._feed.read(flight.call)
             except StopIteration:
@@ -45,11 +49,23 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
             flight.labels = labels_to_device(item[1], self.device)
             self._feed.forget_before(flight.call)
             return
+        if self.pipeline.virtual_stages > 1 and index % self.micro_batches == 0:
+            self._read_batch(index)
         again = self._feed.next_again()
         call, item = again or self._first_time(index)
         self._feed.forget_before(call)
         labels = labels_to_device(item[1], self.device) if self.is_last_stage() else None
-        self.state.flights[index] = Flight(call, to_device(item[0], self.device), labels, item=item)
+        self.state.flights[self._key(index, part)] = Flight(call, to_device(item[0], self.device), labels, item=item)
+
+    def _read_batch(self, index: int) -> None:
+        """Make sure of a whole batch before it begins: parts of it could not be undone on all ranks."""
+        items: list[tuple[int, Any]] = []
+        with suppress(StopIteration):
+            while len(items) < self.micro_batches:
+                items.append(self._feed.next_again() or (self._feed.call, self._feed.read(self._feed.call)))
+        if not self._agreement.all_have(len(items) == self.micro_batches):
+            self._end_of_data(limit=index, read=index, fill=self.state.progress.refill, call=self._feed.call)
+        self._feed.read_again(items)
 
     def _first_time(self, index: int) -> tuple[int, Any]:
         """Admit a new micro-batch, if all replicas have one."""
@@ -65,56 +81,64 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
             self._end_of_data(limit=limit, read=index, fill=self.state.progress.refill, call=call)
         return call, item
 
-    def _exec_recv_activation(self, index: int) -> None:
+    def _exec_recv_activation(self, index: int, part: int) -> None:
         assert self.neighbours.activations_in is not None
         assert self.neighbours.gradients_out is not None
         message = self.neighbours.activations_in.receive(str(self.state.doing))
         if message.kind is Message.END:
             limit, read, fill = message.tree.tolist()
             self._end_of_data(limit, read, fill, call=message.note)
-        self._expect(message.kind is Message.ACTIVATION and message.micro_batch == index, message)
+        self._expect(message.kind is Message.ACTIVATION and message.micro_batch == self._number(index, part), message)
         inputs, news = message.tree
-        self.state.flights[index] = Flight(message.note, self._arrived(inputs))
+        self.state.flights[self._key(index, part)] = Flight(message.note, self._arrived(inputs))
         if self.news is not None:
             self.news.from_earlier(news)
-        # The previous stage runs F(index) after B(index - W - 1), for which it has had our gradient.
-        self.neighbours.gradients_out.release(index - self.depths[self.stage_id - 1] - 1)
+        if self.pipeline.virtual_stages == 1:
+            # The previous stage runs F(index) after B(index - W - 1), for which it has had our gradient.
+            self.neighbours.gradients_out.release(index - self.depths[self.stage_id - 1] - 1)
 
-    def _exec_forward(self, index: int) -> None:
-        flight = self.state.flights[index]
-        with self.stashing_optimizer.forward(index, self._vertical_version(index)):
-            outputs = self._run_stage(flight)
+    def _exec_forward(self, index: int, part: int) -> None:
+        key, last = self._key(index, part), part == self.pipeline.num_parts - 1
+        flight = self.state.flights[key]
+        if isinstance(self.module, InterleavedMixin):
+            self.module.chunk = part // self.num_stages
+        with self.stashing_optimizer.forward(key, self._vertical_version(index)):
+            outputs = self._run_stage(flight, last)
         flight.labels = None
-        if self.state.batch_loss is not None:
+        if self.state.batch_loss is not None and last:
             flight.loss = self.state.batch_loss.add(outputs, self.module.get_additional_losses())
         else:
             self.state.sending = outputs
             flight.keep_outputs(outputs)
-        self.state.progress = dataclasses.replace(self.state.progress, forwarded=index + 1)
+        if part == self.stage_id:
+            self.state.progress = dataclasses.replace(self.state.progress, forwarded=index + 1)
         if self._vertical:
             self.stashing_optimizer.keep_from(self._vertical_version(index + 1) or 0)
 
-    def _exec_send_activation(self, index: int) -> None:
+    def _exec_send_activation(self, index: int, part: int) -> None:
         assert self.neighbours.activations_out is not None
         outputs, self.state.sending = self.state.sending, None
         news = None if self.news is None else self.news.table
-        call = self.state.flights[index].call
-        self.neighbours.activations_out.send(Message.ACTIVATION, index, (outputs, news), note=call)
+        call = self.state.flights[self._key(index, part)].call
+        number = self._number(index, part + 1)
+        self.neighbours.activations_out.send(Message.ACTIVATION, number, (outputs, news), note=call)
 
-    def _exec_recv_gradient(self, index: int) -> None:
+    def _exec_recv_gradient(self, index: int, part: int) -> None:
         assert self.neighbours.activations_out is not None
         assert self.neighbours.gradients_in is not None
         message = self.neighbours.gradients_in.receive(str(self.state.doing))
-        self._expect(message.kind is Message.GRADIENT and message.micro_batch == index, message)
-        self.neighbours.activations_out.release(index)
+        self._expect(message.kind is Message.GRADIENT and message.micro_batch == self._number(index, part), message)
+        if self.pipeline.virtual_stages == 1:
+            self.neighbours.activations_out.release(index)
         gradients, report = message.tree
-        self.state.flights[index].gradients = list(self._arrived(gradients))
+        self.state.flights[self._key(index, part)].gradients = list(self._arrived(gradients))
         if report is not None:
             self.state.report = BatchReport.unpack(report)
 
-    def _exec_backward(self, index: int) -> None:
-        flight = self.state.flights[index]
-        self.stashing_optimizer.load_old_params(index)
+    def _exec_backward(self, index: int, part: int) -> None:
+        key = self._key(index, part)
+        flight = self.state.flights[key]
+        self.stashing_optimizer.load_old_params(key)
         if flight.loss is not None:
             loss = flight.loss if self.loss_scaling is None else self.loss_scaling.apply(flight.loss)
             flight.loss = None
@@ -122,21 +146,24 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
         else:
             self._backward_from_gradients(flight)
         self.stashing_optimizer.load_new_params()
-        self.stashing_optimizer.release(index)
-        if self.is_first_stage():
-            del self.state.flights[index]
-        self.state.progress = dataclasses.replace(self.state.progress, completed=index + 1)
-        if self.state.batch_loss is not None and self.state.progress.completed % self.micro_batches == 0:
+        self.stashing_optimizer.release(key)
+        if part == 0:
+            del self.state.flights[key]
+        if part == self.stage_id:
+            self.state.progress = dataclasses.replace(self.state.progress, completed=index + 1)
+        ends_batch = (index + 1) % self.micro_batches == 0
+        if self.state.batch_loss is not None and part == self.pipeline.num_parts - 1 and ends_batch:
             self.state.report = self._new_report(self.state.batch_loss)
 
-    def _exec_send_gradient(self, index: int) -> None:
+    def _exec_send_gradient(self, index: int, part: int) -> None:
         assert self.neighbours.gradients_out is not None
-        flight = self.state.flights.pop(index)
-        report = self.state.report if self.state.progress.completed % self.micro_batches == 0 else None
+        flight = self.state.flights.pop(self._key(index, part))
+        report = self.state.report if (index + 1) % self.micro_batches == 0 else None
         words = None if report is None else report.pack()
-        self.neighbours.gradients_out.send(Message.GRADIENT, index, (flight.input_gradients(), words))
+        number = self._number(index, part - 1)
+        self.neighbours.gradients_out.send(Message.GRADIENT, number, (flight.input_gradients(), words))
 
-    def _exec_reduce(self, index: int) -> None:
+    def _exec_reduce(self, index: int, part: int) -> None:
         if not self.asynchronous and self.module.tied_comms:
             self._exec_reduce_tied_grads()
         if self.is_data_parallel or self.zero_optimization():
@@ -144,32 +171,36 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
         else:
             self._get_gradients_for_reduction()  # zeros where a parameter got no gradient, as a reduction makes them
 
-    def _exec_update(self, index: int) -> None:
+    def _exec_update(self, index: int, part: int) -> None:
+        if self.pipeline.virtual_stages > 1:  # everything that was sent has come back
+            for sender in (self.neighbours.activations_out, self.neighbours.gradients_out):
+                if sender is not None:
+                    sender.flush()
         self._exec_optimizer_step()
 
-    def _exec_send_tied_gradients(self, index: int) -> None:
+    def _exec_send_tied_gradients(self, index: int, part: int) -> None:
         assert self.ties is not None
         self.ties.send_gradients(index)
 
-    def _exec_recv_tied_gradients(self, index: int) -> None:
+    def _exec_recv_tied_gradients(self, index: int, part: int) -> None:
         assert self.ties is not None
         self.ties.add_gradients(index)
 
-    def _exec_send_tied_weights(self, index: int) -> None:
+    def _exec_send_tied_weights(self, index: int, part: int) -> None:
         assert self.ties is not None
         self.ties.send_weights(index + 1, self.micro_batches, self.state.progress.refill)
 
-    def _exec_recv_tied_weights(self, index: int) -> None:
+    def _exec_recv_tied_weights(self, index: int, part: int) -> None:
         assert self.ties is not None
         self.ties.receive_weights(index, self.micro_batches, self.state.progress.refill)
 
-    def _exec_send_news(self, index: int) -> None:
+    def _exec_send_news(self, index: int, part: int) -> None:
         assert self.news is not None
         assert self.neighbours.gradients_out is not None
         last_of_batch = self.state.progress.completed - 1
         self.neighbours.gradients_out.send(Message.NEWS, last_of_batch, self.news.table)
 
-    def _exec_recv_news(self, index: int) -> None:
+    def _exec_recv_news(self, index: int, part: int) -> None:
         assert self.news is not None
         assert self.neighbours.gradients_in is not None
         message = self.neighbours.gradients_in.receive(str(self.state.doing))
@@ -178,10 +209,22 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
 
     # Parts of them
 
-    def _run_stage(self, flight: Flight) -> Any:
+    def key_of(self, action: Action) -> int:
+        """Number of the micro-batch that a pass is of, among those in flight."""
+        return self._key(action.index, self.stage_id if action.part is None else action.part)
+
+    def _key(self, index: int, part: int) -> int:
+        """Number of a micro-batch in flight through ``part``; its own where the stage has one part."""
+        return index * self.pipeline.virtual_stages + part // self.num_stages
+
+    def _number(self, index: int, receiver: int) -> int:
+        """Number of a micro-batch's message to the part ``receiver``."""
+        return index if self.pipeline.virtual_stages == 1 else index * self.pipeline.num_parts + receiver
+
+    def _run_stage(self, flight: Flight, last: bool) -> Any:
         try:
             outputs = DeepSpeedEngine.forward(self, flight.enter())
-            if not self.is_last_stage():
+            if not last:
                 return outputs
             loss_fn = self.module.loss_fn
             loss = outputs if loss_fn is None else loss_fn(outputs, flight.labels)
@@ -208,6 +251,10 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
         finally:
             self._running_engine_backward = False
         flight.outputs, flight.gradients = [], []
+
+    def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        # DeepSpeed divides by M what enters the last stage's graphs, if it is no loss; what arrives here has been.
+        return grad
 
     def _arrived(self, tree: Any) -> Any:
         """Move a received tree to the stage's device; on the CPU it is there already."""

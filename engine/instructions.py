@@ -15,8 +15,8 @@ from ds_vpipe.schedule import Exchanges, Progress
 class StageInstruction(ds_schedule.PipeInstruction):
     """An instruction that carries out one :class:`~ds_vpipe.actions.Action`."""
 
-    def __init__(self, action: Action) -> None:
-        super().__init__(index=action.index)
+    def __init__(self, action: Action, rank: int) -> None:
+        super().__init__(index=action.index, part=rank if action.part is None else action.part)
         self.action = action
 
     def __repr__(self) -> str:
@@ -115,8 +115,33 @@ class StageSchedule(ds_schedule.PipeSchedule):
         """Instructions in the order in which the stage carries them out."""
         actions = rank_actions(self._pipeline, self.stage_id, self._progress, self._exchanges)
         for action in actions:
-            yield [INSTRUCTIONS[action.kind](action)]
+            yield [INSTRUCTIONS[action.kind](action, self.stage_id)]
 
     def num_pipe_buffers(self) -> int:
         """Micro-batches in flight at most; they are kept by number, not in DeepSpeed's buffers."""
         return self._pipeline.in_flight(self.stage_id)
+
+
+class InterleavedEvaluation(ds_schedule.PipeSchedule):
+    """An evaluation through several parts on every rank, one part after the other."""
+
+    def __init__(self, pipeline: Pipeline, rank: int, micro_batches: int) -> None:
+        super().__init__(micro_batches=micro_batches, stages=pipeline.num_stages, stage_id=rank)
+        self._pipeline = pipeline
+
+    def steps(self) -> Iterator[list[ds_schedule.PipeInstruction]]:
+        """DeepSpeed's instructions; the passes name their part."""
+        last = self._pipeline.num_parts - 1
+        for part in self._pipeline.parts_of(self.stage_id):
+            for buffer in range(self.micro_batches):
+                if part > 0:
+                    yield [ds_schedule.RecvActivation(buffer)]
+                if part in (0, last):
+                    yield [ds_schedule.LoadMicroBatch(buffer)]
+                yield [ds_schedule.ForwardPass(buffer, part=part)]
+                if part < last:
+                    yield [ds_schedule.SendActivation(buffer)]
+
+    def num_pipe_buffers(self) -> int:
+        """All micro-batches go through a part before the next one."""
+        return int(self.micro_batches)

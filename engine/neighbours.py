@@ -16,6 +16,7 @@ from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.transport import Receiver, Sender
 
 _EVAL_PREFETCH = 2
+_RING_PREFETCH = 2
 
 
 class Neighbours:
@@ -24,11 +25,14 @@ class Neighbours:
     Args:
         grid: DeepSpeed's process grid.
         depths: warm-up depth of every stage, which bounds the messages under way on a link.
+        ring: the last stage's next one is the first, as where every stage has several parts of the model.
         timeout_s: limit of every wait, in seconds.
         device: where the stage computes.
     """
 
-    def __init__(self, grid: Any, depths: Sequence[int], timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self, grid: Any, depths: Sequence[int], timeout_s: float, device: torch.device, ring: bool = False
+    ) -> None:
         stage, last = grid.get_stage_id(), grid.pipe_parallel_size - 1
         me = Peer(stage, grid.get_global_rank())
         pin = device.type == "cuda"
@@ -41,18 +45,20 @@ class Neighbours:
         self.eval_out: Sender | None = None
         self.eval_loss_in: Receiver | None = None
 
-        groups = self._groups(grid, timeout_s)
-        if stage > 0:
-            peer = Peer(stage - 1, grid.stage_to_global(stage - 1))
-            prefetch = depths[stage - 1] - depths[stage] + 1
+        groups = self._groups(grid, timeout_s, ring)
+        if stage > 0 or ring:
+            before = (stage - 1) % (last + 1)
+            peer = Peer(before, grid.stage_to_global(before))
+            prefetch = _RING_PREFETCH if ring else depths[before] - depths[stage] + 1
             forward, backward = groups[peer.rank, me.rank]
             self.activations_in = Receiver(forward, me, peer, prefetch, timeout_s)
             self.gradients_out = Sender(backward, me, peer, prefetch, timeout_s, pin=pin)
             self.eval_in = Receiver(forward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION)
             self.eval_loss_out = Sender(backward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
-        if stage < last:
-            peer = Peer(stage + 1, grid.stage_to_global(stage + 1))
-            prefetch = depths[stage] - depths[stage + 1] + 1
+        if stage < last or ring:
+            after = (stage + 1) % (last + 1)
+            peer = Peer(after, grid.stage_to_global(after))
+            prefetch = _RING_PREFETCH if ring else depths[stage] - depths[after] + 1
             forward, backward = groups[me.rank, peer.rank]
             self.activations_out = Sender(forward, me, peer, prefetch, timeout_s, pin=pin)
             self.gradients_in = Receiver(backward, me, peer, prefetch, timeout_s)
@@ -61,7 +67,9 @@ class Neighbours:
         self.me = me
 
     @staticmethod
-    def _groups(grid: Any, timeout_s: float) -> dict[tuple[int, int], tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+    def _groups(
+        grid: Any, timeout_s: float, ring: bool
+    ) -> dict[tuple[int, int], tuple[dist.ProcessGroup, dist.ProcessGroup]]:
         """A forward and a backward group for every two neighbouring ranks of every pipeline.
 
         All ranks name all groups in the same order, as torch wants it; only the members of a group connect.
@@ -73,7 +81,7 @@ class Neighbours:
                 dist.new_group(list(pair), backend="gloo", timeout=limit),
             )
             for ranks in grid.pipe_groups
-            for pair in pairwise(ranks)
+            for pair in pairwise([*ranks, ranks[0]] if ring else ranks)
         }
 
     @property

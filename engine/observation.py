@@ -43,7 +43,7 @@ class Observation:
 
     def __init__(self, engine: Any) -> None:
         links = links_by_kind(engine.neighbours, engine.ties)
-        self.meter = StageMeter(engine.stage_id, links, lambda: engine.stashing_optimizer, engine.device)
+        self.meter = StageMeter(engine.stage_id, links, lambda: engine.stashing_optimizer, engine.key_of, engine.device)
         self.records: list[StageStatistics] = []
         self.mean = StatisticsMean()
         self.observers: list[Observer] = [CommsRecord(links)]
@@ -59,6 +59,7 @@ class Observation:
                 engine.num_stages,
                 engine.grid.data_parallel_id,
                 lambda: engine.stashing_optimizer,
+                engine.key_of,
                 engine.device,
             )
             self.observers.append(self.recorder)
@@ -117,7 +118,8 @@ class ObservationMixin(PipelineEngine):
     def _carry_out(self, instruction: StageInstruction) -> None:
         action, method = instruction.action, self._INSTRUCTION_MAP[type(instruction)]
         self._observation.carry_out(action, lambda: method(self, **instruction.kwargs))
-        if action.kind is Kind.BACKWARD and (action.index + 1) % self.micro_batches == 0:
+        ends_batch = action.kind is Kind.BACKWARD and (action.index + 1) % self.micro_batches == 0
+        if ends_batch and action.part in (None, self.stage_id):  # the last of this stage's parts
             self._close_record(batch=action.index // self.micro_batches)
 
     def _close_record(self, batch: int) -> None:

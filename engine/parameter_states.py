@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 from torch.utils._pytree import tree_map_only
 
+from ds_vpipe.engine.recompute import layer_numbers
 from ds_vpipe.engine.ties import tied_parameters
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.optimizer_forms import carry_scale, form_of
@@ -41,7 +42,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
         groups.append([(names[id(parameter)], tuple(parameter.shape)) for parameter in members])
     ties = {index: spec.key for index, spec in enumerate(module._layer_specs) if isinstance(spec, TiedLayerSpec)}
     aliases = {name: names[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
-    for index in range(module._local_start, module._local_stop):
+    for index in layer_numbers(module):
         for name, own in free.items():
             if name.startswith(f"tied_modules.{ties.get(index)}."):
                 aliases[f"{index}.{own.partition('.')[2]}"] = own
@@ -114,7 +115,7 @@ def write_states(
 def _free_names(module: PipelineModule) -> dict[str, str]:
     """Parameters and buffers of tied layers that are not tied themselves: a name by their first layer here."""
     first: dict[str, int] = {}
-    for index in range(module._local_start, module._local_stop):
+    for index in layer_numbers(module):
         spec = module._layer_specs[index]
         if isinstance(spec, TiedLayerSpec):
             first.setdefault(spec.key, index)

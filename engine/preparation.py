@@ -20,6 +20,7 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import logger
 
 from ds_vpipe.config import StageSettings, VPipeConfig, block_of, refuse_unsupported
+from ds_vpipe.engine.interleaving import InterleavedMixin, recompute_parts
 from ds_vpipe.engine.recompute import apply_recompute
 from ds_vpipe.engine.repartition import repartition, stage_counts
 from ds_vpipe.engine.stage_grid import StageLocalGrid
@@ -49,12 +50,21 @@ def prepare(model: Any, ds_config: Mapping[str, Any], block: Mapping[str, Any], 
             f"schedule of its own, so build a PipelineModule or remove the block"
         )
     refuse_unsupported(ds_config, config, model.num_stages)
+    if config.virtual_stages > 1 and model.activation_checkpoint_interval > 0:
+        raise VPipeConfigError(
+            f"PipelineModule(activation_checkpoint_interval): got {model.activation_checkpoint_interval}, allowed with "
+            f"vpipe.virtual_stages is 0; use vpipe.recompute_ratio"
+        )
     settings = config.resolve(model.num_stages, model._num_layers)
     parameters = _split(model, settings, optimizer, parameters)
     if config.sync_mode == "asp" and model.num_stages > 1:
         grid = StageLocalGrid(model.mpu())
         model.mpu = lambda: grid
-    apply_recompute(model, settings.recompute_ratio[model.stage_id])
+    ratio = settings.recompute_ratio[model.stage_id]
+    if isinstance(model, InterleavedMixin):
+        recompute_parts(model, ratio)
+    else:
+        apply_recompute(model, ratio)
     _limit_cpu_threads()
     return parameters
 
@@ -92,11 +102,11 @@ def _split(model: PipelineModule, settings: StageSettings, optimizer: Any, model
     """Split ``model`` as the settings say and return the parameters to train."""
     if settings.partition is None:
         return model_parameters
-    counts = stage_counts(model, settings.partition)
+    counts = stage_counts(model, settings.partition, settings.virtual_stages)
     before = {id(p) for p in model.parameters() if p.requires_grad}
     if model_parameters is not None and not isinstance(model_parameters, list):
         model_parameters = list(model_parameters)
-    moved = repartition(model, counts)
+    moved = repartition(model, counts, settings.virtual_stages)
     if not moved or (optimizer is None and model_parameters is None):
         return model_parameters
     if isinstance(optimizer, torch.optim.Optimizer):

@@ -56,14 +56,14 @@ class QuiesceMixin(PipelineEngine):
 
     def _rest(self, at: int) -> None:
         state, neighbours = self.state, self.neighbours
-        if neighbours.activations_in is not None:
+        if neighbours.activations_in is not None and not self.is_first_stage():
             while True:
                 message = neighbours.activations_in.receive("the mark of a pipeline at rest")
                 if message.kind is Message.QUIESCE:
                     break
             if self.news is not None:
                 self.news.from_earlier(message.tree)
-        if neighbours.activations_out is not None:
+        if neighbours.activations_out is not None and not self.is_last_stage():
             news = None if self.news is None else self.news.table
             neighbours.activations_out.send(Message.QUIESCE, state.progress.forwarded, news)
         if self.is_first_stage():

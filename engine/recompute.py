@@ -8,7 +8,7 @@ al., Training Deep Nets with Sublinear Memory Cost (2016); the ratio per stage i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -33,17 +33,25 @@ def apply_recompute(module: PipelineModule, ratio: float) -> None:
 
 def _forward(module: PipelineModule, inputs: Any, *, first_recomputed: int) -> Any:
     module.micro_offset += 1
-    seed_offset = module.micro_offset + 1
-    outputs = _run(module, 0, first_recomputed, seed_offset, inputs)
+    return run_layers(module, inputs, 0, first_recomputed, len(module.forward_funcs), module.micro_offset + 1)
+
+
+def run_layers(
+    module: PipelineModule, inputs: Any, start: int, first_recomputed: int, stop: int, seed_offset: int
+) -> Any:
+    """Run layers ``start`` to ``stop - 1`` of ``forward_funcs``; those from ``first_recomputed`` on are recomputed."""
+    outputs = _run(module, start, first_recomputed, seed_offset, inputs)
+    if first_recomputed == stop:
+        return outputs
     if not torch.is_grad_enabled():
-        return _run(module, first_recomputed, None, seed_offset, outputs)
-    segment: Callable[[Any], Any] = partial(_run_again, module, first_recomputed, seed_offset)
+        return _run(module, first_recomputed, stop, seed_offset, outputs)
+    segment: Callable[[Any], Any] = partial(_run_again, module, first_recomputed, stop, seed_offset)
     return checkpoint(segment, outputs, use_reentrant=False, preserve_rng_state=True)
 
 
-def _run_again(module: PipelineModule, start: int, seed_offset: int, value: Any) -> Any:
+def _run_again(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:
     """The checkpointed segment. Its first layer may work in place, but not on the input kept for recomputation."""
-    return _run(module, start, None, seed_offset, _alias_free(value))
+    return _run(module, start, stop, seed_offset, _alias_free(value))
 
 
 def _alias_free(value: Any) -> Any:
@@ -52,10 +60,17 @@ def _alias_free(value: Any) -> Any:
     return type(value)(_alias_free(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
-def _run(module: PipelineModule, start: int, stop: int | None, seed_offset: int, value: Any) -> Any:
-    for position, layer in enumerate(module.forward_funcs[start:stop], start):
-        module.curr_layer = position + module._local_start
+def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:
+    numbers = layer_numbers(module)
+    for position in range(start, stop):
+        module.curr_layer = numbers[position]
         if module.seed_layers:
             (module.seed_fn or set_random_seed)(module.base_seed * seed_offset + module.curr_layer)
-        value = layer(value)
+        value = module.forward_funcs[position](value)
     return value
+
+
+def layer_numbers(module: PipelineModule) -> Sequence[int]:
+    """Numbers in the model of the layers in ``module.forward_funcs``."""
+    several: Sequence[int] | None = getattr(module, "numbers", None)
+    return range(module._local_start, module._local_start + len(module.forward_funcs)) if several is None else several

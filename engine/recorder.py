@@ -33,6 +33,7 @@ class Recorder:
         num_stages: K.
         replica: which of the pipeline's replicas this is.
         optimizer: gives what knows which micro-batch uses which version; loading a checkpoint replaces it.
+        key_of: number of the micro-batch that a pass is of, among those in flight.
         device: where the stage computes. On CUDA the allocated bytes are sampled after every pass.
     """
 
@@ -42,10 +43,11 @@ class Recorder:
         num_stages: int,
         replica: int,
         optimizer: Callable[[], WeightStashingOptimizer],
+        key_of: Callable[[Action], int],
         device: torch.device,
     ) -> None:
         self._stage, self._num_stages, self._replica = stage, num_stages, replica
-        self._optimizer, self._device = optimizer, device
+        self._optimizer, self._key_of, self._device = optimizer, key_of, device
         self._origin = time.monotonic_ns()
         self._spans: deque[tuple[Action, int, int, int | None]] = deque(maxlen=SPANS_KEPT)
         self._memory: deque[tuple[int, int]] = deque(maxlen=SPANS_KEPT)
@@ -60,7 +62,7 @@ class Recorder:
         self._version = None
         if action.kind is Kind.BACKWARD:
             optimizer = self._optimizer()
-            self._version = optimizer.version_of(action.index)
+            self._version = optimizer.version_of(self._key_of(action))
             stale = optimizer.latest_version - self._version
             total, count, most = self._staleness
             self._staleness = (total + stale, count + 1, max(most, stale))
@@ -70,7 +72,7 @@ class Recorder:
         """It has ended, or was given up because the data have."""
         end = time.monotonic_ns()
         if action.kind is Kind.FORWARD:
-            self._version = self._optimizer().version_of(action.index)
+            self._version = self._optimizer().version_of(self._key_of(action))
         self._spans.append((action, self._begin, end, self._version))
         self._recorded += 1
         if self._device.type == "cuda" and action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP):

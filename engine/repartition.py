@@ -15,6 +15,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
+from ds_vpipe.engine.interleaving import interleave
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds, resolve_partition
 
@@ -31,13 +32,16 @@ class VPipeModule(PipelineModule):
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
 
-def stage_counts(module: PipelineModule, method: str | Sequence[int]) -> tuple[int, ...]:
-    """Layers per stage by ``method``, as in the ``"vpipe"`` block; see :func:`ds_vpipe.partition.resolve_partition`."""
+def stage_counts(module: PipelineModule, method: str | Sequence[int], virtual_stages: int = 1) -> tuple[int, ...]:
+    """Layers per part by ``method``, as in the ``"vpipe"`` block; see :func:`ds_vpipe.partition.resolve_partition`.
+
+    There are ``virtual_stages`` parts on every stage.
+    """
     return resolve_partition(
         method,
         lambda: module._count_layer_params(),
         [_type_name(spec) for spec in module._layer_specs],
-        module.num_stages,
+        module.num_stages * virtual_stages,
     )
 
 
@@ -47,19 +51,19 @@ def _type_name(spec: Any) -> str:
     return type(spec).__name__ if isinstance(spec, torch.nn.Module) else str(getattr(spec, "__name__", type(spec)))
 
 
-def repartition(module: PipelineModule, counts: Sequence[int]) -> bool:
-    """Give every stage the number of layers in ``counts``; all ranks call this. False if it had them already.
+def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: int = 1) -> bool:
+    """Give every part the number of layers in ``counts``; all ranks call this. False if it was so already.
 
-    Layers keep their weights: those that change hands are built from their specification and then
-    receive the state of the layer they replace.
+    Stage ``i`` of K holds parts ``i, i + K, ...``. Layers keep their weights: those that change hands are built from
+    their specification and then receive the state of the layer they replace.
 
     Raises:
         VPipeConfigError: a layer was changed after it was built, so that it cannot be built again.
     """
     old, new = list(module.parts), bounds(counts)
-    if old == new:
+    if old == new and virtual_stages == 1:
         return False
-    stage = module.stage_id
+    stage, stages = module.stage_id, module.num_stages
     built = dict(zip(range(old[stage], old[stage + 1]), module.forward_funcs, strict=True))
     for name in list(module._modules):
         if name in module.fwd_map:
@@ -68,22 +72,34 @@ def repartition(module: PipelineModule, counts: Sequence[int]) -> bool:
     module.forward_funcs, module.fwd_map = [], {}
     module.tied_modules, module.tied_weight_attrs = torch.nn.ModuleDict(), {}
     module.parts = new
-    module._set_bounds(start=new[stage], stop=new[stage + 1])
     specs = list(module._layer_specs)
-    for index in range(new[stage], new[stage + 1]):
-        if index in built and isinstance(built[index], torch.nn.Module) and not isinstance(specs[index], TiedLayerSpec):
-            module._layer_specs[index] = built[index]  # a module in place of its specification is used as it is
-    module._build()
+    numbers, ends = list[int](), list[int]()
+    for part in range(stage, len(counts), stages):
+        module._set_bounds(start=new[part], stop=new[part + 1])
+        for index in range(new[part], new[part + 1]):
+            if index in built and isinstance(built[index], torch.nn.Module) and not _is_tied(specs[index]):
+                module._layer_specs[index] = built[index]  # a module in place of its specification is used as it is
+            numbers.append(index)
+        module._build()
+        ends.append(len(module.forward_funcs))
     module._layer_specs[:] = specs
     module.to(get_accelerator().device_name(module.local_rank))
-    _check_layers(module, built, tied, old, new)
-    _move_states(module, built, tied, old, new)
+    now = dict(zip(numbers, module.forward_funcs, strict=True))
+    owners = [_owner(old, index) for index in range(len(specs))], [_owner(new, i) % stages for i in range(len(specs))]
+    _check_layers(module, built, tied, now, owners)
+    _move_states(module, built, tied, now, owners)
+    if virtual_stages > 1:
+        interleave(module, numbers, ends)
     module.tied_comms = module._index_tied_modules()
     module._synchronize_tied_weights()
     if module.activation_checkpoint_interval > 0:
         module.is_checkpointable_results_interval = None
         module._precompute_checkpointable_values()
     return True
+
+
+def _is_tied(spec: Any) -> bool:
+    return isinstance(spec, TiedLayerSpec)
 
 
 def _owner(parts: Sequence[int], index: int) -> int:
@@ -94,18 +110,16 @@ def _check_layers(
     module: PipelineModule,
     built: dict[int, Any],
     tied: dict[str, torch.nn.Module],
-    old: Sequence[int],
-    new: Sequence[int],
+    layers: dict[int, Any],
+    owners: tuple[list[int], list[int]],
 ) -> None:
     """Compare layers as they were and as they are built again, on all ranks alike; what was frozen stays frozen."""
     before, after, now = {}, {}, {}
     for index, spec in enumerate(module._layer_specs):
-        is_tied = isinstance(spec, TiedLayerSpec)
-        if _owner(old, index) == module.stage_id:
-            before[index] = _describe(tied[spec.key] if is_tied else built[index])
-        if _owner(new, index) == module.stage_id:
-            position = index - new[module.stage_id]
-            now[index] = module.tied_modules[spec.key] if is_tied else module.forward_funcs[position]
+        if owners[0][index] == module.stage_id:
+            before[index] = _describe(tied[spec.key] if _is_tied(spec) else built[index])
+        if owners[1][index] == module.stage_id:
+            now[index] = module.tied_modules[spec.key] if _is_tied(spec) else layers[index]
             after[index] = _describe(now[index])
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (before, after))
@@ -115,9 +129,9 @@ def _check_layers(
     for index, spec in enumerate(module._layer_specs):
         if before[index][0] != after[index][0]:
             raise VPipeConfigError(
-                f"vpipe.partition: got bounds {list(new)}, which move layers, but layer {index} ({_type_name(spec)}) "
-                f"was changed after it had been built (parameters, buffers or their types) and cannot be built "
-                f"again; allowed are the module's own bounds {list(old)}; build the module with this partition"
+                f"vpipe.partition: got bounds {list(module.parts)}, which move layers, but layer {index} "
+                f"({_type_name(spec)}) was changed after it had been built (parameters, buffers or their types) and "
+                f"cannot be built again; allowed are the module's own bounds; build the module with this partition"
             )
         if isinstance(now.get(index), torch.nn.Module):
             for name, parameter in now[index].named_parameters():
@@ -136,20 +150,19 @@ def _move_states(
     module: PipelineModule,
     built: dict[int, Any],
     tied: dict[str, torch.nn.Module],
-    old: Sequence[int],
-    new: Sequence[int],
+    layers: dict[int, Any],
+    owners: tuple[list[int], list[int]],
 ) -> None:
     stage = module.stage_id
     for index, spec in enumerate(module._layer_specs):
-        source, target = _owner(old, index), _owner(new, index)
+        source, target = owners[0][index], owners[1][index]
         if stage not in (source, target):
             continue
-        now = module.forward_funcs[index - new[stage]] if stage == target else None
-        if isinstance(spec, TiedLayerSpec):
-            before: Any = tied.get(spec.key)
+        now = layers[index] if stage == target else None
+        before: Any = built.get(index)
+        if _is_tied(spec):
+            before = tied.get(spec.key)
             now = module.tied_modules[spec.key] if stage == target else None
-        else:
-            before = built.get(index)
         if source == target:
             if isinstance(now, torch.nn.Module) and now is not before:
                 now.load_state_dict(before.state_dict())

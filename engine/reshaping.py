@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import log_dist
 
 from ds_vpipe.engine.parameter_states import checkpoint_layout, stage_layout, write_states
+from ds_vpipe.engine.recompute import layer_numbers
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.optimizer_forms import form_of
 from ds_vpipe.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
@@ -135,7 +136,7 @@ def _check(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> None:
             f"{where}: got {checkpoint.slices} tensor-parallel slices, allowed is this model's {live.slices}; load "
             f"it with the slices it was saved with"
         )
-    layers = enumerate(engine.module.forward_funcs, live.bounds[live.stage])
+    layers = zip(layer_numbers(engine.module), engine.module.forward_funcs, strict=True)
     lost = [index for index, layer in layers if hasattr(layer, "load_state_dict") and index not in checkpoint.layers]
     if lost or (checkpoint.layouts is not None and checkpoint.layouts[0].bounds[-1] != live.bounds[-1]):
         raise VPipeError(

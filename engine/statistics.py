@@ -108,6 +108,7 @@ class StageMeter:
         stage: number of the stage.
         links: the links that actions of each kind use; they count bytes and waiting time.
         optimizer: gives what knows which micro-batch uses which version; loading a checkpoint replaces it.
+        key_of: number of the micro-batch that a pass is of, among those in flight.
         device: where the stage computes.
     """
 
@@ -116,9 +117,11 @@ class StageMeter:
         stage: int,
         links: Mapping[Kind, Sequence[Sender | Receiver]],
         optimizer: Callable[[], WeightStashingOptimizer],
+        key_of: Callable[[Action], int],
         device: torch.device,
     ) -> None:
         self._stage, self._links, self._optimizer, self._device = stage, links, optimizer, device
+        self._key_of = key_of
         self._seconds = dict.fromkeys(Kind, 0.0)
         self._staleness = self._versions = 0
         self._counted = self._counters()
@@ -128,7 +131,9 @@ class StageMeter:
         """An action begins."""
         if action.kind is Kind.BACKWARD:
             optimizer = self._optimizer()
-            self._staleness = max(self._staleness, optimizer.latest_version - optimizer.version_of(action.index))
+            self._staleness = max(
+                self._staleness, optimizer.latest_version - optimizer.version_of(self._key_of(action))
+            )
             self._versions = max(self._versions, optimizer.num_versions)
         self._begin = time.perf_counter()
 

@@ -40,9 +40,12 @@ def recorded(folder: str, block: dict[str, Any]) -> dict[str, Any]:
     return reports
 
 
-@pytest.mark.parametrize("schedule", ["asp", "1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["asp", "1f1b", "gpipe", "interleaved"])
 def test_a_recording_is_the_program(worlds: Worlds, tmp_path: Path, schedule: str) -> None:
-    block = {} if schedule == "asp" else {"sync_mode": "bsp", "schedule": schedule}
+    block: dict[str, Any] = {} if schedule == "asp" else {"sync_mode": "bsp", "schedule": schedule}
+    virtual_stages = 2 if schedule == "interleaved" else 1
+    if virtual_stages > 1:
+        block["virtual_stages"] = virtual_stages
     ranks = worlds.run(STAGES, recorded, str(tmp_path), block)
     for reports in ranks:
         assert reports["plain"]["losses"] == reports["recorded"]["losses"]
@@ -51,7 +54,7 @@ def test_a_recording_is_the_program(worlds: Worlds, tmp_path: Path, schedule: st
     timeline = read_timeline([tmp_path])
     assert timeline.source == "recording"
     assert [loss for _, loss in timeline.losses] == pytest.approx(ranks[0]["recorded"]["losses"])
-    pipeline = Pipeline(schedule, STAGES, MICRO_BATCHES)  # type: ignore[arg-type]
+    pipeline = Pipeline(schedule, STAGES, MICRO_BATCHES, virtual_stages=virtual_stages)  # type: ignore[arg-type]
     wanted = programs(pipeline, Workload(BATCHES))
     for rank in range(STAGES):
         mine = sorted((span for span in timeline.spans if span.rank == rank), key=lambda span: span.start)

@@ -1,0 +1,130 @@
+"""The interleaved schedule in the engine: equal to DeepSpeed's bit for bit, whatever is asked of it beside training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import torch
+import toy
+from worlds import Worlds
+
+pytestmark = pytest.mark.mp
+
+ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
+INTERLEAVED = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
+TIED: dict[str, Any] = {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}
+ZERO = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+BATCHES = 6
+
+
+def by_name(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().float().clone() for name, value in engine.module.named_parameters()}
+
+
+def train(ds_configs: list[dict[str, Any]], stages: int, model: dict[str, Any]) -> list[dict[str, Any]]:
+    reports = []
+    for ds_config in ds_configs:
+        torch.manual_seed(1234)
+        engine = cases.engine(ds_config, stages, **model)
+        replica = engine.grid.data_parallel_id
+        iterator = toy.data((BATCHES + 1) * engine.micro_batches - 1, replica=replica)  # the rest is left out
+        losses, evaluations, ended = [], [], False
+        for number in range(BATCHES + 1):
+            try:
+                losses.append(float(engine.train_batch(iterator)))
+            except StopIteration:
+                ended = True
+            if number == 2:
+                evaluations.append(float(engine.eval_batch(toy.data(95, start=90), num_micro_batches=5)))
+        reports.append(
+            {
+                "parameters": by_name(engine),
+                "losses": losses,
+                "evaluations": evaluations,
+                "ended": ended,
+                "layers": len(engine.module.forward_funcs),
+            }
+        )
+        engine.destroy()
+        cases.close_groups()
+    return reports
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "micro_batches", "virtual", "extra", "model"),
+    [
+        (2, 2, 1, 2, {}, {}),
+        (2, 2, 4, 3, {"gradient_clipping": 0.5}, {}),
+        (4, 4, 4, 2, {}, {}),
+        (3, 3, 5, 3, {}, {}),
+        (2, 4, 3, 2, ZERO, {}),
+        (2, 2, 2, 2, {}, TIED),
+    ],
+    ids=["K2 M1 v2", "K2 M4 v3", "K4 M4 v2", "K3 M5 v3", "replicas, ZeRO-1", "ties"],
+)
+def test_equal_to_one_part_per_stage(
+    worlds: Worlds,
+    stages: int,
+    ranks: int,
+    micro_batches: int,
+    virtual: int,
+    extra: dict[str, Any],
+    model: dict[str, Any],
+) -> None:
+    blocks: list[dict[str, Any] | None] = [{"sync_mode": "bsp"}, {**INTERLEAVED, "virtual_stages": virtual}]
+    ds_configs = [cases.config(micro_batches, ADAMW, block, **extra) for block in blocks]
+    reports = worlds.run(ranks, train, ds_configs, stages, model)
+    merged: list[dict[str, torch.Tensor]] = [{}, {}]
+    for report in reports:
+        for position in range(2):
+            merged[position].update(report[position]["parameters"])
+        # Norms and tied gradients are summed over other ranks, in another order.
+        exact = not model and "gradient_clipping" not in extra
+        assert report[0]["losses"] == (report[1]["losses"] if exact else pytest.approx(report[1]["losses"], rel=1e-5))
+        assert len(report[0]["losses"]) == BATCHES
+        assert report[0]["evaluations"] == pytest.approx(report[1]["evaluations"], rel=0 if exact else 1e-5)
+        assert report[0]["ended"]
+        assert report[1]["ended"]
+    assert merged[0].keys() == merged[1].keys()
+    for name, value in merged[0].items():
+        assert torch.allclose(value, merged[1][name], rtol=0, atol=0 if exact else 1e-5), name
+
+
+def save_and_load(directory: str, blocks: list[dict[str, Any]], recompute: float) -> list[dict[str, torch.Tensor]]:
+    """Save with the first block, load with the others and go on, each once."""
+    results = []
+    for position, block in enumerate(blocks):
+        ds_config = cases.config(2, ADAMW, {**block, "recompute_ratio": recompute})
+        engine = cases.engine(ds_config, 2)
+        iterator = toy.data()
+        if position:
+            engine.load_checkpoint(directory)
+            iterator = toy.data(start=engine.consumed_micro_batches)
+        else:
+            for _ in range(3):
+                engine.train_batch(iterator)
+            engine.save_checkpoint(directory)
+        for _ in range(3):
+            engine.train_batch(iterator)
+        results.append(by_name(engine))
+        engine.destroy()
+        cases.close_groups()
+    return results
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["one part first", "several first"])
+def test_checkpoints(worlds: Worlds, tmp_path: Path, first: int) -> None:
+    kinds: list[dict[str, Any]] = [{"sync_mode": "bsp"}, INTERLEAVED]
+    blocks = [kinds[first], kinds[first], kinds[1 - first]]
+    ranks = worlds.run(2, save_and_load, str(tmp_path), blocks, 0.5)
+    wanted: dict[str, torch.Tensor] = {}
+    for rank in ranks:
+        wanted.update(rank[0])
+    for rank in ranks:
+        for position in (1, 2):
+            for name, value in rank[position].items():
+                assert torch.equal(value, wanted[name]), (position, name)
+    assert len(list(tmp_path.glob("global_step3/layer_*"))) == 10

@@ -61,7 +61,7 @@ def observe(engine: Any) -> dict[str, Any]:
 
     live = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
     result: dict[str, Any] = {}
-    for name, state in read_states(engine).items():
+    for name, state in read_states(engine, engine._agreement.of_replicas).items():
         result[f"{name}|weight"] = (live[name] if state.master is None else state.master).clone()
         result[f"{name}|rounded"] = live[name]
         for key, value in state.state.items():

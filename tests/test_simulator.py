@@ -131,6 +131,18 @@ def test_transfers_of_one_link_follow_each_other() -> None:
     ]
 
 
+def test_a_transfer_waits_for_a_posted_receive() -> None:
+    """The receiver computes slowly and keeps one receive posted: the third message moves when the second is taken."""
+    costs = [StageCost(1.0, 1.0, 1.0, 0.0), StageCost(5.0, 1.0)]
+    simulation = simulate(Pipeline("gpipe", 2, 4), costs, Workload(1))
+    assert simulation.records[0].transfers == [
+        ("SEND_ACT0", 1.0, 2.0),
+        ("SEND_ACT1", 2.0, 3.0),
+        ("SEND_ACT2", 7.0, 8.0),
+        ("SEND_ACT3", 12.0, 13.0),
+    ]
+
+
 def naive_ends(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload) -> list[float]:
     """When each rank is done, found by going from one moment to the next and asking who can do what. Whole seconds."""
     built = programs(pipeline, workload)

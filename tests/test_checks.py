@@ -61,7 +61,7 @@ def moved(name: str, before: str) -> Callable[[list[str]], None]:
 
 
 @given(pipelines(most_stages=6, most_micro_batches=10), workloads())
-@settings(deadline=None, max_examples=1500)
+@settings(deadline=None, max_examples=1000)
 def test_generated_programs_are_right(pipeline: Pipeline, workload: Workload) -> None:
     assert check_programs(pipeline, programs(pipeline, workload), workload) == []
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from shapes import pipelines, workloads
 
 from ds_vpipe.actions import Action, Kind
 from ds_vpipe.checks import Fault, check_pipeline, check_programs, dead_locks, typical_workload
@@ -15,7 +16,6 @@ from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.pipeline import Pipeline
 from ds_vpipe.programs import Programs, Workload, programs
 from ds_vpipe.schedule import Exchanges
-from tests.shapes import pipelines, workloads
 
 ASP = Pipeline("asp", 3, 2)
 THREE = Workload(3)

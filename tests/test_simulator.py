@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import pipelines, workloads
 
 from ds_vpipe.actions import Kind
 from ds_vpipe.bubble import bubble_share
@@ -19,7 +20,6 @@ from ds_vpipe.schedule import versions_alive
 from ds_vpipe.simulation import Simulation
 from ds_vpipe.simulator import StageCost, simulate
 from ds_vpipe.timeline import Timeline
-from tests.shapes import pipelines, workloads
 
 CLOSE = 1e-9
 

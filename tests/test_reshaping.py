@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,19 @@ def sessions(*plans: dict[str, Any]) -> list[dict[str, Any]]:
     return reports
 
 
+def gathered(engine: Any, value: Any) -> list[Any]:
+    group = engine.optimizer.dp_process_group
+    values = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
 def observe(engine: Any) -> dict[str, Any]:
     from ds_vpipe.engine.parameter_states import read_states
 
     live = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
     result: dict[str, Any] = {}
-    for name, state in read_states(engine).items():
+    for name, state in read_states(engine, partial(gathered, engine)).items():
         result[f"{name}|weight"] = (live[name] if state.master is None else state.master).clone()
         result[f"{name}|rounded"] = live[name]
         for key, value in state.state.items():

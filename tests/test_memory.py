@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -242,3 +244,31 @@ def test_interleaved_warm_up(ranks: int, parts: int, rank: int) -> None:
 def test_counting_a_program() -> None:
     assert count_in_flight(["F0", "F1", "B0", "RECV_ACT2", "F2", "B1", "B2", "STEP0"]) == {0: 2}
     assert count_in_flight(["0F0", "1F0", "0F1", "SEND_GRAD3", "1B0", "0B0", "0B1"]) == {0: 2, 1: 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9}),
+        ("Adam", {}),
+        ("Adam", {"amsgrad": True}),
+        ("AdamW", {}),
+        ("Adagrad", {}),
+        ("Adadelta", {}),
+        ("Adamax", {}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("RMSprop", {}),
+        ("RMSprop", {"momentum": 0.9, "centered": True}),
+        ("ASGD", {}),
+        ("Rprop", {}),
+    ],
+)
+def test_optimizers_of_torch_keep_as_much(name: str, params: dict[str, Any]) -> None:
+    weight = torch.nn.Parameter(torch.ones(50, 50))
+    optimizer = getattr(torch.optim, name)([weight], lr=0.1, **params)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    kept = sum(value.numel() for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.dim())
+    assert kept == optimizer_bytes(name, params).held * weight.numel()

@@ -57,9 +57,11 @@ def test_threads_are_named() -> None:
 def test_slices_of_a_thread_nest_and_arrows_begin_and_end_in_them(transfer: float) -> None:
     timeline = planned_timeline(Pipeline("asp", 4, 2), Workload(4), transfer=transfer, update=0.5)
     slices: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    by_name: dict[tuple[int, str], tuple[float, float]] = {}
     for event in events([timeline], "X"):
         assert event["tid"] % 4 in range(4)
         slices[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        by_name[event["tid"], event["name"]] = slices[event["tid"]][-1]
     for thread in slices.values():
         open_ends: list[float] = []
         for start, end in sorted(thread, key=lambda ends: (ends[0], -ends[1])):
@@ -76,8 +78,15 @@ def test_slices_of_a_thread_nest_and_arrows_begin_and_end_in_them(transfer: floa
         end = ends[number]
         assert begin["ts"] <= end["ts"]
         assert abs(begin["tid"] % 4 - end["tid"] % 4) == 1
-        for event in (begin, end):
-            assert any(start <= event["ts"] <= stop for start, stop in slices[event["tid"]])
+        start, stop = by_name[begin["tid"], begin["name"]]
+        assert start <= begin["ts"] <= stop
+        kind, index = ("ACT", "F") if "ACT" in begin["name"] else ("GRAD", "B")
+        number = begin["name"].removeprefix(f"SEND_{kind}")
+        waited = by_name.get((end["tid"], f"WAITRECV_{kind}{number}"))
+        start, stop = waited or by_name[end["tid"], f"{index}{number}"]
+        assert start <= end["ts"] <= stop
+        if waited:
+            assert end["ts"] == pytest.approx(stop)
 
 
 def test_memory_is_a_counter_per_rank() -> None:

@@ -15,10 +15,10 @@ from timelines import TWO_PARTS, TWO_STAGES
 from ds_vpipe.pictures.charts import loss_chart, memory_chart, share_chart, staleness_chart
 from ds_vpipe.pictures.html_report import html_report, save_html_report
 from ds_vpipe.pictures.palette import COLOURS
-from ds_vpipe.pictures.picture import Box, Curve, Label, Rule
+from ds_vpipe.pictures.picture import Box, Curve, Label, Rule, text_width
 from ds_vpipe.pictures.timeline_layout import left_margin
 from ds_vpipe.span_category import Category
-from ds_vpipe.timeline import Timeline
+from ds_vpipe.timeline import MemorySample, Timeline
 from ds_vpipe.timeline_summary import summarize
 
 
@@ -160,3 +160,11 @@ def test_losses_lie_between_the_numbers_of_their_axis(losses: tuple[tuple[int, f
     assert all(min(rules) <= y <= max(rules) for _, y in curve.points)
     numbers = [s for s in picture.shapes if isinstance(s, Label) and s.anchor == "end"]
     assert len({label.text for label in numbers}) == len(numbers)
+    assert all(label.x >= text_width(label.text, label.size) for label in numbers)
+
+
+def test_the_highest_sample_of_a_pixel_is_drawn() -> None:
+    samples = (MemorySample(0, 1.0, 10), MemorySample(0, 1.0001, 40), MemorySample(0, 1.0002, 20))
+    picture = memory_chart(replace(TWO_STAGES, memory=samples), 850.0)
+    (curve,) = (shape for shape in picture.shapes if isinstance(shape, Curve))
+    assert min(y for _, y in curve.points) == 2.0

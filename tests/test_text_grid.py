@@ -54,6 +54,11 @@ def test_recomputation_and_updates() -> None:
     """)
 
 
+def test_recomputation_in_the_middle_of_a_pass() -> None:
+    spans = (Span(0, "B0", 0, 4, 0), Span(0, "RECOMPUTE0", 1, 3, 0))
+    assert text_grid(Timeline("t", "recording", 1, 1, spans), 1.0) == "stage 0 |B0 R0 -- B0 |"
+
+
 def test_a_window_begins_anywhere() -> None:
     assert text_grid(TWO_STAGES, 1.0, (4.0, 7.0)) == picture("""
         stage 0 |.  R0 B0 |

@@ -31,7 +31,11 @@ setup(
     python_requires=">=3.10",
     packages=sorted(PACKAGE_DIR),
     package_dir=PACKAGE_DIR,
-    package_data={"ds_vpipe": ["py.typed"], "ds_vpipe.models.bert": ["*.json", "*/*.json"]},
+    package_data={
+        "ds_vpipe": ["py.typed"],
+        "ds_vpipe.pictures": ["*.css", "*.js"],
+        "ds_vpipe.models.bert": ["*.json", "*/*.json"],
+    },
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19,<0.20",

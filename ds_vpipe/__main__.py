@@ -1,7 +1,7 @@
 """The command line: ``python -m ds_vpipe COMMAND``.
 
-Exit status: 0 if all is well, 1 if what was asked about is wrong (a schedule that dead-locks, a model that fits
-nowhere), 2 if the command line, the configuration or a file is wrong. Errors are one line on standard error.
+Exit status: 0 if all is well, 1 if what was asked about is wrong (a schedule with a fault, a split that does not
+fit), 2 if the command line, the configuration or a file is wrong. Errors are one line on standard error.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ COMMANDS = {
     "show": "draw a schedule, a timeline or a recording",
     "check": "check a configuration and its schedule without processes",
     "simulate": "time a pipeline on paper: throughput, bubble, staleness, memory",
+    "profile": "measure or compute what every layer of a model costs",
     "plan": "find the fastest split and recomputation that fit a memory budget",
     "trace": "turn recordings and timelines into a Chrome or Perfetto trace",
     "report": "one HTML page: timelines, use of time, memory, staleness, loss",

@@ -2,8 +2,8 @@
 
 Layers run on the meta device, one at a time, where tensors have shapes but no memory. Bytes are what autograd saves
 there, as on a real device; seconds are those of a device model, operation by operation, with the arithmetic counted by
-the formulas of ``torch.utils.flop_counter``. Attention and dropout run as on the CPU, which may keep more than the fused
-kernels of an accelerator.
+the formulas of ``torch.utils.flop_counter``. Attention and dropout run as on the CPU, which may keep more than fused
+kernels of an accelerator do.
 """
 
 from __future__ import annotations

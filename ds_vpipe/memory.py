@@ -118,7 +118,9 @@ class ActivationSums:
         """
         low = int(starts.min())
         cuts = np.arange(low, stop + 1)
-        highest = self._highest[low:stop]
+        # A layer's workspace has the gradient of its own output; that of the stage's output is there until the end.
+        highest = self._highest[low:stop] + self.inputs[stop]
+        highest[-1] -= self.inputs[stop]
         # Highest of layers [cut, stop): one suffix maximum for all stages. Of [start, cut): a prefix maximum per stage.
         least = np.iinfo(np.int64).min // 4
         in_segment = np.append(np.maximum.accumulate(highest[::-1])[::-1], least)

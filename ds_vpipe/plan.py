@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 from ds_vpipe.memory import StageMemory
 from ds_vpipe.recompute_choice import ratio_for
+from ds_vpipe.residency import interleaved_in_flight, interleaved_moments
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -89,9 +91,24 @@ class Plan:
         return tuple(ratio_for(stage.recomputed, stage.stop - stage.start) for stage in self.stages)
 
     def rank_memory(self) -> tuple[StageMemory, ...]:
-        """Bytes per rank: with several parts per rank their sum."""
+        """Bytes per rank. Several parts of a rank hold most at different times, and work one at a time."""
         ranks = len(self.stages) // self.virtual_stages
-        return tuple(sum((s.memory for s in self.stages[rank::ranks]), StageMemory()) for rank in range(ranks))
+        if self.virtual_stages == 1:
+            return tuple(stage.memory for stage in self.stages)
+        return tuple(self._together(rank, ranks) for rank in range(ranks))
+
+    def _together(self, rank: int, ranks: int) -> StageMemory:
+        parts = [stage.memory for stage in self.stages[rank::ranks]]
+        most = interleaved_in_flight(ranks, self.micro_batches, self.virtual_stages, rank)
+        kept = [part.activations // count for part, count in zip(parts, most, strict=True)]
+        moments = interleaved_moments(ranks, self.micro_batches, self.virtual_stages, rank)
+        working = max(parts, key=lambda part: part.recompute + part.workspace)
+        return replace(
+            sum(parts, StageMemory()),
+            activations=max(sum(map(mul, moment, kept)) for moment in moments),
+            recompute=working.recompute,
+            workspace=working.workspace,
+        )
 
     def split(self) -> dict[str, Any]:
         """What a split file holds, see :mod:`ds_vpipe.split_file`."""

@@ -27,9 +27,10 @@ def ratio_for(recomputed: int, num_layers: int) -> float:
         raise ValueError(f"recomputed layers: got {recomputed}; allowed: 0 to {num_layers}")
     for digits in range(1, 10):
         scale = 10**digits
-        ratio = -(-recomputed * scale // num_layers) / scale
-        if ratio <= 1 and int(ratio * num_layers) == recomputed:
-            return ratio
+        above = -(-recomputed * scale // num_layers)
+        for ratio in (above / scale, (above + 1) / scale):  # the product of the first may be rounded down
+            if ratio <= 1 and int(ratio * num_layers) == recomputed:
+                return ratio
     return math.nextafter(recomputed / num_layers, 2)
 
 

@@ -61,7 +61,7 @@ def residency(
         weight_sync: ``stash``, ``vertical`` or ``none``, for ``asp``.
         virtual_stages: v, parts per rank, for ``interleaved``.
         host_transfers: messages are packed and received in the memory that is planned, as on the CPU. On an
-            accelerator they pass through host memory, and only the gradient that has arrived counts.
+            accelerator they pass through host memory.
 
     Raises:
         VPipeConfigError: a setting is out of range, or does not fit the schedule.
@@ -92,11 +92,10 @@ def residency(
         if schedule == "asp":
             posted_in = ahead[part - 1] - ahead[part] + 1 if part else 0
             posted_out = ahead[part] - ahead[part + 1] + 1 if part + 1 < parts else 0
-        first, last = part == 0, part + 1 == parts
-        # Into the part: posted receives, and gradients on their way back. Out of it: what it has sent and not got the
-        # gradient of, posted receives for those gradients, and the one that has arrived.
-        inputs = 0 if first or not host_transfers else 2 * posted_in
-        outputs = 0 if last else in_flight[part] + posted_out + 1 if host_transfers else 1
+        # Into the part: posted receives, and gradients on their way back. Out of it: posted receives for gradients, and
+        # what it has sent and not got the gradient of.
+        inputs = 2 * posted_in if host_transfers else 0
+        outputs = in_flight[part] + posted_out if host_transfers and part + 1 < parts else 0
         at_update = in_flight[part] - 1 if schedule == "asp" else 0
         result.append(Residency(in_flight[part], versions[part], inputs, outputs, at_update))
     return tuple(result)
@@ -120,9 +119,25 @@ def count_in_flight(program: Iterable[object]) -> dict[int, int]:
 
 
 def interleaved_in_flight(num_stages: int, micro_batches: int, virtual_stages: int, rank: int) -> tuple[int, ...]:
-    """Most micro-batches that each of a rank's parts holds at once in Megatron-LM's interleaved 1F1B."""
+    """Most micro-batches that each of a rank's parts holds at once in Megatron-LM's interleaved 1F1B.
+
+    Parts have their peaks at different times, see :func:`interleaved_moments`.
+    """
     most = count_in_flight(_interleaved_passes(num_stages, micro_batches, virtual_stages, rank))
     return tuple(most[part] for part in range(virtual_stages))
+
+
+def interleaved_moments(num_stages: int, micro_batches: int, virtual_stages: int, rank: int) -> set[tuple[int, ...]]:
+    """Micro-batches that each of a rank's parts holds at the same time, for all times before a backward pass."""
+    now, moments = [0] * virtual_stages, set()
+    for text in _interleaved_passes(num_stages, micro_batches, virtual_stages, rank):
+        part, _, _ = text.partition("F") if "F" in text else text.partition("B")
+        if "F" in text:
+            now[int(part)] += 1
+        else:
+            moments.add(tuple(now))
+            now[int(part)] -= 1
+    return moments
 
 
 def _interleaved_passes(num_stages: int, micro_batches: int, virtual_stages: int, rank: int) -> Iterator[str]:

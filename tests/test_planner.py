@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from itertools import combinations, pairwise, product
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ds_vpipe.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.memory import stage_memory
 from ds_vpipe.optimizer_bytes import OptimizerBytes, optimizer_bytes
 from ds_vpipe.pace import Link, pace
+from ds_vpipe.partition import bounds
 from ds_vpipe.plan import Plan
 from ds_vpipe.planner import Pipeline, balance_by_computation, balance_by_parameters, plan, predict
 
@@ -78,29 +80,32 @@ def all_partitions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]
 
 def brute_force(profile: ModelProfile, pipeline: Pipeline) -> float | None:
     """The smallest pace over everything that fits."""
-    best = None
-    budgets = pipeline.part_budgets()
+    budgets, there, best = pipeline.part_budgets(), pipeline.residencies(), None
+
+    @cache
+    def seconds(stage: int, start: int, stop: int, again: int) -> float | None:
+        """Of a stage that fits, else None."""
+        memory = stage_memory(profile, start, stop, there[stage], pipeline.optimizer, again)
+        limit, mine = budgets[stage], profile.layers[start:stop]
+        if limit is not None and memory.total > limit:
+            return None
+        return sum(one.forward_s + one.backward_s for one in mine) + sum(
+            one.forward_s for one in mine[len(mine) - again :]
+        )
+
     for counts in all_partitions(len(profile), pipeline.num_stages):
+        edges = bounds(counts)
+        trips = [pipeline.link.round_trip(profile.layers[cut - 1].boundary_bytes) for cut in edges[1:-1]]
         for again in product(*(range(count + 1) for count in counts)):
-            compute, trips, stop, fits = [], [], 0, True
-            for stage, count in enumerate(counts):
-                start, stop = stop, stop + count
-                memory = stage_memory(
-                    profile, start, stop, pipeline.residencies()[stage], pipeline.optimizer, again[stage]
-                )
-                limit = budgets[stage]
-                fits &= limit is None or memory.total <= limit
-                mine = profile.layers[start:stop]
-                recompute = sum(one.forward_s for one in mine[count - again[stage] :])
-                compute.append(sum(one.forward_s + one.backward_s for one in mine) + recompute)
-                trips.append(pipeline.link.round_trip(mine[-1].boundary_bytes))
-            if fits:
-                found = pace(compute, trips[:-1], pipeline.known_depths())
+            compute = [seconds(s, edges[s], edges[s + 1], again[s]) for s in range(len(counts))]
+            known = [one for one in compute if one is not None]
+            if len(known) == len(counts):
+                found = pace(known, trips, pipeline.known_depths())
                 best = found if best is None else min(best, found)
     return best
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=120)
 @given(problem=problems())
 def test_plans_are_optimal_and_fit(problem: tuple[ModelProfile, Pipeline]) -> None:
     profile, pipeline = problem
@@ -116,7 +121,7 @@ def test_plans_are_optimal_and_fit(problem: tuple[ModelProfile, Pipeline]) -> No
     assert predict(profile, pipeline, found.partition, found.recompute_ratio) == found
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(problem=problems(), data=st.data())
 def test_settled_partitions_and_ratios_are_kept(problem: tuple[ModelProfile, Pipeline], data: st.DataObject) -> None:
     profile, pipeline = problem
@@ -144,7 +149,7 @@ def test_settled_partitions_and_ratios_are_kept(problem: tuple[ModelProfile, Pip
             assert tighter.stages[0].recomputed > 0
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(problem=problems())
 def test_the_missing_bytes_are_exact(problem: tuple[ModelProfile, Pipeline]) -> None:
     profile, pipeline = problem
@@ -166,21 +171,20 @@ def test_the_missing_bytes_are_exact(problem: tuple[ModelProfile, Pipeline]) -> 
 def test_the_first_stage_recomputes_what_it_must() -> None:
     # K = 2, W = (1, 0): stage 0 holds two micro-batches. 4 layers of 10 bytes each, boundaries of 1 byte.
     profile = model(*[layer(kept=10, out=1)] * 4, input_bytes=1)
-    # Per micro-batch: input 1, layers 10 + 10, output 1; what is between them and kept by nobody does not count. The
-    # gradient that has arrived: 1.
+    # Per micro-batch: input 1, layers 10 + 10, output 1; what is between them and kept by nobody does not count.
     free = plan(profile, Pipeline(2, 1))
     assert free.partition == (2, 2)
     assert free.stages[0].memory.activations == 44
-    assert free.stages[0].memory.total == 45
+    assert free.stages[0].memory.total == 44
     assert free.pace_s == 6
-    # One byte less: the last layer is recomputed. Per micro-batch: input 1, layer 10, segment's input 1, output 1.
+    # A byte less: the last layer is recomputed. Per micro-batch: input 1, layer 10, segment's input 1, output 1.
     # Once: the segment's input again, 1, and its layer, 10.
-    tight = plan(profile, Pipeline(2, 1, budget=44))
+    tight = plan(profile, Pipeline(2, 1, budget=43))
     assert tight.partition == (2, 2)
     assert tight.stages[0].recomputed == 1
     assert tight.stages[0].memory.activations == 26
     assert tight.stages[0].memory.recompute == 11
-    assert tight.stages[0].memory.total == 38
+    assert tight.stages[0].memory.total == 37
     assert tight.recompute_ratio == (0.5, 0)
     assert tight.pace_s == 7
 
@@ -229,7 +233,10 @@ def test_interleaved_parts_fit_their_rank() -> None:
     assert found.pace_s == 24
     # 4 micro-batches of 24 s, and a bubble of (K - 1) / v of them.
     assert found.seconds_per_micro_batch == 24 + 12 / 4
-    assert [memory.total <= 2000 for memory in found.rank_memory()] == [True, True]
+    # Rank 0 runs 5 forward passes before its first backward pass: 4 of its first part, 1 of its second; 40 bytes each.
+    # 2 x 16 bytes of weights, as many of gradients, twice as many of optimizer state.
+    assert [memory.total for memory in found.rank_memory()] == [5 * 40 + 4 * 32, 3 * 40 + 4 * 32]
+    assert found.stages[0].memory.activations == 4 * 40
 
 
 def test_synchronous_seconds() -> None:
@@ -267,16 +274,15 @@ def test_table() -> None:
         "    1     2-3        0/2        6.00         0.00      0     8 MB       0 B       8",
     ]
     assert [line[83:] for line in lines[:3]] == [
-        "nts  activations  buffers   peak  budget",
-        " MB        40 MB     1 kB  64 MB       -",
-        " MB        20 MB      0 B  36 MB       -",
+        "nts  activations   peak  budget",
+        " MB        40 MB  64 MB       -",
+        " MB        20 MB  36 MB       -",
     ]
     assert lines[3] == "asp, 1 micro-batches per batch: 6.00 ms each; pace 6.00 ms"
-    found = plan(profile, Pipeline(2, 1, budget=53_000_000))
-    expected = (
-        "stage 0: 44 MB predicted (weights 8 MB, versions 8 MB, gradients 8 MB, activations 4 kB, recompute 20 MB, "
+    found = plan(profile, Pipeline(2, 1, budget=52_000_000))
+    assert found.memory_line(0) == (
+        "stage 0: 44 MB predicted (weights 8 MB, versions 8 MB, gradients 8 MB, activations 4 kB, recompute 20 MB)"
     )
-    assert found.memory_line(0) == expected + "buffers 1 kB)"
 
 
 @pytest.mark.parametrize(

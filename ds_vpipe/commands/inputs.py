@@ -91,6 +91,11 @@ def planned_timeline(
     return replace(timeline, source="plan", meta={**timeline.meta, "time_unit": _PLAN_UNIT})
 
 
+def entitled(timeline: Timeline, config: str | None) -> Timeline:
+    """``timeline`` with the name of the configuration that it comes from, if any, before its title."""
+    return timeline if config is None else replace(timeline, title=f"{Path(config).stem}: {timeline.title}")
+
+
 def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
     """Print ``value`` for a script."""
     print(json.dumps(value))
@@ -99,4 +104,5 @@ def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
 def _planned(arguments: argparse.Namespace, config: str | None) -> Timeline:
     pipeline = settings_from(arguments, config).pipeline
     workload = workload_from(arguments, pipeline, 1 if pipeline.synchronous else 2)
-    return planned_timeline(pipeline, workload, arguments.backward, arguments.transfer, arguments.update)
+    timeline = planned_timeline(pipeline, workload, arguments.backward, arguments.transfer, arguments.update)
+    return entitled(timeline, config)

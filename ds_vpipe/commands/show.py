@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(timeline.to_json())
     elif not arguments.output:
         print(timeline.title)
-        print(text_grid(timeline, arguments.unit, arguments.window))
+        line_width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(text_grid(timeline, arguments.unit, arguments.window, line_width))
     for path in arguments.output:
         _write(timeline, path, arguments)
         if not arguments.json:

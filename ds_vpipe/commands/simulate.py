@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.commands.inputs import entitled, print_json
 from ds_vpipe.commands.settings import Settings, add_pipeline_arguments, numbers, settings_from, workload_from
 from ds_vpipe.refusal import Refusal
 
@@ -56,10 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     costs = _profiled(arguments, settings) if arguments.profile else _given(arguments, settings)
     simulation = simulate(settings.pipeline, costs, workload_from(arguments, settings.pipeline, _BEYOND))
     if arguments.output is not None:
-        timeline = simulation.timeline
-        micro_batches = settings.pipeline.micro_batches
-        title = f"{settings.pipeline.schedule}, {micro_batches} micro-batches per batch"
-        replace(timeline, title=title).save(arguments.output)
+        entitled(simulation.timeline, arguments.config).save(arguments.output)
     if arguments.json:
         print_json(_numbers(simulation))
     else:

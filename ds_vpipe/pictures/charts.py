@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from ds_vpipe.pictures.palette import COLOURS, FAINT_INK, IDLE, INK, LINES, PAPER, ink_on
 from ds_vpipe.pictures.picture import Box, Curve, Label, Picture, Rule, Shape, text_width
-from ds_vpipe.pictures.time_axis import TimeAxis, round_step, write_number
+from ds_vpipe.pictures.time_axis import TimeAxis, round_step, write_number, write_to
 from ds_vpipe.pictures.timeline_layout import left_margin
 from ds_vpipe.plan import show_bytes
 from ds_vpipe.span_category import Category
@@ -110,7 +110,7 @@ def loss_chart(timelines: Sequence[Timeline], width: float = 640.0, height: floa
     shown = [timeline for timeline in timelines if timeline.losses]
     batches = [batch for timeline in shown for batch, _ in timeline.losses]
     losses = [loss for timeline in shown for _, loss in timeline.losses]
-    step = round_step(max(max(losses) - min(losses), 1e-6) / 4)
+    step = round_step(max(max(losses) - min(losses), 1e-3 * abs(max(losses)), 1e-6) / 4)
     low, high = step * (min(losses) // step), step * (max(losses) // step + 1)
     first, last = min(batches), max(max(batches), min(batches) + 1)
     left, top = 56.0, 10.0
@@ -122,7 +122,7 @@ def loss_chart(timelines: Sequence[Timeline], width: float = 640.0, height: floa
     for index in range(round((high - low) / step) + 1):
         _, y = place(first, low + index * step)
         shapes.append(Rule(left, y, left + width, y, LINES))
-        shapes.append(Label(left - 6, y, write_number(round(low + index * step, 9)), 11, "end", FAINT_INK))
+        shapes.append(Label(left - 6, y, write_to(low + index * step, step), 11, "end", FAINT_INK))
     across = max(1, round(round_step(max(1.0, (last - first) / 8))))
     for batch in range(-(-first // across) * across, last + 1, across):
         shapes.append(Label(place(batch, low)[0], top + height + 12, str(batch), 11, "middle", FAINT_INK))

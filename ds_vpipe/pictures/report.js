@@ -57,7 +57,7 @@
   function drawTicks(picture, zoom) {
     const length = picture.end - picture.start;
     const step = roundStep(length * TICK_DISTANCE / (picture.width * zoom));
-    const digits = Math.max(0, -Math.floor(Math.log10(step)));
+    const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     picture.ticks.replaceChildren();
     for (let index = Math.ceil(picture.start / step - 1e-9); index * step <= picture.end + 1e-9 * length; index += 1) {
       const x = picture.left + (index * step - picture.start) / length * picture.width * zoom;

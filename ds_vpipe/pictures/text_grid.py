@@ -29,11 +29,16 @@ LETTERS: Final = {
     Category.OTHER: "?",
 }
 MOST_COLUMNS: Final = 2000
+_PASSES = (Category.FORWARD, Category.BACKWARD)
+_REGULAR = 0.01  # of a column
 _ROUNDING = 1e-6  # of a column: sums of seconds are not exact
 
 
 def default_unit(timeline: Timeline) -> float:
-    """Seconds per column with which most forward passes fill whole columns: the median forward pass.
+    """Seconds per column: the median forward pass, if all passes begin and end at whole columns then.
+
+    Otherwise a column is two thirds of that: a pass of one and a half columns fills at least half of some column
+    alone, wherever it begins, and so cannot vanish.
 
     Raises:
         VPipeConfigError: The timeline has no forward pass of some length.
@@ -41,16 +46,24 @@ def default_unit(timeline: Timeline) -> float:
     lengths = [span.duration for span in timeline.spans if category_of(span) is Category.FORWARD and span.duration > 0]
     if not lengths:
         raise Refusal("unit", None, "seconds per column", "give it: there is no forward pass to take it from").error()
-    return statistics.median(lengths)
+    unit = statistics.median(lengths)
+    times = (time / unit for span in timeline.spans if category_of(span) in _PASSES for time in (span.start, span.end))
+    return unit if all(abs(time - round(time)) < _REGULAR for time in times) else unit / 1.5
 
 
-def text_grid(timeline: Timeline, unit: float | None = None, window: tuple[float, float] | None = None) -> str:
+def text_grid(
+    timeline: Timeline,
+    unit: float | None = None,
+    window: tuple[float, float] | None = None,
+    line_width: int | None = None,
+) -> str:
     """Draw ``timeline`` as text, without a newline at the end.
 
     Args:
         timeline: What to draw.
         unit: Seconds per column; :func:`default_unit` if not given.
         window: First and last second to draw; everything if not given.
+        line_width: Longest line, in characters; what is longer goes on in further blocks of rows.
 
     Raises:
         VPipeConfigError: ``unit`` is not positive, or there would be more than MOST_COLUMNS columns.
@@ -68,10 +81,20 @@ def text_grid(timeline: Timeline, unit: float | None = None, window: tuple[float
     rows = [_cells(spans, unit, start, columns, with_part) for spans in timeline.by_rank()]
     width = max(2, max(len(cell) for row in rows for cell in row))
     name, digits = timeline.rank_word, len(str(timeline.num_ranks - 1))
-    return "\n".join(
-        f"{name} {rank:<{digits}} |" + "".join(f"{cell:<{width}} " for cell in row) + "|"
-        for rank, row in enumerate(rows)
-    )
+    per_block = columns
+    if line_width is not None:
+        per_block = max(1, (line_width - len(name) - digits - 4) // (width + 1))
+    blocks = []
+    for begin in range(0, columns, per_block):
+        blocks.append(
+            "\n".join(
+                f"{name} {rank:<{digits}} |"
+                + "".join(f"{cell:<{width}} " for cell in row[begin : begin + per_block])
+                + "|"
+                for rank, row in enumerate(rows)
+            )
+        )
+    return "\n\n".join(blocks)
 
 
 def _cells(spans: Sequence[Span], unit: float, start: float, columns: int, with_part: bool) -> list[str]:

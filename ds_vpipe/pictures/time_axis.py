@@ -31,6 +31,12 @@ def write_number(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def write_to(value: float, step: float) -> str:
+    """Return ``value`` with the decimal places that tell it from values ``step`` away."""
+    text = f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
 def round_step(least: float) -> float:
     """Return the smallest of 1, 2, 5, 10, 20, 50 ... times a power of ten that is at least ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
@@ -79,8 +85,13 @@ class TimeAxis:
         return self.left + (seconds - self.start) / (self.end - self.start) * self.width
 
     def write(self, seconds: float) -> str:
-        """An instant or a length in the axis's unit, without its name."""
+        """A length in the axis's unit, without its name."""
         return write_number(seconds / self.unit_s)
+
+    def write_instant(self, seconds: float, length: float) -> str:
+        """An instant in the axis's unit, as exactly as something that takes ``length`` seconds needs it."""
+        step = (length or self.end - self.start) / self.unit_s / 100
+        return write_to(seconds / self.unit_s, step)
 
     def ticks(self) -> Iterator[tuple[float, str]]:
         """Pixels and numbers of the round times."""
@@ -89,7 +100,7 @@ class TimeAxis:
         first = math.ceil(self.start / self.unit_s / step - 1e-9)
         last = math.floor(self.end / self.unit_s / step + 1e-9)
         for index in range(first, last + 1):
-            yield self.x(index * step * self.unit_s), write_number(index * step)
+            yield self.x(index * step * self.unit_s), write_to(index * step, step)
 
     def draw(self, top: float, bottom: float) -> Iterator[Shape]:
         """Grid lines from ``top`` to ``bottom``, numbers below them and the unit below the first number."""

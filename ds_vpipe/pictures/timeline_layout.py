@@ -99,7 +99,8 @@ def describe(timeline: Timeline, axis: TimeAxis, span: Span) -> str:
     what = _WORDS.get(name.kind, "")
     part = f" of part {span.part}" if timeline.holds_parts else ""
     version = "" if span.version is None else f", weights of version {span.version}"
-    times = f"{axis.write(span.start)} to {axis.write(span.end)} {axis.unit} ({axis.write(span.duration)})"
+    start, end = (axis.write_instant(time, span.duration) for time in (span.start, span.end))
+    times = f"{start} to {end} {axis.unit} ({axis.write(span.duration)})"
     text = f"waits for {span.action.removeprefix('WAIT')}" if name.waiting else f"{span.action} {what}".strip()
     return f"{timeline.rank_word} {span.rank}: {text}{part}, {times}{version}"
 

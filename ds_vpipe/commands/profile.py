@@ -1,0 +1,153 @@
+"""``profile``: what does every layer of a model cost?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.commands.settings import read_json
+from ds_vpipe.refusal import Refusal
+
+if TYPE_CHECKING:
+    from ds_vpipe.layer_profile import ModelProfile
+
+DESCRIPTION = """\
+Find the seconds and bytes of every layer: measured on the device at hand with a few micro-batches, one layer at a time,
+or computed from its operations for models and devices that are not there (--analytic).
+
+The model is named as MODULE:FUNCTION. The function gets micro_batch_size, and what --set says, by keyword and returns
+a dict: "layers", the list that PipelineModule gets; "inputs", one micro-batch of the first layer's input; and, to have
+the loss counted, "loss_fn" and "labels".
+"""
+EXAMPLES = """\
+examples:
+  python -m ds_vpipe profile ds_config.json --model ds_vpipe.models.bert.example:pretraining -o bert.json
+  python -m ds_vpipe profile ds_config.json --model my_model:example --set hidden=1024 --device cuda -o mine.json
+  python -m ds_vpipe profile --model my_model:example --micro-batch-size 4 --analytic --flops 200e12 -o mine.json
+  python -m ds_vpipe profile ds_config.json --model my_model:example --layers 0:12 -o part0.json     one rank's part
+
+A model of the current directory is found. Then: plan --profile bert.json, simulate --profile bert.json
+"""
+
+
+def layer_range(text: str) -> tuple[int, int]:
+    """``A:B``, layers A to B-1."""
+    begin, _, end = text.partition(":")
+    start, stop = int(begin), int(end)
+    if not 0 <= start < stop:
+        raise ValueError(text)
+    return start, stop
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """``KEY=VALUE``; the value is JSON, or else a text."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise ValueError(text)
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON: micro-batch size, precision")
+    parser.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help="the function that makes the model")
+    parser.add_argument("--set", action="append", type=setting, default=[], metavar="KEY=VALUE", help="argument of it")
+    parser.add_argument("--micro-batch-size", type=int, metavar="B", help="default: train_micro_batch_size_per_gpu")
+    parser.add_argument("--layers", type=layer_range, metavar="A:B", help="only layers A to B-1; default all")
+    group = parser.add_argument_group("measured")
+    group.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
+    group.add_argument("--repeat", type=int, default=5, metavar="N", help="micro-batches to take the median of")
+    group = parser.add_argument_group("computed")
+    group.add_argument("--analytic", action="store_true", help="compute, on a device model, without memory for weights")
+    group.add_argument("--flops", type=float, default=100e12, metavar="X", help="per second; default 100e12")
+    group.add_argument("--memory-bandwidth", type=float, default=1e12, metavar="X", help="bytes/s; default 1e12")
+    group = parser.add_argument_group("output")
+    group.add_argument("-o", "--output", default="profile.json", metavar="FILE", help="default profile.json")
+    group.add_argument("--json", action="store_true", help="print the profile as JSON too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Profile, and return the exit status."""
+    ds_config = {} if arguments.config is None else read_json(arguments.config)
+    size = arguments.micro_batch_size or ds_config.get("train_micro_batch_size_per_gpu")
+    if not isinstance(size, int) or size < 1:
+        remedy = "give --micro-batch-size B"
+        raise Refusal("train_micro_batch_size_per_gpu", size, "a whole number >= 1", remedy).error()
+    profile = _profile(_example(arguments.model, size, dict(arguments.set)), arguments, size, ds_config)
+    profile.save(arguments.output)
+    if arguments.json:
+        print_json(profile.to_json())
+    else:
+        print(_table(profile))
+        print(arguments.output)
+    return 0
+
+
+def _example(name: str, size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Call the function that makes the model, with the current directory to import from as ``python FILE`` has it."""
+    module, _, function = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        allowed = "MODULE:FUNCTION that can be imported from here"
+        raise Refusal("--model", name, allowed, "correct the name", str(error)).error() from None
+    example = make(micro_batch_size=size, **settings)
+    keys = {"layers", "inputs", "loss_fn", "labels"}
+    if not isinstance(example, dict) or not {"layers", "inputs"} <= example.keys() <= keys:
+        what = sorted(example) if isinstance(example, dict) else type(example).__name__
+        allowed = 'a function that returns a dict with "layers", "inputs" and maybe "loss_fn", "labels"'
+        raise Refusal("--model", what, allowed, f"change what {name} returns").error()
+    return example
+
+
+def _profile(
+    example: dict[str, Any], arguments: argparse.Namespace, size: int, ds_config: dict[str, Any]
+) -> ModelProfile:
+    import torch
+
+    from ds_vpipe.analytic_profile import analytic_profile
+    from ds_vpipe.op_meter import DeviceModel
+    from ds_vpipe.optimizer_bytes import training_dtype
+    from ds_vpipe.profiler import boundary_before, profile_layers
+
+    layers, inputs = list(example["layers"]), example["inputs"]
+    start, stop = arguments.layers or (0, len(layers))
+    if stop > len(layers):
+        raise Refusal("--layers", [start, stop], f"within 0:{len(layers)}", "correct the range").error()
+    options: dict[str, Any] = {"first_layer": start, "micro_batch_size": size}
+    if stop == len(layers):
+        options |= {"loss_fn": example.get("loss_fn"), "labels": example.get("labels")}
+    if training_dtype(ds_config) != "float32":
+        options["dtype"] = getattr(torch, training_dtype(ds_config))
+    inputs = boundary_before(layers, inputs, start) if start else inputs
+    if arguments.analytic:
+        name = f"model of a device with {arguments.flops:.3g} FLOP/s and {arguments.memory_bandwidth:.3g} bytes/s"
+        device = DeviceModel(name, arguments.flops, arguments.memory_bandwidth)
+        return analytic_profile(layers[start:stop], inputs, device=device, **options)[0]
+    options |= {"device": arguments.device, "micro_batches": arguments.repeat}
+    return profile_layers(layers[start:stop], inputs, **options)[0]
+
+
+def _table(profile: ModelProfile) -> str:
+    from ds_vpipe.plan import show_bytes
+
+    rows: list[tuple[str, ...]] = [
+        ("layer", "name", "forward ms", "backward ms", "parameters", "activations", "boundary")
+    ]
+    for number, layer in enumerate(profile.layers, profile.first_layer):
+        seconds = (f"{layer.forward_s * 1e3:.3f}", f"{layer.backward_s * 1e3:.3f}")
+        sizes = (show_bytes(size) for size in (layer.parameter_bytes, layer.activation_bytes, layer.boundary_bytes))
+        rows.append((str(number), layer.name, *seconds, *sizes))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

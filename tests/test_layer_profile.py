@@ -1,0 +1,105 @@
+"""Profiles as data: JSON, merging, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.layer_profile import LayerProfile, ModelProfile, merge_profiles
+
+LAYERS = tuple(LayerProfile(f"layer{i}", 0.1 * i, 0.25, 40 + i, 30, 20, 10, 5, 3, 40) for i in range(5))
+MODEL = ModelProfile(LAYERS, 64, 4, "cpu", "float32", "measured")
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    MODEL.save(tmp_path / "profile.json")
+    assert ModelProfile.load(tmp_path / "profile.json") == MODEL
+    assert len(MODEL) == 5
+
+
+def test_short_json() -> None:
+    layer = {"name": "a", "forward_s": 1, "backward_s": 2, "parameter_bytes": 3, "activation_bytes": 4}
+    content: Any = {"input_bytes": 8, "micro_batch_size": 1, "device": "cpu", "dtype": "float32", "source": "analytic"}
+    model = ModelProfile.from_json({**content, "layers": [{**layer, "boundary_bytes": 5}]})
+    assert model.layers == (LayerProfile("a", 1, 2, 3, 4, 5),)
+
+
+def part(start: int, stop: int) -> ModelProfile:
+    return replace(MODEL, layers=LAYERS[start:stop], first_layer=start, input_bytes=64 if start == 0 else 20)
+
+
+@settings(deadline=None)
+@given(cuts=st.sets(st.integers(1, 4)), order=st.randoms(use_true_random=False))
+def test_parts_merge_in_any_order(cuts: set[int], order: Any) -> None:
+    edges = [0, *sorted(cuts), 5]
+    parts = [part(a, b) for a, b in pairwise(edges)]
+    order.shuffle(parts)
+    assert merge_profiles(parts) == MODEL
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([part(0, 2), part(3, 5)], "layers 2 to 2 are missing"),
+        ([part(0, 3), part(2, 5)], "layers 2 to 2 are there twice"),
+        ([part(0, 3), replace(part(3, 5), dtype="bfloat16")], 'profile: dtype: got "bfloat16"; allowed: "float32"'),
+        ([part(0, 3), replace(part(3, 5), micro_batch_size=2)], "profile: micro_batch_size: got 2; allowed: 4"),
+        ([], "allowed: at least one profile"),
+    ],
+)
+def test_parts_that_do_not_fit(parts: list[ModelProfile], message: str) -> None:
+    with pytest.raises(VPipeConfigError) as error:
+        merge_profiles(parts)
+    assert message in str(error.value)
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    return {**MODEL.to_json(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "the file is not JSON"),
+        ("[1]", "profile: content: got [1]; allowed: an object"),
+        (json.dumps(content(layers=[])), "profile: layers: got []; allowed: at least one layer"),
+        (json.dumps(content(layers={})), "allowed: a list of layers"),
+        (json.dumps(content(source="guess")), 'profile: source: got "guess"; allowed: measured or analytic'),
+        (json.dumps(content(layer=1)), 'unknown key: got "layer"'),
+        (json.dumps(content(layers=[{"name": "a"}])), "forward_s is missing"),
+        (json.dumps(content(micro_batch_size=0)), "micro_batch_size: got 0; allowed: an int >= 1"),
+        (
+            json.dumps(content(layers=[{**MODEL.to_json()["layers"][0], "forward_s": -1}])),
+            "layer0: forward_s: got -1; allowed: seconds, a finite number >= 0",
+        ),
+        (
+            json.dumps(content(layers=[{**MODEL.to_json()["layers"][0], "frozen_bytes": 41}])),
+            "layer0: frozen_bytes: got 41; allowed: at most parameter_bytes, 40",
+        ),
+        (
+            json.dumps(content(layers=[{**MODEL.to_json()["layers"][0], "boundary_bytes": 1.5}])),
+            "layer0: boundary_bytes: got 1.5; allowed: bytes, an int >= 0",
+        ),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(VPipeConfigError) as error:
+        ModelProfile.load(path)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(VPipeConfigError, match="the file cannot be read: No such file"):
+        ModelProfile.load(tmp_path / "none.json")

@@ -1,0 +1,274 @@
+"""Bytes of stages in closed form; what stays on them; what optimizers need."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_vpipe.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.memory import ActivationSums, StageMemory, model_memory, stage_memory
+from ds_vpipe.optimizer_bytes import OptimizerBytes, configured_optimizer_bytes, optimizer_bytes, training_dtype
+from ds_vpipe.residency import Residency, count_in_flight, interleaved_in_flight, interleaved_moments, residency
+
+
+def model(*layers: LayerProfile, input_bytes: int = 0) -> ModelProfile:
+    return ModelProfile(layers, input_bytes, 1, "test", "float32", "analytic")
+
+
+# Attributes by position: name, seconds, parameters, kept, output, input kept, output kept, workspace, frozen.
+CHAIN = model(
+    LayerProfile("linear", 1, 2, 100, 0, 10, 8, 0, 5, 0),
+    LayerProfile("tanh", 1, 2, 0, 10, 10, 0, 10, 2, 0),
+    LayerProfile("linear", 1, 2, 200, 0, 20, 10, 0, 50, 0),
+    LayerProfile("frozen", 1, 2, 400, 7, 30, 0, 0, 0, 300),
+    input_bytes=8,
+)
+
+
+def test_tensors_between_layers_count_once() -> None:
+    # Input 8; nothing between linear and tanh; tanh's output, which the next layer keeps as well, 10; output 20.
+    assert stage_memory(CHAIN, 0, 3, Residency(1)).activations == 8 + 10 + 20
+    # The same, times three in flight.
+    assert stage_memory(CHAIN, 0, 3, Residency(3)).activations == 3 * 38
+
+
+def test_recomputed_segments_keep_their_input() -> None:
+    found = stage_memory(CHAIN, 0, 4, Residency(2), recomputed=2)
+    # Input 8; tanh's output, which is the segment's input, 10; output 30.
+    assert found.activations == 2 * (8 + 10 + 30)
+    # The segment's input once more, 10; layer 3's own 7.
+    assert found.recompute == 10 + 7
+    # At layer 2 of the segment: its input 10 and workspace 50, with the gradient of the stage's output, 30.
+    assert found.workspace == 10 + 50 + 30 - 17
+    everything = stage_memory(CHAIN, 0, 4, Residency(2), recomputed=4)
+    assert everything.activations == 2 * (8 + 30)
+    assert everything.recompute == 8 + 10 + 7
+
+
+def test_weights_versions_gradients_and_optimizer() -> None:
+    found = stage_memory(CHAIN, 2, 4, Residency(3, versions=3), optimizer_bytes("Adam"))
+    assert found.weights == 600
+    assert found.versions == 2 * 300  # frozen weights have one version,
+    assert found.gradients == 300  # no gradients
+    assert found.optimizer == 600  # and no state
+    assert found.static == 600 + 600 + 300 + 600
+    assert found.total == found.static + found.activations + found.recompute + found.workspace
+
+
+def test_buffers() -> None:
+    assert stage_memory(CHAIN, 1, 3, Residency(1, 1, input_buffers=2, output_buffers=3)).buffers == 2 * 10 + 3 * 20
+
+
+def test_updates_may_be_the_peak() -> None:
+    optimizer = OptimizerBytes(update=Fraction(2), bucket_bytes=1000)
+    # 38 bytes are kept by each of three in flight, two of them during the update.
+    found = stage_memory(CHAIN, 0, 3, Residency(3, at_update=2), optimizer)
+    assert found.activations + found.workspace == 2 * 38 + 2 * 300 + 1000
+    drained = stage_memory(CHAIN, 0, 3, Residency(3), optimizer)
+    assert drained.activations + drained.workspace == 2 * 300 + 1000
+
+
+def test_model_memory() -> None:
+    stages = model_memory(CHAIN, [3, 1], residency("asp", 2, 1), recomputed=[1, 0])
+    assert stages == (
+        stage_memory(CHAIN, 0, 3, Residency(2, 2, at_update=1), recomputed=1),
+        stage_memory(CHAIN, 3, 4, Residency(1, 1, at_update=0)),
+    )
+    assert (stages[0] + stages[1]).total == stages[0].total + stages[1].total
+    assert stages[0].to_json()["total"] == stages[0].total
+    assert StageMemory().total == 0
+
+
+@pytest.mark.parametrize("wrong", [(0, 0, 0), (0, 5, 0), (-1, 2, 0), (0, 2, 3)])
+def test_stages_that_do_not_exist(wrong: tuple[int, int, int]) -> None:
+    start, stop, recomputed = wrong
+    with pytest.raises(ValueError, match="stage: got layers"):
+        stage_memory(CHAIN, start, stop, Residency(1), recomputed=recomputed)
+
+
+sizes = st.integers(0, 9)
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> ModelProfile:
+    found = []
+    for _ in range(draw(st.integers(1, 6))):
+        kept = draw(sizes)
+        found.append(
+            LayerProfile("x", 1, 2, 0, kept, draw(sizes), draw(sizes), draw(st.integers(0, kept)), draw(sizes))
+        )
+    return model(*found, input_bytes=draw(sizes))
+
+
+@settings(deadline=None)
+@given(profile=chains(), data=st.data())
+def test_prefix_sums_against_a_walk(profile: ModelProfile, data: st.DataObject) -> None:
+    stop = data.draw(st.integers(1, len(profile)))
+    start = data.draw(st.integers(0, stop - 1))
+    cut = data.draw(st.integers(start, stop))
+    found = stage_memory(profile, start, stop, Residency(1), recomputed=stop - cut)
+    layers = profile.layers
+    at = [profile.input_bytes, *(layer.boundary_bytes for layer in layers)]
+
+    def walk(first: int, last: int) -> list[int]:
+        """Bytes that layers from ``first`` on have kept after each of them, with what is between them."""
+        after, total = [], at[first]
+        for index in range(first, last):
+            layer = layers[index]
+            after.append(total + layer.activation_bytes)
+            keeps = layers[index + 1].input_kept_bytes if index + 1 < len(layers) else 0
+            total += layer.activation_bytes - layer.output_kept_bytes + max(layer.output_kept_bytes, keeps)
+        return after
+
+    def closed(first: int, last: int) -> int:
+        """All of them, with the output as it is sent."""
+        layer = layers[last - 1]
+        return walk(first, last)[-1] - layer.output_kept_bytes + max(layer.output_kept_bytes, layer.boundary_bytes)
+
+    kept = at[start] if cut == start else closed(start, cut)
+    kept += at[stop] if cut < stop else 0
+    moments = [0]
+    for index, bytes_then in zip(range(start, cut), walk(start, cut), strict=True):
+        incoming = at[stop] if index < stop - 1 else 0
+        moments.append(bytes_then + at[stop] + layers[index].workspace_bytes + incoming)
+    segment = walk(cut, stop)
+    for index, bytes_then in zip(range(cut, stop), segment, strict=True):
+        incoming = at[stop] if index < stop - 1 else 0
+        moments.append(kept + bytes_then + layers[index].workspace_bytes + incoming)
+    assert found.activations == kept
+    assert found.recompute == (segment[-1] if segment else 0)
+    assert found.total == max(kept + found.recompute, *moments)
+
+
+@settings(deadline=None)
+@given(profile=chains())
+def test_tables_and_single_stages_agree(profile: ModelProfile) -> None:
+    sums = ActivationSums(profile)
+    for stop in range(1, len(profile) + 1):
+        table = sums.alternatives(np.arange(stop), stop)
+        for start in range(stop):
+            for cut in range(start, stop + 1):
+                one = sums.of_stage(start, stop, stop - cut)
+                assert (table.kept[start, cut], table.recomputed[start, cut]) == (one.kept, one.recomputed)
+                assert table.peak[start, cut] == one.peak
+
+
+def test_gpt3_weights() -> None:
+    # 175e9 weights in bf16 with fp32 Adam states: 2 + 2 + 12 bytes each, as in ZeRO's table (SC 2020).
+    weights = 2 * 175_000_000_000
+    found = stage_memory(
+        model(LayerProfile("all", 0, 0, weights, 0, 0)), 0, 1, Residency(1), optimizer_bytes("adamw", dtype="bfloat16")
+    )
+    assert found.weights + found.gradients + found.optimizer == 16 * 175_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("config", "held", "update", "bucket"),
+    [
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, 0, 0, 0),
+        ({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, 1, 0, 0),
+        ({"optimizer": {"type": "AdamW"}}, 2, 0, 0),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, 3, 0, 0),
+        ({"optimizer": {"type": "Lamb"}}, 2, 0, 0),
+        ({"optimizer": {"type": "Lion"}}, 1, 0, 0),
+        ({"optimizer": {"type": "HomeGrown"}}, 2, 0, 0),
+        ({}, 2, 0, 0),
+        ({"optimizer": {"type": "Adam"}, "bf16": {"enabled": True}}, 6, 4, 0),
+        ({"optimizer": {"type": "SGD"}, "fp16": {"enabled": True}}, 2, 4, 0),
+        ({"optimizer": {"type": "Adam"}, "bf16": {"enabled": False}}, 2, 0, 0),
+        (
+            {"optimizer": {"type": "Adam"}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+            Fraction(3, 2),
+            Fraction(3, 4),
+            1_000_000_000,
+        ),
+        (
+            {"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 10}},
+            Fraction(3, 4),
+            Fraction(1, 2),
+            40,
+        ),
+    ],
+)
+def test_optimizer_bytes(config: dict[str, object], held: Fraction, update: Fraction, bucket: int) -> None:
+    assert configured_optimizer_bytes(config, replicas=4) == OptimizerBytes(Fraction(1), held, update, bucket)
+
+
+def test_training_dtype() -> None:
+    assert training_dtype({}) == "float32"
+    assert training_dtype({"fp16": {"enabled": True}}) == "float16"
+    assert training_dtype({"bf16": {"enabled": True}}) == "bfloat16"
+    with pytest.raises(ValueError, match="dtype: got 'int8'"):
+        optimizer_bytes(dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_flight", "versions"),
+    [("asp", [4, 3, 2, 1], [3, 2, 2, 1]), ("1f1b", [2, 2, 2, 1], [1] * 4), ("gpipe", [2] * 4, [1] * 4)],
+)
+def test_residency(schedule: str, in_flight: list[int], versions: list[int]) -> None:
+    found = residency(schedule, 4, 2)  # type: ignore[arg-type]
+    assert [stage.in_flight for stage in found] == in_flight
+    assert [stage.versions for stage in found] == versions
+    assert all(stage.input_buffers == stage.output_buffers == 0 for stage in found)
+
+
+def test_residency_options() -> None:
+    def versions(**options: object) -> list[int]:
+        return [stage.versions for stage in residency("asp", 4, 2, **options)]  # type: ignore[arg-type]
+
+    assert versions(weight_sync="vertical") == [3, 3, 3, 3]
+    assert versions(weight_sync="none") == [1, 1, 1, 1]
+    assert versions(depths=[6, 4, 2, 0]) == [4, 3, 2, 1]
+    # Buffers: gradients posted W_s - W_(s+1) + 1, activations sent and unanswered W_s + 1; on the other side two each.
+    host = residency("asp", 3, 1, depths=[4, 1, 0], host_transfers=True)
+    assert [(stage.input_buffers, stage.output_buffers) for stage in host] == [(0, 4 + 5), (8, 2 + 2), (4, 0)]
+
+
+@pytest.mark.parametrize(("ranks", "parts", "rank"), [(4, 2, 0), (4, 2, 3), (2, 3, 1), (8, 4, 2)])
+def test_interleaved_warm_up(ranks: int, parts: int, rank: int) -> None:
+    # Megatron-LM's warm-up, and the forward pass before the first backward pass.
+    counts = interleaved_in_flight(ranks, 4 * ranks, parts, rank)
+    moments = interleaved_moments(ranks, 4 * ranks, parts, rank)
+    assert max(map(sum, moments)) == 2 * (ranks - rank - 1) + (parts - 1) * ranks + 1
+    assert counts == tuple(max(column) for column in zip(*moments, strict=True))
+    assert residency("interleaved", ranks, 4 * ranks, virtual_stages=parts)[rank].in_flight == counts[0]
+
+
+def test_counting_a_program() -> None:
+    assert count_in_flight(["F0", "F1", "B0", "RECV_ACT2", "F2", "B1", "B2", "STEP0"]) == {0: 2}
+    assert count_in_flight(["0F0", "1F0", "0F1", "SEND_GRAD3", "1B0", "0B0", "0B1"]) == {0: 2, 1: 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9}),
+        ("Adam", {}),
+        ("Adam", {"amsgrad": True}),
+        ("AdamW", {}),
+        ("Adagrad", {}),
+        ("Adadelta", {}),
+        ("Adamax", {}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("RMSprop", {}),
+        ("RMSprop", {"momentum": 0.9, "centered": True}),
+        ("ASGD", {}),
+        ("Rprop", {}),
+    ],
+)
+def test_optimizers_of_torch_keep_as_much(name: str, params: dict[str, Any]) -> None:
+    weight = torch.nn.Parameter(torch.ones(50, 50))
+    optimizer = getattr(torch.optim, name)([weight], lr=0.1, **params)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    kept = sum(value.numel() for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.dim())
+    assert kept == optimizer_bytes(name, params).held * weight.numel()

@@ -1,0 +1,142 @@
+"""The pace of a pipeline against an event-by-event walk, and depths against brute force."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_vpipe.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.pace import Link, batch_seconds, cut_round_trips, hiding_depths, pace, suggested_micro_batches
+from ds_vpipe.recompute_choice import cheapest_layers, checkpoint_ratios, ratio_for
+
+eighths = st.integers(1, 24).map(lambda n: n / 8)
+
+
+def walk(forward: list[float], backward: list[float], trips: list[float], depths: list[int], count: int) -> list[float]:
+    """When the first stage ends each of its first ``count`` backward passes, from the order of passes alone."""
+    stages = len(forward)
+    ends: dict[tuple[str, int, int], float] = {}
+
+    def order(stage: int) -> list[tuple[str, int]]:
+        passes = [("F", j) for j in range(depths[stage])]
+        return passes + [one for i in range(count) for one in (("F", i + depths[stage]), ("B", i))]
+
+    queues = [order(stage) for stage in range(stages)]
+    free = [0.0] * stages
+    while queues[0]:
+        for stage in range(stages):
+            while queues[stage]:
+                kind, index = queues[stage][0]
+                there = stage - 1 if kind == "F" else stage + 1
+                ready = 0.0
+                if 0 <= there < stages:
+                    if (kind, there, index) not in ends:
+                        break
+                    ready = ends[kind, there, index] + trips[min(stage, there)] / 2
+                free[stage] = max(free[stage], ready) + (forward if kind == "F" else backward)[stage]
+                ends[kind, stage, index] = free[stage]
+                queues[stage].pop(0)
+        if all(not queue or queue[0][1] >= count for queue in queues):
+            break
+    return [ends["B", 0, index] for index in range(count) if ("B", 0, index) in ends]
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), stages=st.integers(1, 4))
+def test_pace_is_that_of_the_schedule(data: st.DataObject, stages: int) -> None:
+    some = st.lists(eighths, min_size=stages, max_size=stages)
+    forward, backward, trips = data.draw(some), data.draw(some), data.draw(some)
+    ahead = data.draw(st.lists(st.integers(0, 3), min_size=stages - 1, max_size=stages - 1))
+    depths = [sum(ahead[stage:]) for stage in range(stages)]
+    compute = [one + other for one, other in zip(forward, backward, strict=True)]
+    ends = walk(forward, backward, trips, depths, 120 + depths[0])[:120]
+    # Periodic after a while; the period divides the number of micro-batches that some cycle advances by.
+    cycle = 2520 // 42  # 60, a multiple of all advances up to 10 but 7, 8 and 9
+    if any(one - other + 1 in (7, 8, 9) for one in depths for other in depths):
+        return
+    assert (ends[-1] - ends[-1 - cycle]) / cycle == pytest.approx(pace(compute, trips[:-1], depths), rel=1e-9)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "bubble"), [(4, 8, 3 / 11), (4, 16, 3 / 19), (8, 16, 7 / 23)])
+def test_bubble(stages: int, micro_batches: int, bubble: float) -> None:
+    for depths in (None, range(stages - 1, -1, -1)):
+        seconds = batch_seconds([1.0] * stages, [2.0] * stages, [0.0] * (stages - 1), depths, micro_batches)
+        assert 1 - 3 * micro_batches / seconds == pytest.approx(bubble)
+
+
+def test_gpipe_batches_are_two_flow_shops() -> None:
+    # M = 3. Forward passes take 1 and 3: 1 + 3 x 3. Then backward passes, which take 1 and 2: 1 + 3 x 2.
+    assert batch_seconds([1, 3], [2, 1], [0], None, 3) == (1 + 3 * 3) + (1 + 3 * 2)
+
+
+@settings(deadline=None)
+@given(data=st.data(), stages=st.integers(1, 4))
+def test_hiding_depths_are_smallest(data: st.DataObject, stages: int) -> None:
+    compute = data.draw(st.lists(eighths, min_size=stages, max_size=stages))
+    trips = data.draw(st.lists(st.integers(0, 24).map(lambda n: n / 8), min_size=stages - 1, max_size=stages - 1))
+    limit = max(max(compute), (sum(compute) + sum(trips)) / 6)
+    compute[data.draw(st.integers(0, stages - 1))] = limit
+    depths = hiding_depths(compute, trips)
+    assert pace(compute, trips, depths) == pytest.approx(limit)
+    for ahead in product(range(1, 8), repeat=stages - 1):
+        other = [sum(ahead[stage:]) for stage in range(stages)]
+        if pace(compute, trips, other) <= limit * (1 + 1e-9):
+            assert all(mine <= there for mine, there in zip(depths, other, strict=True))
+
+
+def test_suggested_micro_batches() -> None:
+    assert [suggested_micro_batches(None, stages, 0.1) for stages in (1, 2, 4, 8, 16)] == [1, 9, 27, 63, 135]
+    assert suggested_micro_batches([6, 4, 2, 0], 4, 1) == 6
+    assert suggested_micro_batches([6, 4, 2, 0], 4, 2) == 3
+    assert suggested_micro_batches([0], 1, 1) == 1
+
+
+def test_links() -> None:
+    link = Link(latency_s=0.5, bytes_per_s=10)
+    assert link.seconds(20) == 2.5
+    layers = tuple(LayerProfile("x", 1, 1, 0, 0, size) for size in (20, 40, 0))
+    profile = ModelProfile(layers, 0, 1, "test", "float32", "analytic")
+    assert cut_round_trips(profile, link) == (5, 9)
+    with pytest.raises(ValueError, match="link: got -1"):
+        Link(latency_s=-1)
+
+
+@given(num_layers=st.integers(1, 300), data=st.data())
+def test_ratios_mean_their_layers(num_layers: int, data: st.DataObject) -> None:
+    recomputed = data.draw(st.integers(0, num_layers))
+    ratio = ratio_for(recomputed, num_layers)
+    assert 0 <= ratio <= 1
+    assert int(ratio * num_layers) == recomputed
+
+
+def test_ratios() -> None:
+    assert [ratio_for(count, 12) for count in (0, 3, 4, 12)] == [0, 0.3, 0.4, 1]
+    assert (int(0.29 * 100), ratio_for(29, 100)) == (28, 0.291)  # 29 / 100 is rounded
+    with pytest.raises(ValueError, match="recomputed layers: got 3; allowed: 0 to 2"):
+        ratio_for(3, 2)
+
+
+def test_checkpoint_modes() -> None:
+    assert checkpoint_ratios("always", 3) == (1, 1, 1)
+    assert checkpoint_ratios("except_last", 3) == (1, 1, 0)
+    assert checkpoint_ratios("never", 3) == (0, 0, 0)
+    with pytest.raises(ValueError, match=r'checkpoint: got "allways"; .*did you mean "always"'):
+        checkpoint_ratios("allways", 3)
+
+
+def test_cheapest_layers() -> None:
+    # Seconds and kept bytes per layer: 10, 1, 2 and 5 bytes per second; a layer's input has to be kept for it.
+    costs = [(1, 10), (4, 4), (2, 4), (2, 10)]
+    layers = tuple(LayerProfile("x", seconds, 0, 0, kept, 0) for seconds, kept in costs)
+    profile = ModelProfile(layers, 0, 1, "test", "float32", "analytic")
+    assert cheapest_layers(profile, 0, 4, 15).layers == (0, 3)
+    assert cheapest_layers(profile, 0, 4, 21).layers == (0, 3, 2)
+    assert cheapest_layers(profile, 0, 4, 5).layers == (0,)
+    advice = cheapest_layers(profile, 1, 4, 1000)
+    assert (advice.layers, advice.saved_bytes, advice.seconds) == ((3, 2, 1), 18, 8)
+    # A boundary of 6 bytes that nobody has kept so far eats up what layer 1 or 2 would save.
+    wide = ModelProfile(tuple(LayerProfile("x", s, 0, 0, k, 6) for s, k in costs), 6, 1, "t", "float32", "analytic")
+    assert cheapest_layers(wide, 0, 4, 1000).layers == (0, 3)

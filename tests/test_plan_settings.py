@@ -1,0 +1,77 @@
+"""What a DeepSpeed JSON means for planning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_vpipe.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.optimizer_bytes import optimizer_bytes
+from ds_vpipe.pace import Link
+from ds_vpipe.plan_settings import configured_pipeline, settled_split
+from ds_vpipe.planner import Pipeline, plan
+
+CONFIGS = Path(__file__).parent.parent / "ds_configs"
+
+
+def test_asynchronous() -> None:
+    config = {
+        "optimizer": {"type": "AdamW"},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "vpipe": {"stage_to_depth_map": "auto", "weight_sync": "vertical"},
+    }
+    assert configured_pipeline(config, 4, 8, replicas=2, budget=100, link=Link(1.0), host_transfers=True) == Pipeline(
+        num_stages=4,
+        micro_batches=8,
+        schedule="asp",
+        budget=100,
+        depths="auto",
+        weight_sync="vertical",
+        optimizer=optimizer_bytes("adamw", None, "bfloat16", zero_stage=1, replicas=2),
+        link=Link(1.0),
+        host_transfers=True,
+    )
+
+
+def test_synchronous() -> None:
+    for schedule in ("1f1b", "gpipe"):
+        found = configured_pipeline({"vpipe": {"sync_mode": "bsp", "schedule": schedule}}, 2, 3)
+        assert found.schedule == schedule
+        assert [there.versions for there in found.residencies()] == [1, 1]
+    parts = configured_pipeline({"vpipe": {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 3}}, 2, 4)
+    assert (parts.schedule, parts.parts) == ("interleaved", 6)
+
+
+@pytest.mark.parametrize(
+    ("block", "split"),
+    [
+        ({}, (None, [0, 0])),
+        ({"partition": [2, 3], "recompute_ratio": 0.5}, ([2, 3], [0.5, 0.5])),
+        ({"partition": "profile", "recompute_ratio": [0.5, 0]}, (None, [0.5, 0])),
+        ({"partition": [2, 3], "recompute_ratio": "auto"}, ([2, 3], None)),
+    ],
+)
+def test_settled_split(block: dict[str, object], split: object) -> None:
+    assert settled_split({"vpipe": block}, 2) == split
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_config_can_be_planned(path: Path) -> None:
+    config = json.loads(path.read_text())
+    counts, ratios = settled_split(config, len(config["vpipe"].get("partition", [1, 1])))
+    stages = 4 if counts is None else len(counts)
+    size = 16 if counts is None else sum(counts)
+    layers = (LayerProfile("x", 1, 2, 4, 8, 2),) * size
+    pipeline = configured_pipeline(config, stages, config["gradient_accumulation_steps"])
+    found = plan(
+        ModelProfile(layers, 2, 1, "test", "float32", "analytic"), pipeline, counts, ratios if counts else None
+    )
+    assert counts is None or found.partition == tuple(counts)
+    assert (
+        ratios is None
+        or counts is None
+        or [int(r * n) for r, n in zip(ratios, counts, strict=True)] == [stage.recomputed for stage in found.stages]
+    )

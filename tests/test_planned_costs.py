@@ -1,0 +1,53 @@
+"""A plan carried out on paper holds and takes what the plan says."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_vpipe.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.pace import Link
+from ds_vpipe.pipeline import Pipeline
+from ds_vpipe.planned_costs import stage_costs
+from ds_vpipe.planner import Pipeline as Planned
+from ds_vpipe.planner import plan
+from ds_vpipe.programs import Workload
+from ds_vpipe.simulator import simulate
+
+MB = 1_000_000
+LAYERS = tuple(
+    LayerProfile(f"Layer{i}", 1e-3 * (1 + i % 3), 2e-3 * (1 + i % 2), MB * (1 + i), 3 * MB, MB * (1 + i % 2))
+    for i in range(12)
+)
+PROFILE = ModelProfile(LAYERS, MB, 4, "cpu", "float32", "measured")
+
+
+def test_costs_of_parts() -> None:
+    pipeline = Planned(3, 2, link=Link(bytes_per_s=1e9))
+    found = plan(PROFILE, pipeline, partition=(3, 4, 5))
+    costs = stage_costs(found, pipeline.residencies(), update_s=0.5)
+    assert sum(cost.forward_s for cost in costs) == pytest.approx(sum(layer.forward_s for layer in LAYERS))
+    # Layer 2 ends the first part and sends 1 MB, layer 6 the second.
+    assert [cost.send_activation_s for cost in costs] == pytest.approx([1e-3, 1e-3, 0.0])
+    assert [cost.send_gradient_s for cost in costs] == pytest.approx([0.0, 1e-3, 1e-3])
+    uneven = plan(PROFILE, pipeline, partition=(2, 5, 5))
+    costs = stage_costs(uneven, pipeline.residencies())
+    assert [cost.send_activation_s for cost in costs] == pytest.approx([2e-3, 1e-3, 0.0])
+    assert [cost.send_gradient_s for cost in costs] == pytest.approx([0.0, 2e-3, 1e-3])
+    assert {cost.update_s for cost in costs} == {0.0}
+
+
+@pytest.mark.parametrize("schedule", ["asp", "1f1b", "gpipe"])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("budget", [None, 100 * MB])
+def test_simulated_plans_keep_their_promises(schedule: str, micro_batches: int, budget: int | None) -> None:
+    pipeline = Planned(3, micro_batches, schedule, budget=budget, link=Link(bytes_per_s=5e9))  # type: ignore[arg-type]
+    found = plan(PROFILE, pipeline)
+    simulation = simulate(
+        Pipeline(schedule, 3, micro_batches),  # type: ignore[arg-type]
+        stage_costs(found, pipeline.residencies()),
+        Workload(24),
+    )
+    assert simulation.throughput == pytest.approx(1 / found.seconds_per_micro_batch, rel=0.02)
+    for peak, stage in zip(simulation.peak_bytes, found.stages, strict=True):
+        assert peak == pytest.approx(stage.memory.total, rel=0.03)
+        assert budget is None or peak <= budget

@@ -1,0 +1,326 @@
+"""What layers keep, against counts by hand; profiles by rank; models left as they were."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_vpipe.analytic_profile import analytic_profile
+from ds_vpipe.boundary import Boundary
+from ds_vpipe.layer_profile import LayerProfile, ModelProfile, merge_profiles
+from ds_vpipe.layer_runs import enter, parameters_of, run_backward
+from ds_vpipe.memory import stage_memory
+from ds_vpipe.op_meter import DeviceModel, OpMeter
+from ds_vpipe.profiler import boundary_before, profile_layers
+from ds_vpipe.residency import Residency
+
+B, H = 6, 16  # samples and features; 4 bytes each
+X = 4 * B * H
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(H, H).requires_grad_(False)
+        self.outer = nn.Linear(H, 2 * H, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+class Spec:
+    """What DeepSpeed's LayerSpec is to the profiler."""
+
+    def __init__(self, kind: Any, *args: Any) -> None:
+        self.kind, self.args = kind, args
+
+    def build(self) -> nn.Module:
+        return self.kind(*self.args)
+
+
+HAND_COUNTS = [
+    # layer, parameters, kept without the input, of the output, of the input, output
+    (nn.Linear(H, 2 * H), 4 * (H + 1) * 2 * H, 0, 0, X, 2 * X),
+    (nn.LayerNorm(H), 4 * 2 * H, 2 * 4 * B, 0, X, X),  # mean and deviation of each sample
+    (nn.GELU(), 0, 0, 0, X, X),
+    (nn.Tanh(), 0, X, X, 0, X),  # saves its output
+    (nn.Dropout(0.1), 0, X, 0, 0, X),  # saves its mask, scaled
+    (nn.Dropout(0.0), 0, 0, 0, 0, X),
+    (nn.Sequential(nn.Linear(H, 4 * H), nn.GELU(), nn.Linear(4 * H, H)), 4 * (8 * H * H + 5 * H), 8 * X, 0, X, X),
+    (nn.Sequential(nn.Linear(H, H), nn.ReLU(inplace=True)), 4 * (H * H + H), X, X, X, X),
+    (Frozen(), 4 * (H * H + H + 2 * H * H), X, 0, 0, 2 * X),  # the frozen one needs no input for its weights
+    (torch.sin, 0, 0, 0, X, X),
+    (functools.partial(torch.mul, torch.ones(B, H)), 0, X, 0, 0, X),
+    (torch.neg, 0, 0, 0, 0, X),
+]
+
+
+@pytest.mark.parametrize("analytic", [False, True])
+@pytest.mark.parametrize("case", HAND_COUNTS, ids=lambda case: getattr(case[0], "__name__", type(case[0]).__name__))
+def test_bytes_equal_hand_counts(case: Any, analytic: bool) -> None:
+    layer, parameters, kept, output_kept, input_kept, boundary = case
+    x = torch.randn(B, H, requires_grad=True)
+    if analytic and isinstance(layer, functools.partial):
+        pytest.skip("holds a tensor with values")
+    if analytic:
+        profile, _ = analytic_profile([layer], x)
+    else:
+        profile, _ = profile_layers([layer], x, micro_batches=1, warm_up=0)
+    found = profile.layers[0]
+    assert found.parameter_bytes == parameters
+    assert found.activation_bytes == kept
+    assert found.output_kept_bytes == output_kept
+    assert found.input_kept_bytes == input_kept
+    assert found.boundary_bytes == boundary
+    assert found.frozen_bytes == (4 * (H * H + H) if isinstance(layer, Frozen) else 0)
+    assert (profile.input_bytes, profile.micro_batch_size, profile.dtype) == (X, B, "float32")
+    assert profile.source == ("analytic" if analytic else "measured")
+
+
+def test_the_workspace_of_a_linear_layer() -> None:
+    profile, _ = profile_layers([nn.Linear(H, H)], torch.randn(B, H, requires_grad=True), micro_batches=1)
+    # In its backward pass: the gradients of output, input, weight and bias, before the last two are added up.
+    assert profile.layers[0].workspace_bytes == 2 * X + 4 * (H * H + H)
+
+
+def test_seconds_are_medians_of_work() -> None:
+    calls = []
+
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            busy = torch.ones(600, 600)
+            for _ in range(2 if len(calls) > 2 else 40):  # warm-up takes longer
+                busy = busy @ busy * 1e-3
+            return x + busy[0, 0]
+
+    profile, _ = profile_layers([Slow(), nn.Identity()], torch.zeros(B, H), micro_batches=3, warm_up=2)
+    slow, nothing = profile.layers
+    assert len(calls) == 6  # two to warm up, three timed, one counted
+    assert 0 < nothing.forward_s < slow.forward_s
+    assert slow.backward_s == 0  # nothing requires a gradient
+
+
+def test_device_model_seconds() -> None:
+    device = DeviceModel("slow", flops_per_s=1e3, bytes_per_s=float("inf"))
+    profile, _ = analytic_profile([nn.Linear(H, H, bias=False)], torch.zeros(B, H, requires_grad=True), device=device)
+    assert profile.layers[0].forward_s == 2 * B * H * H / 1e3
+    assert profile.layers[0].backward_s == 4 * B * H * H / 1e3
+    device = DeviceModel("narrow", flops_per_s=float("inf"), bytes_per_s=1e3)
+    profile, _ = analytic_profile([torch.neg], torch.zeros(B, H), device=device)
+    assert profile.layers[0].forward_s == 2 * X / 1e3
+
+
+def test_loss_counts_with_the_last_layer() -> None:
+    labels = torch.zeros(B, dtype=torch.long)
+    profile, _ = profile_layers(
+        [nn.Linear(H, H), nn.Linear(H, H)], torch.zeros(B, H), loss_fn=nn.functional.cross_entropy, labels=labels
+    )
+    assert [layer.boundary_bytes for layer in profile.layers] == [X, 4]
+    assert profile.layers[0].activation_bytes == 0
+    assert profile.layers[1].activation_bytes == X + 8 * B + 4  # log-probabilities, labels, and the number of them
+
+
+def test_ranks_profile_their_own_layers() -> None:
+    kinds = [(nn.Embedding, 11, H), (nn.Linear, H, H), (nn.LayerNorm, H), (nn.Linear, H, 3)]
+    built = []
+
+    class Counting(Spec):
+        def build(self) -> nn.Module:
+            module = super().build()
+            built.append((len(module.weight), module.weight.device.type))  # type: ignore[arg-type]
+            return module
+
+    specs = [Counting(*kind) for kind in kinds]
+    tokens = torch.zeros(B, 5, dtype=torch.long)
+    whole, end = profile_layers(specs, tokens, micro_batches=1, warm_up=0)
+    built.clear()
+    described = boundary_before(specs, tokens, 2)
+    assert described == Boundary({"shape": [B, 5, H], "dtype": "float32", "requires_grad": True})
+    assert built == [(11, "meta"), (H, "meta")]
+    late, last = profile_layers(specs[2:], described, first_layer=2, micro_batches=1, warm_up=0)
+    early, between = profile_layers(specs[:2], tokens, micro_batches=1, warm_up=0)
+    assert between == described
+    assert last == end
+    merged = merge_profiles([late, early])
+    assert untimed(merged) == untimed(whole)
+    assert merged.input_bytes == whole.input_bytes
+
+
+def untimed(profile: ModelProfile) -> list[LayerProfile]:
+    return [replace(layer, forward_s=0, backward_s=0) for layer in profile.layers]
+
+
+def test_boundary_examples() -> None:
+    value = (torch.randn(2, 3, requires_grad=True), None, [torch.ones(2, dtype=torch.bool), torch.tensor([7, 8])])
+    boundary = Boundary.of(value)
+    made = boundary.example("cpu")
+    assert Boundary.of(made) == boundary
+    assert made[2][0].all()
+    assert not made[2][1].any()
+    with pytest.raises(ValueError, match="boundary: got"):
+        Boundary.of({"x": value})
+
+
+def test_modules_stay_as_they_were() -> None:
+    layer = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H), nn.Dropout(0.5)).eval()
+    layer[0].weight.grad = torch.full((H, H), 3.0)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    random = torch.get_rng_state()
+    profile_layers([layer], torch.randn(B, H))
+    analytic_profile([layer], torch.randn(B, H))
+    boundary_before([layer], torch.randn(B, H), 1)
+    assert not layer.training
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert torch.equal(layer[0].weight.grad, torch.full((H, H), 3.0))
+    assert layer[0].bias.grad is None
+    random_now = torch.get_rng_state()
+    torch.set_rng_state(random)
+    torch.randn(B, H), torch.randn(B, H), torch.randn(B, H)
+    assert torch.equal(random_now, torch.get_rng_state())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(64), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+@pytest.mark.parametrize("recomputed", [0, 2, 5])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_predicted_peak_is_that_of_a_stage(recomputed: int, in_flight: int) -> None:
+    layers: list[Any] = [Block(), nn.Tanh(), Block(), Block(), nn.Linear(64, 32)]
+    x = torch.randn(40, 64, requires_grad=True)
+    profile, _ = profile_layers(layers, x, micro_batches=1, warm_up=0)
+    predicted = stage_memory(profile, 0, 5, Residency(in_flight), recomputed=recomputed)
+    parameters = [p for layer in layers for p in parameters_of(layer)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+    def run(inputs: torch.Tensor, chosen: list[Any]) -> torch.Tensor:
+        for layer in chosen:
+            inputs = layer(inputs)
+        return inputs
+
+    def stage(inputs: torch.Tensor) -> torch.Tensor:
+        inputs = run(inputs, layers[: 5 - recomputed])
+        last = lambda value: run(value.clone(), layers[5 - recomputed :])  # noqa: E731
+        return checkpoint(last, inputs, use_reentrant=False) if recomputed else inputs
+
+    static = [x, *parameters, *(p.grad for p in parameters if p.grad is not None)]
+    with OpMeter(outside=static) as meter:
+        flights = []
+        for _ in range(in_flight):
+            inputs = enter(x)[0].detach().requires_grad_()
+            flights.append((inputs, stage(inputs)))
+        for _, outputs in flights[:1]:
+            run_backward(outputs)
+    mine = predicted.activations + predicted.recompute + predicted.workspace
+    assert predicted.weights == predicted.gradients == sum(4 * p.numel() for p in parameters)
+    assert mine / 1.03 <= meter.peak_bytes <= mine
+
+
+def test_gpt3_on_paper() -> None:
+    specs, tokens = gpt3_layers(), torch.zeros(1, 2048, dtype=torch.long)
+    profile, end = analytic_profile(specs, tokens, dtype=torch.bfloat16, device=DeviceModel("A100", 312e12, 2e12))
+    boundary = Boundary({"shape": [1, 2048, 12288], "dtype": "bfloat16", "requires_grad": True})
+    h, parameters = 12288, sum(layer.parameter_bytes for layer in profile.layers) // 2
+    embedding, head = 50257 * h + 2048 * h, 50257 * h
+    assert parameters == 96 * (12 * h * h + 13 * h) + embedding + head + 2 * h
+    assert parameters - head == pytest.approx(175e9, rel=0.003)  # OpenAI's decoder is tied to the embedding
+    assert len(profile) == 98
+    assert end == Boundary({"shape": [1, 2048, 50257], "dtype": "bfloat16", "requires_grad": True})
+    # Forward FLOPs of a block: 24 B S h^2 + 4 B S^2 h (Narayanan et al., SC 2021); memory traffic comes on top.
+    products = (24 * 2048 * h**2 + 4 * 2048**2 * h) / 312e12
+    assert products < profile.layers[50].forward_s < 1.5 * products
+    unlimited, _ = analytic_profile(
+        specs[50:51], boundary, dtype=torch.bfloat16, device=DeviceModel("no memory wall", 312e12, float("inf"))
+    )
+    assert unlimited.layers[0].forward_s == pytest.approx(products, rel=1e-3)
+    assert unlimited.layers[0].backward_s == pytest.approx(2 * products, rel=0.02)
+    assert profile.layers[50].boundary_bytes == 2 * 2048 * h
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50257, 12288), nn.Embedding(2048, 12288)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.tokens(tokens) + self.places.weight[: tokens.size(1)]
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        h = 12288
+        self.first, self.second = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.qkv, self.out = nn.Linear(h, 3 * h), nn.Linear(h, h)
+        self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (96, 128)).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.decoder = nn.LayerNorm(12288), nn.Linear(12288, 50257, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.norm(x))
+
+
+def gpt3_layers() -> list[Any]:
+    return [Spec(Embed), *[Spec(Decoder)] * 96, Spec(Head)]
+
+
+def test_bert_large_on_paper() -> None:
+    from ds_vpipe.models.bert.layers import bert_layers
+    from ds_vpipe.models.bert.sizes import bert_config
+
+    config = bert_config("large")
+    tokens = torch.zeros(4, 128, dtype=torch.long)
+    slots = torch.zeros(4, 20, dtype=torch.long)
+    profile, _ = analytic_profile(bert_layers(config), (tokens, tokens, tokens.bool(), slots))
+    assert len(profile) == 49
+    h, vocabulary = 1024, config.vocab_size
+    layer = 12 * h * h + 13 * h
+    outside = (vocabulary + 512 + 2 + 2) * h + (vocabulary * (h + 1) + h * h + 3 * h) + (h * h + h) + 2 * (h + 1)
+    assert sum(one.parameter_bytes for one in profile.layers) == 4 * (24 * layer + outside)
+    hidden, mask, positions = 4 * 4 * 128 * h, 4 * 128, 8 * 4 * 20
+    assert {one.boundary_bytes for one in profile.layers[:-1]} == {hidden + mask + positions}
+    # Feed-forward: GELU's input and output, 4 h wide; dropout's mask; LayerNorm's input, mean and deviation.
+    assert profile.layers[1].activation_bytes == 8 * hidden + hidden + hidden + 2 * 4 * 4 * 128
+
+
+def test_analytic_bytes_are_the_measured_ones() -> None:
+    from ds_vpipe.models.bert.layers import bert_layers
+    from ds_vpipe.models.bert.sizes import bert_config
+
+    specs = bert_layers(bert_config("mini"))
+    tokens = torch.zeros(4, 32, dtype=torch.long)
+    inputs = (tokens, tokens, tokens.bool(), tokens[:, :5])
+    measured, _ = profile_layers(specs, inputs, micro_batches=1, warm_up=0)
+    analytic, _ = analytic_profile(specs, inputs)
+    assert untimed(measured) == untimed(analytic)
+
+
+def test_profiles_refuse_nothing() -> None:
+    for profile in (profile_layers, analytic_profile):
+        with pytest.raises(ValueError, match="got 0 layers"):
+            profile([], torch.zeros(1))
+    assert isinstance(profile_layers([torch.neg], torch.zeros(1))[0], ModelProfile)

@@ -13,6 +13,7 @@ from worlds import Worlds
 
 pytestmark = pytest.mark.mp
 
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
 INTERLEAVED = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
 TIED: dict[str, Any] = {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}
@@ -75,14 +76,15 @@ def test_equal_to_one_part_per_stage(
     model: dict[str, Any],
 ) -> None:
     blocks: list[dict[str, Any] | None] = [{"sync_mode": "bsp"}, {**INTERLEAVED, "virtual_stages": virtual}]
-    ds_configs = [cases.config(micro_batches, ADAMW, block, **extra) for block in blocks]
+    # Adam makes much of gradients that are almost zero.
+    exact = not model and "gradient_clipping" not in extra
+    ds_configs = [cases.config(micro_batches, ADAMW if exact else SGD, block, **extra) for block in blocks]
     reports = worlds.run(ranks, train, ds_configs, stages, model)
     merged: list[dict[str, torch.Tensor]] = [{}, {}]
     for report in reports:
         for position in range(2):
             merged[position].update(report[position]["parameters"])
         # Norms and tied gradients are summed over other ranks, in another order.
-        exact = not model and "gradient_clipping" not in extra
         assert report[0]["losses"] == (report[1]["losses"] if exact else pytest.approx(report[1]["losses"], rel=1e-5))
         assert len(report[0]["losses"]) == BATCHES
         assert report[0]["evaluations"] == pytest.approx(report[1]["evaluations"], rel=0 if exact else 1e-5)

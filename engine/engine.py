@@ -82,8 +82,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             )
         self._plan()
         self.state = StageState()
-        limit_s, ring = self.vpipe_config.peer_timeout_s, self.pipeline.virtual_stages > 1
-        self.neighbours = Neighbours(self.grid, self.depths, limit_s, self.device, ring)
+        self.neighbours = Neighbours(self.grid, self.pipeline, self.vpipe_config.peer_timeout_s, self.device)
         self.stashing_optimizer = self._make_stashing_optimizer()
         self._vertical = self.vpipe_config.weight_sync == "vertical"
         use_sound_checkpointing(self.module, self.asynchronous)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -14,9 +13,10 @@ from ds_vpipe.actions import Kind
 from ds_vpipe.engine.link import Channel, Peer
 from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.transport import Receiver, Sender
+from ds_vpipe.pipeline import Pipeline
+from ds_vpipe.rendezvous import ACTIVATIONS, Link, posted_receives
 
 _EVAL_PREFETCH = 2
-_RING_PREFETCH = 2
 
 
 class Neighbours:
@@ -24,15 +24,14 @@ class Neighbours:
 
     Args:
         grid: DeepSpeed's process grid.
-        depths: warm-up depth of every stage, which bounds the messages under way on a link.
-        ring: the last stage's next one is the first, as where every stage has several parts of the model.
+        pipeline: its schedule, which says how many receives are posted ahead on a link. Where every stage has several
+            parts of the model the last stage's next one is the first.
         timeout_s: limit of every wait, in seconds.
         device: where the stage computes.
     """
 
-    def __init__(
-        self, grid: Any, depths: Sequence[int], timeout_s: float, device: torch.device, ring: bool = False
-    ) -> None:
+    def __init__(self, grid: Any, pipeline: Pipeline, timeout_s: float, device: torch.device) -> None:
+        ring = pipeline.virtual_stages > 1
         stage, last = grid.get_stage_id(), grid.pipe_parallel_size - 1
         me = Peer(stage, grid.get_global_rank())
         pin = device.type == "cuda"
@@ -49,7 +48,7 @@ class Neighbours:
         if stage > 0 or ring:
             before = (stage - 1) % (last + 1)
             peer = Peer(before, grid.stage_to_global(before))
-            prefetch = _RING_PREFETCH if ring else depths[before] - depths[stage] + 1
+            prefetch = posted_receives(pipeline, Link(ACTIVATIONS, before, stage))
             forward, backward = groups[peer.rank, me.rank]
             self.activations_in = Receiver(forward, me, peer, prefetch, timeout_s)
             self.gradients_out = Sender(backward, me, peer, prefetch, timeout_s, pin=pin)
@@ -58,7 +57,7 @@ class Neighbours:
         if stage < last or ring:
             after = (stage + 1) % (last + 1)
             peer = Peer(after, grid.stage_to_global(after))
-            prefetch = _RING_PREFETCH if ring else depths[stage] - depths[after] + 1
+            prefetch = posted_receives(pipeline, Link(ACTIVATIONS, stage, after))
             forward, backward = groups[me.rank, peer.rank]
             self.activations_out = Sender(forward, me, peer, prefetch, timeout_s, pin=pin)
             self.gradients_in = Receiver(backward, me, peer, prefetch, timeout_s)

@@ -80,6 +80,9 @@ class RankOrder:
                 return f"{name}F{self._forwarded[part]} is missing"
             if self._completed[part] != total:
                 return f"{name}B{self._completed[part]} is missing"
+            for kind in _GATHERED:
+                if self._gathered[kind][part] > (total if kind is Kind.RECV_GRAD else total + ahead):
+                    return f"{name}{kind.value}{self._gathered[kind][part] - 1} is for no pass"
         if self._updates != self._workload.batches:
             return f"STEP{self._updates} is missing"
         return f"{self._unsent} is missing" if self._unsent else None

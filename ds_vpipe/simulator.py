@@ -137,14 +137,11 @@ class _Rank:
         self._update_s = sum(cost.update_s for cost in mine)
         self._version_bytes = sum(cost.version_bytes for cost in mine)
         self._bytes = sum(cost.static_bytes for cost in mine)
-        self._clock = 0.0
-        self._busy = 0.0
-        self._updates = 0
+        self._clock = self._busy = 0.0
+        self._updates = self._next_version = 0
         self._versions: dict[int, int] = {}  # how many micro-batches in flight use each version
         self._version_of: dict[tuple[int, int], int] = {}
-        self._next_version = 0
         self._held = 1
-
         out = link_ends(send_link, number, pipeline.num_stages)
         into = link_ends(receive_link, number, pipeline.num_stages)
         self._out = {kind: (links[link], link.target) for kind, link in out.items() if link in links}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from shapes import pipelines, workloads
 
 from ds_vpipe.actions import Action, Kind
 from ds_vpipe.checks import Fault, check_pipeline, check_programs, dead_locks, typical_workload
@@ -15,7 +16,6 @@ from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.pipeline import Pipeline
 from ds_vpipe.programs import Programs, Workload, programs
 from ds_vpipe.schedule import Exchanges
-from tests.shapes import pipelines, workloads
 
 ASP = Pipeline("asp", 3, 2)
 THREE = Workload(3)
@@ -60,8 +60,8 @@ def moved(name: str, before: str) -> Callable[[list[str]], None]:
 # Right programs
 
 
-@given(pipelines(), workloads())
-@settings(deadline=None, max_examples=1500)
+@given(pipelines(most_stages=6, most_micro_batches=10), workloads())
+@settings(deadline=None, max_examples=1000)
 def test_generated_programs_are_right(pipeline: Pipeline, workload: Workload) -> None:
     assert check_programs(pipeline, programs(pipeline, workload), workload) == []
 
@@ -73,8 +73,8 @@ def test_news_make_nobody_wait_for_ever(pipeline: Pipeline, workload: Workload) 
     assert check_programs(pipeline, programs(pipeline, workload, exchanges), workload) == []
 
 
-@given(pipelines(most_stages=12, most_micro_batches=200))
-@settings(deadline=None, max_examples=200)
+@given(pipelines(most_stages=10, most_micro_batches=60))
+@settings(deadline=None, max_examples=100)
 def test_any_pipeline_may_start(pipeline: Pipeline) -> None:
     check_pipeline(pipeline)
 
@@ -125,6 +125,10 @@ def test_the_typical_workload_uses_updated_weights(micro_batches: int, depth_map
         (0, without("STEP2"), None, "STEP2 is missing"),
         (0, without("B5"), "REDUCE2", "B5 of the batch has not run for part 0"),
         (1, without("SEND_GRAD5"), "REDUCE2", "SEND_GRAD5 has to come before it"),
+        (0, without("STEP1"), "B4", "STEP1 has to come before it"),
+        (0, lambda names: names.append("LOAD6"), None, "LOAD6 is for no pass"),
+        (1, lambda names: names.append("RECV_ACT6"), None, "RECV_ACT6 is for no pass"),
+        (1, lambda names: names.append("RECV_GRAD6"), None, "RECV_GRAD6 is for no pass"),
         (1, twice("F2"), "SEND_ACT2", None),
         (1, twice("RECV_ACT2"), "RECV_ACT2", "RECV_ACT3 is next for part 1"),
         (1, twice("SEND_ACT2"), "SEND_ACT2", "there is nothing to send"),
@@ -195,6 +199,19 @@ def test_passes_and_updates_cannot_change_places(pipeline: Pipeline, workload: W
     assert i <= faults[0].position <= len(names)
 
 
+@pytest.mark.parametrize(
+    ("program", "fault"),
+    [
+        ("1LOAD0 1F0 0LOAD0 0F0 1B0 0B0 REDUCE0 STEP0", "rank 0, position 1, 1F0: part 0 has not run it"),
+        ("0LOAD0 0F0 1LOAD0 1F0 0B0 1B0 REDUCE0 STEP0", "rank 0, position 4, 0B0: part 1 has not run it"),
+    ],
+)
+def test_parts_on_one_rank_follow_each_other(program: str, fault: str) -> None:
+    pipeline = Pipeline("interleaved", 1, 1, virtual_stages=2)
+    actions = tuple(map(Action.parse, program.split()))
+    assert list(map(str, check_programs(pipeline, (actions,), Workload(1)))) == [fault]
+
+
 def test_versions_and_buffers() -> None:
     """A rank that runs ahead further than its depth, and one that runs behind, under other versions than are due."""
     deeper = programs(Pipeline("asp", 3, 2, (4, 1, 0)), THREE)
@@ -240,6 +257,18 @@ def test_ranks_that_do_not_train_the_same() -> None:
     two, three = programs(pipeline, Workload(2)), programs(pipeline, Workload(3))
     assert [str(fault) for fault in check_programs(pipeline, (two[0], three[1]), Workload(3))] == [
         f"rank 0, position {len(two[0])}, end: F2 is missing"
+    ]
+
+
+def test_news_that_nobody_sends_or_receives() -> None:
+    pipeline, one = Pipeline("asp", 2, 1), Workload(1, drain=False)
+    right = programs(pipeline, one, [Exchanges(news=True)] * 2)
+    assert check_programs(pipeline, right, one) == []
+    assert [str(fault) for fault in check_programs(pipeline, damaged(right, 0, without("RECV_NEWS0")), one)] == [
+        "rank 1, position 7, SEND_NEWS0: rank 0 never receives it"
+    ]
+    assert [str(fault) for fault in check_programs(pipeline, damaged(right, 1, without("SEND_NEWS0")), one)] == [
+        "rank 0, position 9, RECV_NEWS0: nothing is left to receive of gradients from rank 1 to rank 0"
     ]
 
 

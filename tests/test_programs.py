@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import pipelines, workloads
 
 from ds_vpipe.actions import Kind
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.pipeline import Pipeline
 from ds_vpipe.programs import Programs, Workload, after_batch, batch_actions, programs, rank_actions, rank_program
 from ds_vpipe.schedule import Exchanges, Progress, stage_actions
-from tests.shapes import pipelines, workloads
 
 
 def passes(all_programs: Programs) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
+from shapes import pipelines
 
 from ds_vpipe.actions import Action, Kind
 from ds_vpipe.pipeline import Pipeline
@@ -17,7 +18,6 @@ from ds_vpipe.rendezvous import (
     received_as,
     send_link,
 )
-from tests.shapes import pipelines
 
 
 def read(*rows: str) -> Programs:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import pipelines, workloads
 
 from ds_vpipe.actions import Kind
 from ds_vpipe.bubble import bubble_share
@@ -19,7 +20,6 @@ from ds_vpipe.schedule import versions_alive
 from ds_vpipe.simulation import Simulation
 from ds_vpipe.simulator import StageCost, simulate
 from ds_vpipe.timeline import Timeline
-from tests.shapes import pipelines, workloads
 
 CLOSE = 1e-9
 
@@ -128,6 +128,18 @@ def test_transfers_of_one_link_follow_each_other() -> None:
         ("F2", 7.0, 8.0, 0),
         ("F3", 9.0, 10.0, 0),
         ("B0", 10.0, 11.0, 0),
+    ]
+
+
+def test_a_transfer_waits_for_a_posted_receive() -> None:
+    """The receiver computes slowly and keeps one receive posted: the third message moves when the second is taken."""
+    costs = [StageCost(1.0, 1.0, 1.0, 0.0), StageCost(5.0, 1.0)]
+    simulation = simulate(Pipeline("gpipe", 2, 4), costs, Workload(1))
+    assert simulation.records[0].transfers == [
+        ("SEND_ACT0", 1.0, 2.0),
+        ("SEND_ACT1", 2.0, 3.0),
+        ("SEND_ACT2", 7.0, 8.0),
+        ("SEND_ACT3", 12.0, 13.0),
     ]
 
 

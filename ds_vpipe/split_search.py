@@ -62,11 +62,12 @@ def fastest_split(band: Band) -> tuple[int, ...] | None:
         return None
     high, low = band.pace_of(counts), 0.0
     while high - low > 1e-9 * high:
-        better = _split_within(band, (low + high) / 2)
+        middle = (low + high) / 2
+        better = _split_within(band, middle)
         if better is None:
-            low = (low + high) / 2
-        else:
-            counts, high = better, band.pace_of(better)
+            low = middle
+        else:  # its pace may be rounded up beyond what was asked for
+            counts, high = better, min(middle, band.pace_of(better))
     while (better := _split_within(band, high * (1 - _CLOSE))) is not None:
         pace_there = band.pace_of(better)
         if pace_there >= high:

@@ -42,6 +42,15 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def window(text: str) -> tuple[float, float]:
+    """``A:B``, two instants in seconds."""
+    begin, _, end = text.partition(":")
+    start, stop = float(begin), float(end)
+    if not 0 <= start < stop:
+        raise ValueError(text)
+    return start, stop
+
+
 def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
     """The timelines that are named, in order; all ``.jsonl`` files together are one recording.
 

@@ -112,6 +112,6 @@ def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
 
 def _planned(arguments: argparse.Namespace, config: str | None) -> Timeline:
     pipeline = settings_from(arguments, config).pipeline
-    workload = workload_from(arguments, pipeline, 1 if pipeline.synchronous else 2)
+    workload = workload_from(arguments, pipeline, 1 if pipeline.synchronous else 4)
     timeline = planned_timeline(pipeline, workload, arguments.backward, arguments.transfer, arguments.update)
     return entitled(timeline, config)

@@ -9,94 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.layer_profile import ModelProfile
 from ds_vpipe.memory import ActivationSums, StageMemory, stage_memory
-from ds_vpipe.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes
-from ds_vpipe.pace import FREE_LINK, Link, advances, batch_seconds, hiding_depths, pace
+from ds_vpipe.pace import advances, batch_seconds, hiding_depths, pace
 from ds_vpipe.partition import balanced_partition, bounds
 from ds_vpipe.plan import Plan, StagePlan, show_bytes
+from ds_vpipe.plan_settings import Pipeline
 from ds_vpipe.refusal import Refusal, show
-from ds_vpipe.residency import Residency, Schedule, residency
-from ds_vpipe.schedule import default_depths
 from ds_vpipe.split_search import Band, fastest_split, smallest_maximum
 from ds_vpipe.stage_choices import UNLIMITED, Choices, StageCosts
 
 _ROUNDS = 4  # of finding depths for a split and a split for depths
 _WORTH = 0.999  # deeper stages must be faster than this part of what they replace
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """What a model is planned for.
-
-    Attributes:
-        num_stages: K, ranks of the pipeline.
-        micro_batches: M, micro-batches per batch.
-        schedule: ``asp``, ``1f1b``, ``gpipe`` or ``interleaved``.
-        budget: bytes per device, one number or one for each rank; None for no limit.
-        depths: W_s of every stage, ``"default"``, or ``"auto"`` for the smallest that hide transfers, if that fits.
-        weight_sync: ``stash``, ``vertical`` or ``none``, for ``asp``.
-        virtual_stages: parts per rank, for ``interleaved``.
-        optimizer: what training needs per byte of weights.
-        link: between two stages.
-        host_transfers: messages are kept in the memory that is planned, as on the CPU.
-    """
-
-    num_stages: int
-    micro_batches: int
-    schedule: Schedule = "asp"
-    budget: int | Sequence[int] | None = None
-    depths: Sequence[int] | Literal["default", "auto"] = "default"
-    weight_sync: str = "stash"
-    virtual_stages: int = 1
-    optimizer: OptimizerBytes = NO_OPTIMIZER
-    link: Link = FREE_LINK
-    host_transfers: bool = False
-
-    @property
-    def parts(self) -> int:
-        """Parts of the model."""
-        return self.num_stages * self.virtual_stages
-
-    def part_budgets(self) -> list[int | None]:
-        """Bytes for each part: the device's, shared evenly by its parts.
-
-        Raises:
-            VPipeConfigError: there is not one budget per rank, or one is not above 0.
-        """
-        if self.budget is None:
-            return [None] * self.parts
-        given = [self.budget] * self.num_stages if isinstance(self.budget, int) else list(self.budget)
-        if len(given) != self.num_stages or min(given) <= 0:
-            allowed = f"bytes > 0, one number or one for each of {self.num_stages} ranks"
-            raise Refusal("memory budget", self.budget, allowed, "correct the numbers").error()
-        return [given[part % self.num_stages] // self.virtual_stages for part in range(self.parts)]
-
-    def known_depths(self) -> tuple[int, ...] | None:
-        """W_s of every stage if the schedule has any; the default ones for ``"auto"``."""
-        if self.schedule not in ("asp", "1f1b"):
-            return None
-        if self.schedule == "1f1b" or isinstance(self.depths, str):
-            return default_depths(self.num_stages)
-        return tuple(self.depths)
-
-    def residencies(self) -> tuple[Residency, ...]:
-        """What stays on each part; see :func:`ds_vpipe.residency.residency`."""
-        return residency(
-            self.schedule,
-            self.num_stages,
-            self.micro_batches,
-            self.known_depths() if self.schedule == "asp" else None,
-            self.weight_sync,
-            self.virtual_stages,
-            self.host_transfers,
-        )
 
 
 def balance_by_parameters(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:

@@ -96,7 +96,8 @@ class StageCosts:
             weights = self._weights[stop] - self._weights[starts]
             trained = self._trained[stop] - self._trained[starts]
             lengths = stop - starts
-            for stage in range(num_stages):
+            # Every stage before and after has at least one layer.
+            for stage in range(max(0, stop + num_stages - 1 - n), min(stop, num_stages)):
                 if self._counts is not None and self._stops is not None and self._stops[stage] != stop:
                     continue
                 over = self._over(stage, starts, stop, weights, trained, table.kept, table.peak)

@@ -10,8 +10,8 @@ import pytest
 from ds_vpipe.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.optimizer_bytes import optimizer_bytes
 from ds_vpipe.pace import Link
-from ds_vpipe.plan_settings import configured_pipeline, settled_split
-from ds_vpipe.planner import Pipeline, plan
+from ds_vpipe.plan_settings import Pipeline, configured_pipeline, settled_split
+from ds_vpipe.planner import plan
 
 CONFIGS = Path(__file__).parent.parent / "ds_configs"
 

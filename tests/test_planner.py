@@ -24,7 +24,8 @@ from ds_vpipe.optimizer_bytes import OptimizerBytes, optimizer_bytes
 from ds_vpipe.pace import Link, pace
 from ds_vpipe.partition import bounds
 from ds_vpipe.plan import Plan
-from ds_vpipe.planner import Pipeline, balance_by_computation, balance_by_parameters, plan, predict
+from ds_vpipe.plan_settings import Pipeline
+from ds_vpipe.planner import balance_by_computation, balance_by_parameters, plan, predict
 
 
 def layer(forward: float = 1, backward: float = 2, parameters: int = 0, kept: int = 0, out: int = 0) -> LayerProfile:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from ds_vpipe.timeline import Span, action_name
+from ds_vpipe.action_name import action_name
+from ds_vpipe.timeline import Span
 
 
 class Category(enum.Enum):

@@ -17,57 +17,23 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from ds_vpipe.action_name import ActionName, action_name, is_action
 from ds_vpipe.refusal import Refusal
+
+__all__ = ["FORMAT", "SOURCES", "VERSION", "WAIT", "ActionName", "MemorySample", "Span", "Timeline", "action_name"]
 
 FORMAT: Final = "ds_vpipe.timeline"
 VERSION: Final = 1
 SOURCES: Final = ("plan", "simulation", "recording")
 WAIT: Final = "WAIT"
 
-_ACTION = re.compile(r"(?P<wait>WAIT)?(?P<part>\d+)?(?P<kind>[A-Z_]+?)(?P<index>\d+)")
 _MAKE_ANEW = "write the file anew with Timeline.save"
-
-
-@dataclass(frozen=True, slots=True)
-class ActionName:
-    """The pieces of a span's action.
-
-    Attributes:
-        waiting: The rank waited before the action.
-        part: The part it names, or None.
-        kind: Value of :class:`ds_vpipe.actions.Kind`, such as ``"F"`` or ``"SEND_ACT"``.
-        index: Micro-batch, or batch for actions that are done once per batch.
-    """
-
-    waiting: bool
-    part: int | None
-    kind: str
-    index: int
-
-
-@lru_cache(maxsize=65536)
-def action_name(text: str) -> ActionName:
-    """Take the text of a span's action apart.
-
-    Raises:
-        ValueError: ``text`` is not of the form ``[WAIT][part]KIND index``.
-    """
-    match = _ACTION.fullmatch(text)
-    if match is None:
-        raise ValueError(
-            f"action {text!r}: expected the text of an action such as F7 or 2SEND_ACT7, or WAIT before one"
-        )
-    part = match["part"]
-    return ActionName(
-        match["wait"] is not None, None if part is None else int(part), match["kind"], int(match["index"])
-    )
 
 
 def _is_number(*values: object) -> bool:
@@ -233,7 +199,7 @@ class Timeline:
             row = [span.rank, span.action, span.start, span.end, span.part, span.version]
             if not (span.rank in ranks and _is_number(span.start, span.end) and 0 <= span.start <= span.end < math.inf):
                 refuse(f"spans[{index}]", row, f"a rank below {self.num_ranks} and 0 <= start <= end, in seconds")
-            if not isinstance(span.action, str) or _ACTION.fullmatch(span.action) is None:
+            if not is_action(span.action):
                 refuse(f"spans[{index}]", row, "the text of an action, such as F7 or WAITRECV_ACT7")
         for index, sample in enumerate(self.memory):
             values = [sample.rank, sample.time, sample.bytes]

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from timelines import TWO_PARTS, TWO_STAGES
 
+from ds_vpipe.pictures import html_report as html_report_module
 from ds_vpipe.pictures.charts import loss_chart, memory_chart, share_chart, staleness_chart
 from ds_vpipe.pictures.html_report import html_report, save_html_report
 from ds_vpipe.pictures.palette import COLOURS
 from ds_vpipe.pictures.picture import Box, Curve, Label, Rule, text_width
 from ds_vpipe.pictures.timeline_layout import left_margin
 from ds_vpipe.span_category import Category
-from ds_vpipe.timeline import MemorySample, Timeline
+from ds_vpipe.timeline import MemorySample, Span, Timeline
 from ds_vpipe.timeline_summary import summarize
 
 
@@ -99,6 +100,24 @@ def test_timelines_in_the_same_unit_have_the_same_scale() -> None:
     assert roots[0] / ends[0] == pytest.approx(roots[2] / ends[2], rel=1e-4)
     scales = [value for _, key, value in parsed.attributes if key == "data-scale"]
     assert scales == ["s", "s", "forward passes"]
+
+
+def test_a_window_is_drawn_and_numbers_are_of_all() -> None:
+    page = html_report([TWO_STAGES], window=(2.0, 4.0))
+    assert "Drawn: 2 to 4 of 8.5 s." in page
+    assert page.count('class="bar"') == 3  # two waits and a backward pass
+    assert "0.1176 per s" in page
+    chart = memory_chart(TWO_STAGES, 100.0, window=(2.0, 4.0))
+    first = next(shape for shape in chart.shapes if isinstance(shape, Curve))
+    assert {y for _, y in first.points} == {30.0, 2.0}  # 300 bytes all the time
+
+
+def test_as_much_is_drawn_as_browsers_bear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html_report_module, "_MOST_BARS", 20)
+    spans = tuple(Span(0, f"F{i}", i, i + 1, 0) for i in range(100))
+    page = html_report([Timeline("long", "recording", 1, 1, spans)])
+    assert page.count('class="bar"') == 20
+    assert "Drawn: 0 to 20 of 100 s" in page
 
 
 def test_no_timeline_is_refused() -> None:

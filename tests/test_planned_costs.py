@@ -7,8 +7,8 @@ import pytest
 from ds_vpipe.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.pace import Link
 from ds_vpipe.pipeline import Pipeline
+from ds_vpipe.plan_settings import Pipeline as Planned
 from ds_vpipe.planned_costs import stage_costs
-from ds_vpipe.planner import Pipeline as Planned
 from ds_vpipe.planner import plan
 from ds_vpipe.programs import Workload
 from ds_vpipe.simulator import simulate

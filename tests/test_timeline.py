@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timelines import TWO_PARTS, TWO_STAGES
 
+from ds_vpipe.action_name import ActionName, action_name
 from ds_vpipe.actions import Action, Kind
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.timeline import ActionName, MemorySample, Span, Timeline, action_name
+from ds_vpipe.timeline import MemorySample, Span, Timeline
 
 
 def test_file_of_the_docstring() -> None:

@@ -42,6 +42,15 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def window(text: str) -> tuple[float, float]:
+    """``A:B``, two instants in seconds."""
+    begin, _, end = text.partition(":")
+    start, stop = float(begin), float(end)
+    if not 0 <= start < stop:
+        raise ValueError(text)
+    return start, stop
+
+
 def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
     """The timelines that are named, in order; all ``.jsonl`` files together are one recording.
 
@@ -103,6 +112,6 @@ def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
 
 def _planned(arguments: argparse.Namespace, config: str | None) -> Timeline:
     pipeline = settings_from(arguments, config).pipeline
-    workload = workload_from(arguments, pipeline, 1 if pipeline.synchronous else 2)
+    workload = workload_from(arguments, pipeline, 1 if pipeline.synchronous else 4)
     timeline = planned_timeline(pipeline, workload, arguments.backward, arguments.transfer, arguments.update)
     return entitled(timeline, config)

@@ -16,6 +16,9 @@ from ds_vpipe.commands.profiled import (
     planner_pipeline,
 )
 from ds_vpipe.commands.settings import add_pipeline_arguments, settings_from
+from ds_vpipe.pace import suggested_micro_batches
+from ds_vpipe.plan import Plan
+from ds_vpipe.recompute_choice import CHECKPOINT_MODES, checkpoint_ratios
 
 DESCRIPTION = """\
 Find the layers of every stage and how many of them to recompute: the fastest that fit the memory of every device,
@@ -29,8 +32,11 @@ examples:
   python -m ds_vpipe plan ds_config.json --profile bert.json --memory 16GB,16GB,8GB,8GB --bandwidth 10GB
   python -m ds_vpipe plan ds_config.json --profile bert.json --current      what the JSON's own split needs
 
+  python -m ds_vpipe plan ds_config.json --profile bert.json --checkpoint except_last --keep partition --json
+
 exit status: 0 a plan, 1 --current does not fit, 2 nothing fits or something is wrong
 """
+_IDLE = 0.1  # share of time that a synchronous pipeline may idle, for the suggestion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_profile_arguments(parser, required=True)
     group = parser.add_argument_group("the plan")
     group.add_argument("--current", action="store_true", help="predict for the JSON's own split, do not search")
+    group.add_argument(
+        "--keep", action="append", default=[], choices=("partition", "recompute_ratio"), help="take it from the JSON"
+    )
+    group.add_argument("--checkpoint", choices=CHECKPOINT_MODES, help="recompute as torchgpipe does, search the split")
     group.add_argument("--hide-transfers", action="store_true", help="choose depths too, for asp (more staleness)")
     group.add_argument("-o", "--output", metavar="FILE", help='write a split file, for "partition": "FILE"')
     group.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -52,15 +62,27 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments, arguments.config)
     profile = model_profile(arguments)
     pipeline = planner_pipeline(arguments, settings)
+    counts = configured_partition(settings, profile) if arguments.current or "partition" in arguments.keep else None
+    ratios = configured_ratios(settings) if arguments.current or "recompute_ratio" in arguments.keep else None
+    if arguments.checkpoint is not None:
+        ratios = checkpoint_ratios(arguments.checkpoint, settings.pipeline.num_parts)
     if arguments.current:
-        found = predict(profile, pipeline, configured_partition(settings, profile), configured_ratios(settings))
+        found = predict(profile, pipeline, counts or (), ratios or ())
     else:
-        found = plan(profile, replace(pipeline, depths="auto") if arguments.hide_transfers else pipeline)
+        pipeline = replace(pipeline, depths="auto") if arguments.hide_transfers else pipeline
+        found = plan(profile, pipeline, counts, ratios)
+    suggested = _suggested(found, settings.pipeline.num_stages)
     if arguments.output is not None:
         Path(arguments.output).write_text(json.dumps(found.split()) + "\n", encoding="utf-8")
     if arguments.json:
-        print_json(found.to_json())
+        print_json({**found.to_json(), "suggested_micro_batches": suggested})
     else:
         print(found.table())
+        price = "at most one update stale" if found.depths else f"at most {_IDLE:.0%} idle"
+        print(f"{price}: {suggested} micro-batches per batch or more")
     over = [stage for stage in found.stages if stage.budget is not None and stage.memory.total > stage.budget]
     return 1 if over else 0
+
+
+def _suggested(found: Plan, num_stages: int) -> int:
+    return suggested_micro_batches(found.depths or None, num_stages, 1 if found.depths else _IDLE)

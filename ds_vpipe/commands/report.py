@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ds_vpipe.commands.inputs import add_input_arguments, print_json, timelines_from
+from ds_vpipe.commands.inputs import add_input_arguments, print_json, timelines_from, window
 
 DESCRIPTION = """\
 Write one HTML page that needs no network and no other file: a table that compares all timelines, and for each its
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default report.html")
     group.add_argument("--title", default="Pipeline report", help="heading of the page")
+    group.add_argument("--window", type=window, metavar="A:B", help="draw only these seconds; default: what fits")
     group.add_argument("--json", action="store_true", help="print the numbers of all timelines as JSON")
 
 
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ds_vpipe.timeline_summary import summarize
 
     timelines = timelines_from(arguments)
-    save_html_report(timelines, arguments.output, arguments.title)
+    save_html_report(timelines, arguments.output, arguments.title, arguments.window)
     if arguments.json:
         rows = [{"title": t.title, "source": t.source, **summarize(t).to_json()} for t in timelines]
         print_json({"output": arguments.output, "timelines": rows})

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.commands.inputs import add_input_arguments, one_timeline, print_json
+from ds_vpipe.commands.inputs import add_input_arguments, one_timeline, print_json, window
 from ds_vpipe.pictures.text_grid import text_grid
 from ds_vpipe.refusal import Refusal
 from ds_vpipe.timeline import Timeline
@@ -28,15 +28,6 @@ examples:
   python -m ds_vpipe show --stages 2 --micro-batches 4 --schedule interleaved --virtual-stages 2 --json > plan.json
 """
 _SUFFIXES = (".txt", ".svg", ".png", ".json")
-
-
-def window(text: str) -> tuple[float, float]:
-    """``A:B``, two instants in seconds."""
-    begin, _, end = text.partition(":")
-    start, stop = float(begin), float(end)
-    if not 0 <= start < stop:
-        raise ValueError(text)
-    return start, stop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

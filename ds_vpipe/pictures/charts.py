@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -45,13 +46,18 @@ def share_chart(timeline: Timeline, summary: TimelineSummary, width: float = 420
     return Picture(left + width + 80, height, tuple(shapes), f"{timeline.title}: shares of time")
 
 
-def memory_chart(timeline: Timeline, width: float, unit: tuple[float, str] | None = None) -> Picture:
+def memory_chart(
+    timeline: Timeline,
+    width: float,
+    unit: tuple[float, str] | None = None,
+    window: tuple[float, float] | None = None,
+) -> Picture:
     """A row per rank with its allocated bytes over time, all to one scale.
 
-    With the width and unit of the timeline's picture it can stand below that.
+    With the width, unit and window of the timeline's picture it can stand below that.
     """
     left, row = left_margin(timeline), 34.0
-    axis = TimeAxis.of(timeline, (0.0, timeline.duration), left, width, unit)
+    axis = TimeAxis.of(timeline, window or (0.0, timeline.duration), left, width, unit)
     most = max((sample.bytes for sample in timeline.memory), default=0) or 1
     bottom = row * timeline.num_ranks
     shapes: list[Shape] = [*axis.draw(0, bottom)]
@@ -62,13 +68,20 @@ def memory_chart(timeline: Timeline, width: float, unit: tuple[float, str] | Non
         shapes.append(Box(left, base - row + 6, width, row - 6, IDLE, role="row"))
         if samples:
             peak = max(sample.bytes for sample in samples)
-            points = _steps(samples, axis, base, (row - 6) / most)
+            points = _steps(_within(samples, axis), axis, base, (row - 6) / most)
             tooltip = f"{timeline.rank_word} {rank}: at most {show_bytes(peak)}"
             shapes.append(Curve(points, COLOURS[Category.TRANSFER], filled=True, tooltip=tooltip, role="area"))
             labels.append(Label(left - 8, base - 7, show_bytes(peak), 10, "end", FAINT_INK, role="side"))
         labels.append(Label(left - 8, base - 20, f"{timeline.rank_word} {rank}", 12, "end", role="side"))
     shapes += labels
     return Picture(left + width + 16, bottom + 36, tuple(shapes), f"{timeline.title}: memory", axis.data())
+
+
+def _within(samples: Sequence[MemorySample], axis: TimeAxis) -> list[MemorySample]:
+    """What is held on the axis: the last sample before it holds from its start."""
+    before = [sample for sample in samples if sample.time <= axis.start][-1:]
+    held = [replace(sample, time=axis.start) for sample in before]
+    return held + [sample for sample in samples if axis.start < sample.time <= axis.end]
 
 
 def _steps(
@@ -81,6 +94,8 @@ def _steps(
         if column not in highest or sample.bytes > highest[column].bytes:
             highest[column] = sample
     kept = list(highest.values())
+    if not kept:
+        return ()
     points = [(axis.x(kept[0].time), base)]
     for sample, after in pairwise([*kept, MemorySample(0, axis.end, 0)]):
         y = base - sample.bytes * scale

@@ -17,6 +17,7 @@ from ds_vpipe.timeline import Timeline
 from ds_vpipe.timeline_summary import RankSummary, TimelineSummary, steady_window, summarize
 
 _WIDEST = 6000.0
+_MOST_BARS = 40_000  # what browsers zoom without delay
 _ZOOM = (
     '<div class="buttons"><button data-zoom="in" title="zoom in">+</button> '
     '<button data-zoom="out" title="zoom out">&minus;</button> <button data-zoom="fit">fit</button> '
@@ -24,10 +25,18 @@ _ZOOM = (
 )
 
 
-def html_report(timelines: Sequence[Timeline], title: str = "Pipeline report") -> str:
+def html_report(
+    timelines: Sequence[Timeline], title: str = "Pipeline report", window: tuple[float, float] | None = None
+) -> str:
     """Return the page for ``timelines``: first a table that compares them, then each of them, then their losses.
 
     Timelines in the same unit of time are drawn to the same scale and zoom together.
+
+    Args:
+        timelines: What to show.
+        title: Heading of the page.
+        window: First and last second to draw; if not given as much from the start as browsers can show. Numbers are
+            those of all of each timeline.
 
     Raises:
         ValueError: there is no timeline.
@@ -35,11 +44,12 @@ def html_report(timelines: Sequence[Timeline], title: str = "Pipeline report") -
     if not timelines:
         raise ValueError("timelines: got none; allowed: at least one")
     summaries = [summarize(timeline) for timeline in timelines]
-    widths = _widths(timelines)
+    windows = [window or _drawable(timeline) for timeline in timelines]
+    widths = _widths(timelines, windows)
     body = [f"<h1>{escape(title)}</h1>", _comparison(timelines, summaries)]
-    longest = max(timeline.duration for timeline in timelines)
-    for timeline, summary, width in zip(timelines, summaries, widths, strict=True):
-        body += _section(timeline, summary, width, unit_for(timeline, longest))
+    longest = max(end - start for start, end in windows)
+    for timeline, summary, width, shown in zip(timelines, summaries, widths, windows, strict=True):
+        body += _section(timeline, summary, width, shown, unit_for(timeline, longest))
     if any(timeline.losses for timeline in timelines):
         body += ["<h2>Loss</h2>", svg(loss_chart(timelines), standalone=False)]
     return "\n".join(
@@ -56,10 +66,13 @@ def html_report(timelines: Sequence[Timeline], title: str = "Pipeline report") -
 
 
 def save_html_report(
-    timelines: Sequence[Timeline], path: str | os.PathLike[str], title: str = "Pipeline report"
+    timelines: Sequence[Timeline],
+    path: str | os.PathLike[str],
+    title: str = "Pipeline report",
+    window: tuple[float, float] | None = None,
 ) -> None:
     """Write :func:`html_report` to the file ``path``."""
-    Path(path).write_text(html_report(timelines, title) + "\n", encoding="utf-8")
+    Path(path).write_text(html_report(timelines, title, window) + "\n", encoding="utf-8")
 
 
 def _resource(name: str) -> str:
@@ -70,26 +83,42 @@ def _scale_key(timeline: Timeline) -> str:
     return str(timeline.meta.get("time_unit", "s"))
 
 
-def _widths(timelines: Sequence[Timeline]) -> list[float]:
+def _drawable(timeline: Timeline) -> tuple[float, float]:
+    """As much of the timeline, from its start, as has at most ``_MOST_BARS`` spans."""
+    if len(timeline.spans) <= _MOST_BARS:
+        return 0.0, timeline.duration
+    return 0.0, sorted(span.start for span in timeline.spans)[_MOST_BARS]
+
+
+def _widths(timelines: Sequence[Timeline], windows: Sequence[tuple[float, float]]) -> list[float]:
     """Pixels of each time axis, with as many seconds per pixel in all timelines of the same unit."""
-    per_second: dict[str, float] = {}
-    for timeline in timelines:
-        duration = timeline.duration or 1.0
-        wish = default_width(timeline, (0.0, duration)) / duration
-        key = _scale_key(timeline)
-        per_second[key] = max(wish, per_second.get(key, 0.0))
-    for key in per_second:
-        longest = max(timeline.duration or 1.0 for timeline in timelines if _scale_key(timeline) == key)
-        per_second[key] = min(per_second[key], _WIDEST / longest)
-    return [per_second[_scale_key(timeline)] * (timeline.duration or 1.0) for timeline in timelines]
+    lengths = [end - start or 1.0 for start, end in windows]
+    keys = [_scale_key(timeline) for timeline in timelines]
+    scale: dict[str, float] = {}
+    for timeline, key, length in zip(timelines, keys, lengths, strict=True):
+        scale[key] = max(scale.get(key, 0.0), default_width(timeline, (0.0, length)) / length)
+    for key, length in zip(keys, lengths, strict=True):
+        scale[key] = min(scale[key], _WIDEST / length)
+    return [scale[key] * length for key, length in zip(keys, lengths, strict=True)]
 
 
-def _section(timeline: Timeline, summary: TimelineSummary, width: float, unit: tuple[float, str]) -> list[str]:
+def _section(
+    timeline: Timeline,
+    summary: TimelineSummary,
+    width: float,
+    window: tuple[float, float],
+    unit: tuple[float, str],
+) -> list[str]:
     pane = f'<div class="pane" data-scale="{escape(_scale_key(timeline))}">'
-    lines = [f"<h2>{escape(timeline.source)}: {escape(timeline.title)}</h2>", _ZOOM, pane]
-    lines.append(svg(timeline_picture(timeline, width, heading=False, unit=unit), standalone=False))
+    lines = [f"<h2>{escape(timeline.source)}: {escape(timeline.title)}</h2>"]
+    if window != (0.0, timeline.duration):
+        start, end, all_of_it = (write_number(seconds / unit[0]) for seconds in (*window, timeline.duration))
+        note = f"Drawn: {start} to {end} of {all_of_it} {unit[1]}. Numbers are of all of it."
+        lines.append(f'<p class="note">{escape(note)}</p>')
+    lines += [_ZOOM, pane]
+    lines.append(svg(timeline_picture(timeline, width, window, heading=False, unit=unit), standalone=False))
     if timeline.memory:
-        lines.append(svg(memory_chart(timeline, width, unit), standalone=False))
+        lines.append(svg(memory_chart(timeline, width, unit, window), standalone=False))
     lines += ["</div>", '<div class="beside"><div><h3>Use of time</h3>']
     lines += [svg(share_chart(timeline, summary), standalone=False), "</div>"]
     if timeline.staleness:

@@ -16,7 +16,8 @@ from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.refusal import show
 
 NAN = float("nan")
-KEYS = "sync_mode, schedule, weight_sync"
+INTERLEAVED = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
+KEYS = "sync_mode, schedule, virtual_stages, weight_sync"
 PARTITION = '"uniform", "parameters", "type:REGEX"'
 
 
@@ -41,7 +42,17 @@ WRONG: list[tuple[object, str, object, str, str]] = [
     ({"sync_mode": 1}, "vpipe.sync_mode", 1, '"asp" or "bsp"', ""),
     ({"sync_mode": None}, "vpipe.sync_mode", None, '"asp" or "bsp"', ""),
     ({"schedule": "gpipe"}, "vpipe.schedule", "gpipe", '"1f1b"', 'sync_mode is "asp"'),
-    ({"schedule": "interleaved"}, "vpipe.schedule", "interleaved", '"1f1b"', "not supported yet"),
+    ({"schedule": "interleaved"}, "vpipe.schedule", "interleaved", '"1f1b"', 'sync_mode is "asp"'),
+    (
+        {"sync_mode": "bsp", "schedule": "interleaved"},
+        "vpipe.virtual_stages",
+        1,
+        "an int >= 2",
+        'schedule is "interleaved"',
+    ),
+    ({"virtual_stages": 2}, "vpipe.virtual_stages", 2, "else 1", 'sync_mode is "asp"'),
+    ({"sync_mode": "bsp", "virtual_stages": 2}, "vpipe.virtual_stages", 2, "else 1", "remove the key"),
+    ({"virtual_stages": 0}, "vpipe.virtual_stages", 0, "an int >= 2", ""),
     ({"schedule": "1F1B"}, "vpipe.schedule", "1F1B", '"1f1b"', "did you mean"),
     ({"weight_sync": "vertica"}, "vpipe.weight_sync", "vertica", '"stash", "vertical" or "none"', 'mean "vertical"?'),
     ({"weight_sync": False}, "vpipe.weight_sync", False, '"stash", "vertical" or "none"', ""),
@@ -193,6 +204,9 @@ def test_resolve_spreads_a_number_and_keeps_lists() -> None:
         ({"stage_to_depth_map": [2, 1, 0]}, 4, 49, ["vpipe.stage_to_depth_map", "[2, 1, 0]", "3 entries"]),
         ({"partition": "uniform"}, 4, 3, ["vpipe.partition", '"uniform"', "3 layers for 4 stages"]),
         ({"partition": [1], "recompute_ratio": [0]}, 2, 2, ["vpipe.partition", "(and 1 more)"]),
+        ({**INTERLEAVED, "partition": [25, 24]}, 2, 49, ["vpipe.partition", "per part, 4 for 2 stages", "2 entries"]),
+        (INTERLEAVED, 2, 3, ["vpipe.partition", "3 layers for 4 parts"]),
+        (INTERLEAVED, 1, 49, ["vpipe.virtual_stages", "got 2", "nothing to interleave"]),
     ],
 )
 def test_resolve_refuses(block: dict[str, Any], num_stages: int, num_layers: int, parts: list[str]) -> None:

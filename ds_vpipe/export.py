@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

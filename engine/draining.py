@@ -2,7 +2,7 @@
 
 The first stage admits micro-batches one by one and finds out in the middle of a batch. What it and the
 stages after it have done of that batch by then is known without asking: END takes the place of a
-micro-batch in the order of :mod:`ds_vpipe.schedule`.
+micro-batch in the order of :mod:`ds_vpipe.schedules.schedule`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.wire import Message
-from ds_vpipe.schedule import Progress
+from ds_vpipe.schedules.schedule import Progress
 
 
 class EndOfData(Exception):  # noqa: N818 - no error: like StopIteration

@@ -1,4 +1,4 @@
-"""The asynchronous pipeline engine: stage programs of :mod:`ds_vpipe.schedule`, carried out inside DeepSpeed.
+"""The asynchronous pipeline engine: stage programs of :mod:`ds_vpipe.schedules.schedule`, carried out inside DeepSpeed.
 
 :class:`VPipeEngine` replaces what DeepSpeed's ``PipelineEngine`` does within a batch and leaves the rest
 to it: configuration, optimizers and precision, reduction over replicas, learning-rate schedules,
@@ -29,7 +29,6 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 from deepspeed.utils import logger
 
-from ds_vpipe.checks import check_pipeline
 from ds_vpipe.config import StageSettings, VPipeConfig
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.activation_checkpointing import use_sound_checkpointing
@@ -47,8 +46,9 @@ from ds_vpipe.engine.preparation import prepared_arguments
 from ds_vpipe.engine.ties import TiedWeights, tied_stages
 from ds_vpipe.engine.transport import abort_all
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.schedule import Exchanges
+from ds_vpipe.schedules.checks import check_pipeline
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.schedule import Exchanges
 
 _EXIT_GRACE_S = 60.0
 

@@ -30,7 +30,7 @@ from ds_vpipe.engine.results import map_tree, mean_of_trees, random_states_kept
 from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.wire import Message, Tree, leaves
 from ds_vpipe.errors import PipelinePeerError, VPipeError
-from ds_vpipe.pipeline import Pipeline
+from ds_vpipe.schedules.pipeline import Pipeline
 
 _OPTIONS = ("return_logits", "compute_loss", "reduce_output", "bcast_loss", "num_micro_batches")
 _FAILED, _ENDED, _READY = range(3)  # what became of reading a rank's evaluation data, worst first

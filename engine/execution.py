@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_vpipe.actions import Action
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.draining import DrainingMixin
@@ -23,8 +22,9 @@ from ds_vpipe.engine.statistics import COLUMNS
 from ds_vpipe.engine.updates import UpdateMixin
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import PipelineProtocolError, VPipeError
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.schedule import version_used
+from ds_vpipe.schedules.actions import Action
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.schedule import version_used
 
 
 class ExecutionMixin(DrainingMixin, UpdateMixin):

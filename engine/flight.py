@@ -10,7 +10,7 @@ import torch
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.report import BatchReport
 from ds_vpipe.engine.wire import Tree, leaves
-from ds_vpipe.schedule import Progress
+from ds_vpipe.schedules.schedule import Progress
 
 
 class _Entry(torch.autograd.Function):

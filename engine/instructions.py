@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from deepspeed.runtime.pipe import schedule as ds_schedule
 
-from ds_vpipe.actions import Action, Kind
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.programs import rank_actions
-from ds_vpipe.schedule import Exchanges, Progress
+from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import rank_actions
+from ds_vpipe.schedules.schedule import Exchanges, Progress
 
 
 class StageInstruction(ds_schedule.PipeInstruction):
-    """An instruction that carries out one :class:`~ds_vpipe.actions.Action`."""
+    """An instruction that carries out one :class:`~ds_vpipe.schedules.actions.Action`."""
 
     def __init__(self, action: Action, rank: int) -> None:
         super().__init__(index=action.index, part=rank if action.part is None else action.part)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_vpipe.actions import Kind
 from ds_vpipe.engine.link import Channel, Peer
 from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.transport import Receiver, Sender
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.rendezvous import ACTIVATIONS, Link, posted_receives
+from ds_vpipe.schedules.actions import Kind
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.rendezvous import ACTIVATIONS, Link, posted_receives
 
 _EVAL_PREFETCH = 2
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Protocol
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_vpipe.actions import Action, Kind
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.engine.comms_record import CommsRecord
 from ds_vpipe.engine.flight import StageState
@@ -21,7 +20,8 @@ from ds_vpipe.engine.stage_profile import StageProfile
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.statistics import StageMeter, StageStatistics, StatisticsMean, line
 from ds_vpipe.engine.wall_clock import WallClock, unhooked_timers
-from ds_vpipe.pipeline import Pipeline
+from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.pipeline import Pipeline
 
 
 class Observer(Protocol):

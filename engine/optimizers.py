@@ -14,10 +14,10 @@ from deepspeed.runtime.config import LAMB_OPTIMIZER
 from deepspeed.runtime.constants import BFLOAT16, DDP_BFLOAT16
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.lamb import Lamb
 from ds_vpipe.engine.placeholder import has_trainable, with_placeholder
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.stage_layout import PLACEHOLDER
 
 APEX_OPTIMIZERS = ("FusedLAMB", "FusedAdam")
 """Optimizers of NVIDIA's apex that a JSON may name, as apex spells them."""

@@ -12,12 +12,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 from torch.utils._pytree import tree_map_only
 
+from ds_vpipe.checkpoints.optimizer_forms import carry_scale, form_of
+from ds_vpipe.checkpoints.optimizer_states import ParameterState, pack, unpack
+from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER, StageLayout
 from ds_vpipe.engine.recompute import layer_numbers
 from ds_vpipe.engine.ties import tied_parameters
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.optimizer_forms import carry_scale, form_of
-from ds_vpipe.optimizer_states import ParameterState, pack, unpack
-from ds_vpipe.stage_layout import PLACEHOLDER, StageLayout
 
 _GROUPS = ("round_robin_bit16_groups", "fp16_groups")  # where the wrappers keep a group's own parameters
 
@@ -86,7 +86,7 @@ def write_states(
         scale: state dict of an optimizer whose loss scale is to be taken over, if it has the same form.
 
     Raises:
-        VPipeError: the states do not fit, see :func:`ds_vpipe.optimizer_states.pack`.
+        VPipeError: the states do not fit, see :func:`ds_vpipe.checkpoints.optimizer_states.pack`.
     """
     optimizer = engine.optimizer
     template = optimizer.state_dict()

@@ -21,7 +21,7 @@ from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.schedule import Progress
+from ds_vpipe.schedules.schedule import Progress
 
 
 class QuiesceMixin(PipelineEngine):

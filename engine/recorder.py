@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.actions import Action, Kind
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
-from ds_vpipe.recording import RankRecording
-from ds_vpipe.timeline import MemorySample, Span
+from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.timelines.recording import RankRecording
+from ds_vpipe.timelines.timeline import MemorySample, Span
 
 SPANS_KEPT = 1 << 17  # about 20 MiB; a thousand batches of four micro-batches
 _NANO = 1e-9

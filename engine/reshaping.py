@@ -15,12 +15,12 @@ from typing import Any
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import log_dist
 
+from ds_vpipe.checkpoints.optimizer_forms import form_of
+from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
+from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
 from ds_vpipe.engine.parameter_states import checkpoint_layout, stage_layout, write_states
 from ds_vpipe.engine.recompute import layer_numbers
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.optimizer_forms import form_of
-from ds_vpipe.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
-from ds_vpipe.stage_layout import LAYOUT_KEY
 
 _RESTORED = ("module", "optimizer", "lr_scheduler", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
 

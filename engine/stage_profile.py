@@ -10,7 +10,7 @@ from typing import Any
 
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 
-from ds_vpipe.actions import Action, Kind
+from ds_vpipe.schedules.actions import Action, Kind
 
 
 class _Untimed:

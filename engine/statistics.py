@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.actions import Action, Kind
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.transport import Receiver, Sender
+from ds_vpipe.schedules.actions import Action, Kind
 
 
 @dataclass(frozen=True, slots=True)

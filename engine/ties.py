@@ -4,7 +4,7 @@ Stages that update at different times cannot reduce the gradients of a tied weig
 that are updated apart drift. So the first tied stage owns the weight. Every other one sends it the
 gradient of each batch, which the owner needs only after its own backward passes of that batch, and the
 owner sends the weight back after each update. A copy takes the version that is known to have been made
-by then, ``d`` updates behind (:func:`ds_vpipe.schedule.updates_known`), whatever has arrived earlier, so
+by then, ``d`` updates behind (:func:`ds_vpipe.schedules.schedule.updates_known`), whatever has arrived earlier, so
 that training does not depend on time. Copies are never updated by their own stage's optimizer: what it
 does to them is overwritten.
 
@@ -28,7 +28,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from ds_vpipe.engine.link import Peer
 from ds_vpipe.engine.transport import Receiver, Sender
 from ds_vpipe.engine.wire import Message
-from ds_vpipe.schedule import news_delay, updates_known
+from ds_vpipe.schedules.schedule import news_delay, updates_known
 
 _PREFETCH = 1
 

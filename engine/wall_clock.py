@@ -30,7 +30,7 @@ from deepspeed.utils.timer import (
     FORWARD_MICRO_TIMER,
 )
 
-from ds_vpipe.actions import Action, Kind
+from ds_vpipe.schedules.actions import Action, Kind
 
 TIMERS: dict[Kind, tuple[str, ...]] = {
     Kind.LOAD: (BATCH_INPUT_TIMER,),

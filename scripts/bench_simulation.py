@@ -82,8 +82,8 @@ def measure(schedule: str, micro_batches: int, virtual_stages: int, options: arg
     """One row of the table."""
     import torch.distributed as dist
 
-    from ds_vpipe.programs import Workload
-    from ds_vpipe.simulator import StageCost, simulate
+    from ds_vpipe.schedules.programs import Workload
+    from ds_vpipe.simulation.simulator import StageCost, simulate
 
     engine = engine_for(schedule, options.stages, micro_batches, virtual_stages, options.stage_ms)
     costs: list[Any] = [None] * options.stages

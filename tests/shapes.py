@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ds_vpipe.pipeline import SCHEDULES, Pipeline
-from ds_vpipe.programs import Workload
-from ds_vpipe.schedule import default_depths
+from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline
+from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.schedules.schedule import default_depths
 
 
 @st.composite

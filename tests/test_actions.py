@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_vpipe.actions import Action, Kind
+from ds_vpipe.schedules.actions import Action, Kind
 
 INDICES = st.integers(0, 10**12)
 

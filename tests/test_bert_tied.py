@@ -19,7 +19,7 @@ from ds_vpipe.models.bert.layers import AttentionLayer, FeedForwardLayer
 from ds_vpipe.models.bert.loss import PretrainingLoss
 from ds_vpipe.models.bert.tied_layers import WordEmbeddings, decode, tied_bert_layers
 from ds_vpipe.partition import uniform_partition
-from ds_vpipe.schedule import default_depths
+from ds_vpipe.schedules.schedule import default_depths
 
 
 class Decoder(WordEmbeddings):

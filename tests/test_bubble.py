@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ds_vpipe.bubble import bubble_share, optimal_microbatches
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.schedules.bubble import bubble_share, optimal_microbatches
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from shapes import pipelines, workloads
 
-from ds_vpipe.actions import Action, Kind
-from ds_vpipe.checks import Fault, check_pipeline, check_programs, dead_locks, typical_workload
 from ds_vpipe.errors import PipelineProtocolError
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.programs import Programs, Workload, programs
-from ds_vpipe.schedule import Exchanges
+from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.checks import Fault, check_pipeline, check_programs, dead_locks, typical_workload
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import Programs, Workload, programs
+from ds_vpipe.schedules.schedule import Exchanges
 
 ASP = Pipeline("asp", 3, 2)
 THREE = Workload(3)
@@ -286,7 +286,7 @@ def test_a_receive_too_early_is_a_dead_lock(schedule: str) -> None:
 
 def test_the_check_at_start_names_the_first_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     fault = Fault(1, 5, Action(Kind.FORWARD, 2), "its input has not been received")
-    monkeypatch.setattr("ds_vpipe.checks.check_programs", lambda *_: [fault, fault])
+    monkeypatch.setattr("ds_vpipe.schedules.checks.check_programs", lambda *_: [fault, fault])
     with pytest.raises(PipelineProtocolError) as error:
         check_pipeline(ASP)
     assert "rank 1, position 5, F2: its input has not been received (and 1 more)" in str(error.value)

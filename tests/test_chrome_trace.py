@@ -11,9 +11,9 @@ from timelines import TWO_PARTS, TWO_STAGES
 
 from ds_vpipe.commands.inputs import planned_timeline
 from ds_vpipe.pictures.chrome_trace import Event, chrome_trace, save_chrome_trace
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.programs import Workload
-from ds_vpipe.timeline import Timeline
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.timelines.timeline import Timeline
 
 REQUIRED = {
     "M": {"name", "pid", "tid", "args"},

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from timelines import TWO_STAGES
 
-from ds_vpipe import checks
 from ds_vpipe.__main__ import COMMANDS, main
 from ds_vpipe.commands.profile import layer_range, setting
 from ds_vpipe.commands.profiled import size, sizes
 from ds_vpipe.commands.settings import numbers
-from ds_vpipe.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.recording import RankRecording
-from ds_vpipe.timeline import Timeline
+from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.schedules import checks
+from ds_vpipe.timelines.recording import RankRecording
+from ds_vpipe.timelines.timeline import Timeline
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
 MB = 1_000_000

@@ -17,7 +17,7 @@ import toy
 from worlds import Worlds
 
 from ds_vpipe.partition import uniform_partition
-from ds_vpipe.schedule import default_depths, versions_alive
+from ds_vpipe.schedules.schedule import default_depths, versions_alive
 
 pytestmark = pytest.mark.mp
 

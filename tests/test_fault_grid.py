@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ds_vpipe.actions import Action
-from ds_vpipe.checks import check_programs, dead_locks
-from ds_vpipe.fault_grid import fault_grid
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.programs import Programs, Workload, programs
+from ds_vpipe.schedules.actions import Action
+from ds_vpipe.schedules.checks import check_programs, dead_locks
+from ds_vpipe.schedules.fault_grid import fault_grid
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import Programs, Workload, programs
 
 
 def grid(pipeline: Pipeline, wrong: Programs, workload: Workload) -> list[str]:

@@ -18,9 +18,9 @@ from ds_vpipe.pictures.html_report import html_report, save_html_report
 from ds_vpipe.pictures.palette import COLOURS
 from ds_vpipe.pictures.picture import Box, Curve, Label, Rule, text_width
 from ds_vpipe.pictures.timeline_layout import left_margin
-from ds_vpipe.span_category import Category
-from ds_vpipe.timeline import MemorySample, Span, Timeline
-from ds_vpipe.timeline_summary import summarize
+from ds_vpipe.timelines.span_category import Category
+from ds_vpipe.timelines.timeline import MemorySample, Span, Timeline
+from ds_vpipe.timelines.timeline_summary import summarize
 
 
 class Page(HTMLParser):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vpipe.actions import Kind
-from ds_vpipe.interleaved import batch_order, group_sizes, interleaved_actions, warm_up
+from ds_vpipe.schedules.actions import Kind
+from ds_vpipe.schedules.interleaved import batch_order, group_sizes, interleaved_actions, warm_up
 
 
 def text(rank: int, num_stages: int, micro_batches: int, virtual_stages: int, batch: int = 0) -> str:

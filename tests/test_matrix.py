@@ -16,7 +16,7 @@ from test_exactness import LAYERS, difference, sgd
 from worlds import Worlds
 
 from ds_vpipe.partition import uniform_partition
-from ds_vpipe.schedule import default_depths
+from ds_vpipe.schedules.schedule import default_depths
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = [row for row in matrix.rows() if all(cell.refusal() is None for cell in matrix.cells(*row))]

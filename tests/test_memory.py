@@ -11,10 +11,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vpipe.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.memory import ActivationSums, StageMemory, model_memory, stage_memory
-from ds_vpipe.optimizer_bytes import OptimizerBytes, configured_optimizer_bytes, optimizer_bytes, training_dtype
-from ds_vpipe.residency import Residency, count_in_flight, interleaved_in_flight, interleaved_moments, residency
+from ds_vpipe.planning.memory import ActivationSums, StageMemory, model_memory, stage_memory
+from ds_vpipe.planning.optimizer_bytes import (
+    OptimizerBytes,
+    configured_optimizer_bytes,
+    optimizer_bytes,
+    training_dtype,
+)
+from ds_vpipe.planning.residency import (
+    Residency,
+    count_in_flight,
+    interleaved_in_flight,
+    interleaved_moments,
+    residency,
+)
+from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 
 
 def model(*layers: LayerProfile, input_bytes: int = 0) -> ModelProfile:

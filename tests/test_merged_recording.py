@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timelines import TWO_PARTS, TWO_STAGES, shifted
 
-from ds_vpipe.clock_offsets import estimate_offsets
 from ds_vpipe.commands.inputs import planned_timeline
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.merged_recording import merge_recordings, read_timeline
-from ds_vpipe.messages import Message, messages
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.programs import Workload
-from ds_vpipe.recording import RankRecording
-from ds_vpipe.timeline import MemorySample, Span, Timeline
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.timelines.clock_offsets import estimate_offsets
+from ds_vpipe.timelines.merged_recording import merge_recordings, read_timeline
+from ds_vpipe.timelines.messages import Message, messages
+from ds_vpipe.timelines.recording import RankRecording
+from ds_vpipe.timelines.timeline import MemorySample, Span, Timeline
 
 MICRO = 1e-6
 

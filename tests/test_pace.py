@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vpipe.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.pace import Link, batch_seconds, cut_round_trips, hiding_depths, pace, suggested_micro_batches
-from ds_vpipe.recompute_choice import cheapest_layers, checkpoint_ratios, ratio_for
+from ds_vpipe.planning.pace import Link, batch_seconds, cut_round_trips, hiding_depths, pace, suggested_micro_batches
+from ds_vpipe.planning.recompute_choice import cheapest_layers, checkpoint_ratios, ratio_for
+from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 
 eighths = st.integers(1, 24).map(lambda n: n / 8)
 

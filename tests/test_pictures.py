@@ -17,10 +17,10 @@ from ds_vpipe.pictures.png import save_png
 from ds_vpipe.pictures.svg import save_svg, svg
 from ds_vpipe.pictures.time_axis import TimeAxis, round_step, unit_for, write_number
 from ds_vpipe.pictures.timeline_layout import left_margin, timeline_picture
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.programs import Workload
-from ds_vpipe.span_category import Category
-from ds_vpipe.timeline import Span, Timeline
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.timelines.span_category import Category
+from ds_vpipe.timelines.timeline import Span, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.pipeline import Pipeline
+from ds_vpipe.schedules.pipeline import Pipeline
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_vpipe.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.optimizer_bytes import optimizer_bytes
-from ds_vpipe.pace import Link
-from ds_vpipe.plan_settings import Pipeline, configured_pipeline, settled_split
-from ds_vpipe.planner import plan
+from ds_vpipe.planning.optimizer_bytes import optimizer_bytes
+from ds_vpipe.planning.pace import Link
+from ds_vpipe.planning.plan_settings import Pipeline, configured_pipeline, settled_split
+from ds_vpipe.planning.planner import plan
+from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 
 CONFIGS = Path(__file__).parent.parent / "ds_configs"
 

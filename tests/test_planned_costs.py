@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ds_vpipe.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.pace import Link
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.plan_settings import Pipeline as Planned
-from ds_vpipe.planned_costs import stage_costs
-from ds_vpipe.planner import plan
-from ds_vpipe.programs import Workload
-from ds_vpipe.simulator import simulate
+from ds_vpipe.planning.pace import Link
+from ds_vpipe.planning.plan_settings import Pipeline as Planned
+from ds_vpipe.planning.planner import plan
+from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.simulation.planned_costs import stage_costs
+from ds_vpipe.simulation.simulator import simulate
 
 MB = 1_000_000
 LAYERS = tuple(

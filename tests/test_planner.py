@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.memory import stage_memory
-from ds_vpipe.optimizer_bytes import OptimizerBytes, optimizer_bytes
-from ds_vpipe.pace import Link, pace
 from ds_vpipe.partition import bounds
-from ds_vpipe.plan import Plan
-from ds_vpipe.plan_settings import Pipeline
-from ds_vpipe.planner import balance_by_computation, balance_by_parameters, plan, predict
+from ds_vpipe.planning.memory import stage_memory
+from ds_vpipe.planning.optimizer_bytes import OptimizerBytes, optimizer_bytes
+from ds_vpipe.planning.pace import Link, pace
+from ds_vpipe.planning.plan import Plan
+from ds_vpipe.planning.plan_settings import Pipeline
+from ds_vpipe.planning.planner import balance_by_computation, balance_by_parameters, plan, predict
+from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 
 
 def layer(forward: float = 1, backward: float = 2, parameters: int = 0, kept: int = 0, out: int = 0) -> LayerProfile:

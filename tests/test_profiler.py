@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_vpipe.analytic_profile import analytic_profile
-from ds_vpipe.boundary import Boundary
-from ds_vpipe.layer_profile import LayerProfile, ModelProfile, merge_profiles
-from ds_vpipe.layer_runs import enter, parameters_of, run_backward
-from ds_vpipe.memory import stage_memory
-from ds_vpipe.op_meter import DeviceModel, OpMeter
-from ds_vpipe.profiler import boundary_before, profile_layers
-from ds_vpipe.residency import Residency
+from ds_vpipe.planning.memory import stage_memory
+from ds_vpipe.planning.residency import Residency
+from ds_vpipe.profiles.analytic_profile import analytic_profile
+from ds_vpipe.profiles.boundary import Boundary
+from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile, merge_profiles
+from ds_vpipe.profiles.layer_runs import enter, parameters_of, run_backward
+from ds_vpipe.profiles.op_meter import DeviceModel, OpMeter
+from ds_vpipe.profiles.profiler import boundary_before, profile_layers
 
 B, H = 6, 16  # samples and features; 4 bytes each
 X = 4 * B * H

@@ -9,11 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import pipelines, workloads
 
-from ds_vpipe.actions import Kind
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.programs import Programs, Workload, after_batch, batch_actions, programs, rank_actions, rank_program
-from ds_vpipe.schedule import Exchanges, Progress, stage_actions
+from ds_vpipe.schedules.actions import Kind
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import (
+    Programs,
+    Workload,
+    after_batch,
+    batch_actions,
+    programs,
+    rank_actions,
+    rank_program,
+)
+from ds_vpipe.schedules.schedule import Exchanges, Progress, stage_actions
 
 
 def passes(all_programs: Programs) -> list[str]:
@@ -106,7 +114,7 @@ def test_exchanges_of_every_rank() -> None:
 @given(pipelines(), workloads())
 @settings(deadline=None)
 def test_the_engine_is_handed_the_same_actions(pipeline: Pipeline, workload: Workload) -> None:
-    """What :func:`~ds_vpipe.schedule.stage_actions` gives with the limit that the engine sets, batch after batch."""
+    """What ``stage_actions`` gives with the limit that the engine sets, batch after batch."""
     if pipeline.schedule == "interleaved":
         return
     micro_batches = pipeline.micro_batches

@@ -12,10 +12,10 @@ import torch
 import toy
 from worlds import Worlds
 
-from ds_vpipe.merged_recording import read_timeline
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.programs import Workload, programs
-from ds_vpipe.schedule import version_used
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import Workload, programs
+from ds_vpipe.schedules.schedule import version_used
+from ds_vpipe.timelines.merged_recording import read_timeline
 
 pytestmark = pytest.mark.mp
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.recording import RankRecording, read_recording, recording_files
-from ds_vpipe.timeline import MemorySample, Span
+from ds_vpipe.timelines.recording import RankRecording, read_recording, recording_files
+from ds_vpipe.timelines.timeline import MemorySample, Span
 
 RECORDING = RankRecording(
     rank=1,
@@ -24,7 +24,7 @@ RECORDING = RankRecording(
     title="bert_large",
 )
 LINES = """\
-{"format":"ds_vpipe.recording","version":1,"rank":1,"num_ranks":4,"micro_batches":2,"clock":"node7",\
+{"format":"ds_vpipe.timelines.recording","version":1,"rank":1,"num_ranks":4,"micro_batches":2,"clock":"node7",\
 "origin_ns":81234567890,"clock_offset_s":null,"replica":0,"dropped":0,"title":"bert_large","meta":{}}
 ["span","F7",1200,45300,1,3]
 ["span","WAITRECV_GRAD7",500000000,1000000000,1,null]

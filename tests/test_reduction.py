@@ -13,7 +13,7 @@ from test_features import assert_same
 from worlds import Worlds
 
 from ds_vpipe.partition import uniform_partition
-from ds_vpipe.schedule import default_depths
+from ds_vpipe.schedules.schedule import default_depths
 
 pytestmark = pytest.mark.mp
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from shapes import pipelines
 
-from ds_vpipe.actions import Action, Kind
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.programs import Programs, Workload, programs
-from ds_vpipe.rendezvous import (
+from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import Programs, Workload, programs
+from ds_vpipe.schedules.rendezvous import (
     Link,
     dry_run,
     link_ends,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vpipe.actions import Action, Kind
-from ds_vpipe.schedule import (
+from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.schedule import (
     Progress,
     compute_actions,
     default_depths,

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import pipelines, workloads
 
-from ds_vpipe.actions import Kind
-from ds_vpipe.bubble import bubble_share
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.pipeline import Pipeline, Schedule
-from ds_vpipe.programs import Workload, programs
-from ds_vpipe.rendezvous import Link, posted_receives, receive_link, send_link
-from ds_vpipe.schedule import versions_alive
-from ds_vpipe.simulation import Simulation
-from ds_vpipe.simulator import StageCost, simulate
-from ds_vpipe.timeline import Timeline
+from ds_vpipe.schedules.actions import Kind
+from ds_vpipe.schedules.bubble import bubble_share
+from ds_vpipe.schedules.pipeline import Pipeline, Schedule
+from ds_vpipe.schedules.programs import Workload, programs
+from ds_vpipe.schedules.rendezvous import Link, posted_receives, receive_link, send_link
+from ds_vpipe.schedules.schedule import versions_alive
+from ds_vpipe.simulation.simulation import Simulation
+from ds_vpipe.simulation.simulator import StageCost, simulate
+from ds_vpipe.timelines.timeline import Timeline
 
 CLOSE = 1e-9
 

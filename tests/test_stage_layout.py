@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY, StageLayout, has_layout, infer_groups
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.stage_layout import LAYOUT_KEY, StageLayout, has_layout, infer_groups
 
 LAYERS = {
     0: {"weight": (4, 3), "bias": (4,)},

@@ -19,7 +19,7 @@ from worlds import Worlds
 
 from ds_vpipe.engine.statistics import COLUMNS, StageStatistics, StatisticsMean, line
 from ds_vpipe.engine.wire import Message, Packer
-from ds_vpipe.schedule import default_depths, versions_alive
+from ds_vpipe.schedules.schedule import default_depths, versions_alive
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 

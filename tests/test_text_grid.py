@@ -11,9 +11,9 @@ from timelines import TWO_PARTS, TWO_STAGES
 from ds_vpipe.commands.inputs import planned_timeline
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.pictures.text_grid import default_unit, text_grid
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.programs import Workload
-from ds_vpipe.timeline import Span, Timeline
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.timelines.timeline import Span, Timeline
 
 
 def picture(text: str) -> str:

@@ -12,8 +12,8 @@ import toy
 from test_exactness import OPTIMIZERS, difference
 from worlds import Worlds
 
+from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint
 from ds_vpipe.export import full_state_dict
-from ds_vpipe.pipeline_checkpoint import PipelineCheckpoint
 
 pytestmark = pytest.mark.mp
 

@@ -13,7 +13,7 @@ import toy
 from test_exactness import OPTIMIZERS, adamw, difference
 from worlds import Worlds
 
-from ds_vpipe.schedule import default_depths
+from ds_vpipe.schedules.schedule import default_depths
 
 pytestmark = pytest.mark.mp
 

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timelines import TWO_PARTS, TWO_STAGES
 
-from ds_vpipe.action_name import ActionName, action_name
-from ds_vpipe.actions import Action, Kind
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.timeline import MemorySample, Span, Timeline
+from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.timelines.action_name import ActionName, action_name
+from ds_vpipe.timelines.timeline import MemorySample, Span, Timeline
 
 
 def test_file_of_the_docstring() -> None:
     timeline = Timeline("a", "plan", 1, 2, (Span(0, "F0", 0.0, 0.5, 0, 3),), (MemorySample(0, 0.5, 7),))
     assert timeline.to_json() == {
-        "format": "ds_vpipe.timeline",
+        "format": "ds_vpipe.timelines.timeline",
         "version": 1,
         "title": "a",
         "source": "plan",

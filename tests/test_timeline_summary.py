@@ -8,11 +8,11 @@ import pytest
 from timelines import TWO_STAGES
 
 from ds_vpipe.commands.inputs import planned_timeline
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.programs import Workload
-from ds_vpipe.span_category import Category
-from ds_vpipe.timeline import Span, Timeline
-from ds_vpipe.timeline_summary import steady_window, summarize
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.timelines.span_category import Category
+from ds_vpipe.timelines.timeline import Span, Timeline
+from ds_vpipe.timelines.timeline_summary import steady_window, summarize
 
 
 def test_by_hand() -> None:

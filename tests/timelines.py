@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_vpipe.timeline import MemorySample, Span, Timeline
+from ds_vpipe.timelines.timeline import MemorySample, Span, Timeline
 
 TWO_STAGES = Timeline(
     title="two <stages> & all",

@@ -7,7 +7,7 @@ import argparse
 from ds_vpipe.commands.inputs import print_json
 from ds_vpipe.commands.settings import add_pipeline_arguments, settings_from
 from ds_vpipe.config import refuse_unsupported
-from ds_vpipe.programs import Workload
+from ds_vpipe.schedules.programs import Workload
 
 DESCRIPTION = """\
 Check a DeepSpeed JSON and the schedule that it asks for, without starting anything: keys and values, settings of
@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, and return the exit status."""
-    from ds_vpipe.checks import check_programs, typical_workload
-    from ds_vpipe.fault_grid import fault_grid
-    from ds_vpipe.programs import programs
+    from ds_vpipe.schedules.checks import check_programs, typical_workload
+    from ds_vpipe.schedules.fault_grid import fault_grid
+    from ds_vpipe.schedules.programs import programs
 
     settings = settings_from(arguments, arguments.config)
     pipeline = settings.pipeline

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_vpipe.commands.settings import add_pipeline_arguments, numbers, read_json, settings_from, workload_from
-from ds_vpipe.merged_recording import read_timeline
-from ds_vpipe.pipeline import Pipeline
-from ds_vpipe.programs import Workload
 from ds_vpipe.refusal import Refusal
-from ds_vpipe.simulator import StageCost, simulate
-from ds_vpipe.timeline import FORMAT, Timeline
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.simulation.simulator import StageCost, simulate
+from ds_vpipe.timelines.merged_recording import read_timeline
+from ds_vpipe.timelines.timeline import FORMAT, Timeline
 
 _PLAN_UNIT = "forward passes"
 

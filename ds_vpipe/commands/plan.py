@@ -16,9 +16,9 @@ from ds_vpipe.commands.profiled import (
     planner_pipeline,
 )
 from ds_vpipe.commands.settings import add_pipeline_arguments, settings_from
-from ds_vpipe.pace import suggested_micro_batches
-from ds_vpipe.plan import Plan
-from ds_vpipe.recompute_choice import CHECKPOINT_MODES, checkpoint_ratios
+from ds_vpipe.planning.pace import suggested_micro_batches
+from ds_vpipe.planning.plan import Plan
+from ds_vpipe.planning.recompute_choice import CHECKPOINT_MODES, checkpoint_ratios
 
 DESCRIPTION = """\
 Find the layers of every stage and how many of them to recompute: the fastest that fit the memory of every device,
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, and return the exit status."""
-    from ds_vpipe.planner import plan, predict
+    from ds_vpipe.planning.planner import plan, predict
 
     settings = settings_from(arguments, arguments.config)
     profile = model_profile(arguments)

@@ -14,7 +14,7 @@ from ds_vpipe.commands.settings import read_json
 from ds_vpipe.refusal import Refusal
 
 if TYPE_CHECKING:
-    from ds_vpipe.layer_profile import ModelProfile
+    from ds_vpipe.profiles.layer_profile import ModelProfile
 
 DESCRIPTION = """\
 Find the seconds and bytes of every layer: measured on the device at hand with a few micro-batches, one layer at a time,
@@ -116,10 +116,10 @@ def _profile(
 ) -> ModelProfile:
     import torch
 
-    from ds_vpipe.analytic_profile import analytic_profile
-    from ds_vpipe.op_meter import DeviceModel
-    from ds_vpipe.optimizer_bytes import training_dtype
-    from ds_vpipe.profiler import boundary_before, profile_layers
+    from ds_vpipe.planning.optimizer_bytes import training_dtype
+    from ds_vpipe.profiles.analytic_profile import analytic_profile
+    from ds_vpipe.profiles.op_meter import DeviceModel
+    from ds_vpipe.profiles.profiler import boundary_before, profile_layers
 
     layers, inputs = list(example["layers"]), example["inputs"]
     start, stop = arguments.layers or (0, len(layers))
@@ -140,7 +140,7 @@ def _profile(
 
 
 def _table(profile: ModelProfile) -> str:
-    from ds_vpipe.plan import show_bytes
+    from ds_vpipe.planning.plan import show_bytes
 
     rows: list[tuple[str, ...]] = [
         ("layer", "name", "forward ms", "backward ms", "parameters", "activations", "boundary")

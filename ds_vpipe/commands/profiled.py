@@ -7,11 +7,11 @@ import re
 from typing import Any
 
 from ds_vpipe.commands.settings import Settings
-from ds_vpipe.layer_profile import ModelProfile, merge_profiles
-from ds_vpipe.optimizer_bytes import configured_optimizer_bytes
-from ds_vpipe.pace import Link
 from ds_vpipe.partition import resolve_partition
-from ds_vpipe.plan_settings import Pipeline
+from ds_vpipe.planning.optimizer_bytes import configured_optimizer_bytes
+from ds_vpipe.planning.pace import Link
+from ds_vpipe.planning.plan_settings import Pipeline
+from ds_vpipe.profiles.layer_profile import ModelProfile, merge_profiles
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"([0-9.]+)\s*(|[kmgt]i?)b?")

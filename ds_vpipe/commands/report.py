@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the page, and return the exit status."""
     from ds_vpipe.pictures.html_report import save_html_report
-    from ds_vpipe.timeline_summary import summarize
+    from ds_vpipe.timelines.timeline_summary import summarize
 
     timelines = timelines_from(arguments)
     save_html_report(timelines, arguments.output, arguments.title, arguments.window)

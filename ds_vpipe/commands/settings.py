@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_vpipe.config import VPipeConfig, block_of
-from ds_vpipe.pipeline import SCHEDULES, Pipeline, Schedule
-from ds_vpipe.programs import Workload
 from ds_vpipe.refusal import Refusal
+from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline, Schedule
+from ds_vpipe.schedules.programs import Workload
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from ds_vpipe.commands.inputs import add_input_arguments, one_timeline, print_json, window
 from ds_vpipe.pictures.text_grid import text_grid
 from ds_vpipe.refusal import Refusal
-from ds_vpipe.timeline import Timeline
+from ds_vpipe.timelines.timeline import Timeline
 
 DESCRIPTION = """\
 Draw what every rank does when: as text in the terminal, or as SVG or PNG.

@@ -10,8 +10,8 @@ from ds_vpipe.commands.settings import Settings, add_pipeline_arguments, numbers
 from ds_vpipe.refusal import Refusal
 
 if TYPE_CHECKING:
-    from ds_vpipe.simulation import Simulation
-    from ds_vpipe.simulator import StageCost
+    from ds_vpipe.simulation.simulation import Simulation
+    from ds_vpipe.simulation.simulator import StageCost
 
 DESCRIPTION = """\
 Carry out the schedule on paper, with seconds and bytes of every part of the model: from a profile and the partition and
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, and return the exit status."""
-    from ds_vpipe.simulator import simulate
+    from ds_vpipe.simulation.simulator import simulate
 
     settings = settings_from(arguments, arguments.config)
     costs = _profiled(arguments, settings) if arguments.profile else _given(arguments, settings)
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _given(arguments: argparse.Namespace, settings: Settings) -> list[StageCost]:
-    from ds_vpipe.simulator import StageCost
+    from ds_vpipe.simulation.simulator import StageCost
 
     parts = settings.pipeline.num_parts
     if arguments.forward is None:
@@ -85,8 +85,8 @@ def _given(arguments: argparse.Namespace, settings: Settings) -> list[StageCost]
 
 def _profiled(arguments: argparse.Namespace, settings: Settings) -> tuple[StageCost, ...]:
     from ds_vpipe.commands.profiled import configured_partition, configured_ratios, model_profile, planner_pipeline
-    from ds_vpipe.planned_costs import stage_costs
-    from ds_vpipe.planner import predict
+    from ds_vpipe.planning.planner import predict
+    from ds_vpipe.simulation.planned_costs import stage_costs
 
     profile = model_profile(arguments)
     pipeline = planner_pipeline(arguments, settings)
@@ -110,7 +110,7 @@ def _numbers(simulation: Simulation) -> dict[str, object]:
 
 
 def _table(simulation: Simulation) -> str:
-    from ds_vpipe.plan import show_bytes
+    from ds_vpipe.planning.plan import show_bytes
 
     rows = [("rank", "bubble %", "steady %", "staleness", "in flight", "versions", "peak")]
     columns = zip(

@@ -1,1 +1,1 @@
-"""Pictures of a :class:`ds_vpipe.timeline.Timeline`: text, SVG, PNG, Chrome trace, HTML report."""
+"""Pictures of a :class:`ds_vpipe.timelines.timeline.Timeline`: text, SVG, PNG, Chrome trace, HTML report."""

@@ -11,10 +11,10 @@ from ds_vpipe.pictures.palette import COLOURS, FAINT_INK, IDLE, INK, LINES, PAPE
 from ds_vpipe.pictures.picture import Box, Curve, Label, Picture, Rule, Shape, text_width
 from ds_vpipe.pictures.time_axis import TimeAxis, round_step, write_number, write_to
 from ds_vpipe.pictures.timeline_layout import left_margin
-from ds_vpipe.plan import show_bytes
-from ds_vpipe.span_category import Category
-from ds_vpipe.timeline import MemorySample, Timeline
-from ds_vpipe.timeline_summary import TimelineSummary
+from ds_vpipe.planning.plan import show_bytes
+from ds_vpipe.timelines.span_category import Category
+from ds_vpipe.timelines.timeline import MemorySample, Timeline
+from ds_vpipe.timelines.timeline_summary import TimelineSummary
 
 Points: TypeAlias = tuple[tuple[float, float], ...]
 

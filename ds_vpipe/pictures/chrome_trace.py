@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.messages import messages
 from ds_vpipe.pictures.palette import COLOURS
-from ds_vpipe.span_category import Category, category_of
-from ds_vpipe.timeline import Span, Timeline
+from ds_vpipe.timelines.messages import messages
+from ds_vpipe.timelines.span_category import Category, category_of
+from ds_vpipe.timelines.timeline import Span, Timeline
 
 Event = dict[str, Any]
 _MICROSECONDS = 1e6

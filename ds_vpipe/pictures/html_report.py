@@ -12,9 +12,9 @@ from ds_vpipe.pictures.charts import loss_chart, memory_chart, share_chart, stal
 from ds_vpipe.pictures.svg import svg
 from ds_vpipe.pictures.time_axis import unit_for, write_number
 from ds_vpipe.pictures.timeline_layout import default_width, timeline_picture
-from ds_vpipe.plan import show_bytes
-from ds_vpipe.timeline import Timeline
-from ds_vpipe.timeline_summary import RankSummary, TimelineSummary, steady_window, summarize
+from ds_vpipe.planning.plan import show_bytes
+from ds_vpipe.timelines.timeline import Timeline
+from ds_vpipe.timelines.timeline_summary import RankSummary, TimelineSummary, steady_window, summarize
 
 _WIDEST = 6000.0
 _MOST_BARS = 40_000  # what browsers zoom without delay

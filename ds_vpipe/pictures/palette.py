@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ds_vpipe.span_category import Category
+from ds_vpipe.timelines.span_category import Category
 
 COLOURS: Final = {
     Category.FORWARD: "#0072b2",

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from ds_vpipe.refusal import Refusal
-from ds_vpipe.span_category import Category, category_of
-from ds_vpipe.timeline import Span, Timeline
+from ds_vpipe.timelines.span_category import Category, category_of
+from ds_vpipe.timelines.timeline import Span, Timeline
 
 LETTERS: Final = {
     Category.FORWARD: "F",

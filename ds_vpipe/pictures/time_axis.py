@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ds_vpipe.pictures.palette import FAINT_INK, LINES
 from ds_vpipe.pictures.picture import Label, Rule, Shape
-from ds_vpipe.timeline import Timeline
+from ds_vpipe.timelines.timeline import Timeline
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _TICK_DISTANCE = 80.0  # pixels, about

@@ -13,8 +13,8 @@ from typing import Final
 from ds_vpipe.pictures.palette import COLOURS, FAINT_INK, IDLE, PAPER, ink_on, paler
 from ds_vpipe.pictures.picture import Box, Label, Picture, Shape, text_width
 from ds_vpipe.pictures.time_axis import TimeAxis
-from ds_vpipe.span_category import Category, category_of
-from ds_vpipe.timeline import Span, Timeline
+from ds_vpipe.timelines.span_category import Category, category_of
+from ds_vpipe.timelines.timeline import Span, Timeline
 
 _MARGIN = 16.0
 _HEADER = 52.0

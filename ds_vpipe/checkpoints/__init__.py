@@ -1,0 +1,1 @@
+"""What the files of a pipeline checkpoint hold, by parameter."""

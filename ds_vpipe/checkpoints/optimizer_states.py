@@ -1,0 +1,258 @@
+"""What an optimizer holds, by parameter: the common ground of every form in which DeepSpeed saves it.
+
+A plain optimizer keeps a state per parameter. The mixed-precision wrappers add fp32 master weights, most
+of them flattened: one long vector per parameter group, and ZeRO-1 cuts that vector into one partition per
+replica. :func:`unpack` turns each of these forms into one entry per parameter and :func:`pack` turns
+such entries back into whatever form the receiving optimizer has, so that states can move between stages,
+numbers of replicas, and wrappers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ds_vpipe.checkpoints.optimizer_forms import PADDINGS, Form, Groups, Members, form_of, misfit
+from ds_vpipe.errors import VPipeError
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """What an optimizer holds of one parameter.
+
+    Attributes:
+        master: fp32 master weight in the parameter's shape, or None where the optimizer keeps none.
+        state: by name: tensors in the parameter's shape such as ``exp_avg``, and numbers such as ``step``.
+        origin: stage and index of the parameter group it comes from.
+        options: that group's hyperparameters.
+    """
+
+    master: torch.Tensor | None
+    state: dict[str, Any]
+    origin: tuple[int, int]
+    options: Mapping[str, Any]
+
+
+def unpack(saved: Sequence[Mapping[str, Any]], groups: Groups, stage: int = 0) -> dict[str, ParameterState]:
+    """Take one stage's optimizer apart.
+
+    Args:
+        saved: state dicts of all replicas in order for a partitioned form, else the only one.
+        groups: the parameters that it is about.
+        stage: recorded as origin.
+
+    Returns:
+        By name of the parameter. Tensors are views where the form allows it.
+
+    Raises:
+        VPipeError: ``groups`` do not fit, or a state cannot be cut into parameters.
+    """
+    form = form_of(saved[0])
+    base = form.inner(saved[0])
+    _check_groups(len(base["param_groups"]), len(groups))
+    states: dict[str, ParameterState] = {}
+    masters: Sequence[torch.Tensor | None]
+    for index, (group, members) in enumerate(zip(base["param_groups"], groups, strict=True)):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if form.flat:
+            masters, parts = _cut(form, saved, index, members)
+        else:
+            if len(group["params"]) != len(members):
+                raise misfit(f"{len(group['params'])} parameters in group {index}", f"{len(members)}")
+            none = [None] * len(members)
+            masters = none if form.masters is None else saved[0][form.masters][index]
+            parts = [dict(base["state"].get(key, {})) for key in group["params"]]
+        for (name, _), master, state in zip(members, masters, parts, strict=True):
+            states[name] = ParameterState(None if master is None else master.detach(), state, (stage, index), options)
+    return states
+
+
+def pack(
+    template: Mapping[str, Any],
+    states: Mapping[str, ParameterState],
+    groups: Groups,
+    replica: int = 0,
+    warn: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Put a stage's optimizer together.
+
+    Args:
+        template: state dict of the optimizer that is to receive the states; gives form, sizes and keys.
+        states: at least the parameters of ``groups``. A missing master weight leaves the template's.
+        groups: the receiving optimizer's parameters.
+        replica: which partition to make of a partitioned form.
+        warn: gets a line for each number that has to be the same within a group and is not.
+
+    Returns:
+        What the receiving optimizer's ``load_state_dict`` takes.
+
+    Raises:
+        VPipeError: parameter groups with other hyperparameters would be merged, or states do not fit.
+    """
+    form = form_of(template)
+    base = form.inner(template)
+    _check_groups(len(base["param_groups"]), len(groups))
+    param_groups, new_state = [], {}
+    masters: list[Any] = []
+    for index, (group, members) in enumerate(zip(base["param_groups"], groups, strict=True)):
+        entries = [states[name] for name, _ in members]
+        kept = {key: group[key] for key in ("params", "param_names") if key in group}
+        param_groups.append({**group, **_options(index, members, entries), **kept})
+        if form.flat:
+            master, state = _join(form, template, index, members, entries, replica, warn)
+            if state:
+                new_state[group["params"][0]] = state
+            masters.append(master)
+        else:
+            for key, entry in zip(group["params"], entries, strict=True):
+                if entry.state:
+                    new_state[key] = {name: _own(value) for name, value in entry.state.items()}
+            if form.masters is not None:
+                old = template[form.masters][index]
+                masters.append([o if e.master is None else e.master for o, e in zip(old, entries, strict=True)])
+    whole = {**base, "state": new_state, "param_groups": param_groups}
+    if form.base is None or form.masters is None:
+        return whole
+    return {**template, form.base: whole, form.masters: masters}
+
+
+def _offsets(saved: Mapping[str, Any], index: int, members: Members) -> list[int]:
+    """Where each parameter starts in its group's vector, and where the last one ends."""
+    paddings = saved[PADDINGS][index] if PADDINGS in saved else [0] * len(members)
+    if len(paddings) != len(members):
+        raise misfit(f"{len(paddings)} parameters in group {index}", f"{len(members)}")
+    sizes = [_numel(shape) + padding for (_, shape), padding in zip(members, paddings, strict=True)]
+    return [0, *accumulate(sizes)]
+
+
+def _cut(
+    form: Form, saved: Sequence[Mapping[str, Any]], index: int, members: Members
+) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    """Master weights and states of a group's parameters, from its vectors."""
+    assert form.masters is not None
+    offsets = _offsets(saved[0], index, members)
+    flats = [replica[form.masters][index] for replica in saved]
+    bases = [form.inner(replica) for replica in saved]
+    inner = [base["state"].get(base["param_groups"][index]["params"][0], {}) for base in bases]
+    sizes = [form.vector_size(replica, index) for replica in saved]
+
+    def parameters(whole: torch.Tensor) -> list[torch.Tensor]:
+        return [whole[at : at + _numel(s)].view(tuple(s)) for at, (_, s) in zip(offsets, members, strict=False)]
+
+    found = sum(flat.numel() for flat in flats)
+    if found != offsets[-1]:
+        raise misfit(f"master weights with {found} elements in group {index}", f"{offsets[-1]}")
+    masters = parameters(flats[0] if len(flats) == 1 else torch.cat(flats))
+    parts: list[dict[str, Any]] = [{} for _ in members]
+    for key, first in inner[0].items():
+        if isinstance(first, torch.Tensor) and first.dim() > 0:
+            pieces = [state[key] for state in inner]
+            if [tuple(piece.shape) for piece in pieces] != [(size,) for size in sizes]:
+                raise misfit(f"{key} of shape {tuple(first.shape)} in group {index}", f"{(sizes[0],)}")
+            values: list[Any] = parameters(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+        else:
+            values = [first] * len(members)
+        for part, value in zip(parts, values, strict=True):
+            part[key] = value
+    return masters, parts
+
+
+def _join(
+    form: Form,
+    template: Mapping[str, Any],
+    index: int,
+    members: Members,
+    entries: Sequence[ParameterState],
+    replica: int,
+    warn: Callable[[str], None],
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A group's vector of master weights and its state: the inverse of :func:`_cut` for one replica."""
+    assert form.masters is not None
+    offsets = _offsets(template, index, members)
+    old = template[form.masters][index].detach()
+    size = form.vector_size(template, index)
+    start = replica * size
+
+    def vector(values: Sequence[torch.Tensor | None], into: torch.Tensor) -> torch.Tensor:
+        """Copy what falls into this replica's partition."""
+        for at, value in zip(offsets, values, strict=False):
+            if value is None:
+                continue
+            low, high = max(at, start), min(at + value.numel(), start + into.numel())
+            if low < high:
+                into[low - start : high - start].copy_(value.detach().reshape(-1)[low - at : high - at])
+        return into
+
+    master = vector([entry.master for entry in entries], old.clone())
+    state: dict[str, Any] = {}
+    for key in dict.fromkeys(key for entry in entries for key in entry.state):
+        values = [entry.state.get(key) for entry in entries]
+        known = [value for value in values if value is not None]
+        if any(_is_spread(key, value, shape) for value, (_, shape) in zip(values, members, strict=True)):
+            state[key] = vector(values, torch.zeros(size, dtype=known[0].dtype, device=old.device))
+        else:
+            state[key] = _agreed(key, known, index, warn) if known else None
+    return master, state
+
+
+def _own(value: Any) -> Any:
+    """A tensor that nothing else refers to: optimizers count ``step`` in place and take tensors as they are given."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _is_spread(key: str, value: Any, shape: Sequence[int]) -> bool:
+    """Whether a state has an entry per element; ``step`` of a parameter without dimensions has not."""
+    spread = isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape)
+    return spread and (value.dim() > 0 or key != "step")
+
+
+def _agreed(key: str, values: Sequence[Any], index: int, warn: Callable[[str], None]) -> Any:
+    """The one value of a number that the whole group shares; the largest where stages have skipped updates."""
+    if any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
+        raise misfit(f"{key} in a shape of its own in group {index}", "one entry per element, or a number")
+    if all(bool(value == values[0]) for value in values[1:]):
+        return _own(values[0])
+    try:
+        largest = _own(max(values, key=float))
+    except (TypeError, ValueError):
+        raise misfit(f"different values of {key} in group {index}", "one value") from None
+    warn(
+        f"optimizer state {key}: parameters that are now in one group have {float(min(values, key=float)):g} to "
+        f"{float(largest):g}, since stages skip updates by themselves; the group goes on with {float(largest):g}"
+    )
+    return largest
+
+
+def _options(index: int, members: Members, entries: Sequence[ParameterState]) -> Mapping[str, Any]:
+    """Hyperparameters for a group: its first parameter's.
+
+    Groups of the same index belong together, even if a learning rate differs because a stage has skipped an
+    update. Other groups may only be merged if they agree.
+    """
+    if not entries:
+        return {}
+    first = entries[0]
+    for (name, _), entry in zip(members, entries, strict=True):
+        if entry.origin[1] == first.origin[1]:
+            continue
+        for key in sorted({*first.options, *entry.options}):
+            one, other = first.options.get(key), entry.options.get(key)
+            if one != other:
+                raise VPipeError(
+                    f"parameter group {index}: got {key} {one} for {members[0][0]} and {other} for {name} in the "
+                    f"checkpoint, allowed is one value per group; build the optimizer with the checkpoint's groups"
+                )
+    return first.options
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _check_groups(found: int, expected: int) -> None:
+    if found != expected:
+        raise misfit(f"{found} parameter groups", f"{expected}")

@@ -1,0 +1,275 @@
+"""A pipeline checkpoint on disk, read by parameter and without processes.
+
+Weights lie in one file per layer, numbered over the whole model, and so do not depend on the split.
+Optimizer states lie in one file per stage (``mp_rank_XX_model_states.pt``), with ZeRO-1 in one per stage
+and replica (``[bf16_]zero_pp_rank_R_mp_rank_XX_optim_states.pt``). Files are mapped into memory, so that only what is
+asked for is read. They are pickles: open only checkpoints that you trust, as with DeepSpeed itself.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_vpipe.checkpoints.optimizer_forms import Groups, form_of
+from ds_vpipe.checkpoints.optimizer_states import ParameterState, unpack
+from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY, PLACEHOLDER, StageLayout, has_layout, infer_groups
+from ds_vpipe.errors import VPipeError
+
+_STAGE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_LAYER_FILE = re.compile(r"layer_(\d+)-(?:.*-)?model_states\.pt")
+
+
+def checkpoint_folder(directory: str | Path, tag: str | None = None) -> Path:
+    """The folder that holds a checkpoint's files.
+
+    Args:
+        directory: what was given to ``save_checkpoint()``, or the checkpoint's own folder.
+        tag: which checkpoint; default: the one that the file ``latest`` names.
+
+    Raises:
+        VPipeError: there is none.
+    """
+    root = Path(directory)
+    if tag is None:
+        if any(root.glob("mp_rank_*_model_states.pt")):
+            return root
+        latest = root / "latest"
+        if not latest.is_file():
+            raise VPipeError(
+                f"checkpoint: got {str(root)!r}, which has neither a file 'latest' nor mp_rank_*_model_states.pt; "
+                f"allowed is a directory written by save_checkpoint(); correct the path or name a tag"
+            )
+        tag = latest.read_text(encoding="utf-8").strip()
+    set_aside = root / tag
+    set_aside = set_aside.with_name(f".{set_aside.name}.previous")
+    if not (root / tag).exists() and set_aside.exists():
+        return set_aside  # a save was killed between two renamings; the next load puts it back
+    if not any((root / tag).glob("mp_rank_*_model_states.pt")):
+        tags = sorted(path.parent.name for path in root.glob("[!.]*/mp_rank_00_model_states.pt"))
+        raise VPipeError(f"checkpoint: got tag {tag!r} in {str(root)!r}; allowed: {tags}; correct the tag")
+    return root / tag
+
+
+class PipelineCheckpoint:
+    """One checkpoint.
+
+    Args:
+        folder: its folder, see :func:`checkpoint_folder`.
+        slice_index: which tensor-parallel rank's part to read.
+        ties: layers that are tied, with their keys, for checkpoints that do not say it.
+
+    Raises:
+        VPipeError: files are missing, or there are several slices and none was chosen.
+    """
+
+    def __init__(self, folder: Path, slice_index: int | None = None, ties: Mapping[int, str] | None = None) -> None:
+        self.folder = folder
+        self._slice = slice_index or 0
+        found: dict[int, list[Path]] = {}
+        for path in sorted(folder.iterdir()):
+            match = _LAYER_FILE.fullmatch(path.name)
+            if match:
+                found.setdefault(int(match[1]), []).append(path)
+        self.slices = max(map(len, found.values()), default=1)
+        if self.slices > 1 and slice_index is None:
+            raise VPipeError(
+                f"checkpoint {str(folder)!r}: got layers in {self.slices} tensor-parallel slices, allowed is one; how "
+                f"slices are put together is up to the model"
+            )
+        self._layer_files = {index: paths[self._slice] for index, paths in found.items()}
+        numbers = sorted(int(match[1]) for path in folder.iterdir() if (match := _STAGE_FILE.fullmatch(path.name)))
+        contents = {number: self._load(f"mp_rank_{number:02d}_model_states.pt") for number in numbers}
+        self.layouts: list[StageLayout] | None = None
+        if all(has_layout(content) for content in contents.values()):
+            layouts = {n: StageLayout.from_plain(content[LAYOUT_KEY]) for n, content in contents.items()}
+            numbers = [number for number in numbers if layouts[number].slice_index == self._slice]
+            numbers.sort(key=lambda number: layouts[number].stage)
+            self.layouts = [layouts[number] for number in numbers]
+        elif self.slices > 1:
+            numbers = numbers[self._slice :: self.slices]
+        if not numbers or (self.layouts and [layout.stage for layout in self.layouts] != list(range(len(numbers)))):
+            raise VPipeError(
+                f"checkpoint {str(folder)!r}: got stages {numbers}, allowed are all of them; files are lost"
+            )
+        self._numbers = numbers
+        self.stages: list[dict[str, Any]] = [contents[number] for number in numbers]
+        self._given_ties = dict(ties or {})
+        self._layers: dict[int, Mapping[str, torch.Tensor]] = {}
+        self._optimizers: dict[int, list[Mapping[str, Any]]] = {}
+
+    @cached_property
+    def groups(self) -> list[Groups]:
+        """The optimizer's parameters, per stage and parameter group.
+
+        Raises:
+            VPipeError: a checkpoint of the stock engine does not tell.
+        """
+        if self.layouts is not None:
+            return [layout.groups for layout in self.layouts]
+        shapes = {index: {n: t.shape for n, t in self.layer(index).items()} for index in self._layer_files}
+        return infer_groups(self.stages, shapes)
+
+    @cached_property
+    def ties(self) -> Mapping[int, str]:
+        """Tied layers with their keys."""
+        if self.layouts is not None:
+            return self.layouts[0].ties
+        if self._given_ties or all(stage.get("param_shapes") is None for stage in self.stages):
+            return self._given_ties
+        return self._guess_ties()
+
+    @cached_property
+    def free(self) -> set[str]:
+        """Names within tied layers, ``tied_modules.KEY.NAME``, that are not tied: every layer has its own.
+
+        Without layouts those whose tensors differ between layers.
+        """
+        if self.layouts is not None:
+            return {name for layout in self.layouts for name in layout.free.values()}
+        found: dict[str, torch.Tensor] = {}
+        differing = set()
+        for index, key in self.ties.items():
+            for name, tensor in self.layer(index).items() if index in self._layer_files else ():
+                full = f"tied_modules.{key}.{name}"
+                if not torch.equal(found.setdefault(full, tensor), tensor):
+                    differing.add(full)
+        return differing
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        """Stage of each parameter; the first of a tied one's, which owns it."""
+        index: dict[str, int] = {}
+        for stage, groups in enumerate(self.groups):
+            for group in groups:
+                for name, _ in group:
+                    index.setdefault(name, stage)
+        index.pop(PLACEHOLDER, None)
+        return index
+
+    def unique_name(self, name: str) -> str:
+        """The name under which a parameter that has several is known to the optimizer."""
+        found = (layout.aliases[name] for layout in self.layouts or () if name in layout.aliases)
+        return next(found, name)
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of all parameters that optimizers hold, as far as the checkpoint says them."""
+        return list(dict.fromkeys(name for layout in self.layouts or () for name in layout.names))
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage whose optimizer holds a parameter, or None."""
+        return self._index.get(self.unique_name(name))
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers with weights, by number."""
+        return sorted(self._layer_files)
+
+    def layer(self, index: int) -> Mapping[str, torch.Tensor]:
+        """A layer's own state dict."""
+        if index not in self._layers:
+            self._layers[index] = self._load(self._layer_files[index].name)
+        return self._layers[index]
+
+    def weight(self, name: str) -> torch.Tensor | None:
+        """A parameter as its layer's file has it; None if no layer has it."""
+        head, _, rest = name.partition(".")
+        layers = [int(head)] if head.isdecimal() else []
+        if head == "tied_modules":
+            key, _, rest = rest.partition(".")
+            layers = [index for index, tie in self.ties.items() if tie == key]
+        found = (self.layer(index).get(rest) for index in layers if index in self._layer_files)
+        return next((tensor for tensor in found if tensor is not None), None)
+
+    def optimizer(self, stage: int) -> list[Mapping[str, Any]]:
+        """State dicts of a stage's optimizer: one per replica with ZeRO, else one, or none without an optimizer."""
+        if stage not in self._optimizers:
+            content = self.stages[stage]
+            if content.get("optimizer") is not None:
+                found = [content["optimizer"]]
+            elif content.get("param_shapes") is not None:
+                files = [self._zero_file(stage, replica) for replica in range(content["dp_world_size"])]
+                found = [self._load(name)["optimizer_state_dict"] for name in files]
+            else:
+                found = []
+            self._optimizers[stage] = found
+        return self._optimizers[stage]
+
+    def states(self, names: Iterable[str]) -> dict[str, ParameterState]:
+        """What the optimizer holds of the parameters ``names``.
+
+        Raises:
+            VPipeError: it holds nothing of one of them, or see :attr:`groups`.
+        """
+        wanted = {name: self.unique_name(name) for name in names}
+        lost = [name for name, own in wanted.items() if own not in self._index]
+        if lost:
+            raise VPipeError(
+                f"checkpoint {str(self.folder)!r}: got no optimizer state of {lost[0]} (and {len(lost) - 1} more), "
+                f"allowed are models that train the same parameters; load with load_optimizer_states=False"
+            )
+        stages = {
+            stage: unpack(self.optimizer(stage), self.groups[stage], stage)
+            for stage in sorted({self._index[own] for own in wanted.values()})
+        }
+        return {name: stages[self._index[own]][own] for name, own in wanted.items()}
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """fp32 master weights by name, of all parameters that have one.
+
+        Raises:
+            VPipeError: see :attr:`groups`.
+        """
+        result: dict[str, torch.Tensor] = {}
+        for stage in range(len(self.stages)):
+            saved = self.optimizer(stage)
+            if not saved or form_of(saved[0]).masters is None:
+                continue
+            for name, state in unpack(saved, self.groups[stage], stage).items():
+                if state.master is not None and name != PLACEHOLDER:
+                    result.setdefault(name, state.master)
+        return result
+
+    def _zero_file(self, stage: int, replica: int) -> str:
+        name = f"zero_pp_rank_{replica}_mp_rank_{self._numbers[stage]:02d}_optim_states.pt"
+        return f"bf16_{name}" if (self.folder / f"bf16_{name}").is_file() else name
+
+    def _load(self, name: str) -> Any:
+        path = self.folder / name
+        if not path.is_file():
+            raise VPipeError(f"checkpoint {str(self.folder)!r}: got no file {name}, allowed are all; files are lost")
+        return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
+
+    def _guess_ties(self) -> dict[int, str]:
+        """Ties in a ZeRO checkpoint of the stock engine: layers that only the tied modules' names account for."""
+        own: set[int] = set()
+        tied: dict[str, dict[str, tuple[int, ...]]] = {}
+        for groups in self.groups:
+            for name, shape in (member for group in groups for member in group):
+                head, _, rest = name.partition(".")
+                if head.isdecimal():
+                    own.add(int(head))
+                elif head == "tied_modules":
+                    key, _, inner = rest.partition(".")
+                    tied.setdefault(key, {})[inner] = tuple(shape)
+        ties: dict[int, str] = {}
+        for index in self.layers:
+            if index in own:
+                continue
+            shapes = {name: tuple(tensor.shape) for name, tensor in self.layer(index).items()}
+            keys = [key for key, members in tied.items() if members.items() <= shapes.items()]
+            if len(keys) > 1:
+                raise VPipeError(
+                    f"checkpoint {str(self.folder)!r}: got tied layer {index} that could be any of {keys}, allowed is "
+                    f"one; save it with ds_vpipe, which writes the keys down"
+                )
+            if keys:
+                ties[index] = keys[0]
+        return ties

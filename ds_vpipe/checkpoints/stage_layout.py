@@ -1,0 +1,165 @@
+"""Which parameters one stage of a checkpoint holds, in the order of its optimizer.
+
+DeepSpeed saves weights by layer, but optimizer states by position. The layout gives the positions their
+names. We write it beside each stage's states; for checkpoints of the stock engine it is put together from
+what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from ds_vpipe.checkpoints.optimizer_forms import Groups, form_of
+from ds_vpipe.errors import VPipeError
+
+LAYOUT_KEY = "vpipe"
+"""Key of a stage's ``mp_rank`` file under which :meth:`StageLayout.plain` is stored, alone or among other entries."""
+
+PLACEHOLDER = "vpipe_placeholder"
+"""Name of what the optimizer of a stage with nothing to train holds, see :mod:`ds_vpipe.engine.placeholder`."""
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """The layout of one stage, seen from one slice (tensor-parallel rank).
+
+    Attributes:
+        stage: index of the stage.
+        bounds: K+1 layer indices; stage s holds layers ``bounds[s]`` to ``bounds[s + 1] - 1``.
+        replicas: data-parallel ranks.
+        slice_index: tensor-parallel rank.
+        slices: tensor-parallel ranks.
+        groups: names and shapes of the optimizer's parameters, per parameter group; a stage with nothing to train
+            has :data:`PLACEHOLDER`.
+        ties: layers that are ``TiedLayerSpec``, with their key.
+        aliases: further names of shared parameters, with the name that ``groups`` has.
+        free: parameters of tied layers that are not tied themselves: the name that ``groups`` has, which is that of
+            their layer, with the module's, under which every stage has one of its own.
+    """
+
+    stage: int
+    bounds: tuple[int, ...]
+    replicas: int
+    slice_index: int
+    slices: int
+    groups: Groups
+    ties: Mapping[int, str]
+    aliases: Mapping[str, str]
+    free: Mapping[str, str]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters of the model that the optimizer trains."""
+        return [name for group in self.groups for name, _ in group if name != PLACEHOLDER]
+
+    @property
+    def module_groups(self) -> list[list[tuple[str, tuple[int, ...]]]]:
+        """:attr:`groups` with the module's names."""
+        return [[(self.free.get(name, name), tuple(shape)) for name, shape in group] for group in self.groups]
+
+    def plain(self) -> dict[str, Any]:
+        """As a dict of numbers, strings, lists and dicts."""
+        return {
+            **asdict(self),
+            "bounds": list(self.bounds),
+            "groups": [[[name, list(shape)] for name, shape in group] for group in self.groups],
+            "ties": dict(self.ties),
+            "aliases": dict(self.aliases),
+            "free": dict(self.free),
+        }
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> StageLayout:
+        """The inverse of :meth:`plain`; other keys are ignored."""
+        known = {name: values[name] for name in cls.__dataclass_fields__}
+        known["bounds"] = tuple(known["bounds"])
+        known["groups"] = [[(name, tuple(shape)) for name, shape in group] for group in known["groups"]]
+        return cls(**known)
+
+
+def has_layout(model_states: Mapping[str, Any]) -> bool:
+    """Whether the content of an ``mp_rank`` file has a layout."""
+    ours = model_states.get(LAYOUT_KEY)
+    return isinstance(ours, Mapping) and "groups" in ours
+
+
+def infer_groups(
+    model_states: Sequence[Mapping[str, Any]], layers: Mapping[int, Mapping[str, Sequence[int]]]
+) -> list[Groups]:
+    """Find out the order of parameters in a checkpoint of the stock engine.
+
+    With ZeRO the files say it. Else it is clear if each stage trains all of its layers' parameters in one
+    group and none are tied: then the order is that of the layers, and the number of parameters, or of
+    elements in a flat vector, tells where a stage ends.
+
+    Args:
+        model_states: content of the ``mp_rank`` file of every stage.
+        layers: shapes by name of the tensors in each layer's file, in order.
+
+    Raises:
+        VPipeError: it is not clear.
+    """
+    if all(state.get("param_shapes") is not None for state in model_states):
+        return [
+            [[(name, tuple(shape)) for name, shape in group.items()] for group in state["param_shapes"]]
+            for state in model_states
+        ]
+    buffers = {name for state in model_states for name in state.get("buffer_names") or ()}
+    waiting = [
+        (f"{index}.{name}", tuple(shape))
+        for index in sorted(layers)
+        for name, shape in layers[index].items()
+        if f"{index}.{name}" not in buffers
+    ]
+    result: list[Groups] = []
+    for stage, state in enumerate(model_states):
+        members = []
+        missing = _size(state.get("optimizer"))
+        while missing > 0 and waiting:
+            name, shape = waiting.pop(0)
+            members.append((name, shape))
+            missing -= prod(shape) if form_of(state["optimizer"]).flat else 1
+        if missing != 0 or not _fits(state["optimizer"], members):
+            raise _unclear(stage)
+        result.append([members])
+    if waiting:
+        raise _unclear(len(model_states) - 1)
+    return result
+
+
+def _size(optimizer: Mapping[str, Any] | None) -> int:
+    """Parameters of an optimizer with one group; elements, if it is flat. -1 if there are more groups or none."""
+    if optimizer is None:
+        return -1
+    form = form_of(optimizer)
+    base = form.inner(optimizer)
+    if len(base["param_groups"]) != 1:
+        return -1
+    if form.flat and form.masters is not None:
+        return int(optimizer[form.masters][0].numel())
+    return len(base["param_groups"][0]["params"])
+
+
+def _fits(optimizer: Mapping[str, Any], members: Sequence[tuple[str, tuple[int, ...]]]) -> bool:
+    """Whether master weights or moments, one per parameter, have the parameters' shapes."""
+    form = form_of(optimizer)
+    if form.flat:
+        return True
+    base = form.inner(optimizer)
+    for key, (_, shape) in zip(base["param_groups"][0]["params"], members, strict=True):
+        moments = base["state"].get(key, {})
+        if any(name in moments and tuple(moments[name].shape) != shape for name in ("exp_avg", "exp_avg_sq")):
+            return False
+    return True
+
+
+def _unclear(stage: int) -> VPipeError:
+    return VPipeError(
+        f"checkpoint: got optimizer states of stage {stage} without the names of their parameters (saved by "
+        f"DeepSpeed's own engine), allowed are ZeRO-1, or fp32 and fp16 with one parameter group over all untied "
+        f"parameters; load it with the stages it was saved with and save it with ds_vpipe, or load weights only "
+        f"(load_optimizer_states=False)"
+    )

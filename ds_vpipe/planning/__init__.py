@@ -1,0 +1,1 @@
+"""Which split, recomputation and depths are fastest and fit."""

@@ -1,0 +1,137 @@
+"""How fast a pipeline of known stages runs, in closed form.
+
+In steady state a stage of depth W_s runs F(j + W_s), B(j) in turn; F(j) of a stage needs F(j) of the one before it
+and B(j) needs B(j) of the one after it. These are all the constraints there are, so the seconds per micro-batch are the
+largest mean of any of their cycles, which are: from the forward pass of stage s on to that of stage t, there to the
+backward pass, and back to s. Such a cycle takes the passes of stages s to t and the transfers between them, both ways,
+and advances by W_s - W_t + 1 micro-batches:
+
+    pace = max over s <= t of (compute_s + ... + compute_t + round_trip_s + ... + round_trip_(t-1)) / (W_s - W_t + 1)
+
+With s = t this is the slowest stage. With default depths the denominator is the number of stages in the cycle, so that
+transfers are on the way; every extra forward of depth hides some of them. (Cycle means of event graphs: Baccelli et
+al., Synchronization and Linearity, 1992, chapter 2.) A gpipe schedule has no such cycles within its batch but the
+stages themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ds_vpipe.profiles.layer_profile import ModelProfile
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a transfer between two stages takes.
+
+    Attributes:
+        latency_s: seconds that each takes at least.
+        bytes_per_s: bandwidth.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0 and self.bytes_per_s > 0):
+            raise ValueError(f"link: got {self.latency_s} s and {self.bytes_per_s} bytes/s; allowed: >= 0 and > 0")
+
+    def seconds(self, size: int) -> float:
+        """One transfer of ``size`` bytes."""
+        return self.latency_s + size / self.bytes_per_s
+
+    def round_trip(self, size: int) -> float:
+        """An activation there and its gradient back."""
+        return 2 * self.seconds(size)
+
+
+FREE_LINK = Link()
+"""Transfers that take no time."""
+
+
+def cut_round_trips(profile: ModelProfile, link: Link) -> tuple[float, ...]:
+    """Seconds of a round trip over a cut behind each layer but the last."""
+    return tuple(link.round_trip(layer.boundary_bytes) for layer in profile.layers[:-1])
+
+
+def advances(depths: Sequence[int]) -> tuple[int, ...]:
+    """W_s - W_(s+1) for each boundary between two stages."""
+    return tuple(one - other for one, other in pairwise(depths))
+
+
+def pace(compute: Sequence[float], round_trips: Sequence[float], depths: Sequence[int] | None) -> float:
+    """Seconds per micro-batch in steady state.
+
+    Args:
+        compute: forward and backward pass and recomputation of each of the K stages, in seconds.
+        round_trips: of each of the K-1 boundaries.
+        depths: W_s of each stage, or None for gpipe.
+    """
+    slowest = max(compute)
+    if depths is None:
+        return slowest
+    for first in range(len(compute)):
+        total = compute[first]
+        for last in range(first + 1, len(compute)):
+            total += round_trips[last - 1] + compute[last]
+            slowest = max(slowest, total / (depths[first] - depths[last] + 1))
+    return slowest
+
+
+def batch_seconds(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    round_trips: Sequence[float],
+    depths: Sequence[int] | None,
+    micro_batches: int,
+) -> float:
+    """Seconds of a synchronous batch, with filling and draining.
+
+    Exact for gpipe, whose two halves are flow shops. For 1F1B one micro-batch goes through everything and the others
+    follow at the pace, which is exact for even stages with free transfers and close for others; the simulator knows.
+    """
+    through = sum(forward) + sum(backward) + sum(round_trips)
+    if depths is None:
+        return through + (micro_batches - 1) * (max(forward) + max(backward))
+    compute = [one + other for one, other in zip(forward, backward, strict=True)]
+    return through + (micro_batches - 1) * pace(compute, round_trips, depths)
+
+
+def hiding_depths(compute: Sequence[float], round_trips: Sequence[float]) -> tuple[int, ...]:
+    """Smallest depths that hide all transfers: the pace is that of the slowest stage.
+
+    From the last stage on, each stage runs ahead of the next by the fewest micro-batches, at least one, for which no
+    cycle that begins there is slower than the slowest stage. A deeper choice further back never saves more than it
+    costs, so every depth is as small as it can be.
+    """
+    limit = max(compute)
+    depths, reach = [0], compute[-1]
+    for stage in range(len(compute) - 2, -1, -1):
+        excess = reach + round_trips[stage] + compute[stage] - limit
+        ahead = max(1, math.ceil(excess / limit * (1 - 1e-12))) if limit > 0 else 1
+        reach = compute[stage] + max(0.0, reach + round_trips[stage] - limit * ahead)
+        depths.append(depths[-1] + ahead)
+    return tuple(reversed(depths))
+
+
+def suggested_micro_batches(depths: Sequence[int] | None, num_stages: int, limit: float) -> int:
+    """Fewest micro-batches per batch for a given price of pipelining.
+
+    Args:
+        depths: W_s of each stage for an asynchronous schedule, which pays with staleness; None for a synchronous one,
+            which pays with idle time.
+        num_stages: K.
+        limit: the highest price: updates by which a gradient may be old, such as 1, or share of time that a
+            stage may be idle, such as 0.1.
+
+    Returns:
+        ceil(W_0 / limit), since gradients are ceil(W_0 / M) updates old at most; or the smallest M with
+        (K-1) / (K-1+M) <= limit.
+    """
+    if depths is not None:
+        return max(1, math.ceil(depths[0] / limit))
+    return max(1, math.ceil((num_stages - 1) * (1 - limit) / limit * (1 - 1e-12)))

@@ -1,0 +1,130 @@
+"""What a model is planned for, and how a DeepSpeed JSON says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ds_vpipe.planning.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes, configured_optimizer_bytes
+from ds_vpipe.planning.pace import FREE_LINK, Link
+from ds_vpipe.planning.residency import Residency, Schedule, residency
+from ds_vpipe.refusal import Refusal
+from ds_vpipe.schedules.schedule import default_depths
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a model is planned for.
+
+    Attributes:
+        num_stages: K, ranks of the pipeline.
+        micro_batches: M, micro-batches per batch.
+        schedule: ``asp``, ``1f1b``, ``gpipe`` or ``interleaved``.
+        budget: bytes per device, one number or one for each rank; None for no limit.
+        depths: W_s of every stage, ``"default"``, or ``"auto"`` for the smallest that hide transfers, if that fits.
+        weight_sync: ``stash``, ``vertical`` or ``none``, for ``asp``.
+        virtual_stages: parts per rank, for ``interleaved``.
+        optimizer: what training needs per byte of weights.
+        link: between two stages.
+        host_transfers: messages are kept in the memory that is planned, as on the CPU.
+    """
+
+    num_stages: int
+    micro_batches: int
+    schedule: Schedule = "asp"
+    budget: int | Sequence[int] | None = None
+    depths: Sequence[int] | Literal["default", "auto"] = "default"
+    weight_sync: str = "stash"
+    virtual_stages: int = 1
+    optimizer: OptimizerBytes = NO_OPTIMIZER
+    link: Link = FREE_LINK
+    host_transfers: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Parts of the model."""
+        return self.num_stages * self.virtual_stages
+
+    def part_budgets(self) -> list[int | None]:
+        """Bytes for each part: the device's, shared evenly by its parts.
+
+        Raises:
+            VPipeConfigError: there is not one budget per rank, or one is not above 0.
+        """
+        if self.budget is None:
+            return [None] * self.parts
+        given = [self.budget] * self.num_stages if isinstance(self.budget, int) else list(self.budget)
+        if len(given) != self.num_stages or min(given) <= 0:
+            allowed = f"bytes > 0, one number or one for each of {self.num_stages} ranks"
+            raise Refusal("memory budget", self.budget, allowed, "correct the numbers").error()
+        return [given[part % self.num_stages] // self.virtual_stages for part in range(self.parts)]
+
+    def known_depths(self) -> tuple[int, ...] | None:
+        """W_s of every stage if the schedule has any; the default ones for ``"auto"``."""
+        if self.schedule not in ("asp", "1f1b"):
+            return None
+        if self.schedule == "1f1b" or isinstance(self.depths, str):
+            return default_depths(self.num_stages)
+        return tuple(self.depths)
+
+    def residencies(self) -> tuple[Residency, ...]:
+        """What stays on each part; see :func:`ds_vpipe.planning.residency.residency`."""
+        return residency(
+            self.schedule,
+            self.num_stages,
+            self.micro_batches,
+            self.known_depths() if self.schedule == "asp" else None,
+            self.weight_sync,
+            self.virtual_stages,
+            self.host_transfers,
+        )
+
+
+def configured_pipeline(
+    ds_config: Mapping[str, Any],
+    num_stages: int,
+    micro_batches: int,
+    *,
+    replicas: int = 1,
+    budget: int | Sequence[int] | None = None,
+    link: Link = FREE_LINK,
+    host_transfers: bool = False,
+) -> Pipeline:
+    """What to plan for, from the JSON that training reads.
+
+    Args:
+        ds_config: the JSON; its ``"vpipe"`` block may say ``"auto"`` for depths, ratios and partition.
+        num_stages: K.
+        micro_batches: M, ``gradient_accumulation_steps`` as DeepSpeed has worked it out.
+        replicas: data-parallel ranks per stage, among which ZeRO-1 divides.
+        budget: bytes per device, one number or one for each rank; None for no limit.
+        link: between two stages.
+        host_transfers: messages are kept in the memory that is planned, as on the CPU.
+    """
+    block = ds_config.get("vpipe") or {}
+    asynchronous = block.get("sync_mode", "asp") == "asp"
+    return Pipeline(
+        num_stages=num_stages,
+        micro_batches=micro_batches,
+        schedule="asp" if asynchronous else block.get("schedule", "1f1b"),
+        budget=budget,
+        depths=block.get("stage_to_depth_map", "default") if asynchronous else "default",
+        weight_sync=block.get("weight_sync", "stash") if asynchronous else "none",
+        virtual_stages=block.get("virtual_stages", 1),
+        optimizer=configured_optimizer_bytes(ds_config, replicas),
+        link=link,
+        host_transfers=host_transfers,
+    )
+
+
+def settled_split(ds_config: Mapping[str, Any], parts: int) -> tuple[list[int] | None, list[float] | None]:
+    """Partition and recompute ratios that the ``"vpipe"`` block settles, for :func:`ds_vpipe.planning.planner.plan`.
+
+    ``"partition": "profile"`` and ``"recompute_ratio": "auto"`` leave them to the planner, None here. Ratios that are
+    not given are 0, as everywhere. A partition in other words ("uniform", ...) is for the caller to resolve first.
+    """
+    block = ds_config.get("vpipe") or {}
+    counts, ratio = block.get("partition"), block.get("recompute_ratio", 0)
+    ratios = None if ratio == "auto" else list(ratio) if isinstance(ratio, (list, tuple)) else [float(ratio)] * parts
+    return (list(counts) if isinstance(counts, (list, tuple)) else None), ratios

@@ -1,0 +1,1 @@
+"""What each layer of a model costs in seconds and bytes, measured or computed."""

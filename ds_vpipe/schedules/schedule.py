@@ -1,0 +1,191 @@
+"""The 1F1B order of one stage, asynchronous or synchronous, as pure data.
+
+Stage ``s`` runs ``F(0) .. F(W-1)``, then for ``i = 0, 1, 2, ...`` the pair ``F(i+W), B(i)``, and after
+the last backward pass of each batch of ``M`` micro-batches one update. ``W`` is the stage's warm-up
+depth. With three stages, depths 2, 1, 0 and ``M = 1`` (updates are not drawn)::
+
+    stage 0   F0 F1 F2 B0 F3 B1 F4 B2 ...
+    stage 1      F0 F1 B0 F2 B1 F3 B2 ...
+    stage 2         F0 B0 F1 B1 F2 B2 ...
+
+The order never depends on time, only on how many micro-batches have been admitted: no forward pass
+goes beyond ``limit``. An asynchronous pipeline has no limit until its data end; a synchronous one has
+a limit at the end of every batch, which makes it drain there. That is the whole difference.
+
+Source: the 1F1B order and weight stashing of PipeDream (Narayanan et al., SOSP 2019, sections 3.2 and
+3.3), with gradient accumulation over M micro-batches as in PipeDream-2BW (ICML 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ds_vpipe.schedules.actions import Action, Kind
+
+
+def default_depths(num_stages: int) -> tuple[int, ...]:
+    """Warm-up depth of each stage that keeps every stage busy if transfers cost nothing: K-1-s."""
+    return tuple(num_stages - 1 - stage for stage in range(num_stages))
+
+
+def version_used(micro_batch: int, depth: int, micro_batches: int, refill: int = 0) -> int:
+    """Number of its own updates a stage has applied when it runs ``F(micro_batch)``.
+
+    Args:
+        micro_batch: index of the micro-batch.
+        depth: warm-up depth ``W`` of the stage (with vertical sync: of stage 0).
+        micro_batches: micro-batches per batch, ``M``.
+        refill: first micro-batch that was admitted after the pipeline last drained.
+    """
+    return max(refill, micro_batch - depth) // micro_batches
+
+
+def news_delay(depth: int, depth_there: int, micro_batches: int) -> int:
+    """Updates by which news of an earlier stage are late at a later one that does not wait for them.
+
+    When a stage completes ``B(i)``, an earlier one has completed ``B(i - (W' - W) - 1)``, because ``F(i + W)``
+    has come from it.
+
+    Args:
+        depth: warm-up depth ``W`` of the later stage.
+        depth_there: warm-up depth ``W'`` of the earlier stage.
+        micro_batches: micro-batches per batch, ``M``.
+    """
+    return -(-(depth_there - depth + 1) // micro_batches)
+
+
+def updates_known(batch: int, delay: int, micro_batches: int, refill: int = 0) -> int:
+    """How many of an earlier stage's updates a stage knows of in its own update ``batch``.
+
+    Args:
+        batch: number of the update, from 0.
+        delay: :func:`news_delay` of the two stages.
+        micro_batches: micro-batches per batch, ``M``.
+        refill: first micro-batch that was admitted after the pipeline last drained, when everything was known.
+    """
+    return max(refill // micro_batches, batch + 1 - delay)
+
+
+def versions_alive(depth: int, micro_batches: int) -> int:
+    """Weight versions a stage holds in steady state: the newest and those of micro-batches in flight."""
+    return 1 - (-depth // micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """What a stage exchanges around its updates besides activations and gradients.
+
+    Attributes:
+        owns_tied: other stages hold copies of weights that this one updates.
+        has_copies: this stage holds copies of weights that another one updates.
+        news: stages tell the previous one what their update told.
+    """
+
+    owns_tied: bool = False
+    has_copies: bool = False
+    news: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far one stage has come. Counts are of micro-batches since the start of training.
+
+    Attributes:
+        forwarded: forward passes run; the next one is ``F(forwarded)``.
+        completed: backward passes run; the next one is ``B(completed)``.
+        limit: no forward pass at or beyond this index; None while data are not known to end.
+        refill: first micro-batch admitted after the pipeline last drained.
+    """
+
+    forwarded: int = 0
+    completed: int = 0
+    limit: int | None = None
+    refill: int = 0
+
+    @property
+    def drained(self) -> bool:
+        """True if nothing is in flight on this stage."""
+        return self.forwarded == self.completed
+
+
+def compute_actions(progress: Progress, depth: int, micro_batches: int) -> Iterator[Action]:
+    """What is left of the current batch at a stage: forward passes, backward passes, one update.
+
+    Stops short of backward passes of micro-batches that the limit shuts out.
+    """
+    batch = progress.completed // micro_batches
+    forwarded = progress.forwarded
+    limit = progress.limit
+    for micro_batch in range(progress.completed, (batch + 1) * micro_batches):
+        ahead = micro_batch + depth + 1
+        for admitted in range(forwarded, ahead if limit is None else min(ahead, limit)):
+            yield Action(Kind.FORWARD, admitted)
+        forwarded = max(forwarded, ahead if limit is None else min(ahead, limit))
+        if micro_batch >= forwarded:
+            return
+        yield Action(Kind.BACKWARD, micro_batch)
+    yield Action(Kind.REDUCE, batch)
+    yield Action(Kind.STEP, batch)
+
+
+def with_communication(
+    actions: Iterable[Action], stage: int, num_stages: int, exchanges: Exchanges = Exchanges(), virtual_stages: int = 1
+) -> Iterator[Action]:
+    """Add reading and transfers around what ``stage`` computes.
+
+    The first stage reads inputs and the last labels; every other boundary is a transfer. Gradients of tied
+    weights go to their owner before it reduces its own, new weights to the copies after its update.
+
+    With ``virtual_stages`` parts of the model on each of ``num_stages`` ranks, ``stage`` is the rank. A part's
+    neighbours are on other ranks, unless there is only one, where nothing is transferred.
+    """
+    first_rank, last_rank = stage == 0, stage == num_stages - 1
+    last_part = num_stages * virtual_stages - 1
+    transfers = num_stages > 1
+    for action in actions:
+        index, part = action.index, action.part
+        place = stage if part is None else part
+        first, last = place == 0, place == last_part
+        if action.kind is Kind.FORWARD:
+            if transfers and not first:
+                yield Action(Kind.RECV_ACT, index, part)
+            if first or last:
+                yield Action(Kind.LOAD, index, part)
+            yield action
+            if transfers and not last:
+                yield Action(Kind.SEND_ACT, index, part)
+        elif action.kind is Kind.BACKWARD:
+            if transfers and not last:
+                yield Action(Kind.RECV_GRAD, index, part)
+            yield action
+            if transfers and not first:
+                yield Action(Kind.SEND_GRAD, index, part)
+        elif action.kind is Kind.REDUCE:
+            if exchanges.has_copies:
+                yield Action(Kind.SEND_TIED_GRAD, index)
+            if exchanges.owns_tied:
+                yield Action(Kind.RECV_TIED_GRAD, index)
+            yield action
+        elif action.kind is Kind.STEP:
+            if exchanges.has_copies:
+                yield Action(Kind.RECV_TIED, index)
+            if exchanges.news and not last_rank:
+                yield Action(Kind.RECV_NEWS, index)
+            yield action
+            if exchanges.owns_tied:
+                yield Action(Kind.SEND_TIED, index)
+            if exchanges.news and not first_rank:
+                yield Action(Kind.SEND_NEWS, index)
+
+
+def stage_actions(
+    progress: Progress,
+    depth: int,
+    micro_batches: int,
+    stage: int,
+    num_stages: int,
+    exchanges: Exchanges = Exchanges(),
+) -> Iterator[Action]:
+    """Everything ``stage`` does from ``progress`` to the end of the current batch."""
+    return with_communication(compute_actions(progress, depth, micro_batches), stage, num_stages, exchanges)

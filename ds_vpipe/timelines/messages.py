@@ -1,0 +1,61 @@
+"""Which receive of a timeline belongs to which send.
+
+Part p sends an activation that part p+1 receives and a gradient that part p-1 receives; both carry the micro-batch
+they belong to. So a message is known by the receiving part, its kind and its micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ds_vpipe.timelines.timeline import Span
+
+_RECEIVED_AS = {"SEND_ACT": ("RECV_ACT", 1), "SEND_GRAD": ("RECV_GRAD", -1)}
+_NEEDED_BY = {"F": "RECV_ACT", "B": "RECV_GRAD"}
+_RECEIVE, _WAIT, _PASS = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """An activation or a gradient on its way.
+
+    Attributes:
+        send: Span of the send.
+        receive: What is known of its arrival: the span of the receive, else that of waiting for it, else that of the
+            pass that needs it.
+        exact: ``receive`` is a receive or a wait, so that the message is there when it ends and not much earlier.
+    """
+
+    send: Span
+    receive: Span
+    exact: bool
+
+
+def messages(spans: Iterable[Span]) -> Iterator[Message]:
+    """Pair the sends of activations and gradients among ``spans`` with their arrivals.
+
+    Sends whose other end is not among the spans are left out, as are other messages (tied weights, news).
+    """
+    arrivals: dict[tuple[int, str, int], tuple[int, Span]] = {}
+    sends: dict[tuple[int, str, int], Span] = {}
+    for span in spans:
+        name = span.name
+        if name.kind in _RECEIVED_AS and not name.waiting:
+            kind, step = _RECEIVED_AS[name.kind]
+            sends[span.part + step, kind, name.index] = span
+        elif name.kind in ("RECV_ACT", "RECV_GRAD"):
+            _note(arrivals, (span.part, name.kind, name.index), _WAIT if name.waiting else _RECEIVE, span)
+        elif name.kind in _NEEDED_BY and not name.waiting:
+            _note(arrivals, (span.part, _NEEDED_BY[name.kind], name.index), _PASS, span)
+    for key, send in sends.items():
+        if key in arrivals:
+            rating, receive = arrivals[key]
+            yield Message(send, receive, rating != _PASS)
+
+
+def _note(
+    arrivals: dict[tuple[int, str, int], tuple[int, Span]], key: tuple[int, str, int], rating: int, span: Span
+) -> None:
+    if key not in arrivals or rating < arrivals[key][0]:
+        arrivals[key] = (rating, span)

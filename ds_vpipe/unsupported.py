@@ -130,7 +130,11 @@ def _pipeline(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal
     ratio = block.recompute_ratio
     recomputes = any(ratio) if isinstance(ratio, tuple) else ratio > 0
     interval = _int(_get(config, "pipeline.activation_checkpoint_interval"))
-    if interval is not None and interval > 0 and recomputes:
+    if interval is not None and interval > 0 and block.virtual_stages > 1:
+        why = "vpipe.virtual_stages runs layers part by part"
+        fix = "write 0 here and use vpipe.recompute_ratio"
+        yield Refusal("pipeline.activation_checkpoint_interval", interval, "0 next to virtual_stages", fix, why)
+    elif interval is not None and interval > 0 and recomputes:
         why = "vpipe.recompute_ratio recomputes the same layers"
         fix = "write 0 here, or remove vpipe.recompute_ratio"
         yield Refusal("pipeline.activation_checkpoint_interval", interval, "0 next to recompute_ratio", fix, why)

@@ -128,7 +128,9 @@ class Agreement:
                 self._lines(line)
             told = error if isinstance(error, VPipeError) else VPipeError(line)
             self._told = weakref.ref(told)  # a reference would keep all frames of the traceback
-            raise told from (None if told is error else error)
+            if told is error:
+                raise
+            raise told from error
         try:
             lines = self._lines(None)
         except RuntimeError as error:

@@ -29,8 +29,22 @@ def put_in_place(unfinished: Path, folder: Path, latest: Path | None) -> None:
         os.replace(new, latest)
 
 
+def put_own_in_place(unfinished: Path, folder: Path, latest: Path | None, rank: int) -> None:
+    """:func:`put_in_place` on a machine whose file system the first rank does not share; where it does, nothing.
+
+    Whether ``unfinished`` is still there is not asked, since a network file system may answer from memory: a
+    renaming is done or refused where the folder is.
+    """
+    mine = unfinished.with_name(f".{folder.name}.rank{rank}.unfinished")
+    try:
+        os.replace(unfinished, mine)
+    except FileNotFoundError:
+        return
+    put_in_place(mine, folder, latest)
+
+
 def clean(folder: Path) -> None:
-    """Remove what ``folder`` has replaced, and what saves that were interrupted have left beside it."""
+    """Remove what ``folder`` has replaced, and folders of saves that were interrupted before."""
     shutil.rmtree(_previous(folder), ignore_errors=True)
     for left in folder.parent.glob(".*.unfinished"):
         shutil.rmtree(left, ignore_errors=True)

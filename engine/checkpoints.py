@@ -18,12 +18,12 @@ from typing import Any
 
 from ds_vpipe.engine import rank_state
 from ds_vpipe.engine.admission import Agreement
-from ds_vpipe.engine.checkpoint_folders import clean, put_in_place, recover
+from ds_vpipe.engine.checkpoint_folders import clean, put_in_place, put_own_in_place, recover
 from ds_vpipe.engine.loss_scaling import LossScaling
 from ds_vpipe.engine.quiesce import QuiesceMixin
 from ds_vpipe.engine.reshaping import ReshapingMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
-from ds_vpipe.engine.tied_states import owners_states_saved
+from ds_vpipe.engine.tied_states import saved_as, with_owners_states
 from ds_vpipe.engine.ties import tied_stages
 from ds_vpipe.errors import VPipeError
 
@@ -34,7 +34,8 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
     asynchronous: bool
     loss_scaling: LossScaling | None
     _agreement: Agreement
-    _unwritten: Exception | None
+    _unwritten: Exception | None = None
+    _half_loaded = False
 
     @property
     def consumed_micro_batches(self) -> int:
@@ -60,6 +61,7 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
+        self._refuse_half_loaded("save_checkpoint()")
         self.quiesce()
         self._equalize_scale()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -67,26 +69,31 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         what = f"save_checkpoint({str(folder)!r})"
         with self._agreement.together(what):
-            if self.global_rank == 0:
+            if self.local_rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
+        with self._agreement.together(what):
+            if self.global_rank == 0:
                 unfinished.mkdir(parents=True)
         name = os.path.join(os.path.dirname(tag), unfinished.name)
         self._unwritten = None
-        with owners_states_saved(self, self.ties, self._agreement.of_replicas):
+        with self._agreement.together(what):
+            states = None if self.ties is None else with_owners_states(self, self.ties, self._agreement.of_replicas)
+        with saved_as(self.optimizer, states):
             super().save_checkpoint(save_dir, name, client_state or {}, False, exclude_frozen_parameters)
         with self._agreement.together(what):
             if self._unwritten is not None:
-                raise self._unwritten
+                error, self._unwritten = self._unwritten, None
+                raise error
             rank_state.save(self, unfinished)
         latest = Path(save_dir, "latest") if save_latest else None
         with self._agreement.together(what):
             if self.global_rank == 0:
                 put_in_place(unfinished, folder, latest)
         with self._agreement.together(what):
-            # On file systems that machines do not share each has a part of the checkpoint.
-            if self.local_rank == 0 and unfinished.exists():
-                put_in_place(unfinished, folder, latest)
-            if self.global_rank == 0:
+            if self.local_rank == 0 and self.global_rank != 0:
+                put_own_in_place(unfinished, folder, latest, self.global_rank)
+        with self._agreement.together(what):
+            if self.local_rank == 0:
                 clean(folder)
         return True
 
@@ -119,7 +126,7 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
         read ahead before are trained only if the same iterator is passed on, as if nothing had been read.
 
         Raises:
-            VPipeError: the checkpoint is of another model, or files are lost.
+            VPipeError: the checkpoint is of another model, or files are lost. Load another one before anything else.
             PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
         """
         self.quiesce()
@@ -149,18 +156,29 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
             return path, client_state
         if tied_stages(self.module):
             self.module._synchronize_tied_weights()
-        if not load_optimizer_states and hasattr(self.optimizer, "refresh_fp32_params"):
-            self.optimizer.refresh_fp32_params()  # DeepSpeed keeps the old ones, which the next update would restore
-        # Loading may have replaced what the versions point to.
-        self.stashing_optimizer = self._make_stashing_optimizer()
-        self._restart_at(self.global_steps)
-        if not load_module_only:
-            with self._agreement.together(what):
+        with self._agreement.together(what):
+            rank_state.restore_outside(self, Path(load_dir, str(tag)))
+            weights_only = load_module_only or not load_optimizer_states
+            if weights_only and hasattr(self.optimizer, "refresh_fp32_params"):
+                self.optimizer.refresh_fp32_params()  # DeepSpeed may keep the old, which the next update would restore
+            # Loading may have replaced what the versions point to.
+            self.stashing_optimizer = self._make_stashing_optimizer()
+            self._restart_at(self.global_steps)
+            if not load_module_only:
                 rank_state.restore(self, Path(load_dir, str(tag)))
+        self._half_loaded = False
         return path, client_state
+
+    def _refuse_half_loaded(self, call: str) -> None:
+        if self._half_loaded:
+            raise VPipeError(
+                f"{call} after load_checkpoint() has failed half-way: weights and states may be of different "
+                f"checkpoints; load one that is complete"
+            )
 
     def load_module_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's, on all ranks or on none."""
+        self._half_loaded = True
         synchronize = self.module._synchronize_tied_weights
         with self._agreement.together("load_checkpoint(): weights"):
             self.module._synchronize_tied_weights = lambda: None  # which would wait for a rank that has failed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -38,7 +39,7 @@ class DrainingMixin(PipelineEngine):
     ties: TiedWeights | None
     _feed: MicroBatchFeed
 
-    def _end_of_data(self, limit: int, read: int, fill: int, call: int) -> None:
+    def _end_of_data(self, limit: int, read: int, fill: int, call: int, unlabelled: int = 0) -> None:
         """Pass the news on to the next stage and change course.
 
         Args:
@@ -46,6 +47,7 @@ class DrainingMixin(PipelineEngine):
             read: the first stage has sent micro-batches up to here all the same.
             fill: the first micro-batch after the pipeline was filled last.
             call: the ``train_batch()`` call in which the first stage found out.
+            unlabelled: micro-batches that the first stage has read and sent to nobody.
 
         Raises:
             StopIteration: not even one batch since the pipeline was empty.
@@ -54,8 +56,13 @@ class DrainingMixin(PipelineEngine):
         state = self.state
         self._drop(limit, read)
         if self.neighbours.activations_out is not None and not self.is_last_stage():
-            self.neighbours.activations_out.send(Message.END, read, torch.tensor([limit, read, fill]), note=call)
+            self.neighbours.activations_out.send(
+                Message.END, read, torch.tensor([limit, read, fill, unlabelled]), note=call
+            )
         elif not self.is_first_stage():
+            for _ in range(unlabelled):
+                with suppress(StopIteration):
+                    self._feed.read(call)
             self._feed.expect_end(call)
         if state.progress.completed < limit:
             state.progress = dataclasses.replace(state.progress, limit=limit)

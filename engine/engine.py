@@ -123,6 +123,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             )
         if self.state.failure is not None:
             raise VPipeError(f"train_batch() after a failure: {self.state.failure}; restart from a checkpoint")
+        self._refuse_half_loaded("train_batch()")
         progress = self.state.progress
         if progress.completed == progress.limit:
             self.state.progress = dataclasses.replace(progress, limit=None, refill=progress.completed)
@@ -229,7 +230,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         self._timeline_ended = True
         try:
             self.save_timeline()
-        except OSError as error:
+        except Exception as error:
             logger.warning(f"ds_vpipe: timeline.path {self.vpipe_config.timeline.path!r} cannot be written: {error}")
 
     def _finish_sends(self) -> None:

@@ -33,6 +33,7 @@ from ds_vpipe.errors import PipelinePeerError, VPipeError
 from ds_vpipe.schedules.pipeline import Pipeline
 
 _OPTIONS = ("return_logits", "compute_loss", "reduce_output", "bcast_loss", "num_micro_batches")
+_EVALUATIONS_UNDER_WAY = 8  # messages to the next stage that may not have been received yet
 _FAILED, _ENDED, _READY = range(3)  # what became of reading a rank's evaluation data, worst first
 
 
@@ -44,6 +45,7 @@ class EvaluationMixin(PipelineEngine):
     ties: TiedWeights | None
     pipeline: Pipeline
     _abort: Callable[[BaseException], None]
+    _refuse_half_loaded: Callable[[str], None]
     _agreement: Agreement
     asynchronous: bool
     data_iterator: Any
@@ -64,6 +66,7 @@ class EvaluationMixin(PipelineEngine):
         """
         if self.state.failure is not None:
             raise VPipeError(f"eval_batch() after a failure: {self.state.failure}; restart from a checkpoint")
+        self._refuse_half_loaded("eval_batch()")
         given = dict(zip(_OPTIONS, args, strict=False)) | kwargs
         _check(given)
         micro_offset, training = self.module.micro_offset, self.module.training
@@ -162,6 +165,8 @@ class EvaluationMixin(PipelineEngine):
         assert self.neighbours.eval_out is not None
         self.neighbours.eval_out.send(Message.EVAL, buffer_id, self.pipe_buffers["outputs"][buffer_id])
         self.pipe_buffers["outputs"][buffer_id] = None
+        if self.pipeline.virtual_stages == 1:
+            self.neighbours.eval_out.keep_latest(_EVALUATIONS_UNDER_WAY)
 
     def _reduce_outputs(
         self,

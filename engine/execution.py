@@ -64,7 +64,7 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
             while len(items) < self.micro_batches:
                 items.append(self._feed.next_again() or (self._feed.call, self._feed.read(self._feed.call)))
         if not self._agreement.all_have(len(items) == self.micro_batches):
-            self._end_of_data(limit=index, read=index, fill=self.state.progress.refill, call=self._feed.call)
+            self._end_of_data(index, index, self.state.progress.refill, self._feed.call, unlabelled=len(items))
         self._feed.read_again(items)
 
     def _first_time(self, index: int) -> tuple[int, Any]:
@@ -86,8 +86,8 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
         assert self.neighbours.gradients_out is not None
         message = self.neighbours.activations_in.receive(str(self.state.doing))
         if message.kind is Message.END:
-            limit, read, fill = message.tree.tolist()
-            self._end_of_data(limit, read, fill, call=message.note)
+            limit, read, fill, unlabelled = message.tree.tolist()
+            self._end_of_data(limit, read, fill, message.note, unlabelled)
         self._expect(message.kind is Message.ACTIVATION and message.micro_batch == self._number(index, part), message)
         inputs, news = message.tree
         self.state.flights[self._key(index, part)] = Flight(message.note, self._arrived(inputs))
@@ -128,8 +128,8 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
         assert self.neighbours.gradients_in is not None
         message = self.neighbours.gradients_in.receive(str(self.state.doing))
         self._expect(message.kind is Message.GRADIENT and message.micro_batch == self._number(index, part), message)
-        if self.pipeline.virtual_stages == 1:
-            self.neighbours.activations_out.release(index)
+        # It has come the other way round, and so has everything that was sent before.
+        self.neighbours.activations_out.release_through(self._number(index, part + 1))
         gradients, report = message.tree
         self.state.flights[self._key(index, part)].gradients = list(self._arrived(gradients))
         if report is not None:
@@ -172,7 +172,7 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
             self._get_gradients_for_reduction()  # zeros where a parameter got no gradient, as a reduction makes them
 
     def _exec_update(self, index: int, part: int) -> None:
-        if self.pipeline.virtual_stages > 1:  # everything that was sent has come back
+        if self.pipeline.virtual_stages > 1:  # all activations have come back, and nobody waits for gradients any more
             for sender in (self.neighbours.activations_out, self.neighbours.gradients_out):
                 if sender is not None:
                     sender.flush()

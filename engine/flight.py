@@ -72,7 +72,7 @@ class StageState:
 
     Attributes:
         progress: micro-batches forwarded and completed.
-        flights: micro-batches in flight, by number.
+        flights: micro-batches in flight, by number; by part too, where the stage has several.
         doing: the instruction being carried out, for messages.
         sending: output of the latest forward pass, until it has been handed to the next stage.
         batch_loss: adds up the current batch's losses, on the last stage.

@@ -53,7 +53,7 @@ class Observation:
             engine.flops_profiler = StageProfile(engine)
             self.observers.append(engine.flops_profiler)
         self.recorder: Recorder | None = None
-        if engine.vpipe_config.timeline.enabled:
+        if engine.vpipe_config.timeline.enabled and engine.grid.get_slice_parallel_rank() == 0:
             self.recorder = Recorder(
                 engine.stage_id,
                 engine.num_stages,

@@ -16,7 +16,7 @@ def save(engine: Any, folder: Path) -> None:
     """Write this rank's file into the checkpoint's folder."""
     torch.save(
         {
-            "bounds": list(engine.module.parts),
+            "parts": _parts(engine),
             "micro_offset": engine.module.micro_offset,
             "news": None if engine.news is None else engine.news.state(),
             "outside": {name: tensor.cpu() for name, tensor in _outside_of_layers(engine.module).items()},
@@ -26,8 +26,21 @@ def save(engine: Any, folder: Path) -> None:
     )
 
 
+def restore_outside(engine: Any, folder: Path) -> None:
+    """Parameters that are in no layer's file, as the last stage of the saving run had them, which trains them."""
+    outside = _outside_of_layers(engine.module)
+    files = sorted(folder.glob(_file(engine, folder, 0).name.replace(f"stage_{engine.stage_id:02d}", "stage_*")))
+    if not outside or not files:
+        return
+    state = torch.load(files[-1], weights_only=False)
+    with torch.no_grad():
+        for name, tensor in outside.items():
+            if name in state["outside"]:
+                tensor.copy_(state["outside"][name])
+
+
 def restore(engine: Any, folder: Path) -> None:
-    """Read what :func:`save` wrote.
+    """Read what :func:`save` wrote, but for weights.
 
     Replicas that the saving run did not have get everything but the random states from the first one: what
     decides about updates must be the same on all replicas of a stage. Without a file, or with one of other
@@ -37,14 +50,8 @@ def restore(engine: Any, folder: Path) -> None:
     if engine.news is not None:
         engine.news.forget()
     own, first = (_file(engine, folder, replica) for replica in (engine.grid.data_parallel_id, 0))
-    if not first.is_file():
-        return
-    state = torch.load(first, weights_only=False)
-    with torch.no_grad():
-        for name, tensor in _outside_of_layers(engine.module).items():
-            if name in state["outside"]:
-                tensor.copy_(state["outside"][name])
-    if state["bounds"] != list(engine.module.parts):
+    state = torch.load(first, weights_only=False) if first.is_file() else None
+    if state is None or state["parts"] != _parts(engine):
         return
     engine.module.micro_offset = state["micro_offset"]
     if engine.news is not None and state["news"] is not None:
@@ -52,6 +59,11 @@ def restore(engine: Any, folder: Path) -> None:
     if own.is_file():
         states = state if own == first else torch.load(own, weights_only=False)
         _restore_random_states(states["random"], engine.device)
+
+
+def _parts(engine: Any) -> list[int]:
+    """What tells whose file it is: the number of stages, and where the parts of the model begin and end."""
+    return [engine.num_stages, *engine.module.parts]
 
 
 def _file(engine: Any, folder: Path, replica: int) -> Path:

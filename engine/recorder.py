@@ -1,6 +1,7 @@
 """What this rank really did, action by action, for pictures: ``"timeline": {"enabled": true}`` in the JSON.
 
-A ring buffer keeps the latest spans; putting one in costs two readings of the clock and an append. It is
+A ring buffer keeps the latest spans; putting one in costs two readings of the clock and an append. Times are the
+host's: on CUDA a pass ends when its kernels are queued. The buffer is
 written when the engine is destroyed, the script ends or a stage fails, one file per rank in the folder
 ``timeline.path``; ``python -m ds_vpipe report FOLDER`` makes pictures of it.
 """
@@ -11,6 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.timelines.recording import RankRecording
 from ds_vpipe.timelines.timeline import MemorySample, Span
 
-SPANS_KEPT = 1 << 17  # about 20 MiB; a thousand batches of four micro-batches
+SPANS_KEPT = 1 << 17  # about 33 MB; some thousand batches of four micro-batches
 _NANO = 1e-9
 
 
@@ -72,7 +74,8 @@ class Recorder:
         """It has ended, or was given up because the data have."""
         end = time.monotonic_ns()
         if action.kind is Kind.FORWARD:
-            self._version = self._optimizer().version_of(self._key_of(action))
+            with suppress(KeyError):  # the pass has failed
+                self._version = self._optimizer().version_of(self._key_of(action))
         self._spans.append((action, self._begin, end, self._version))
         self._recorded += 1
         if self._device.type == "cuda" and action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP):

@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-from ds_vpipe.engine.interleaving import interleave
+from ds_vpipe.engine.interleaving import InterleavedMixin, interleave
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds, resolve_partition
 
@@ -60,6 +60,11 @@ def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: i
     Raises:
         VPipeConfigError: a layer was changed after it was built, so that it cannot be built again.
     """
+    if isinstance(module, InterleavedMixin):
+        raise VPipeConfigError(
+            "model: got a PipelineModule that an engine has split into virtual stages before; allowed is a new one; "
+            "build the module again"
+        )
     old, new = list(module.parts), bounds(counts)
     if old == new and virtual_stages == 1:
         return False

@@ -24,32 +24,29 @@ from ds_vpipe.engine.ties import TiedWeights
 
 
 @contextmanager
-def owners_states_saved(
-    engine: PipelineEngine, ties: TiedWeights | None, gather: Callable[[Any], list[Any]]
-) -> Iterator[None]:
-    """Let ``engine.optimizer.state_dict()`` have the owners' states of the copies for a while; all ranks call it.
-
-    Args:
-        engine: at rest.
-        ties: its tied weights.
-        gather: see :func:`~ds_vpipe.engine.parameter_states.read_states`.
-    """
-    saved = None if ties is None or engine.optimizer is None else _with_owners_states(engine, ties, gather)
-    if saved is None:
+def saved_as(optimizer: Any, states: dict[str, Any] | None) -> Iterator[None]:
+    """Let ``optimizer.state_dict()`` be ``states`` for a while; None leaves it alone."""
+    if states is None:
         yield
         return
-    engine.optimizer.state_dict = lambda: saved
+    optimizer.state_dict = lambda: states
     try:
         yield
     finally:
-        del engine.optimizer.state_dict
+        del optimizer.state_dict
 
 
-def _with_owners_states(
+def with_owners_states(
     engine: PipelineEngine, ties: TiedWeights, gather: Callable[[Any], list[Any]]
 ) -> dict[str, Any] | None:
-    """The optimizer's state dict with the owners' states; None on a stage without copies."""
-    if not ties.owns and not ties.has_copies:
+    """The optimizer's state dict with the owners' states of the copies, at rest; None on a stage without copies.
+
+    Args:
+        engine: all of whose stages call this.
+        ties: its tied weights.
+        gather: see :func:`~ds_vpipe.engine.parameter_states.read_states`.
+    """
+    if engine.optimizer is None or not (ties.owns or ties.has_copies):
         return None
     states = read_states(engine, gather)
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}

@@ -221,8 +221,16 @@ class TiedWeights:
     def hand_over(self, tell: Callable[[Sequence[torch.nn.Parameter]], torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
         """At rest: what owners ``tell`` of their weights; returned for this stage's copies, with their weights."""
         for copies in self._copies:
-            copies.weights_out.send(Message.TIED, 0, tell(copies.weights))
-        told = [(owned.weights, owned.weights_in.receive("states of tied weights").tree) for owned in self._owned]
+            # No longer than weights are: links keep buffers as long as the longest message.
+            size = sum(weight.numel() * weight.element_size() for weight in copies.weights)
+            pieces = tell(copies.weights).split(size)
+            for piece in (torch.tensor(len(pieces)), *pieces):
+                copies.weights_out.send(Message.TIED, 0, piece)
+        told = []
+        for owned in self._owned:
+            count = int(owned.weights_in.receive("states of tied weights").tree)
+            pieces = tuple(owned.weights_in.receive("states of tied weights").tree for _ in range(count))
+            told.append((owned.weights, torch.cat(pieces)))
         self.flush()
         return told
 

@@ -109,6 +109,20 @@ class Sender:
         while self._outgoing and self._outgoing[0].micro_batch <= micro_batch:
             self._finish(self._outgoing.popleft())
 
+    def release_through(self, number: int) -> None:
+        """Recycle the buffers of message ``number`` and of those sent before it, which have been received."""
+        if any(outgoing.micro_batch == number for outgoing in self._outgoing):
+            while self._outgoing:
+                outgoing = self._outgoing.popleft()
+                self._finish(outgoing)
+                if outgoing.micro_batch == number:
+                    return
+
+    def keep_latest(self, count: int) -> None:
+        """Wait until all but the latest ``count`` messages have been received, and recycle their buffers."""
+        while len(self._outgoing) > count:
+            self._finish(self._outgoing.popleft())
+
     def flush(self) -> None:
         """Wait until everything sent so far has been received.
 

@@ -15,7 +15,7 @@ from ds_vpipe.engine.loss_scaling import LossScaling
 from ds_vpipe.engine.news import StageNews
 from ds_vpipe.engine.optimizers import OptimizerMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
-from ds_vpipe.engine.ties import TiedWeights, tied_parameters
+from ds_vpipe.engine.ties import TiedWeights, tied_parameters, tied_stages
 
 
 class UpdateMixin(OptimizerMixin):
@@ -48,6 +48,7 @@ class UpdateMixin(OptimizerMixin):
             StageNews(self.num_stages, self.stage_id) if pipelined and (self._clips_globally or dynamic) else None
         )
         self._own_norm = 0.0
+        self._tied_anywhere = bool(tied_stages(self.module))  # on all ranks alike, as a norm is summed over them
         for key, tied in self.module.tied_comms.items():
             shared = {id(parameter) for parameter in tied_parameters(self.module, key)}
             for parameter in tied["module"].parameters():
@@ -107,7 +108,7 @@ class UpdateMixin(OptimizerMixin):
 
     def _norm_to_clip_by(self, norm: Any) -> Any:
         """What a mixed-precision optimizer clips by, from its own norm; both times the loss scale."""
-        if isinstance(self.optimizer, FP16_UnfusedOptimizer) and (self.module.tied_comms or self.is_model_parallel):
+        if isinstance(self.optimizer, FP16_UnfusedOptimizer) and (self._tied_anywhere or self.is_model_parallel):
             norm = float(self._gradient_norm())  # its own counts weights that ranks share once for each
         if self._clips_globally:
             norm = self._scaled_norm_of_all(norm)

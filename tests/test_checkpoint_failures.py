@@ -51,10 +51,12 @@ def save_and_load(directory: str, ds_config: dict[str, Any], model: dict[str, An
     engine.train_batch(iterator)
     engine.save_checkpoint(directory, tag="good2")
     lines["missing tag"] = line_of(engine.load_checkpoint, directory, tag="nothing")
+    lines["nothing loaded"] = line_of(engine.train_batch, iterator)
     if engine.stage_id == FAILS:
         layer = next(i for i in range(*engine.module.parts[FAILS : FAILS + 2]) if list(files(directory, i)))
         next(files(directory, layer)).write_bytes(b"spoilt")
     lines["spoilt file"] = line_of(engine.load_checkpoint, directory, tag="good")
+    lines["half loaded"] = line_of(engine.train_batch, toy.data())
     lines["good file"] = line_of(engine.load_checkpoint, directory)
     lines["training"] = line_of(engine.train_batch, toy.data(start=engine.consumed_micro_batches))
     engine.destroy()
@@ -78,6 +80,7 @@ def test_all_ranks_raise_and_may_go_on(worlds: Worlds, tmp_path: Path, setting: 
             assert wanted in lines[name]
             assert "\n" not in lines[name]
         assert "nothing" in lines["missing tag"]
-        assert lines["good file"] == lines["training"] == ""
+        assert "train_batch() after load_checkpoint" in lines["half loaded"]
+        assert lines["nothing loaded"] == lines["good file"] == lines["training"] == ""
     left = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".py")
     assert left == ["good", "good2", "latest"]

@@ -372,6 +372,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
     ({"curriculum_learning": {"enabled": True}}, {}, "curriculum_learning.enabled", True, "remove curriculum_learning"),
     ({"pipeline": {"pipe_partitioned": True}}, {}, "pipeline.pipe_partitioned", True, "write false"),
     ({"pipeline": {"grad_partitioned": True}}, {}, "pipeline.grad_partitioned", True, "write false"),
+    (CHECKPOINTS, INTERLEAVED, "pipeline.activation_checkpoint_interval", 1, "virtual_stages"),
     (CHECKPOINTS, {"recompute_ratio": [0, 0.1]}, "pipeline.activation_checkpoint_interval", 1, "recompute_ratio"),
     ({"checkpoint": {"writer": {"decoupled": True}}}, {}, "checkpoint.writer.decoupled", True, "write false"),
     (

@@ -101,7 +101,8 @@ def test_rank_that_hangs(doomed: Worlds) -> None:
 WRONG = [
     ({"sync_mode": "async"}, "vpipe.sync_mode"),
     ({"syncmode": "asp"}, "vpipe.syncmode"),
-    ({"schedule": "gpipe", "sync_mode": "bsp"}, "vpipe.schedule"),
+    ({"schedule": "gpipe"}, "vpipe.schedule"),
+    ({"virtual_stages": 2}, "vpipe.virtual_stages"),
     ({"weight_sync": "stashing"}, "vpipe.weight_sync"),
     ({"weight_sync": "stash", "sync_mode": "bsp"}, "vpipe.weight_sync"),
     ({"partition": [5, 6]}, "vpipe.partition"),
@@ -122,7 +123,7 @@ WRONG = [
     ({"stage_to_depth_map": "auto"}, "vpipe.stage_to_depth_map"),
     ({"gradient_clipping_scope": "global"}, "vpipe.gradient_clipping_scope"),
     ({"peer_timeout_s": 0}, "vpipe.peer_timeout_s"),
-    ({"timeline": {"enabled": True}}, "vpipe.timeline"),
+    ({"timeline": {"enabled": 1}}, "vpipe.timeline"),
     ({"timeline": True}, "vpipe.timeline"),
     ("asp", "vpipe"),
 ]

@@ -9,6 +9,8 @@ import cases
 import pytest
 import torch
 import toy
+from test_data_end import train_epochs
+from test_exactness import difference
 from worlds import Worlds
 
 pytestmark = pytest.mark.mp
@@ -130,3 +132,13 @@ def test_checkpoints(worlds: Worlds, tmp_path: Path, first: int) -> None:
             for name, value in rank[position].items():
                 assert torch.equal(value, wanted[name]), (position, name)
     assert len(list(tmp_path.glob("global_step3/layer_*"))) == 10
+
+
+def test_iterator_that_starts_over(worlds: Worlds) -> None:
+    """Every epoch of five leaves two micro-batches over; inputs and labels stay paired in the epochs after it."""
+    found = []
+    for block in ({"sync_mode": "bsp"}, INTERLEAVED):
+        reports = worlds.run(2, train_epochs, cases.config(3, SGD, block), 2, 5, 3)
+        assert [report["batches"] for report in reports] == [3, 3]
+        found.append(cases.merged(reports))
+    assert difference(found[1], found[0]) == 0

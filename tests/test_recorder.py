@@ -68,3 +68,38 @@ def test_a_recording_is_the_program(worlds: Worlds, tmp_path: Path, schedule: st
             if span.action[0] in "FB" and schedule == "asp":
                 index = int(span.action[1:])
                 assert span.version == version_used(index, pipeline.depths[rank], MICRO_BATCHES), span
+
+
+class Fragile(toy.Scale):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and x.requires_grad and self.calls > 3:
+            raise ValueError("too fragile")
+        self.calls += 1
+        return super().forward(x)
+
+    calls = 0
+
+
+def fragile_specs() -> list[Any]:
+    from deepspeed.pipe import LayerSpec
+
+    specs = toy.layer_specs()
+    specs[4] = LayerSpec(Fragile, 140)
+    return specs
+
+
+def fail(folder: str) -> str:
+    engine = cases.engine(cases.config(1, SGD, {"timeline": {"enabled": True, "path": folder}}), 2, specs=fragile_specs)
+    iterator = toy.data()
+    for _ in range(10):
+        try:
+            engine.train_batch(iterator)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_failing_pass_is_told_as_it_is(worlds: Worlds, tmp_path: Path) -> None:
+    texts = worlds.run(2, fail, str(tmp_path))
+    assert all("too fragile" in text for text in texts), texts
+    assert len(list(tmp_path.glob("*.jsonl"))) == 2

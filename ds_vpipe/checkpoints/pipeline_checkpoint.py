@@ -144,12 +144,13 @@ class PipelineCheckpoint:
 
     @cached_property
     def _index(self) -> dict[str, int]:
-        """Stage of each parameter; the first of a tied one's, which owns it."""
+        """Stage of each parameter; of a tied one's the first, which owns it, of a loss function's the last."""
         index: dict[str, int] = {}
         for stage, groups in enumerate(self.groups):
             for group in groups:
                 for name, _ in group:
-                    index.setdefault(name, stage)
+                    if name not in index or _is_outside(name):
+                        index[name] = stage
         index.pop(PLACEHOLDER, None)
         return index
 
@@ -233,8 +234,8 @@ class PipelineCheckpoint:
             if not saved or form_of(saved[0]).masters is None:
                 continue
             for name, state in unpack(saved, self.groups[stage], stage).items():
-                if state.master is not None and name != PLACEHOLDER:
-                    result.setdefault(name, state.master)
+                if state.master is not None and self._index.get(name) == stage:
+                    result[name] = state.master
         return result
 
     def _zero_file(self, stage: int, replica: int) -> str:
@@ -273,3 +274,8 @@ class PipelineCheckpoint:
             if keys:
                 ties[index] = keys[0]
         return ties
+
+
+def _is_outside(name: str) -> bool:
+    """Whether a parameter belongs to no layer: every stage has it, and the last one trains it with the loss."""
+    return not name.partition(".")[0].isdecimal() and not name.startswith("tied_modules.")

@@ -28,7 +28,8 @@ class StageLayout:
 
     Attributes:
         stage: index of the stage.
-        bounds: K+1 layer indices; stage s holds layers ``bounds[s]`` to ``bounds[s + 1] - 1``.
+        bounds: layer indices; part p holds layers ``bounds[p]`` to ``bounds[p + 1] - 1``. Stage s of K holds parts s,
+            s + K, ...; there is one for each unless the schedule is interleaved.
         replicas: data-parallel ranks.
         slice_index: tensor-parallel rank.
         slices: tensor-parallel ranks.

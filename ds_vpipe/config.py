@@ -22,7 +22,9 @@ from ds_vpipe.unsupported import block_of, refuse_unsupported
 
 __all__ = ["StageSettings", "TimelineConfig", "VPipeConfig", "block_of", "refuse_unsupported"]
 
-PARTITION_METHODS = ("uniform", "parameters")
+PARTITION_METHODS = ("uniform", "parameters", "profile")
+
+_LEFT_TO_PLANNER = {"partition": "profile", "recompute_ratio": "auto", "stage_to_depth_map": "auto"}
 
 
 def _refuse(value: object, index: int | None = None, *, key: str = "", reason: str = "", remedy: str = "") -> NoReturn:
@@ -77,8 +79,10 @@ class VPipeConfig(BaseModel):
     virtual_stages: int = Field(default=1, ge=1)
     weight_sync: Literal["stash", "vertical", "none"] = "stash"
     partition: tuple[int, ...] | str | None = None
-    recompute_ratio: float | tuple[float, ...] = 0.0
-    stage_to_depth_map: Literal["default"] | tuple[int, ...] = "default"
+    recompute_ratio: float | tuple[float, ...] | Literal["auto"] = 0.0
+    stage_to_depth_map: Literal["default", "auto"] | tuple[int, ...] = "default"
+    profile: str | None = None
+    memory_budget: int | tuple[int, ...] | None = None
     gradient_clipping_scope: Literal["stage", "delayed_global"] = "stage"
     peer_timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     timeline: TimelineConfig = TimelineConfig()
@@ -105,7 +109,9 @@ class VPipeConfig(BaseModel):
 
     @field_validator("recompute_ratio", mode="before")
     @classmethod
-    def _check_recompute_ratio(cls, value: object) -> float | tuple[float, ...]:
+    def _check_recompute_ratio(cls, value: object) -> float | tuple[float, ...] | str:
+        if value == "auto":
+            return "auto"
         if not isinstance(value, (list, tuple)):
             return float(value) if _is_ratio(value) else _refuse(value)  # type: ignore[arg-type]
         if not value:
@@ -117,9 +123,9 @@ class VPipeConfig(BaseModel):
 
     @field_validator("stage_to_depth_map", mode="before")
     @classmethod
-    def _check_depth(cls, value: object) -> Literal["default"] | tuple[int, ...]:
-        if isinstance(value, str) and value == "default":
-            return "default"
+    def _check_depth(cls, value: object) -> str | tuple[int, ...]:
+        if isinstance(value, str) and value in ("default", "auto"):
+            return value
         if not isinstance(value, (list, tuple)) or not value:
             _refuse(value)
         for index, depth in enumerate(value):
@@ -129,6 +135,18 @@ class VPipeConfig(BaseModel):
                 _refuse(depth, index, reason=f"it rises from {value[index - 1]} at stage {index - 1}")
         if value[-1] != 0:
             _refuse(value[-1], len(value) - 1, reason="the last stage has nothing to run ahead of")
+        return tuple(value)
+
+    @field_validator("memory_budget", mode="before")
+    @classmethod
+    def _check_memory_budget(cls, value: object) -> object:
+        if value is None or (_is_int(value) and value > 0):  # type: ignore[operator]
+            return value
+        if not isinstance(value, (list, tuple)) or not value:
+            _refuse(value)
+        for index, size in enumerate(value):
+            if not _is_int(size) or size < 1:
+                _refuse(size, index)
         return tuple(value)
 
     @field_validator("peer_timeout_s", mode="before")
@@ -158,6 +176,23 @@ class VPipeConfig(BaseModel):
                 scope, why = self.gradient_clipping_scope, 'sync_mode is "bsp", which clips by the norm of all stages'
                 _refuse(scope, key="gradient_clipping_scope", reason=why, remedy="remove the key")
         return self
+
+    @model_validator(mode="after")
+    def _check_plan(self) -> Self:
+        left = [key for key, word in _LEFT_TO_PLANNER.items() if getattr(self, key) == word]
+        if left and self.virtual_stages > 1:
+            why = 'schedule is "interleaved"'
+            fix = "give numbers; python -m ds_vpipe plan finds some"
+            _refuse(getattr(self, left[0]), key=left[0], reason=why, remedy=fix)
+        if left and self.profile is None:
+            fix = 'make one with "python -m ds_vpipe profile" and name it'
+            _refuse(None, key="profile", reason=f"{left[0]} is {_LEFT_TO_PLANNER[left[0]]!r}", remedy=fix)
+        return self
+
+    @property
+    def leaves_to_planner(self) -> bool:
+        """Whether something is to be planned from :attr:`profile`, by :mod:`ds_vpipe.planning.configured_plan`."""
+        return any(getattr(self, key) == word for key, word in _LEFT_TO_PLANNER.items())
 
     @classmethod
     def parse(cls, block: object) -> VPipeConfig:
@@ -220,6 +255,8 @@ class VPipeConfig(BaseModel):
         raise_first(refusals)
 
         ratio, depth = self.recompute_ratio, self.stage_to_depth_map
+        if ratio == "auto":  # the planner has not been asked; a settled block has numbers
+            ratio = 0.0
         return StageSettings(
             partition="uniform" if self.partition is None and self.virtual_stages > 1 else self.partition,
             recompute_ratio=ratio if isinstance(ratio, tuple) else (ratio,) * num_stages,

@@ -31,17 +31,25 @@ HELP: dict[str, tuple[str, str]] = {
         'write "stash" or remove the key',
     ),
     "partition": (
-        'a list of layer counts > 0, one per stage, "uniform", "parameters", "type:REGEX", the path of a .json file, '
-        "or null for the module's own",
+        'a list of layer counts > 0, one per stage, "uniform", "parameters", "type:REGEX", "profile", the path of a '
+        ".json file, or null for the module's own",
         'give one count per stage, such as [12, 13, 13, 11], or "parameters" to balance by size',
     ),
     "recompute_ratio": (
-        "a number in [0, 1], or a list of one such number per stage",
+        'a number in [0, 1], a list of one such number per stage, or "auto"',
         "give the fraction of a stage's layers to recompute, such as 0.5, or 0 for none",
     ),
     "stage_to_depth_map": (
-        '"default", or a list of one int >= 0 per stage that never rises and ends in 0, with sync_mode "asp" only',
+        '"default", "auto", or a list of one int >= 0 per stage that never rises and ends in 0, with sync_mode "asp"',
         'write "default" (K-1, ..., 1, 0) or a list such as [3, 2, 1, 0]',
+    ),
+    "profile": (
+        'the path of a profile of the model\'s layers, for "profile" and "auto"',
+        'make one with "python -m ds_vpipe profile"',
+    ),
+    "memory_budget": (
+        "an int > 0, or a list of one per stage, in bytes per device",
+        "give bytes such as 16000000000, or remove the key for the memory of the GPU",
     ),
     "gradient_clipping_scope": (
         '"stage", or "delayed_global" with sync_mode "asp"',
@@ -55,19 +63,13 @@ HELP: dict[str, tuple[str, str]] = {
 
 # The same for one entry of a list.
 _ENTRY_HELP: dict[str, tuple[str, str]] = {
+    "memory_budget": ("an int > 0", "give bytes per device"),
     "partition": ("an int > 0", "give the number of layers of the stage"),
     "recompute_ratio": ("a number in [0, 1]", "give the fraction of the stage's layers to recompute, such as 0.5"),
     "stage_to_depth_map": (
         "an int >= 0, not above the one before, and 0 at the last stage",
         'correct the list, as in [3, 2, 1, 0], or write "default"',
     ),
-}
-
-# Values of the final design that arrive later: refused by name until then, with what to use instead.
-_NOT_YET: dict[tuple[str, object], str] = {
-    ("partition", "profile"): 'use "parameters" or give the layer counts',
-    ("recompute_ratio", "auto"): "give a number in [0, 1] or one per stage",
-    ("stage_to_depth_map", "auto"): 'use "default" or give one depth per stage',
 }
 
 
@@ -91,9 +93,7 @@ def refusal_of(detail: ErrorDetails, known: Mapping[str, tuple[str, ...]], origi
     allowed, remedy = (_ENTRY_HELP if context.get("path") else HELP)[key]
     reason = context.get("reason", "")
     name = f"vpipe.{key}{context.get('path', '')}"
-    if isinstance(value, (str, bool)) and (key, value) in _NOT_YET:
-        reason, remedy = "not supported yet", _NOT_YET[key, value]
-    elif isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         reason = "it is not a finite number"
     elif not reason and isinstance(value, str):
         reason = did_you_mean(value, re.findall(r'"(\w+)"', allowed)).lstrip(", ")

@@ -46,8 +46,9 @@ def initialize(
     block = None if ds_config is None else block_of(ds_config)
     if ds_config is None or block is None:
         return tuple(theirs(**given))
-    given["model_parameters"] = prepare(model, ds_config, block, optimizer, model_parameters)
-    with _engine_class(functools.partial(VPipeEngine, prepared=True)):
+    prepared = prepare(model, ds_config, block, optimizer, model_parameters)
+    given["model_parameters"] = prepared.model_parameters
+    with _engine_class(functools.partial(VPipeEngine, prepared=prepared)):
         return tuple(theirs(**given))
 
 

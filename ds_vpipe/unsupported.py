@@ -128,7 +128,7 @@ def _pipeline(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal
             why = "activations are sent whole"
             yield Refusal(f"pipeline.{key}", True, "false", "write false or remove the key", why)
     ratio = block.recompute_ratio
-    recomputes = any(ratio) if isinstance(ratio, tuple) else ratio > 0
+    recomputes = any(ratio) if isinstance(ratio, tuple) else ratio == "auto" or ratio > 0
     interval = _int(_get(config, "pipeline.activation_checkpoint_interval"))
     if interval is not None and interval > 0 and block.virtual_stages > 1:
         why = "vpipe.virtual_stages runs layers part by part"

@@ -42,7 +42,7 @@ from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.observation import Observation, ObservationMixin
-from ds_vpipe.engine.preparation import prepared_arguments
+from ds_vpipe.engine.preparation import Prepared, prepared_arguments
 from ds_vpipe.engine.ties import TiedWeights, tied_stages
 from ds_vpipe.engine.transport import abort_all
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
@@ -60,20 +60,23 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
     ``train_batch()``, ``eval_batch()`` and the rest of the interface are ``PipelineEngine``'s.
 
     Args:
-        prepared: the arguments have been through :func:`ds_vpipe.engine.preparation.prepare`.
+        prepared: what :func:`ds_vpipe.engine.preparation.prepare` has made of the arguments, if they have been there.
 
     Attributes:
         stashing_optimizer: the versions of this stage's weights, around ``optimizer``.
         depth: this stage's warm-up depth.
         state: how far this stage has come, and its micro-batches in flight.
+        plan: what the planner has found, with predicted bytes of every stage, where the block left something to it.
     """
 
-    def __init__(self, *args: Any, prepared: bool = False, **kwargs: Any) -> None:
-        if not prepared:
-            args, kwargs = (), prepared_arguments(args, kwargs)
+    def __init__(self, *args: Any, prepared: Prepared | None = None, **kwargs: Any) -> None:
+        if prepared is None:
+            kwargs, prepared = prepared_arguments(args, kwargs)
+            args = ()
         super().__init__(*args, **kwargs)
         self.vpipe_config = VPipeConfig.parse(self.config["vpipe"])
-        self.settings: StageSettings = self.vpipe_config.resolve(self.num_stages, self.module._num_layers)
+        self.settings: StageSettings = prepared.settings
+        self.plan = prepared.plan
         self.asynchronous = self.vpipe_config.sync_mode == "asp"
         if self.asynchronous and self.has_moe_layers:
             raise VPipeConfigError(

@@ -9,9 +9,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
@@ -26,14 +29,32 @@ from ds_vpipe.engine.repartition import repartition, stage_counts
 from ds_vpipe.engine.stage_grid import StageLocalGrid
 from ds_vpipe.errors import VPipeConfigError
 
+if TYPE_CHECKING:
+    from ds_vpipe.planning.plan import Plan
+
+_SHARE_OF_DEVICE = 0.9  # the rest is for the CUDA context, the allocator and communication
 _WITHOUT_BLOCK = {"sync_mode": "bsp"}  # whoever puts the engine in the place of DeepSpeed's expects that one's results
 
 
-def prepare(model: Any, ds_config: Mapping[str, Any], block: Mapping[str, Any], optimizer: Any, parameters: Any) -> Any:
-    """Split ``model``, make it recompute, and give it the grid of its schedule; all ranks call this.
+@dataclass(frozen=True)
+class Prepared:
+    """A module that is ready to be built around.
 
-    Returns:
-        The ``model_parameters`` for DeepSpeed; other ones than ``parameters`` where layers have changed hands.
+    Attributes:
+        model_parameters: for DeepSpeed; other ones than were given where layers have changed hands.
+        settings: what the block means for every stage.
+        plan: where the block left something to the planner.
+    """
+
+    model_parameters: Any
+    settings: StageSettings
+    plan: Plan | None
+
+
+def prepare(
+    model: Any, ds_config: Mapping[str, Any], block: Mapping[str, Any], optimizer: Any, parameters: Any
+) -> Prepared:
+    """Split ``model``, make it recompute, and give it the grid of its schedule; all ranks call this.
 
     Raises:
         VPipeConfigError: on every rank, with one line that names the key, the value and what is allowed.
@@ -55,6 +76,9 @@ def prepare(model: Any, ds_config: Mapping[str, Any], block: Mapping[str, Any], 
             f"PipelineModule(activation_checkpoint_interval): got {model.activation_checkpoint_interval}, allowed with "
             f"vpipe.virtual_stages is 0; use vpipe.recompute_ratio"
         )
+    plan = None
+    if config.leaves_to_planner:
+        config, plan = _planned(config, ds_config, model)
     settings = config.resolve(model.num_stages, model._num_layers)
     parameters = _split(model, settings, optimizer, parameters)
     if config.sync_mode == "asp" and model.num_stages > 1:
@@ -66,10 +90,10 @@ def prepare(model: Any, ds_config: Mapping[str, Any], block: Mapping[str, Any], 
     else:
         apply_recompute(model, ratio)
     _limit_cpu_threads()
-    return parameters
+    return Prepared(parameters, settings, plan)
 
 
-def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Prepared]:
     """Arguments of an engine that was not built by :func:`ds_vpipe.initialize`, as that would pass them.
 
     Without a ``"vpipe"`` block the engine is synchronous, as the one whose place it takes.
@@ -94,8 +118,29 @@ def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
         block = _WITHOUT_BLOCK
         ds_config = {**ds_config, "vpipe": block}
     model = given["model"]
-    parameters = prepare(model, ds_config, block, given.get("optimizer"), given.get("model_parameters"))
-    return {**given, "config": ds_config, "model_parameters": parameters, "mpu": model.mpu()}
+    prepared = prepare(model, ds_config, block, given.get("optimizer"), given.get("model_parameters"))
+    parameters = prepared.model_parameters
+    return {**given, "config": ds_config, "model_parameters": parameters, "mpu": model.mpu()}, prepared
+
+
+def _planned(config: VPipeConfig, ds_config: Mapping[str, Any], model: PipelineModule) -> tuple[VPipeConfig, Plan]:
+    """Let the planner fill in what ``config`` leaves to it, and say what it has found."""
+    from ds_vpipe.planning.configured_plan import planned  # only where it is asked for: it takes numpy's time
+
+    on_gpu = get_accelerator().device_name() == "cuda"
+    bounds = model.parts
+    config, plan = planned(
+        config,
+        ds_config,
+        model.num_stages,
+        [stop - start for start, stop in pairwise(bounds)],
+        replicas=model.mpu().data_parallel_size,
+        device_bytes=int(_SHARE_OF_DEVICE * get_accelerator().total_memory()) if on_gpu else None,
+        host_transfers=not on_gpu,
+    )
+    if model.global_rank == 0:
+        print(f"ds_vpipe: planned from {config.profile}\n{plan.table()}", flush=True)
+    return config, plan
 
 
 def _split(model: PipelineModule, settings: StageSettings, optimizer: Any, model_parameters: Any) -> Any:

@@ -84,6 +84,8 @@ def configured_partition(settings: Settings, profile: ModelProfile) -> tuple[int
     weights = [layer.parameter_bytes for layer in profile.layers]
     names = [layer.name for layer in profile.layers]
     method = settings.block.partition or "parameters"
+    if method == "profile":  # what there is without a plan
+        method = "parameters"
     return resolve_partition(method, lambda: weights, names, settings.pipeline.num_parts)
 
 
@@ -94,4 +96,6 @@ def configured_ratios(settings: Settings) -> tuple[float, ...]:
         VPipeConfigError: Their number is not that of the parts.
     """
     ratio, parts = settings.block.recompute_ratio, settings.pipeline.num_parts
+    if ratio == "auto":  # what there is without a plan
+        ratio = 0.0
     return ratio if isinstance(ratio, tuple) else (ratio,) * parts

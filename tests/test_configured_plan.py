@@ -1,0 +1,104 @@
+"""What the JSON leaves to the planner: the plan it gets, what is refused, and an engine that runs by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import toy
+from worlds import Worlds
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.planning.configured_plan import configured_micro_batches, planned
+from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
+
+MB = 10**6
+ALL = {"partition": "profile", "recompute_ratio": "auto", "stage_to_depth_map": "auto"}
+
+
+def profile_file(folder: Path, seconds: list[float]) -> str:
+    """Layers of 1 MB of weights that keep 4 MB and hand on 0.1 MB."""
+    layers = tuple(LayerProfile(f"L{i}", s, 2 * s, MB, 4 * MB, MB // 10) for i, s in enumerate(seconds))
+    path = folder / "profile.json"
+    ModelProfile(layers, MB // 10, 4, "cpu", "float32", "measured").save(path)
+    return str(path)
+
+
+def settle(folder: Path, block: dict[str, Any], seconds: list[float], stages: int = 2, **options: Any) -> Any:
+    block = {"profile": profile_file(folder, seconds), **block}
+    ds_config = {"gradient_accumulation_steps": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "vpipe": block}
+    own = [len(seconds) // stages] * stages
+    return planned(VPipeConfig.parse(block), ds_config, stages, own, **options)
+
+
+def test_an_unbalanced_model_is_balanced(tmp_path: Path) -> None:
+    config, plan = settle(tmp_path, ALL, [5e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3])
+    assert config.partition == (1, 5)
+    assert config.recompute_ratio == (0.0, 0.0)
+    assert config.stage_to_depth_map == (1, 0)
+    assert plan.pace_s == pytest.approx(15e-3)
+    assert not config.leaves_to_planner
+    settings = config.resolve(2, 6)
+    assert (settings.partition, settings.recompute_ratio, settings.depth) == ((1, 5), (0.0, 0.0), (1, 0))
+
+
+def test_a_budget_brings_recomputation_where_it_is_needed(tmp_path: Path) -> None:
+    block = {"recompute_ratio": "auto", "memory_budget": 24 * MB}
+    config, plan = settle(tmp_path, block, [1e-3] * 6)
+    assert config.partition == (3, 3), "the module's own split is kept"
+    first, last = config.recompute_ratio
+    assert first > last == 0.0
+    assert all(memory.total <= 24 * MB for memory in plan.rank_memory())
+    config, _ = settle(tmp_path, {"recompute_ratio": "auto"}, [1e-3] * 6, device_bytes=24 * MB)
+    assert config.recompute_ratio == (first, last)
+    with pytest.raises(VPipeConfigError, match="MB") as error:
+        settle(tmp_path, {**block, "memory_budget": 4 * MB}, [1e-3] * 6)
+    assert "\n" not in str(error.value)
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    block = {**ALL, "profile": profile_file(tmp_path, [1e-3] * 6)}
+    with pytest.raises(VPipeConfigError, match=r"vpipe.profile: got .*it has 6 layers but the model has 8"):
+        planned(VPipeConfig.parse(block), {"vpipe": block}, 2, [4, 4])
+
+
+@pytest.mark.parametrize(("key", "word"), ALL.items())
+def test_a_profile_is_needed(key: str, word: str) -> None:
+    with pytest.raises(VPipeConfigError, match=rf"vpipe.profile: got null; {key} is .*python -m ds_vpipe profile"):
+        VPipeConfig.parse({key: word})
+    with pytest.raises(VPipeConfigError):
+        VPipeConfig.parse({key: word, "profile": "p.json", "sync_mode": "bsp", "schedule": "interleaved",
+                           "virtual_stages": 2})  # fmt: skip
+
+
+def test_micro_batches_as_deepspeed_works_them_out() -> None:
+    assert configured_micro_batches({"gradient_accumulation_steps": 3}, 2) == 3
+    assert configured_micro_batches({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, 3) == 4
+    assert configured_micro_batches({}, 3) == 1
+
+
+def train(ds_config: dict[str, Any]) -> dict[str, Any]:
+    engine = cases.engine(ds_config, 2)
+    iterator = toy.data()
+    losses = [float(engine.train_batch(iterator)) for _ in range(4)]
+    report = {"losses": losses, "settings": engine.settings, "predicted": engine.plan is not None}
+    engine.destroy()
+    return report
+
+
+@pytest.mark.mp
+def test_an_engine_runs_by_the_plan(worlds: Worlds, tmp_path: Path) -> None:
+    """The same training as with the plan's numbers in the JSON."""
+    profile = profile_file(tmp_path, [5e-3] + [1e-3] * 9)
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    reports = worlds.run(2, train, cases.config(1, sgd, {**ALL, "profile": profile}))
+    settings = reports[0]["settings"]
+    assert settings.partition == (3, 7)
+    assert all(report["predicted"] for report in reports)
+    numbers = {"partition": list(settings.partition), "stage_to_depth_map": list(settings.depth)}
+    for report in worlds.run(2, train, cases.config(1, sgd, numbers)):
+        assert report["losses"] == reports[0]["losses"]
+        assert not report["predicted"]

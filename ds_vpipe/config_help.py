@@ -40,7 +40,8 @@ HELP: dict[str, tuple[str, str]] = {
         "give the fraction of a stage's layers to recompute, such as 0.5, or 0 for none",
     ),
     "stage_to_depth_map": (
-        '"default", "auto", or a list of one int >= 0 per stage that never rises and ends in 0, with sync_mode "asp"',
+        '"default", "auto", or a list of one int >= 0 per stage that never rises and ends in 0, '
+        'with sync_mode "asp" only',
         'write "default" (K-1, ..., 1, 0) or a list such as [3, 2, 1, 0]',
     ),
     "profile": (

@@ -33,6 +33,7 @@ ruff check .
 mypy -p ds_vpipe
 run_pytest -m "not mp" "$@"
 if [[ $fast == false ]]; then
-    run_pytest -m mp "$@"
+    # Ranks wait for each other most of the time: two worlds at once keep two cores busy.
+    run_pytest -m mp -n 2 --dist loadfile "$@"
 fi
 [[ $selected == true ]] || exit 5

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.mp
 STAGES = 3
 FAILS = 1
 ZERO = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
-ADAM = {"type": "Adam", "params": {"lr": 0.01}}
+ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
 SETTINGS = {
     "fp32": ({}, {}),
     "ZeRO-1": (ZERO, {"loss_fn": toy.float_cross_entropy}),

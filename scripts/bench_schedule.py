@@ -158,16 +158,11 @@ def measure(kind: str, stages: int, micro_batches: int, options: argparse.Namesp
     }
 
 
-def work(rank: int, options: argparse.Namespace, stages: int, port: int, cases: list[tuple[str, int]]) -> None:
-    """What each rank does; rank 0 prints."""
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(stages),
-        LOCAL_SIZE=str(stages),
-    )
+def join(rank: int, stages: int, port: int) -> Any:
+    """Become ``rank`` of a world of this machine's processes; returns the stream to print to."""
+    world = str(stages)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=world, LOCAL_SIZE=world)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     import deepspeed
     import torch
     from deepspeed.utils import logger
@@ -176,19 +171,29 @@ def work(rank: int, options: argparse.Namespace, stages: int, port: int, cases: 
     logger.setLevel("ERROR")
     printed, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology
     deepspeed.init_distributed(dist_backend="gloo")
+    return printed
+
+
+def tell(row: dict[str, Any], text: str, printed: Any, path: str | None) -> None:
+    """Print a row of the table, and append it to the file ``path``, if any."""
+    print(text, file=printed, flush=True)
+    if path:
+        with Path(path).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def work(rank: int, options: argparse.Namespace, stages: int, port: int, cases: list[tuple[str, int]]) -> None:
+    """What each rank does; rank 0 prints."""
+    printed = join(rank, stages, port)
     for kind, micro_batches in cases:
         row = measure(kind, stages, micro_batches, options)
         if rank == 0:
-            print(
+            text = (
                 f"{kind:9} K={stages} M={micro_batches:<2} stage {row['stage_ms']:6.2f} ms | stock {row['stock']:6.1f} "
                 f"asp {row['asp']:6.1f} micro-batches/s | ratio {row['ratio']:5.2f} "
-                f"| efficiency {row['efficiency']:.3f}",
-                file=printed,
-                flush=True,
+                f"| efficiency {row['efficiency']:.3f}"
             )
-            if options.json:
-                with Path(options.json).open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            tell(row, text, printed, options.json)
 
 
 def main() -> None:

@@ -10,17 +10,14 @@ the simulation is off.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import socket
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from bench_schedule import BATCH, WIDTH, build, endless
+from bench_schedule import BATCH, WIDTH, build, endless, join, tell
 
 CASES = [
     ("asp", 1, 1),
@@ -122,30 +119,16 @@ def measure(schedule: str, micro_batches: int, virtual_stages: int, options: arg
 
 def work(rank: int, options: argparse.Namespace, port: int) -> None:
     """What each rank does; rank 0 prints."""
-    world = str(options.stages)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=world, LOCAL_SIZE=world)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    import deepspeed
-    import torch
-    from deepspeed.utils import logger
-
-    torch.set_num_threads(1)
-    logger.setLevel("ERROR")
-    printed, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology
-    deepspeed.init_distributed(dist_backend="gloo")
+    printed = join(rank, options.stages, port)
     for schedule, micro_batches, virtual_stages in CASES:
         row = measure(schedule, micro_batches, virtual_stages, options)
         if rank == 0:
-            print(
+            text = (
                 f"{schedule:11} K={options.stages} M={micro_batches} v={virtual_stages} | "
                 f"simulated {row['simulated']:6.2f} measured {row['measured']:6.2f} micro-batches/s | "
-                f"off by {100 * row['error']:+.1f} %",
-                file=printed,
-                flush=True,
+                f"off by {100 * row['error']:+.1f} %"
             )
-            if options.json:
-                with Path(options.json).open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            tell(row, text, printed, options.json)
 
 
 def main() -> None:

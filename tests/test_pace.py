@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vpipe.planning.pace import Link, batch_seconds, cut_round_trips, hiding_depths, pace, suggested_micro_batches
+from ds_vpipe.planning.pace import Link, batch_seconds, hiding_depths, pace, suggested_micro_batches
 from ds_vpipe.planning.recompute_choice import cheapest_layers, checkpoint_ratios, ratio_for
 from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 
@@ -97,9 +97,7 @@ def test_suggested_micro_batches() -> None:
 def test_links() -> None:
     link = Link(latency_s=0.5, bytes_per_s=10)
     assert link.seconds(20) == 2.5
-    layers = tuple(LayerProfile("x", 1, 1, 0, 0, size) for size in (20, 40, 0))
-    profile = ModelProfile(layers, 0, 1, "test", "float32", "analytic")
-    assert cut_round_trips(profile, link) == (5, 9)
+    assert link.round_trip(40) == 9
     with pytest.raises(ValueError, match="link: got -1"):
         Link(latency_s=-1)
 

@@ -9,7 +9,7 @@ import pytest
 
 from ds_vpipe.planning.optimizer_bytes import optimizer_bytes
 from ds_vpipe.planning.pace import Link
-from ds_vpipe.planning.plan_settings import Pipeline, configured_pipeline, settled_split
+from ds_vpipe.planning.plan_settings import Pipeline, configured_pipeline
 from ds_vpipe.planning.planner import plan
 from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 
@@ -45,30 +45,18 @@ def test_synchronous() -> None:
     assert (parts.schedule, parts.parts) == ("interleaved", 6)
 
 
-@pytest.mark.parametrize(
-    ("block", "split"),
-    [
-        ({}, (None, [0, 0])),
-        ({"partition": [2, 3], "recompute_ratio": 0.5}, ([2, 3], [0.5, 0.5])),
-        ({"partition": "profile", "recompute_ratio": [0.5, 0]}, (None, [0.5, 0])),
-        ({"partition": [2, 3], "recompute_ratio": "auto"}, ([2, 3], None)),
-    ],
-)
-def test_settled_split(block: dict[str, object], split: object) -> None:
-    assert settled_split({"vpipe": block}, 2) == split
-
-
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_config_can_be_planned(path: Path) -> None:
     config = json.loads(path.read_text())
-    counts, ratios = settled_split(config, len(config["vpipe"].get("partition", [1, 1])))
+    counts = config["vpipe"].get("partition")
+    counts = counts if isinstance(counts, list) else None
+    ratio = config["vpipe"].get("recompute_ratio", 0)
+    ratios = None if counts is None else ratio if isinstance(ratio, list) else [ratio] * len(counts)
     stages = 4 if counts is None else len(counts)
     size = 16 if counts is None else sum(counts)
     layers = (LayerProfile("x", 1, 2, 4, 8, 2),) * size
     pipeline = configured_pipeline(config, stages, config["gradient_accumulation_steps"])
-    found = plan(
-        ModelProfile(layers, 2, 1, "test", "float32", "analytic"), pipeline, counts, ratios if counts else None
-    )
+    found = plan(ModelProfile(layers, 2, 1, "test", "float32", "analytic"), pipeline, counts, ratios)
     assert counts is None or found.partition == tuple(counts)
     assert (
         ratios is None

@@ -21,7 +21,7 @@ from ds_vpipe.schedules.programs import (
     rank_actions,
     rank_program,
 )
-from ds_vpipe.schedules.schedule import Exchanges, Progress, stage_actions
+from ds_vpipe.schedules.schedule import Exchanges, Progress, compute_actions, with_communication
 
 
 def passes(all_programs: Programs) -> list[str]:
@@ -114,7 +114,7 @@ def test_exchanges_of_every_rank() -> None:
 @given(pipelines(), workloads())
 @settings(deadline=None)
 def test_the_engine_is_handed_the_same_actions(pipeline: Pipeline, workload: Workload) -> None:
-    """What ``stage_actions`` gives with the limit that the engine sets, batch after batch."""
+    """What the generator gives with the limit that the engine sets, batch after batch."""
     if pipeline.schedule == "interleaved":
         return
     micro_batches = pipeline.micro_batches
@@ -127,7 +127,8 @@ def test_the_engine_is_handed_the_same_actions(pipeline: Pipeline, workload: Wor
             if pipeline.synchronous:
                 limit = batch + 1
             progress = replace(progress, limit=None if limit is None else limit * micro_batches)
-            for action in stage_actions(progress, pipeline.depths[rank], micro_batches, rank, pipeline.num_stages):
+            computed = compute_actions(progress, pipeline.depths[rank], micro_batches)
+            for action in with_communication(computed, rank, pipeline.num_stages):
                 actions.append(action)
                 if action.kind is Kind.FORWARD:
                     progress = replace(progress, forwarded=action.index + 1)

@@ -15,7 +15,6 @@ from ds_vpipe.schedules.schedule import (
     Progress,
     compute_actions,
     default_depths,
-    stage_actions,
     version_used,
     versions_alive,
     with_communication,
@@ -107,11 +106,11 @@ def test_a_limit_at_every_batch_end_is_1f1b_with_flush(stages: int, micro_batche
     ],
 )
 def test_communication_of_a_stage(stage: int, picture: str) -> None:
-    assert text(stage_actions(Progress(), 1, 1, stage, 3)) == picture
+    assert text(with_communication(compute_actions(Progress(), 1, 1), stage, 3)) == picture
 
 
 def test_communication_of_a_single_stage() -> None:
-    assert text(stage_actions(Progress(), 0, 1, 0, 1)) == "LOAD0 F0 B0 REDUCE0 STEP0"
+    assert text(with_communication(compute_actions(Progress(), 0, 1), 0, 1)) == "LOAD0 F0 B0 REDUCE0 STEP0"
     assert text(with_communication([Action(Kind.BACKWARD, 3)], 0, 2)) == "RECV_GRAD3 B3"
 
 
@@ -258,7 +257,7 @@ def program(
     """All actions of a stage, with its progress at the start of the batch."""
     progress = Progress(limit=limit)
     for _ in range(batches):
-        for action in stage_actions(progress, depths[stage], micro_batches, stage, len(depths)):
+        for action in with_communication(compute_actions(progress, depths[stage], micro_batches), stage, len(depths)):
             yield action, progress
         progress = after_batch(progress, depths[stage], micro_batches)
 

@@ -87,6 +87,7 @@ def carry_scale(target: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def misfit(found: str, expected: str) -> VPipeError:
+    """The error, to be raised, that a state does not have the form that it should have."""
     return VPipeError(
         f"optimizer state: got {found}, allowed is {expected}; the file does not belong to these layers"
         f" or this optimizer"

@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ds_vpipe.profiles.layer_profile import ModelProfile
-
 
 @dataclass(frozen=True)
 class Link:
@@ -51,11 +49,6 @@ class Link:
 
 FREE_LINK = Link()
 """Transfers that take no time."""
-
-
-def cut_round_trips(profile: ModelProfile, link: Link) -> tuple[float, ...]:
-    """Seconds of a round trip over a cut behind each layer but the last."""
-    return tuple(link.round_trip(layer.boundary_bytes) for layer in profile.layers[:-1])
 
 
 def advances(depths: Sequence[int]) -> tuple[int, ...]:

@@ -116,15 +116,3 @@ def configured_pipeline(
         link=link,
         host_transfers=host_transfers,
     )
-
-
-def settled_split(ds_config: Mapping[str, Any], parts: int) -> tuple[list[int] | None, list[float] | None]:
-    """Partition and recompute ratios that the ``"vpipe"`` block settles, for :func:`ds_vpipe.planning.planner.plan`.
-
-    ``"partition": "profile"`` and ``"recompute_ratio": "auto"`` leave them to the planner, None here. Ratios that are
-    not given are 0, as everywhere. A partition in other words ("uniform", ...) is for the caller to resolve first.
-    """
-    block = ds_config.get("vpipe") or {}
-    counts, ratio = block.get("partition"), block.get("recompute_ratio", 0)
-    ratios = None if ratio == "auto" else list(ratio) if isinstance(ratio, (list, tuple)) else [float(ratio)] * parts
-    return (list(counts) if isinstance(counts, (list, tuple)) else None), ratios

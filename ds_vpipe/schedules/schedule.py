@@ -177,15 +177,3 @@ def with_communication(
                 yield Action(Kind.SEND_TIED, index)
             if exchanges.news and not first_rank:
                 yield Action(Kind.SEND_NEWS, index)
-
-
-def stage_actions(
-    progress: Progress,
-    depth: int,
-    micro_batches: int,
-    stage: int,
-    num_stages: int,
-    exchanges: Exchanges = Exchanges(),
-) -> Iterator[Action]:
-    """Everything ``stage`` does from ``progress`` to the end of the current batch."""
-    return with_communication(compute_actions(progress, depth, micro_batches), stage, num_stages, exchanges)

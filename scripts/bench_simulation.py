@@ -2,9 +2,10 @@
 """Simulated against measured throughput of every schedule, on emulated device time.
 
 ``python scripts/bench_simulation.py`` starts four ranks on this machine, whose layers sleep for their forward and
-backward passes, 1 : 2. Before each measurement every rank measures its own passes and updates alone; the simulator
-gets those and the transfer seconds given, and nothing of the measured run. Prints micro-batches/s of both and how far
-the simulation is off.
+backward passes, 1 : 2. A short run of 1F1B, or of interleaved 1F1B with another number of micro-batches, is recorded;
+the simulator takes the costs from there (:mod:`ds_vpipe.simulation.recorded_costs`) and says how fast the other
+schedules are, which then run and are measured without a recorder. Prints micro-batches/s of both and how far the
+simulation is off.
 """
 
 from __future__ import annotations
@@ -12,24 +13,34 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shutil
 import socket
 import statistics
+import tempfile
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench_schedule import BATCH, WIDTH, build, endless, join, tell
+from bench_schedule import BATCH, build, endless, join, tell
+
+if TYPE_CHECKING:
+    from ds_vpipe.simulation.simulator import StageCost
 
 CASES = [
     ("asp", 1, 1),
+    ("asp", 2, 1),
     ("asp", 8, 1),
     ("1f1b", 1, 1),
     ("1f1b", 8, 1),
     ("gpipe", 8, 1),
     ("interleaved", 8, 2),
 ]
+RECORDED = {1: ("1f1b", 4), 2: ("interleaved", 4)}  # schedule and M of the recording, by virtual stages
+RECORDED_BATCHES = 6
 
 
-def engine_for(schedule: str, stages: int, micro_batches: int, virtual_stages: int, stage_ms: float) -> Any:
+def engine_for(
+    schedule: str, stages: int, micro_batches: int, virtual_stages: int, stage_ms: float, record: bool
+) -> Any:
     """An engine with one emulated layer per part."""
     import torch
     from deepspeed.pipe import PipelineModule
@@ -43,6 +54,8 @@ def engine_for(schedule: str, stages: int, micro_batches: int, virtual_stages: i
     block: dict[str, Any] = {} if schedule == "asp" else {"sync_mode": "bsp", "schedule": schedule}
     if virtual_stages > 1:
         block["virtual_stages"] = virtual_stages
+    if record:
+        block["timeline"] = {"enabled": True}
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": micro_batches,
@@ -54,56 +67,54 @@ def engine_for(schedule: str, stages: int, micro_batches: int, virtual_stages: i
     return ds_vpipe.initialize(model=module, config=config)[0]
 
 
-def own_costs(engine: Any) -> list[tuple[float, float]]:
-    """Forward and backward seconds of each of this rank's parts, alone, median of 15."""
-    import torch
+def calibrate(virtual_stages: int, options: argparse.Namespace) -> tuple[StageCost, ...]:
+    """Costs of every part, from a short recorded run."""
+    import torch.distributed as dist
 
-    value = torch.randn(BATCH, WIDTH).requires_grad_()
-    results = []
-    for chunk in range(engine.pipeline.virtual_stages):
-        if engine.pipeline.virtual_stages > 1:
-            engine.module.chunk = chunk
-        times = []
-        for _ in range(15):
-            start = time.perf_counter()
-            output = engine.module(value)
-            middle = time.perf_counter()
-            torch.autograd.backward(output, torch.ones_like(output))
-            times.append((middle - start, time.perf_counter() - middle))
-        results.append((statistics.median(f for f, _ in times), statistics.median(b for _, b in times)))
-    engine.module.zero_grad()
-    return results
+    from ds_vpipe.simulation.recorded_costs import recorded_costs
+    from ds_vpipe.timelines.merged_recording import read_timeline
+
+    schedule, micro_batches = RECORDED[virtual_stages]
+    engine = engine_for(schedule, options.stages, micro_batches, virtual_stages, options.stage_ms, record=True)
+    iterator = endless("emulated")
+    for _ in range(RECORDED_BATCHES):
+        engine.train_batch(iterator)
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    engine.save_timeline(folders[0])
+    dist.barrier()
+    costs = recorded_costs(read_timeline(folders), engine.pipeline.num_parts)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folders[0])
+    return costs
 
 
-def measure(schedule: str, micro_batches: int, virtual_stages: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    schedule: str, micro_batches: int, virtual_stages: int, costs: tuple[StageCost, ...], options: argparse.Namespace
+) -> dict[str, Any]:
     """One row of the table."""
     import torch.distributed as dist
 
     from ds_vpipe.schedules.programs import Workload
-    from ds_vpipe.simulation.simulator import StageCost, simulate
+    from ds_vpipe.simulation.simulator import simulate
 
-    engine = engine_for(schedule, options.stages, micro_batches, virtual_stages, options.stage_ms)
-    costs: list[Any] = [None] * options.stages
-    dist.all_gather_object(costs, own_costs(engine))
+    engine = engine_for(schedule, options.stages, micro_batches, virtual_stages, options.stage_ms, record=False)
+    pipeline = engine.pipeline
+    simulation = simulate(pipeline, costs, Workload(pipeline.depths[0] // micro_batches + 12))
     iterator = endless("emulated")
-    batches = max(3, options.micro_batches // micro_batches)
-    for _ in range(max(2, 2 * options.stages // micro_batches)):
-        engine.train_batch(iterator)
+    # A pipeline that all ranks have stopped in needs some batches to find its rhythm again.
+    settling = -(-4 * options.stages // micro_batches)
+    batches = -(-options.micro_batches // micro_batches)
     rates = []
     for _ in range(options.repetitions):
         dist.barrier()
+        for _ in range(settling):
+            engine.train_batch(iterator)
         start = time.perf_counter()
         for _ in range(batches):
             engine.train_batch(iterator)
         rates.append(batches * micro_batches / (time.perf_counter() - start))
-    pipeline = engine.pipeline
-    transfer = options.transfer_ms / 1000
-    parts = [costs[pipeline.rank_of(part)][part // options.stages] for part in range(pipeline.num_parts)]
-    stage_costs = [
-        StageCost(forward, backward, send_activation_s=transfer, send_gradient_s=transfer)
-        for forward, backward in parts
-    ]
-    simulation = simulate(pipeline, stage_costs, Workload(pipeline.depths[0] // micro_batches + 12))
     measured = statistics.median(rates)
     return {
         "schedule": schedule,
@@ -120,8 +131,9 @@ def measure(schedule: str, micro_batches: int, virtual_stages: int, options: arg
 def work(rank: int, options: argparse.Namespace, port: int) -> None:
     """What each rank does; rank 0 prints."""
     printed = join(rank, options.stages, port)
+    costs = {virtual_stages: calibrate(virtual_stages, options) for virtual_stages in RECORDED}
     for schedule, micro_batches, virtual_stages in CASES:
-        row = measure(schedule, micro_batches, virtual_stages, options)
+        row = measure(schedule, micro_batches, virtual_stages, costs[virtual_stages], options)
         if rank == 0:
             text = (
                 f"{schedule:11} K={options.stages} M={micro_batches} v={virtual_stages} | "
@@ -136,7 +148,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=4, help="K")
     parser.add_argument("--stage-ms", type=float, default=48.0, help="emulated compute per stage and micro-batch")
-    parser.add_argument("--transfer-ms", type=float, default=0.5, help="what the simulator takes a transfer to take")
     parser.add_argument("--micro-batches", type=int, default=64, help="per repetition")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", help="append one JSON line per row to this file")

@@ -253,7 +253,7 @@ def test_transfers_slow_a_simulation_down(config: str, profile: str, capsys: pyt
 
 
 def test_simulate_refuses_costs_that_do_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--profile FILE, or --forward" in refused(capsys, "simulate", config)
+    assert "--profile FILE, --recording FOLDER, --forward S" in refused(capsys, "simulate", config)
     assert "1 or 4 numbers" in refused(capsys, "simulate", config, "--forward", "1,2")
 
 

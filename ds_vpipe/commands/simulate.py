@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Carry out the schedule on paper, with seconds and bytes of every part of the model: from a profile and the partition and
-recompute_ratio of the DeepSpeed JSON, or given as numbers.
+recompute_ratio of the DeepSpeed JSON, from the recording of a run, or given as numbers.
 """
 EXAMPLES = """\
 examples:
   python -m ds_vpipe simulate ds_config.json --profile bert.json --bandwidth 10GB
+  python -m ds_vpipe simulate ds_config.json --recording timeline --schedule asp      what would that have been?
   python -m ds_vpipe simulate ds_config.json --stages 4 --forward 0.012 --backward 0.024 --send 0.003
   python -m ds_vpipe simulate --stages 4 --micro-batches 8 --schedule gpipe --forward 1,1,2,1 --backward 2,2,4,2
   python -m ds_vpipe simulate ds_config.json --profile bert.json -o simulation.json     then: report simulation.json
@@ -34,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
     add_pipeline_arguments(parser)
     add_profile_arguments(parser, required=False)
-    group = parser.add_argument_group("costs without a profile: a number for all parts, or one for each with commas")
+    parser.add_argument(
+        "--recording", metavar="FOLDER", help="take the seconds from this recording of the same partition"
+    )
+    group = parser.add_argument_group("costs without both: a number for all parts, or one for each with commas")
     for name, what in (
         ("forward", "seconds of a forward pass"),
         ("backward", "seconds of a backward pass"),
@@ -52,7 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
     from ds_vpipe.simulation.simulator import simulate
 
     settings = settings_from(arguments, arguments.config)
-    costs = _profiled(arguments, settings) if arguments.profile else _given(arguments, settings)
+    sources = {"--profile": arguments.profile, "--recording": arguments.recording, "--forward": arguments.forward}
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) != 1:
+        remedy = "give one of them; profile makes a profile, vpipe.timeline a recording"
+        allowed = "one of --profile FILE, --recording FOLDER, --forward S"
+        raise Refusal("costs", " and ".join(given) or None, allowed, remedy).error()
+    find = {"--profile": _profiled, "--recording": _recorded, "--forward": _given}[given[0]]
+    costs = find(arguments, settings)
     simulation = simulate(settings.pipeline, costs, workload_from(arguments, settings.pipeline, _BEYOND))
     if arguments.output is not None:
         entitled(simulation.timeline, arguments.config).save(arguments.output)
@@ -63,13 +74,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _given(arguments: argparse.Namespace, settings: Settings) -> list[StageCost]:
+def _recorded(arguments: argparse.Namespace, settings: Settings) -> tuple[StageCost, ...]:
+    from ds_vpipe.simulation.recorded_costs import recorded_costs
+    from ds_vpipe.timelines.merged_recording import read_timeline
+
+    return recorded_costs(read_timeline([arguments.recording]), settings.pipeline.num_parts)
+
+
+def _given(arguments: argparse.Namespace, settings: Settings) -> tuple[StageCost, ...]:
     from ds_vpipe.simulation.simulator import StageCost
 
     parts = settings.pipeline.num_parts
-    if arguments.forward is None:
-        remedy = "give one of them; profile makes a profile"
-        raise Refusal("costs", None, "--profile FILE, or --forward S and what else takes time", remedy).error()
 
     def spread(name: str, default: tuple[float, ...]) -> tuple[float, ...]:
         values: tuple[float, ...] = getattr(arguments, name) or default
@@ -80,7 +95,7 @@ def _given(arguments: argparse.Namespace, settings: Settings) -> list[StageCost]
     forward = spread("forward", ())
     backward = spread("backward", tuple(2 * seconds for seconds in forward))
     send, update = spread("send", (0.0,)), spread("update", (0.0,))
-    return [StageCost(*cost) for cost in zip(forward, backward, send, send, update, strict=True)]
+    return tuple(StageCost(*cost) for cost in zip(forward, backward, send, send, update, strict=True))
 
 
 def _profiled(arguments: argparse.Namespace, settings: Settings) -> tuple[StageCost, ...]:

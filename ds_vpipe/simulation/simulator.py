@@ -35,6 +35,7 @@ class StageCost:
         send_activation_s: transfer of its output to the next part.
         send_gradient_s: transfer of its input's gradient to the previous part.
         update_s: reduction and update, once per batch.
+        host_s: what sending a message of this part takes of the rank's own time, and receiving one.
         activation_bytes: kept from the forward to the backward pass of a micro-batch.
         static_bytes: always held: weights, gradients, optimizer states, buffers.
         version_bytes: one more version of the weights, held while a micro-batch in flight uses it.
@@ -46,6 +47,7 @@ class StageCost:
     send_activation_s: float = 0.0
     send_gradient_s: float = 0.0
     update_s: float = 0.0
+    host_s: float = 0.0
     activation_bytes: int = 0
     static_bytes: int = 0
     version_bytes: int = 0
@@ -170,6 +172,7 @@ class _Rank:
             elif kind in self._out:
                 cost = self._costs[self.number if action.part is None else action.part]
                 seconds = cost.send_activation_s if kind is Kind.SEND_ACT else cost.send_gradient_s
+                self._clock += cost.host_s
                 link, target = self._out[kind]
                 link.sent.append((self._clock, seconds, str(action)))
                 woken.add(target)
@@ -187,6 +190,7 @@ class _Rank:
         if link.free > self._clock:
             self.record.waits.append((str(action), self._clock, link.free))
             self._clock = link.free
+        self._clock += self._costs[self.number if action.part is None else action.part].host_s
         link.taken.append(self._clock)
         return True
 

@@ -109,7 +109,7 @@ def test_show_loads_neither_torch_nor_numpy(config: str) -> None:
 def test_show_reads_the_deepspeed_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "show", config, "--batches", "5", "--window", "0:16").splitlines()
     assert lines == [
-        "ds_config: asp, 4 stages, 2 micro-batches per batch",
+        "ds_config: asp, K = 4, M = 2",
         "stage 0 |F0 F1 F2 F3 .  .  .  .  .  .  B0 -- F4 B1 -- F5 |",
         "stage 1 |.  F0 F1 F2 .  .  .  .  B0 -- F3 B1 -- F4 B2 -- |",
         "stage 2 |.  .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- F4 B3 |",
@@ -121,7 +121,7 @@ def test_show_without_a_block_is_deepspeeds_own_order(tmp_path: Path, capsys: py
     (tmp_path / "stock.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     lines = printed(capsys, "show", str(tmp_path / "stock.json"), "--stages", "2").splitlines()
     assert lines == [
-        "stock: 1f1b, 2 stages, 2 micro-batches per batch",
+        "stock: 1f1b, K = 2, M = 2",
         "stage 0 |F0 F1 .  .  B0 -- .  B1 -- |",
         "stage 1 |.  F0 B0 -- F1 B1 -- .  .  |",
     ]
@@ -138,12 +138,12 @@ def test_show_by_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_entries_of_partition_are_parts(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "show", config, "--schedule", "interleaved", "--virtual-stages", "2")
-    assert text.splitlines()[0] == "ds_config: interleaved, 2 stages, 2 micro-batches per batch"
+    assert text.splitlines()[0] == "ds_config: interleaved, K = 2, M = 2"
 
 
 def test_options_outweigh_the_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     title = printed(capsys, "show", config, "--depth", "3,2,1,0", "--micro-batches", "1", "--schedule", "asp")
-    assert title.startswith("ds_config: asp, 4 stages, 1 micro-batches per batch\n")
+    assert title.startswith("ds_config: asp, K = 4, M = 1\n")
     deep = printed_json(capsys, "show", config, "--depth", "7,5,2,0")
     first = [row[1] for row in deep["spans"] if row[0] == 0 and row[1][0] in "FB"]
     assert first.index("B0") == 8  # seven ahead and the one that belongs to it
@@ -272,7 +272,7 @@ def test_plan_writes_a_split_that_the_json_takes(
     }
     content = {**CONFIG, "vpipe": {"partition": str(split)}}
     (tmp_path / "planned.json").write_text(json.dumps(content), encoding="utf-8")
-    assert "4 stages" in printed(capsys, "show", str(tmp_path / "planned.json"))
+    assert "K = 4" in printed(capsys, "show", str(tmp_path / "planned.json"))
 
 
 def test_plan_respects_memory(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ PUBLISHED: dict[str, tuple[str, list[int], list[float], str]] = {
     "bert_large_gpipe_2stages": ("large", [26, 23], [1, 1], "bsp"),
     "bert_large_gpipe_4stages": ("large", [13, 13, 13, 10], [1, 1, 1, 1], "bsp"),
     "bert_large_pipedream_4stages": ("large", [13, 13, 13, 10], [0, 0, 0, 0], "asp"),
+    "bert_large_unbalanced_4stages": ("large", [20, 11, 10, 8], [0, 0, 0, 0], "asp"),  # of docs/tuning.md
     "bert_large_vpipe_4stages": ("large", [12, 13, 13, 11], [0.3, 0, 0, 0], "asp"),
     "bert_large_48l_gpipe_8stages": ("large-48l", [12, 12, 13, 13, 13, 13, 12, 9], [1] * 8, "bsp"),
     "bert_large_48l_pipedream_8stages": ("large-48l", [11, 12, 13, 13, 13, 13, 12, 10], [0] * 8, "asp"),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vpipe.planning.pace import Link, batch_seconds, hiding_depths, pace, suggested_micro_batches
+from ds_vpipe.planning.pace import Link, batch_seconds, hiding_depths, pace
 from ds_vpipe.planning.recompute_choice import cheapest_layers, checkpoint_ratios, ratio_for
 from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 
@@ -85,13 +85,6 @@ def test_hiding_depths_are_smallest(data: st.DataObject, stages: int) -> None:
         other = [sum(ahead[stage:]) for stage in range(stages)]
         if pace(compute, trips, other) <= limit * (1 + 1e-9):
             assert all(mine <= there for mine, there in zip(depths, other, strict=True))
-
-
-def test_suggested_micro_batches() -> None:
-    assert [suggested_micro_batches(None, stages, 0.1) for stages in (1, 2, 4, 8, 16)] == [1, 9, 27, 63, 135]
-    assert suggested_micro_batches([6, 4, 2, 0], 4, 1) == 6
-    assert suggested_micro_batches([6, 4, 2, 0], 4, 2) == 3
-    assert suggested_micro_batches([0], 1, 1) == 1
 
 
 def test_links() -> None:

@@ -279,7 +279,7 @@ def test_table() -> None:
         " MB        40 MB  64 MB       -",
         " MB        20 MB  36 MB       -",
     ]
-    assert lines[3] == "asp, 1 micro-batches per batch: 6.00 ms each; pace 6.00 ms"
+    assert lines[3] == "asp, M = 1: 6.00 ms per micro-batch; pace 6.00 ms"
     found = plan(profile, Pipeline(2, 1, budget=52_000_000))
     assert found.memory_line(0) == (
         "stage 0: 44 MB predicted (weights 8 MB, versions 8 MB, gradients 8 MB, activations 4 kB, recompute 20 MB)"

@@ -100,9 +100,10 @@ def planned_timeline(
     return replace(timeline, source="plan", meta={**timeline.meta, "time_unit": _PLAN_UNIT})
 
 
-def entitled(timeline: Timeline, config: str | None) -> Timeline:
-    """``timeline`` with the name of the configuration that it comes from, if any, before its title."""
-    return timeline if config is None else replace(timeline, title=f"{Path(config).stem}: {timeline.title}")
+def entitled(timeline: Timeline, *files: str | None) -> Timeline:
+    """``timeline`` with the names of the files that it comes from, if any, before its title."""
+    names = " with ".join(Path(file).stem for file in files if file is not None)
+    return replace(timeline, title=f"{names}: {timeline.title}") if names else timeline
 
 
 def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
@@ -114,4 +115,4 @@ def _planned(arguments: argparse.Namespace, config: str | None) -> Timeline:
     pipeline = settings_from(arguments, config).pipeline
     workload = workload_from(arguments, pipeline, 1 if pipeline.synchronous else 4)
     timeline = planned_timeline(pipeline, workload, arguments.backward, arguments.transfer, arguments.update)
-    return entitled(timeline, config)
+    return entitled(timeline, config, arguments.split)

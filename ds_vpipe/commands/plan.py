@@ -16,9 +16,9 @@ from ds_vpipe.commands.profiled import (
     planner_pipeline,
 )
 from ds_vpipe.commands.settings import add_pipeline_arguments, settings_from
-from ds_vpipe.planning.pace import suggested_micro_batches
 from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.recompute_choice import CHECKPOINT_MODES, checkpoint_ratios
+from ds_vpipe.schedules.bubble import optimal_microbatches
 
 DESCRIPTION = """\
 Find the layers of every stage and how many of them to recompute: the fastest that fit the memory of every device,
@@ -85,4 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _suggested(found: Plan, num_stages: int) -> int:
-    return suggested_micro_batches(found.depths or None, num_stages, 1 if found.depths else _IDLE)
+    """Fewest micro-batches per batch for at most one stale update (asp), or for a small bubble."""
+    if found.depths:
+        return max(1, found.depths[0])  # gradients are ceil(W_0 / M) updates old at most
+    return optimal_microbatches(num_stages, _IDLE, found.virtual_stages)

@@ -52,6 +52,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--depth", type=numbers(int), metavar="W,W,...", help="warm-up depth of every stage, for asp, such as 3,2,1,0"
     )
+    group.add_argument("--split", metavar="FILE", help="partition and recompute_ratio, a file that plan wrote")
     group.add_argument("--batches", type=int, metavar="N", help="batches to train; default: enough to see the pattern")
 
 
@@ -85,6 +86,9 @@ def settings_from(arguments: argparse.Namespace, config: str | None) -> Settings
     """
     ds_config = {} if config is None else read_json(config)
     given = block_of(ds_config)
+    if arguments.split is not None:
+        given = {**(given or {}), "partition": arguments.split}
+        given.pop("recompute_ratio", None)
     block = VPipeConfig.parse(given if given is not None else {"sync_mode": "bsp"} if config else {})
     schedule: Schedule = arguments.schedule or ("asp" if block.sync_mode == "asp" else block.schedule)
     virtual_stages = arguments.virtual_stages or getattr(block, "virtual_stages", 1)

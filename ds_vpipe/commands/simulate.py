@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     costs = find(arguments, settings)
     simulation = simulate(settings.pipeline, costs, workload_from(arguments, settings.pipeline, _BEYOND))
     if arguments.output is not None:
-        entitled(simulation.timeline, arguments.config).save(arguments.output)
+        entitled(simulation.timeline, arguments.config, arguments.split).save(arguments.output)
     if arguments.json:
         print_json(_numbers(simulation))
     else:

@@ -109,22 +109,3 @@ def hiding_depths(compute: Sequence[float], round_trips: Sequence[float]) -> tup
         reach = compute[stage] + max(0.0, reach + round_trips[stage] - limit * ahead)
         depths.append(depths[-1] + ahead)
     return tuple(reversed(depths))
-
-
-def suggested_micro_batches(depths: Sequence[int] | None, num_stages: int, limit: float) -> int:
-    """Fewest micro-batches per batch for a given price of pipelining.
-
-    Args:
-        depths: W_s of each stage for an asynchronous schedule, which pays with staleness; None for a synchronous one,
-            which pays with idle time.
-        num_stages: K.
-        limit: the highest price: updates by which a gradient may be old, such as 1, or share of time that a
-            stage may be idle, such as 0.1.
-
-    Returns:
-        ceil(W_0 / limit), since gradients are ceil(W_0 / M) updates old at most; or the smallest M with
-        (K-1) / (K-1+M) <= limit.
-    """
-    if depths is not None:
-        return max(1, math.ceil(depths[0] / limit))
-    return max(1, math.ceil((num_stages - 1) * (1 - limit) / limit * (1 - 1e-12)))

@@ -155,7 +155,7 @@ class Plan:
                 ]
             )
         per_micro_batch, pace = self.seconds_per_micro_batch * 1e3, self.pace_s * 1e3
-        summary = f"{self.schedule}, {self.micro_batches} micro-batches per batch: {per_micro_batch:.2f} ms each"
+        summary = f"{self.schedule}, M = {self.micro_batches}: {per_micro_batch:.2f} ms per micro-batch"
         return "\n".join([*_aligned(rows), f"{summary}; pace {pace:.2f} ms", *self.notes])
 
     def memory_line(self, stage: int) -> str:

@@ -150,8 +150,7 @@ class Simulation:
         """Passes, updates, waits, and transfers that take time."""
         memory = (MemorySample(record.rank, time, size) for record in self.records for time, size in record.memory)
         return Timeline(
-            title=f"{self.pipeline.schedule}, {self.pipeline.num_stages} stages, "
-            f"{self.pipeline.micro_batches} micro-batches per batch",
+            title=f"{self.pipeline.schedule}, K = {self.pipeline.num_stages}, M = {self.pipeline.micro_batches}",
             source="simulation",
             num_ranks=self.pipeline.num_stages,
             micro_batches=self.pipeline.micro_batches,

@@ -25,6 +25,7 @@ from ds_vpipe.timelines.timeline import MemorySample, Span
 
 SPANS_KEPT = 1 << 17  # about 33 MB; some thousand batches of four micro-batches
 _NANO = 1e-9
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # host names may be the same in two containers
 
 
 class Recorder:
@@ -92,7 +93,7 @@ class Recorder:
             rank=self._stage,
             num_ranks=self._num_stages,
             micro_batches=micro_batches,
-            clock=socket.gethostname(),
+            clock=_clock(),
             origin_ns=self._origin,
             spans=tuple(
                 Span(
@@ -121,6 +122,20 @@ class Recorder:
             OSError: the file cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"replica{self._replica:02d}-rank{self._stage:03d}.jsonl"
+        if self._stage == 0:  # an earlier run had more stages: they are not part of this pipeline
+            present = set(folder.glob(self._file("*")))
+            for path in present.difference(folder / self._file(f"{stage:03d}") for stage in range(self._num_stages)):
+                path.unlink(missing_ok=True)
+        path = folder / self._file(f"{self._stage:03d}")
         self.recording(micro_batches, meta).save(path)
         return path
+
+    def _file(self, stage: str) -> str:
+        return f"replica{self._replica:02d}-rank{stage}.jsonl"
+
+
+def _clock() -> str:
+    """A name for the clock that times come from: the same on all ranks between two starts of one machine's kernel."""
+    with suppress(OSError):
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    return socket.gethostname()

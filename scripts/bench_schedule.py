@@ -174,6 +174,17 @@ def join(rank: int, stages: int, port: int) -> Any:
     return printed
 
 
+def machine() -> str:
+    """What the numbers were measured with, for the first line of a table."""
+    import deepspeed
+    import torch
+
+    return (
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, gloo"
+    )
+
+
 def tell(row: dict[str, Any], text: str, printed: Any, path: str | None) -> None:
     """Print a row of the table, and append it to the file ``path``, if any."""
     print(text, file=printed, flush=True)
@@ -210,15 +221,9 @@ def main() -> None:
     options = parser.parse_args()
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import deepspeed
-    import torch
     import torch.multiprocessing as mp
 
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, gloo; extra depth {options.extra_depth}",
-        flush=True,
-    )
+    print(f"{machine()}; extra depth {options.extra_depth}", flush=True)
     worlds = [(stages, [("emulated", m) for m in options.batch_sizes]) for stages in options.stages]
     if not options.no_real:
         worlds.append((2, [("real", m) for m in options.batch_sizes]))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
 import socket
 import statistics
@@ -20,7 +19,7 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
-from bench_schedule import BATCH, build, endless, join, tell
+from bench_schedule import BATCH, build, endless, join, machine, tell
 
 if TYPE_CHECKING:
     from ds_vpipe.simulation.simulator import StageCost
@@ -39,9 +38,9 @@ RECORDED_BATCHES = 6
 
 
 def engine_for(
-    schedule: str, stages: int, micro_batches: int, virtual_stages: int, stage_ms: float, record: bool
+    schedule: str, stages: int, micro_batches: int, virtual_stages: int, stage_ms: float, folder: str | None
 ) -> Any:
-    """An engine with one emulated layer per part."""
+    """An engine with one emulated layer per part, recorded into ``folder`` if there is one."""
     import torch
     from deepspeed.pipe import PipelineModule
 
@@ -54,8 +53,8 @@ def engine_for(
     block: dict[str, Any] = {} if schedule == "asp" else {"sync_mode": "bsp", "schedule": schedule}
     if virtual_stages > 1:
         block["virtual_stages"] = virtual_stages
-    if record:
-        block["timeline"] = {"enabled": True}
+    if folder is not None:
+        block["timeline"] = {"enabled": True, "path": folder}
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": micro_batches,
@@ -75,15 +74,16 @@ def calibrate(virtual_stages: int, options: argparse.Namespace) -> tuple[StageCo
     from ds_vpipe.timelines.merged_recording import read_timeline
 
     schedule, micro_batches = RECORDED[virtual_stages]
-    engine = engine_for(schedule, options.stages, micro_batches, virtual_stages, options.stage_ms, record=True)
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folders)
+    engine = engine_for(schedule, options.stages, micro_batches, virtual_stages, options.stage_ms, folders[0])
     iterator = endless("emulated")
     for _ in range(RECORDED_BATCHES):
         engine.train_batch(iterator)
-    folders = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folders)
-    engine.save_timeline(folders[0])
+    engine.save_timeline()
     dist.barrier()
     costs = recorded_costs(read_timeline(folders), engine.pipeline.num_parts)
+    engine.destroy()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folders[0])
@@ -99,7 +99,7 @@ def measure(
     from ds_vpipe.schedules.programs import Workload
     from ds_vpipe.simulation.simulator import simulate
 
-    engine = engine_for(schedule, options.stages, micro_batches, virtual_stages, options.stage_ms, record=False)
+    engine = engine_for(schedule, options.stages, micro_batches, virtual_stages, options.stage_ms, None)
     pipeline = engine.pipeline
     simulation = simulate(pipeline, costs, Workload(pipeline.depths[0] // micro_batches + 12))
     iterator = endless("emulated")
@@ -154,15 +154,9 @@ def main() -> None:
     options = parser.parse_args()
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import deepspeed
-    import torch
     import torch.multiprocessing as mp
 
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, gloo",
-        flush=True,
-    )
+    print(machine(), flush=True)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]

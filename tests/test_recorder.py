@@ -46,11 +46,14 @@ def test_a_recording_is_the_program(worlds: Worlds, tmp_path: Path, schedule: st
     virtual_stages = 2 if schedule == "interleaved" else 1
     if virtual_stages > 1:
         block["virtual_stages"] = virtual_stages
+    stale = tmp_path / f"replica00-rank{STAGES:03d}.jsonl"
+    stale.write_text("of an earlier run with more stages", encoding="utf-8")
     ranks = worlds.run(STAGES, recorded, str(tmp_path), block)
     for reports in ranks:
         assert reports["plain"]["losses"] == reports["recorded"]["losses"]
         for name, value in reports["plain"]["parameters"].items():
             assert torch.equal(value, reports["recorded"]["parameters"][name])
+    assert not stale.exists()
     timeline = read_timeline([tmp_path])
     assert timeline.source == "recording"
     assert [loss for _, loss in timeline.losses] == pytest.approx(ranks[0]["recorded"]["losses"])

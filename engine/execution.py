@@ -12,6 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.admission import Agreement
+from ds_vpipe.engine.batch_end import BatchEndMixin
 from ds_vpipe.engine.draining import DrainingMixin
 from ds_vpipe.engine.feed import labels_to_device, to_device
 from ds_vpipe.engine.flight import Flight
@@ -19,20 +20,17 @@ from ds_vpipe.engine.interleaving import InterleavedMixin
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.report import BatchReport
 from ds_vpipe.engine.statistics import COLUMNS
-from ds_vpipe.engine.updates import UpdateMixin
 from ds_vpipe.engine.wire import Message
-from ds_vpipe.errors import PipelineProtocolError, VPipeError
+from ds_vpipe.errors import VPipeError
 from ds_vpipe.schedules.actions import Action
-from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.schedule import version_used
 
 
-class ExecutionMixin(DrainingMixin, UpdateMixin):
-    """Forward and backward passes, transfers and updates of one stage."""
+class ExecutionMixin(DrainingMixin, BatchEndMixin):
+    """Forward and backward passes and transfers of one stage."""
 
     _agreement: Agreement
     _vertical: bool
-    pipeline: Pipeline
 
     # Instructions
 
@@ -163,50 +161,6 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
         number = self._number(index, part - 1)
         self.neighbours.gradients_out.send(Message.GRADIENT, number, (flight.input_gradients(), words))
 
-    def _exec_reduce(self, index: int, part: int) -> None:
-        if not self.asynchronous and self.module.tied_comms:
-            self._exec_reduce_tied_grads()
-        if self.is_data_parallel or self.zero_optimization():
-            self._exec_reduce_grads()
-        else:
-            self._get_gradients_for_reduction()  # zeros where a parameter got no gradient, as a reduction makes them
-
-    def _exec_update(self, index: int, part: int) -> None:
-        if self.pipeline.virtual_stages > 1:  # all activations have come back, and nobody waits for gradients any more
-            for sender in (self.neighbours.activations_out, self.neighbours.gradients_out):
-                if sender is not None:
-                    sender.flush()
-        self._exec_optimizer_step()
-
-    def _exec_send_tied_gradients(self, index: int, part: int) -> None:
-        assert self.ties is not None
-        self.ties.send_gradients(index)
-
-    def _exec_recv_tied_gradients(self, index: int, part: int) -> None:
-        assert self.ties is not None
-        self.ties.add_gradients(index)
-
-    def _exec_send_tied_weights(self, index: int, part: int) -> None:
-        assert self.ties is not None
-        self.ties.send_weights(index + 1, self.micro_batches, self.state.progress.refill)
-
-    def _exec_recv_tied_weights(self, index: int, part: int) -> None:
-        assert self.ties is not None
-        self.ties.receive_weights(index, self.micro_batches, self.state.progress.refill)
-
-    def _exec_send_news(self, index: int, part: int) -> None:
-        assert self.news is not None
-        assert self.neighbours.gradients_out is not None
-        last_of_batch = self.state.progress.completed - 1
-        self.neighbours.gradients_out.send(Message.NEWS, last_of_batch, self.news.table)
-
-    def _exec_recv_news(self, index: int, part: int) -> None:
-        assert self.news is not None
-        assert self.neighbours.gradients_in is not None
-        message = self.neighbours.gradients_in.receive(str(self.state.doing))
-        self._expect(message.kind is Message.NEWS, message)
-        self.news.from_later(message.tree)
-
     # Parts of them
 
     def key_of(self, action: Action) -> int:
@@ -264,14 +218,8 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
             return tree.detach().to(self.device, non_blocking=True).requires_grad_(tree.requires_grad)
         return type(tree)(self._arrived(item) for item in tree) if isinstance(tree, (tuple, list)) else tree
 
-    def _expect(self, holds: bool, message: Any) -> None:
-        if not holds:
-            raise PipelineProtocolError(
-                f"{self.neighbours.me} expected {self.state.doing}, got {message.kind.name}{message.micro_batch}: "
-                f"do all ranks run the same script with the same configuration?"
-            )
-
     EXECUTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
+        **BatchEndMixin.BATCH_END_MAP,
         instr.LoadMicroBatch: _exec_load,
         instr.RecvActivation: _exec_recv_activation,
         instr.Forward: _exec_forward,
@@ -279,12 +227,4 @@ class ExecutionMixin(DrainingMixin, UpdateMixin):
         instr.RecvGradient: _exec_recv_gradient,
         instr.Backward: _exec_backward,
         instr.SendGradient: _exec_send_gradient,
-        instr.ReduceGradients: _exec_reduce,
-        instr.Update: _exec_update,
-        instr.SendTiedGradients: _exec_send_tied_gradients,
-        instr.RecvTiedGradients: _exec_recv_tied_gradients,
-        instr.SendTiedWeights: _exec_send_tied_weights,
-        instr.RecvTiedWeights: _exec_recv_tied_weights,
-        instr.SendNews: _exec_send_news,
-        instr.RecvNews: _exec_recv_news,
     }

@@ -22,6 +22,8 @@ COMMANDS = {
     "plan": "find the fastest split and recomputation that fit a memory budget",
     "trace": "turn recordings and timelines into a Chrome or Perfetto trace",
     "report": "one HTML page: timelines, use of time, memory, staleness, loss",
+    "convert": "turn a vPipe or PipeDream run into a DeepSpeed JSON, a hostfile and a command",
+    "doctor": "look for what keeps training from starting, here and on every host",
 }
 _DESCRIPTION = "Look at, check, time and plan pipelines before they run, and look at what they did afterwards."
 _EXAMPLES = """\
@@ -34,6 +36,11 @@ A pipeline from the first look to the last:
   python -m ds_vpipe simulate ds_config.json --help         how fast will it be?
   python -m ds_vpipe trace runs/timeline -o trace.json      what did it do? (for https://ui.perfetto.dev)
   python -m ds_vpipe report plan.json runs/timeline -o report.html
+
+Before it, for those who come from vPipe or PipeDream, and wherever training does not start:
+
+  python -m ds_vpipe convert configs/bert_4vpipe.yml -o converted
+  python -m ds_vpipe doctor --hostfile hostfile
 
 Every command reads the DeepSpeed JSON that training reads; a JSON without a "vpipe" block is DeepSpeed's own 1F1B.
 Every command explains itself: python -m ds_vpipe COMMAND --help. Exit status: 0 well, 1 found wrong, 2 misused.

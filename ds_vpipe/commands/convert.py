@@ -1,0 +1,89 @@
+"""``convert``: a vPipe or PipeDream run as a DeepSpeed JSON, a hostfile and a command."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from ds_vpipe.commands.inputs import print_json
+
+DESCRIPTION = """\
+Turn the YAML of a vPipe or PipeDream run, its partition file and its mp_conf.json into a DeepSpeed JSON, a hostfile and
+the command that trains the same. What has no counterpart is said line by line: kept means the same, changed means not
+quite the same, dropped has no counterpart. docs/migrating.md explains every field.
+"""
+EXAMPLES = """\
+examples:
+  python -m ds_vpipe convert configs/bert_4vpipe.yml -o converted      writes ds_config.json, hostfile, launch.sh, ...
+  python -m ds_vpipe convert configs/bert_4vpipe.yml --dry-run         only shows what would be written
+  python -m ds_vpipe convert bert_4vpipe.yml --root ~/vpipe/runtime    paths in the YAML are relative to another folder
+  python -m ds_vpipe convert bert_4vpipe.yml --bert-config my_bert.json --json
+
+The result is started by: converted/launch.sh, with more arguments of the training script if you like (--resume).
+exit status: 0 converted, 2 a file is wrong or cannot be converted
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("yaml", type=Path, metavar="YAML", help="the file that driver.py takes as --config_file")
+    parser.add_argument(
+        "--root", type=Path, metavar="DIR", help="folder in which driver.py was started; default: looked for"
+    )
+    parser.add_argument(
+        "--bert-config", metavar="SIZE|FILE", help="BERT to train; default: the size with as many layers as the split"
+    )
+    parser.add_argument("--synthetic", action="store_true", help="train on random tokens, not on data_dir")
+    group = parser.add_argument_group("output")
+    group.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder to write to; default: the YAML's name")
+    group.add_argument("--dry-run", action="store_true", help="write nothing, print the files")
+    group.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert, and return the exit status."""
+    from dataclasses import asdict, replace
+
+    from ds_vpipe.migration.conversion import convert, in_order
+    from ds_vpipe.migration.converted_files import command, find_file, path_remarks, run_paths, texts, write
+    from ds_vpipe.migration.stage_files import read_split, read_stage_maps
+    from ds_vpipe.migration.vpipe_file import read_vpipe_file
+
+    file = read_vpipe_file(arguments.yaml)
+    if arguments.synthetic:
+        file = replace(file, synthetic_data=True)
+    split_path = find_file(file, "partition", arguments.root)
+    maps_path = find_file(file, "config_file", arguments.root)
+    conversion = convert(
+        file,
+        None if split_path is None else read_split(split_path),
+        None if maps_path is None else read_stage_maps(maps_path),
+        arguments.bert_config,
+    )
+    output = arguments.output or Path(file.path.stem)
+    paths = run_paths(file, output, arguments.root)
+    remarks = in_order(file, [*conversion.remarks, *path_remarks(file, conversion, paths)])
+    conversion = replace(conversion, remarks=remarks)
+    words = command(conversion, paths)
+    files = texts(file, conversion, words)
+    written = [] if arguments.dry_run else [str(path) for path in write(output, files)]
+    if arguments.json:
+        result = {
+            "ds_config": conversion.ds_config,
+            "hosts": {host: list(gpus) for host, gpus in conversion.hosts.gpus.items()},
+            "stages": conversion.num_stages,
+            "command": words,
+            "remarks": [asdict(remark) for remark in conversion.remarks],
+            "files": written,
+        }
+        print_json(result)
+        return 0
+    print(files["conversion.txt"], end="")
+    if arguments.dry_run:
+        for name, text in files.items():
+            if name != "conversion.txt":
+                print(f"\n--- {output / name}\n{text}", end="")
+    else:
+        print(f"\nwritten: {', '.join(written)}\nto train: {shlex.join(words)}")
+    return 0

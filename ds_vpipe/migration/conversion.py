@@ -215,7 +215,7 @@ def _rest(file: VPipeFile, maps: StageMaps | None, remarks: list[Remark]) -> Non
     for key in ("compress_activations", "compress_in_gpu"):
         if key in given:
             remarks.append(Remark("dropped", key, given[key], "", "vPipe does not read it either"))
-    for key in ("macrobatch", "recompute", "no_input_pipelining"):
+    for key in ("macrobatch", "recompute", "no_input_pipelining", "synthetic_data"):
         if given.get(key) is False:
             remarks.append(Remark("kept", key, False, "the default"))
     for key, value in file.unknown.items():

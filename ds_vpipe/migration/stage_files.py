@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ def _modules(path: Path, value: Any) -> tuple[int, ...]:
     if not _is_list(value, int) or len(value) < 2:
         remedy = "give a list such as [0, 1, 2, 3, 3], the last entry for the criterion"
         raise Refusal(name, value, allowed, remedy).error()
-    for before, stage in zip([0, *value], value, strict=False):
+    if value[0]:
+        raise Refusal(name, value, allowed, "number the stages from 0").error()
+    for before, stage in pairwise(value):
         if stage - before not in (0, 1):
             raise Refusal(name, value, allowed, "order the modules by stage", f"{stage} follows {before}").error()
     *layers, criterion = value

@@ -1,0 +1,333 @@
+"""From vPipe's files to a DeepSpeed JSON, devices and a command: every field, every mode."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vpipe_runs import FOUR_GPUS, MAPS, fields, write_run
+
+from ds_vpipe.__main__ import main
+from ds_vpipe.config import VPipeConfig, refuse_unsupported
+from ds_vpipe.migration.conversion import MODEL_OF_LAYERS
+from ds_vpipe.migration.machines import Hosts, machine
+from ds_vpipe.migration.vpipe_file import FIELDS
+from ds_vpipe.models.bert.sizes import bert_config, num_pipeline_layers
+
+Convert = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def convert(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Convert:
+    """Converts a run with changed fields and returns what ``--json`` prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(variant: str = "vpipe", options: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
+        path = write_run(Path(), variant, **changes)
+        assert main(["convert", str(path), "--json", "--dry-run", *options]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    return run
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.chdir(tmp_path)
+
+    def run(options: tuple[str, ...] = (), **changes: Any) -> str:
+        path = write_run(Path(), **changes)
+        assert main(["convert", str(path), "--dry-run", *options]) == 2
+        streams = capsys.readouterr()
+        assert (streams.out, streams.err.count("\n")) == ("", 1)
+        return streams.err
+
+    return run
+
+
+def remarks(result: dict[str, Any], field: str) -> list[str]:
+    return [f"{r['kind']}: {r['becomes']}; {r['why']}" for r in result["remarks"] if r["field"] == field]
+
+
+def four_by(replicas: int, order: list[int] | None = None) -> dict[str, Any]:
+    ranks = iter(order or range(4 * replicas))
+    return {**MAPS, "stage_to_rank_map": {str(stage): list(itertools.islice(ranks, replicas)) for stage in range(4)}}
+
+
+# Whole files
+
+
+@pytest.mark.parametrize("variant", FOUR_GPUS)
+def test_the_shipped_files(convert: Convert, variant: str) -> None:
+    sync_mode, batch_size, partition, ratios = FOUR_GPUS[variant]
+    result = convert(variant)
+    content = result["ds_config"]
+    block = VPipeConfig.parse(content["vpipe"])
+    settings = block.resolve(4, 49)
+    refuse_unsupported(content, block, 4)
+    assert (block.sync_mode, settings.partition) == (sync_mode, tuple(partition))
+    assert (settings.recompute_ratio, settings.depth) == (tuple(ratios), (3, 2, 1, 0))
+    assert content["train_micro_batch_size_per_gpu"] == batch_size
+    assert content["gradient_accumulation_steps"] == {"asp": 1, "bsp": 32}[sync_mode]
+    assert content["steps_per_print"] == {"asp": 100, "bsp": 3}[sync_mode]
+    params = {"lr": 0.05, "betas": [0.9, 0.999], "eps": 1e-6, "weight_decay": 0.0}
+    assert content["optimizer"] == {"type": "Lamb", "params": params}
+    assert content["gradient_clipping"] == 1.0
+    schedule = {"total_num_steps": 36320, "warmup_num_steps": 7264, "degree": 0.5}
+    assert content["scheduler"] == {"type": "PolyWarmupLR", "params": schedule}
+    assert result["stages"] == 4
+    words = result["command"]
+    assert words[:3] == ["deepspeed", "--num_accelerators", "4"]
+    assert words[words.index("--bert-config") :][:4] == ["--bert-config", "large", "--epochs", "40"]
+    assert words[words.index("--data-dir") + 1] == "bert/data/hdf5/bookscorpus"
+    assert words[words.index("--output") + 1] == f"bert/output/bert_4{variant}"
+
+
+def test_every_field_is_spoken_of(convert: Convert) -> None:
+    flags = ("lr_warmup", "recompute", "macrobatch", "synthetic_data", "no_input_pipelining")
+    others = {**dict.fromkeys(flags, False), "surprise": 3}
+    for model_type in ("bert", "image_classification", "speech_to_text"):
+        options = () if model_type == "bert" else ("--root", "bert/..")
+        result = convert(options=options, model_type=model_type, **others)
+        said = {remark["field"] for remark in result["remarks"]}
+        assert said >= {*FIELDS, "surprise", "stage_to_rank_map"}, model_type
+        assert remarks(result, "surprise") == ["dropped: ; neither vPipe nor PipeDream reads it"]
+        order = [remark["field"] for remark in result["remarks"] if remark["field"] in fields()]
+        assert order == sorted(order, key=list(fields()).index)
+
+
+def test_models_of_the_published_splits() -> None:
+    for layers, name in MODEL_OF_LAYERS.items():
+        assert num_pipeline_layers(bert_config(name)) == layers
+
+
+def test_defaults_are_those_of_vpipes_script(convert: Convert) -> None:
+    left = dict.fromkeys(("batch_size", "learning_rate", "weight_decay", "epochs", "print_frequency"))
+    left["learning_rate_policy"] = None
+    result = convert(**left)
+    assert result["ds_config"]["train_micro_batch_size_per_gpu"] == 8
+    assert result["ds_config"]["optimizer"]["params"]["lr"] == 0.1
+    assert result["ds_config"]["optimizer"]["params"]["weight_decay"] == 1e-4
+    assert result["ds_config"]["steps_per_print"] == 10
+    assert "--epochs 100" in " ".join(result["command"])
+    assert remarks(result, "batch_size") == ["kept: train_micro_batch_size_per_gpu 8; vPipe's default"]
+    assert result["ds_config"]["scheduler"]["type"] == "PolyWarmupLR"
+
+
+# Modes
+
+
+def test_macrobatch_updates_after_two_micro_batches(convert: Convert) -> None:
+    result = convert(macrobatch=True)
+    assert result["ds_config"]["gradient_accumulation_steps"] == 2
+    assert result["ds_config"]["steps_per_print"] == 50
+    (line,) = remarks(result, "macrobatch")
+    assert line.startswith("changed: gradient_accumulation_steps 2;")
+    assert "stage 0 keeps 3 versions" in line
+    assert "write 3 for two exact versions" in line
+    assert convert("gpipe", macrobatch=True)["ds_config"]["gradient_accumulation_steps"] == 32
+
+
+def test_without_input_pipelining_one_micro_batch_is_in_the_pipeline(convert: Convert) -> None:
+    content = convert(no_input_pipelining=True)["ds_config"]
+    assert (content["vpipe"]["sync_mode"], content["gradient_accumulation_steps"]) == ("bsp", 1)
+    assert "weight_sync" not in content["vpipe"]
+    VPipeConfig.parse(content["vpipe"])
+    content = convert("gpipe", no_input_pipelining=True)["ds_config"]
+    assert (content["vpipe"]["sync_mode"], content["gradient_accumulation_steps"]) == ("bsp", 32)
+
+
+def test_recompute_is_all_but_the_last_stage(convert: Convert) -> None:
+    assert convert(recompute=True)["ds_config"]["vpipe"]["recompute_ratio"] == [1, 1, 1, 0]
+
+
+def test_depths(convert: Convert) -> None:
+    maps = {**MAPS, "stage_to_depth_map": {"0": 6, "1": 4, "2": 2, "3": 0}}
+    assert convert(maps=maps)["ds_config"]["vpipe"]["stage_to_depth_map"] == [6, 4, 2, 0]
+    result = convert("gpipe", maps=maps)
+    assert "stage_to_depth_map" not in result["ds_config"]["vpipe"]
+    assert remarks(result, "stage_to_depth_map")[0].startswith("dropped")
+
+
+@pytest.mark.parametrize(
+    ("policy", "scheduler"),
+    [("linear", "LinearWarmupLR"), ("cosine", "CosineWarmupLR"), ("constant", "ConstantWarmupLR")],
+)
+def test_policies(convert: Convert, policy: str, scheduler: str) -> None:
+    result = convert(learning_rate_policy=policy, lr_warmup=True)
+    entry = result["ds_config"]["scheduler"]
+    assert (entry["type"], entry["params"]["warmup_num_steps"]) == (scheduler, 7264)
+    assert "trained with polynomial" in remarks(result, "learning_rate_policy")[0]
+    assert remarks(result, "lr_warmup")[0].startswith("dropped")
+
+
+def test_a_policy_by_epochs_is_left_to_the_user(convert: Convert, refused: Callable[..., str]) -> None:
+    result = convert(learning_rate_policy="step")
+    assert "scheduler" not in result["ds_config"]
+    assert "StepWarmupLR" in remarks(result, "learning_rate_policy")[0]
+    assert 'learning_rate_policy: got "poly"' in refused(learning_rate_policy="poly")
+
+
+def test_schedules_are_those_of_this_project(convert: Convert) -> None:
+    policies = pytest.importorskip("ds_vpipe.lr_policies")
+    for policy in ("polynomial", "linear", "cosine", "constant"):
+        assert policies.lr_policy(convert(learning_rate_policy=policy)["ds_config"]) is not None
+    rates = policies.lr_policy(convert()["ds_config"])
+    assert rates.factor(3632) == pytest.approx(0.5)
+    assert rates.factor(27240) == pytest.approx(0.5)
+
+
+# Stages without a partition file, and replicas
+
+
+def test_modules_are_counted_where_there_is_no_partition(convert: Convert, refused: Callable[..., str]) -> None:
+    modules = [stage for stage in range(4) for _ in range(5)] + [3]
+    maps = {**MAPS, "module_to_stage_map": modules}
+    result = convert(maps=maps, partition=None, options=("--bert-config", "tiny"))
+    assert result["ds_config"]["vpipe"]["partition"] == [5, 5, 5, 5]
+    assert "the model has to have 20" in remarks(result, "module_to_stage_map")[0]
+    result = convert(partition=None, options=("--bert-config", "tiny"))
+    assert result["ds_config"]["vpipe"]["partition"] == "parameters"
+    assert "name the model: --bert-config" in refused(partition=None)
+
+
+def test_replicas(convert: Convert, refused: Callable[..., str]) -> None:
+    machines = [f"node{rank // 4}:{rank % 4}" for rank in range(8)]
+    result = convert(maps=four_by(2), machines=machines)
+    assert (result["stages"], result["hosts"]) == (4, {"node0": [0, 1, 2, 3], "node1": [0, 1, 2, 3]})
+    words = result["command"]
+    assert words[words.index("--stages") + 1] == "4"
+    assert remarks(result, "stage_to_rank_map") == ["kept: 4 stages of 2 rank(s); "]
+    result = convert(maps=four_by(2, [0, 4, 1, 5, 2, 6, 3, 7]), machines=machines)
+    assert remarks(result, "stage_to_rank_map")[0].startswith("changed")
+    result = convert(config_file=None, machines=machines)
+    assert result["command"][result["command"].index("--stages") + 1] == "4"
+    assert "machines: got 8; stage_to_rank_map in vgpus=4/mp_conf.json has 4 ranks" in refused(machines=machines)
+    assert "a multiple of 4" in refused(machines=machines[:6], config_file=None)
+    uneven = {**MAPS, "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3], "3": [4]}}
+    assert "uneven replication has no counterpart" in refused(maps=uneven, machines=machines[:5])
+
+
+def test_files_that_do_not_fit_each_other(refused: Callable[..., str]) -> None:
+    line = refused(split={"partition": [25, 24]})
+    assert "config_file: got \"vgpus=4/mp_conf.json\"; it has 4 stages and the partition 2" in line  # fmt: skip
+    line = refused(split={"partition": [12, 13, 13, 10]})
+    assert "layers: got 48; allowed: 49 (large), 97 (large-48l); name the model" in line
+
+
+# Machines
+
+
+def test_several_hosts(convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machines = ["b:0", "b:1", "a:0", "a:1"]
+    result = convert(machines=machines)
+    assert result["command"][:5] == ["deepspeed", "--hostfile", "bert_4vpipe/hostfile", "--master_addr", "b"]
+    assert main(["convert", str(write_run(tmp_path, machines=machines)), "-o", "new/folder"]) == 0
+    folder = tmp_path / "new" / "folder"
+    assert (folder / "hostfile").read_text() == "b slots=2\na slots=2\n"
+    assert f"export DS_ENV_FILE={folder}/deepspeed_env\n" in (folder / "launch.sh").read_text()
+    assert (folder / "deepspeed_env").read_text() == "OMP_NUM_THREADS=1\n"
+    capsys.readouterr()
+
+
+def test_deepspeed_reads_the_hostfile_and_the_devices(convert: Convert) -> None:
+    machines = ["v402:5", "v402:4", "v401:1", "v401:3"]
+    result = convert(machines=machines)
+    from deepspeed.launcher.runner import _parse_hostfile, parse_inclusion_exclusion  # prints
+
+    hosts = Hosts.of([machine(text) for text in machines])
+    pool = _parse_hostfile(hosts.hostfile().splitlines())
+    assert parse_inclusion_exclusion(pool, hosts.include(), "") == {"v402": [4, 5], "v401": [1, 3]}
+    assert result["command"][3:5] == ["--include", "v402:4,5@v401:1,3"]
+    assert "vPipe did not read the GPU's number" in remarks(result, "machines")[0]
+
+
+def test_one_host_needs_neither_hostfile_nor_ssh(convert: Convert) -> None:
+    result = convert(machines=["big:0", "big:1", "big:2", "big:3"])
+    assert result["command"][:3] == ["deepspeed", "--num_accelerators", "4"]
+    assert remarks(result, "machines")[1].startswith("kept: start the command on big")
+    result = convert(machines=["big:0", "big:1", "big:2", "big:4"])
+    assert result["command"][:3] == ["deepspeed", "--include", "localhost:0,1,2,4"]
+
+
+def test_localhost_among_others(convert: Convert) -> None:
+    result = convert(machines=["localhost:0", "localhost:1", "a:0", "a:1"])
+    assert "--master_addr" not in result["command"]
+    assert "cannot reach it by that name" in remarks(result, "machines")[1]
+
+
+# Other models, and PipeDream
+
+
+def test_other_models_get_a_command_for_their_script(convert: Convert) -> None:
+    result = convert(model_type="image_classification", options=("--root", "."))
+    assert result["command"][3:6] == ["--module", "ds_vpipe.run", "YOUR_SCRIPT.py"]
+    assert result["ds_config"]["optimizer"]["type"] == "SGD"
+    assert "scheduler" not in result["ds_config"]
+    assert "degree" in remarks(result, "learning_rate_policy")[0]
+    assert "optimizer" not in convert(model_type="speech_to_text")["ds_config"]
+
+
+def test_a_pipedream_run(tmp_path: Path, convert: Convert) -> None:
+    stages = tmp_path / "image_classification" / "models"
+    stages.mkdir(parents=True)
+    maps = {"module_to_stage_map": [0, 0, 1, 1], "stage_to_rank_map": {"0": [0, 1], "1": [2, 3]}}
+    (stages / "conf.json").write_text(json.dumps(maps))
+    result = convert(
+        directory=None,
+        partition=None,
+        sync_mode=None,
+        config_file="models/conf.json",
+        model_type="image_classification",
+    )
+    assert result["ds_config"]["vpipe"] == {"sync_mode": "asp", "weight_sync": "stash", "partition": [2, 1]}
+    assert remarks(result, "sync_mode")[0].endswith("PipeDream knows no other")
+
+
+# Files
+
+
+def test_paths_in_the_yaml(tmp_path: Path, refused: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(partition="vgpus=4/other.json")
+    assert 'bert_4vpipe.yml: partition: got "vgpus=4/other.json"; there is no bert/vgpus=4/other.json' in line
+    assert line.endswith("name the folder in which driver.py was started: --root DIR\n")
+    away = tmp_path / "away"
+    path = write_run(away)
+    moved = path.rename(tmp_path / "moved.yml")
+    (tmp_path / "bert" / "vgpus=4" / "vpipe.json").unlink()
+    assert main(["convert", str(moved), "--dry-run"]) == 2
+    assert "there is no bert/vgpus=4/vpipe.json" in capsys.readouterr().err
+    assert main(["convert", str(moved), "--dry-run", "--root", str(away)]) == 0
+    assert f"--data-dir {away}/bert/data/hdf5/bookscorpus" in capsys.readouterr().out
+    assert not (tmp_path / "moved").exists()
+
+
+def test_synthetic_data(convert: Convert) -> None:
+    for result in (convert(options=("--synthetic",)), convert(synthetic_data=True)):
+        assert "--synthetic" in result["command"]
+        assert "--data-dir" not in result["command"]
+        assert remarks(result, "data_dir")[0].startswith("dropped")
+
+
+def test_files_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bert" / "data" / "hdf5" / "bookscorpus").mkdir(parents=True)
+    assert main(["convert", str(write_run(Path()))]) == 0
+    *report, _, written, to_train = capsys.readouterr().out.splitlines()
+    folder = tmp_path / "bert_4vpipe"
+    names = ["ds_config.json", "hostfile", "conversion.txt", "launch.sh"]
+    assert written == f"written: {', '.join(f'bert_4vpipe/{name}' for name in names)}"
+    assert (folder / "conversion.txt").read_text().splitlines() == report
+    assert "kept: partition \"vgpus=4/vpipe.json\" -> vpipe.partition [12, 13, 13, 11]" in report  # fmt: skip
+    assert "dropped: compress_activations false -> nothing; vPipe does not read it either" in report
+    text = (folder / "ds_config.json").read_text()
+    assert json.loads(text)["vpipe"]["partition"] == [12, 13, 13, 11]
+    assert '    "partition": [12, 13, 13, 11],\n' in text
+    assert (folder / "hostfile").read_text() == "localhost slots=4\n"
+    script = (folder / "launch.sh").read_text()
+    assert f"cd {tmp_path}\n" in script
+    assert script.endswith(f'exec {to_train.removeprefix("to train: ")} "$@"\n')
+    assert (folder / "launch.sh").stat().st_mode & 0o111

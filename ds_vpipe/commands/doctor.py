@@ -1,0 +1,58 @@
+"""``doctor``: what keeps training from starting, here and on every host?"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ds_vpipe.commands.inputs import print_json
+
+DESCRIPTION = """\
+Look at this machine, and with --hostfile over ssh at every host: versions of Python and packages, communication
+backends, GPUs and what is between them, the wrong apex, OMP_NUM_THREADS, /dev/shm, limits, compiler, ports, network
+interfaces, .deepspeed_env, ssh, pdsh, clocks. Every finding is one line, ok, warning or error, with its remedy.
+"""
+EXAMPLES = """\
+examples:
+  python -m ds_vpipe doctor
+  python -m ds_vpipe doctor --hostfile hostfile
+  python -m ds_vpipe doctor --hostfile hostfile --limit 3 --json
+
+exit status: 0 no error, 1 at least one error, 2 the hostfile cannot be read
+"""
+
+
+def _limit(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 600:
+        raise ValueError(text)
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="DeepSpeed's hostfile")
+    parser.add_argument("--port", type=int, metavar="N", help="where ranks will meet; default MASTER_PORT or 29500")
+    parser.add_argument("--ssh-port", type=int, metavar="N", help="of the hosts, as the launcher's --ssh_port")
+    parser.add_argument("--limit", type=_limit, default=10.0, metavar="S", help="seconds per command; default 10")
+    parser.add_argument("--problems", action="store_true", help="leave out what is ok")
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look, and return the exit status."""
+    from dataclasses import asdict
+
+    from ds_vpipe.diagnosis.diagnosis import diagnose
+    from ds_vpipe.diagnosis.gathering import gather
+
+    findings = diagnose(gather(arguments.hostfile, arguments.limit, arguments.port, arguments.ssh_port))
+    counts = {level: sum(found.level == level for found in findings) for level in ("ok", "warning", "error")}
+    shown = [found for found in findings if not arguments.problems or found.level != "ok"]
+    if arguments.json:
+        print_json({**counts, "findings": [asdict(found) for found in shown]})
+    else:
+        for found in shown:
+            print(found)
+        print(f"{counts['ok']} ok, {counts['warning']} warning(s), {counts['error']} error(s)")
+    return 1 if counts["error"] else 0

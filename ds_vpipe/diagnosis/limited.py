@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from typing import IO
 
 _AFTER_KILL_S = 2.0
+_LOOK_S = 0.5  # how often to see whether a process ended whose output another one holds open
 
 
 def run(argv: Sequence[str], limit_s: float, text: str = "") -> tuple[bool, str]:
@@ -53,33 +54,49 @@ def exchange(argv: Sequence[str], limit_s: float, count: int) -> tuple[str, list
         Why there was no answer, and for each answer our clock before and after it, in seconds, and its text.
     """
     answers: list[tuple[float, float, str]] = []
+    deadline = time.monotonic() + limit_s
     with tempfile.TemporaryFile() as err:
         pipe = subprocess.PIPE
         try:
             process = subprocess.Popen(argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=err, start_new_session=True)
         except OSError as error:
             return error.strerror or str(error), []
-        watch = threading.Timer(limit_s, _kill, [process])
-        watch.start()
+        given, out = process.stdin, process.stdout
+        assert given is not None
+        assert out is not None
         with contextlib.suppress(OSError):  # it ended; why is said below
             for _ in range(count):
                 before = time.time()
-                process.stdin.write(b"\n")  # type: ignore[union-attr]
-                line = process.stdout.readline()  # type: ignore[union-attr]
+                given.write(b"\n")
+                line = _line(out.fileno(), process, deadline)
                 if not line:
                     break
                 answers.append((before, time.time(), line.decode(errors="replace")))
-        for stream in (process.stdin, process.stdout):
+        for stream in (given, out):
             with contextlib.suppress(OSError):
-                stream.close()  # type: ignore[union-attr]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(limit_s)
-        watch.cancel()
-        if answers:
-            return "", answers
-        if process.returncode == -signal.SIGKILL:
-            return f"no answer within {limit_s:g} s", []
-        return _said(err) or f"it ended with status {process.returncode}", []
+                stream.close()
+        try:
+            status = process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            return "" if answers else f"no answer within {limit_s:g} s", answers
+        return "" if answers else _said(err) or f"it ended with status {status}", answers
+
+
+def _line(descriptor: int, process: subprocess.Popen[bytes], deadline: float) -> bytes:
+    """The next line; without its end if the process or the time ends before."""
+    line = b""
+    while not line.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, min(left, _LOOK_S)))
+        if ready:
+            part = os.read(descriptor, 4096)
+            if not part:
+                break
+            line += part
+        elif left <= 0 or process.poll() is not None:
+            break
+    return line
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vpipe_runs import write_run
 
 from ds_vpipe.__main__ import main
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -32,8 +33,10 @@ def commands(document: str) -> list[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with what the documents count on: configurations, and the recording of a run."""
+    """The current directory, with what the documents count on: configurations, a vPipe run, the recording of a run."""
     (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    write_run(tmp_path)
     (tmp_path / "timeline").mkdir()
     trained = simulate(Pipeline("asp", 4, 2), [StageCost(1.0, 2.0, update_s=0.1)] * 4, Workload(6)).timeline
     for rank, row in enumerate(trained.by_rank()):
@@ -42,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/tuning.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/tuning.md", "docs/migrating.md"])
 def test_every_command_runs_and_prints_what_the_document_says(
     document: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,7 +208,7 @@ def _rest(file: VPipeFile, maps: StageMaps | None, remarks: list[Remark]) -> Non
         why = "start the command inside of it, on every host"
         remarks.append(Remark("dropped", "container", file.container, "", why))
     if "verbose_frequency" in given:
-        why = "every line of training has each stage's statistics"
+        why = "metrics.jsonl has each stage's statistics, with every line"
         if file.verbose_frequency:
             why += '; "timeline": {"enabled": true} records every pass'
         remarks.append(Remark("dropped", "verbose_frequency", file.verbose_frequency, "", why))

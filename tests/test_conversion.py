@@ -228,7 +228,7 @@ def test_several_hosts(convert: Convert, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["convert", str(write_run(tmp_path, machines=machines)), "-o", "new/folder"]) == 0
     folder = tmp_path / "new" / "folder"
     assert (folder / "hostfile").read_text() == "b slots=2\na slots=2\n"
-    assert f"export DS_ENV_FILE={folder}/deepspeed_env\n" in (folder / "launch.sh").read_text()
+    assert f"    export DS_ENV_FILE={folder}/deepspeed_env\n" in (folder / "launch.sh").read_text()
     assert (folder / "deepspeed_env").read_text() == "OMP_NUM_THREADS=1\n"
     capsys.readouterr()
 

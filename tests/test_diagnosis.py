@@ -36,6 +36,7 @@ HOSTS = replace(
     FACTS,
     hostfile=("hostfile", "a slots=4\nb slots=4\n"),
     commands={"ssh": "/usr/bin/ssh", "pdsh": "/usr/bin/pdsh"},
+    deepspeed_env={"./.deepspeed_env": "OMP_NUM_THREADS=1\n"},
     remote={"a": THERE, "b": THERE},
 )
 
@@ -160,6 +161,7 @@ def test_interfaces(variable: str, value: str, level: str) -> None:
         ("", "error: hostfile: h names no host; write a line HOST slots=N for each"),
         ("# a slots=1\n\na\n", "error: hostfile: h line 3: 'a'; write HOST slots=N"),
         ("a slots=1\na slots=2\n", "error: hostfile: h line 2: a is there twice; add up its slots"),
+        ("-oX=y slots=1\n", "error: hostfile: h line 1: '-oX=y slots=1'; write HOST slots=N"),
         ("a slots=0\n", "error: hostfile: h line 1: 'a slots=0'; give at least one slot, or remove it"),
         ("a slots=4\n  b  slots=2 # two\n", "ok: hostfile: 2 host(s), 6 slots"),
     ],
@@ -215,6 +217,14 @@ def test_commands_for_hosts() -> None:
     assert "localhost stands beside other hosts" in problems(local)[0]
 
 
+def test_variables_that_the_launcher_keeps_to_itself() -> None:
+    (line,) = problems(replace(HOSTS, deepspeed_env={}))
+    assert line.startswith(
+        "warning: OMP_NUM_THREADS: 1 here, and the launcher does not hand it on to other hosts; write"
+    )
+    assert problems(replace(HOSTS, deepspeed_env={}, hostfile=("hostfile", "a slots=4\n"))) == []
+
+
 def test_deepspeed_env() -> None:
     def lines(text: str) -> list[str]:
         return [str(found) for found in check_deepspeed_env({"f": text}, {"b": NODE}) if found.level != "ok"]
@@ -228,7 +238,7 @@ def test_deepspeed_env() -> None:
     assert lines("NCCL_SOCKET_IFNAME=enp\n")[0].startswith(
         "error: NCCL_SOCKET_IFNAME: 'enp', and here has no interface"
     )
-    on_host = replace(HOSTS, deepspeed_env={"f": "GLOO_SOCKET_IFNAME=enp1\n"})
+    on_host = replace(HOSTS, deepspeed_env={"f": "OMP_NUM_THREADS=1\nGLOO_SOCKET_IFNAME=enp1\n"})
     assert len(problems(on_host)) == 2  # on each of the two hosts, and not here
 
 

@@ -96,6 +96,7 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
         ({"machines": ["a:0", "a:0"]}, 'run.yml: machines: got ["a:0", "a:0"]; allowed: a list of different'),
         ({"machines": ["a"]}, 'run.yml: machines: got ["a"]'),
         ({"machines": ["a:x"]}, 'run.yml: machines: got ["a:x"]'),
+        ({"machines": ["-F/x:0"]}, 'run.yml: machines: got ["-F/x:0"]'),
         ({"machines": ["a b:0"]}, 'run.yml: machines: got ["a b:0"]'),
         ({"batch_size": "16"}, 'run.yml: batch_size: got "16"; allowed: a whole number >= 1, without quotes'),
         ({"batch_size": 0}, "run.yml: batch_size: got 0;"),

@@ -11,6 +11,7 @@ from ds_vpipe.diagnosis.node_checks import check_node, interface_finding
 from ds_vpipe.diagnosis.versions import PACKAGES
 
 LARGEST_SKEW_S = 0.5
+_NOT_HANDED_ON = ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
@@ -24,7 +25,7 @@ def parse_hostfile(path: str, text: str) -> tuple[dict[str, int], list[Finding]]
             continue
         match = _LINE.match(line)
         where = f"{path} line {number}"
-        if match is None:
+        if match is None or match[1].startswith("-"):  # which ssh would take for an option
             findings.append(Finding("error", "hostfile", f"{where}: {line!r}", "write HOST slots=N"))
         elif match[1] in hosts:
             findings.append(Finding("error", "hostfile", f"{where}: {match[1]} is there twice", "add up its slots"))
@@ -57,9 +58,23 @@ def check_hosts(facts: Facts) -> list[Finding]:
     if len(hosts) > 1 and local:
         text = f"{local[0]} stands beside other hosts, which cannot reach it by that name"
         findings.append(Finding("warning", "hostfile", text, "write the name that the others know"))
+    if len(hosts) > 1:
+        findings += check_handed_on(facts)
     for host, slots in hosts.items():
         if host in facts.remote:
             findings += check_host(facts.node, host, slots, facts.remote[host])
+    return findings
+
+
+def check_handed_on(facts: Facts) -> list[Finding]:
+    """The launcher hands few variables on to other hosts, and not these; ``.deepspeed_env`` brings any."""
+    brought = {line.partition("=")[0].strip() for text in facts.deepspeed_env.values() for line in text.splitlines()}
+    findings = []
+    for name in _NOT_HANDED_ON:
+        if name in facts.node.environment and name not in brought:
+            value = facts.node.environment[name]
+            text = f"{value} here, and the launcher does not hand it on to other hosts"
+            findings.append(Finding("warning", name, text, f"write {name}={value} into .deepspeed_env"))
     return findings
 
 

@@ -12,7 +12,7 @@ from ds_vpipe.migration.conversion import Conversion
 from ds_vpipe.migration.machines import LOCAL
 from ds_vpipe.migration.remark import Remark
 from ds_vpipe.migration.vpipe_file import VPipeFile
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.refusal import Refusal, show
 
 _SCRIPT = Path("models/bert/train.py")
 
@@ -128,7 +128,7 @@ def texts(file: VPipeFile, conversion: Conversion, words: list[str]) -> dict[str
         "conversion.txt": "".join(f"{remark}\n" for remark in conversion.remarks),
         "launch.sh": (
             "#!/usr/bin/env bash\n"
-            f"# Trains what {file.path.name} describes, by python -m ds_vpipe convert. Arguments go to the script.\n"
+            f"# Trains what {show(file.path.name)} describes. Arguments go to the training script.\n"
             f"set -euo pipefail\ncd {shlex.quote(str(Path.cwd()))}\n"
             'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"\n'
         ),
@@ -136,7 +136,11 @@ def texts(file: VPipeFile, conversion: Conversion, words: list[str]) -> dict[str
     if len(conversion.hosts.gpus) > 1:  # what the launcher hands on to other hosts
         result["deepspeed_env"] = "OMP_NUM_THREADS=1\n"
         name = Path(words[words.index("--hostfile") + 1]).with_name("deepspeed_env")
-        result["launch.sh"] += f"export DS_ENV_FILE={shlex.quote(str(name.resolve()))}\n"
+        result["launch.sh"] += (
+            "# Variables for the other hosts, if there is no file of your own.\n"
+            f"[[ -e ~/.deepspeed_env || -e .deepspeed_env || -v DS_ENV_FILE ]] ||\n"
+            f"    export DS_ENV_FILE={shlex.quote(str(name.resolve()))}\n"
+        )
     result["launch.sh"] += f'exec {shlex.join(words)} "$@"\n'
     return result
 

@@ -28,7 +28,12 @@ def machine(text: object) -> Machine:
     if not isinstance(text, str):
         raise ValueError(text)
     host, _, gpu = text.rpartition(":")
-    if not host or not gpu.isdecimal() or any(char.isspace() or char in ":,@=#" for char in host):
+    if (
+        not host
+        or host.startswith("-")
+        or not gpu.isdecimal()
+        or any(char.isspace() or char in ":,@=#" for char in host)
+    ):
         raise ValueError(text)
     return Machine(host, int(gpu))
 

@@ -128,6 +128,10 @@ def test_macrobatch_updates_after_two_micro_batches(convert: Convert) -> None:
     assert line.startswith("changed: gradient_accumulation_steps 2;")
     assert "stage 0 keeps 3 versions" in line
     assert "write 3 for two exact versions" in line
+    maps = {**MAPS, "stage_to_depth_map": {"0": 6, "1": 4, "2": 2, "3": 0}}
+    (line,) = remarks(convert(macrobatch=True, maps=maps), "macrobatch")
+    assert "stage 0 keeps 4 versions" in line
+    assert "write 6 for two exact versions" in line
     assert convert("gpipe", macrobatch=True)["ds_config"]["gradient_accumulation_steps"] == 32
 
 

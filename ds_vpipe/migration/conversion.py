@@ -64,7 +64,8 @@ def convert(file: VPipeFile, split: Split | None, maps: StageMaps | None, model:
     num_stages = len(split.partition) if split is not None else len(maps.modules) if maps is not None else 1
     replicas = _check_ranks(file, maps, num_stages)
     remarks: list[Remark] = []
-    batches = micro_batches(file, num_stages, remarks)
+    ahead = num_stages - 1 if maps is None or maps.depth is None else maps.depth[0]
+    batches = micro_batches(file, ahead, remarks)
     block = vpipe_block(file, split, maps, num_stages, remarks)
     ds_config = _ds_config(file, batches, remarks)
     ds_config["vpipe"] = block

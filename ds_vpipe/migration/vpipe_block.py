@@ -12,8 +12,14 @@ BSP_MICRO_BATCHES = 32
 MACROBATCH_VERSIONS = 2
 
 
-def micro_batches(file: VPipeFile, num_stages: int, remarks: list[Remark]) -> int:
-    """Micro-batches per update, ``gradient_accumulation_steps``; what to say about it is added to ``remarks``."""
+def micro_batches(file: VPipeFile, ahead: int, remarks: list[Remark]) -> int:
+    """Micro-batches per update, ``gradient_accumulation_steps``; what to say about it is added to ``remarks``.
+
+    Args:
+        file: the YAML.
+        ahead: depth of the first stage.
+        remarks: grows.
+    """
     key = "gradient_accumulation_steps"
     if file.sync_mode == "bsp":
         why = "vPipe flushes and updates after so many"
@@ -38,13 +44,13 @@ def micro_batches(file: VPipeFile, num_stages: int, remarks: list[Remark]) -> in
     if not file.macrobatch:
         remarks.append(Remark("kept", "sync_mode", value, f"{key} 1", "an update after every micro-batch"))
         return 1
-    batches = min(MACROBATCH_VERSIONS, num_stages)
-    copies = 1 + -(-(num_stages - 1) // batches)
+    batches = min(MACROBATCH_VERSIONS, ahead + 1)
+    copies = 1 + -(-ahead // batches)
     why = "an update after every two micro-batches, at the last stage too, which vPipe updated after every one"
     if copies > MACROBATCH_VERSIONS:
         why += (
             f"; stage 0 keeps {copies} versions, because vPipe's two are not those that micro-batches in flight used:"
-            f" write {num_stages - 1} for two exact versions and a batch that is larger"
+            f" write {ahead} for two exact versions and a batch that is larger"
         )
     remarks.append(Remark("changed", "macrobatch", True, f"{key} {batches}", why))
     return batches

@@ -12,6 +12,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
+from ds_vpipe.build_lock import limited_builds
 from ds_vpipe.config import block_of
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.preparation import prepare
@@ -48,7 +49,7 @@ def initialize(
         return tuple(theirs(**given))
     prepared = prepare(model, ds_config, block, optimizer, model_parameters)
     given["model_parameters"] = prepared.model_parameters
-    with _engine_class(functools.partial(VPipeEngine, prepared=prepared)):
+    with limited_builds(), _engine_class(functools.partial(VPipeEngine, prepared=prepared)):
         return tuple(theirs(**given))
 
 

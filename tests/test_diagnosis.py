@@ -13,8 +13,8 @@ from packaging.version import Version
 from ds_vpipe.diagnosis.diagnosis import diagnose
 from ds_vpipe.diagnosis.facts import Facts, NodeFacts, RemoteFacts
 from ds_vpipe.diagnosis.finding import Finding
-from ds_vpipe.diagnosis.host_checks import check_deepspeed_env, parse_hostfile
-from ds_vpipe.diagnosis.node_checks import interface_finding
+from ds_vpipe.diagnosis.host_checks import check_deepspeed_env, check_hosts, parse_hostfile
+from ds_vpipe.diagnosis.node_checks import check_node, interface_finding
 from ds_vpipe.diagnosis.versions import PACKAGES, PYTHON
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +28,7 @@ NODE = NodeFacts(
     open_files=20000,
     compiler="/usr/bin/g++",
     ninja="/usr/bin/ninja",
+    address="10.0.0.1",
     interfaces=("lo", "eth0", "ib0"),
 )
 FACTS = Facts(NODE, {"gloo": True, "nccl": True}, ports={29500: True, 40001: True})
@@ -255,3 +256,22 @@ def test_findings_are_lines() -> None:
         assert "\n" not in str(found)
         assert (found.level == "ok") == (not found.remedy), found
     assert str(Finding("ok", "a", "b")) == "ok: a: b"
+
+
+def test_locks_of_builds() -> None:
+    locked = replace(NODE, build_locks=(("/e/fused_adam/lock", 30.0), ("/e/shm/lock", 3600.0)))
+    found = [finding for finding in check_node(locked) if finding.check == "extension build"]
+    assert [finding.level for finding in found] == ["warning", "error"]
+    assert "/e/shm/lock on here is 60.0 minutes old" in found[1].text
+    assert not [finding for finding in check_node(NODE) if finding.check == "extension build"]
+
+
+def test_a_name_that_is_loopback_there() -> None:
+    """Gloo gives 127.0.0.1 to the other hosts then, and they cannot connect."""
+    hosts = {"a": RemoteFacts(node=NODE, round_trip_s=0.1), "b": RemoteFacts(node=replace(NODE, address="127.0.1.1"))}
+    facts = replace(FACTS, hostfile=("f", "a slots=1\nb slots=1"), remote=hosts, commands={"ssh": "s", "pdsh": "p"})
+    found = [finding for finding in check_hosts(facts) if finding.check == "address"]
+    assert [finding.level for finding in found] == ["ok", "error"]
+    assert "GLOO_SOCKET_IFNAME=eth0 or ib0 into .deepspeed_env" in found[1].remedy
+    brought = replace(facts, deepspeed_env={".deepspeed_env": "GLOO_SOCKET_IFNAME=eth0"})
+    assert not [finding for finding in check_hosts(brought) if finding.check == "address"]

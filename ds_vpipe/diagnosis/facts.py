@@ -19,6 +19,8 @@ class NodeFacts:
         shm_bytes: size of ``/dev/shm``; None where there is none.
         open_files: soft limit of open files.
         compiler: path of a C++ compiler, None if there is none; as ``ninja``.
+        address: what its own name resolves to; None if it does not.
+        build_locks: locks of extension builds, path and age in seconds.
         interfaces: names of network interfaces.
         gpus: lines of ``nvidia-smi``, one per GPU; None where there is no such command or it fails, for
             the reason ``gpu_error``.
@@ -34,6 +36,8 @@ class NodeFacts:
     open_files: int = 1024
     compiler: str | None = None
     ninja: str | None = None
+    address: str | None = None
+    build_locks: tuple[tuple[str, float], ...] = ()
     interfaces: tuple[str, ...] = ()
     gpus: tuple[str, ...] | None = None
     gpu_error: str = ""

@@ -62,7 +62,11 @@ def gather(hostfile: Path | None, limit_s: float, port: int | None = None, ssh_p
 def node_facts(found: Mapping[str, Any]) -> NodeFacts:
     """Facts of a machine from the JSON of its probe."""
     gpus = found["gpus"]
-    lists = {"interfaces": tuple(found["interfaces"]), "gpus": None if gpus is None else tuple(gpus)}
+    lists = {
+        "build_locks": tuple((path, age_s) for path, age_s in found["build_locks"]),
+        "interfaces": tuple(found["interfaces"]),
+        "gpus": None if gpus is None else tuple(gpus),
+    }
     return NodeFacts(**{**found, **lists})
 
 

@@ -60,6 +60,8 @@ def check_hosts(facts: Facts) -> list[Finding]:
         findings.append(Finding("warning", "hostfile", text, "write the name that the others know"))
     if len(hosts) > 1:
         findings += check_handed_on(facts)
+        if "GLOO_SOCKET_IFNAME" not in _brought(facts):
+            findings += [check_address(there.node) for there in facts.remote.values() if there.node is not None]
     for host, slots in hosts.items():
         if host in facts.remote:
             findings += check_host(facts.node, host, slots, facts.remote[host])
@@ -68,7 +70,7 @@ def check_hosts(facts: Facts) -> list[Finding]:
 
 def check_handed_on(facts: Facts) -> list[Finding]:
     """The launcher hands few variables on to other hosts, and not these; ``.deepspeed_env`` brings any."""
-    brought = {line.partition("=")[0].strip() for text in facts.deepspeed_env.values() for line in text.splitlines()}
+    brought = _brought(facts)
     findings = []
     for name in _NOT_HANDED_ON:
         if name in facts.node.environment and name not in brought:
@@ -76,6 +78,20 @@ def check_handed_on(facts: Facts) -> list[Finding]:
             text = f"{value} here, and the launcher does not hand it on to other hosts"
             findings.append(Finding("warning", name, text, f"write {name}={value} into .deepspeed_env"))
     return findings
+
+
+def _brought(facts: Facts) -> set[str]:
+    """Variables that ``.deepspeed_env`` takes to other hosts."""
+    return {line.partition("=")[0].strip() for text in facts.deepspeed_env.values() for line in text.splitlines()}
+
+
+def check_address(node: NodeFacts) -> Finding:
+    """Gloo offers other hosts the address that the host's own name has there."""
+    if node.address is None or node.address.startswith("127."):
+        text = f"the name {node.host} is {node.address or 'unknown'} there, where other hosts do not reach it"
+        names = " or ".join(name for name in node.interfaces if name != "lo") or "its interface"
+        return Finding("error", "address", text, f"write GLOO_SOCKET_IFNAME={names} into .deepspeed_env")
+    return Finding("ok", "address", f"{node.host} is {node.address}")
 
 
 def check_host(here: NodeFacts, host: str, slots: int, there: RemoteFacts) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_vpipe.build_lock import LIMIT_S
 from ds_vpipe.diagnosis.facts import Facts, NodeFacts
 from ds_vpipe.diagnosis.finding import Finding
 
@@ -18,6 +19,7 @@ def check_node(node: NodeFacts) -> list[Finding]:
         *check_shared_memory(node),
         *check_open_files(node),
         *check_compiler(node),
+        *check_build_locks(node),
         *check_interfaces(node),
     ]
 
@@ -72,6 +74,19 @@ def check_compiler(node: NodeFacts) -> list[Finding]:
         remedy = 'install g++ and ninja, or write "torch_adam": true into optimizer.params'
         return [Finding("warning", "compiler", text, remedy)]
     return [Finding("ok", "compiler", f"{node.compiler}, {node.ninja}")]
+
+
+def check_build_locks(node: NodeFacts) -> list[Finding]:
+    """A killed build leaves its lock behind, and every later start waits for it."""
+    return [
+        Finding(
+            "error" if age_s > LIMIT_S else "warning",
+            "extension build",
+            f"lock {path} on {node.host} is {age_s / 60:.1f} minutes old: every start waits until it is gone",
+            "delete it, unless a build is going on",
+        )
+        for path, age_s in node.build_locks
+    ]
 
 
 def check_interfaces(node: NodeFacts) -> list[Finding]:

@@ -4,6 +4,7 @@ It is also sent to other hosts, where ds_vpipe need not be installed: it imports
 takes the names of the packages to look for as arguments.
 """
 
+import glob
 import importlib.metadata
 import importlib.util
 import json
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -42,9 +44,30 @@ def observe(packages):  # type: ignore[no-untyped-def] # runs on other hosts, un
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "compiler": shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"),
         "ninja": shutil.which("ninja", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])),
+        "address": _address(),
+        "build_locks": _build_locks(),
         "interfaces": [name for _, name in socket.if_nameindex()],
         **_gpus(),
     }
+
+
+def _address():  # type: ignore[no-untyped-def]
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+
+
+def _build_locks():  # type: ignore[no-untyped-def]
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
+    ages = []
+    for path in glob.glob(os.path.join(folder, "*", "lock")) + glob.glob(os.path.join(folder, "*", "*", "lock")):
+        try:
+            ages.append([path, time.time() - os.stat(path).st_mtime])
+        except OSError:  # the build has ended
+            continue
+    return ages
 
 
 def _version(package):  # type: ignore[no-untyped-def]

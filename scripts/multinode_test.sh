@@ -1,0 +1,195 @@
+#!/usr/bin/env bash
+# Several nodes on one machine: network namespaces as hosts, an sshd in each, a real hostfile, pdsh, and the deepspeed
+# launcher. Trains a small BERT on four stages over two hosts, three times:
+#   1. undisturbed, started over ssh;
+#   2. the same run, saving checkpoints, with a rank on the second host killed in the middle: the launcher must
+#      end on its own, with an error, and no process may be left on either host;
+#   3. resumed without ssh, one command per node. Its losses must be those of the undisturbed run, bit for bit.
+# Installs pdsh, sshd and ip with apt-get if they are missing. Needs root and network namespaces: exit status 77 and one
+# line where they may not be had. Removes what it has made. Usage: scripts/multinode_test.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+STEPS=16 KILL_AFTER=8
+NODES=(vpipe0 vpipe1) ADDRESSES=(10.77.0.1 10.77.0.2)
+LIMIT=300 # seconds that any of the runs may take
+
+unable() {
+    echo "multinode_test: not run: $1" >&2
+    exit 77
+}
+
+[[ $(id -u) == 0 ]] || unable "it needs root, to make network namespaces"
+packages=()
+command -v ip >/dev/null || packages+=(iproute2)
+command -v pdsh >/dev/null || packages+=(pdsh)
+command -v ssh >/dev/null || packages+=(openssh-client)
+[[ -x /usr/sbin/sshd ]] || packages+=(openssh-server)
+command -v pgrep >/dev/null || packages+=(procps)
+if ((${#packages[@]})); then
+    command -v apt-get >/dev/null || unable "${packages[*]} missing, and there is no apt-get"
+    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${packages[@]}"; } \
+        >/dev/null 2>&1 || unable "apt-get could not install ${packages[*]}"
+fi
+
+scripts/setup_env.sh >/dev/null
+export PATH="$PWD/.venv/bin:$PATH"
+work=$(mktemp -d)
+daemons=()
+
+clean_up() {
+    for daemon in "${daemons[@]}"; do kill "$daemon" 2>/dev/null || true; done
+    for node in "${NODES[@]}"; do
+        for process in $(ip netns pids "$node" 2>/dev/null); do kill -9 "$process" 2>/dev/null || true; done
+        ip netns del "$node" 2>/dev/null || true
+    done
+    rm -rf "$work"
+}
+trap clean_up EXIT
+
+# Two hosts and a cable between them.
+for node in "${NODES[@]}"; do
+    ip netns add "$node" 2>/dev/null || unable "network namespaces may not be made here, or $node is there already"
+    ip -n "$node" link set lo up
+done
+ip link add eth0 netns "${NODES[0]}" type veth peer name eth0 netns "${NODES[1]}" || unable "veth is missing"
+for number in 0 1; do
+    ip -n "${NODES[number]}" addr add "${ADDRESSES[number]}/24" dev eth0
+    ip -n "${NODES[number]}" link set eth0 up
+done
+
+# Keys and settings of ssh, seen by the namespaces only: they get a ~/.ssh of their own.
+mkdir -p -m 700 "$work/ssh" "$HOME/.ssh" /run/sshd
+ssh-keygen -q -t ed25519 -N "" -f "$work/ssh/id_ed25519"
+ssh-keygen -q -t ed25519 -N "" -f "$work/host_key"
+cp "$work/ssh/id_ed25519.pub" "$work/ssh/authorized_keys"
+printf 'StrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\nConnectTimeout 10\n' >"$work/ssh/config"
+chmod 600 "$work"/ssh/*
+on() { # on NUMBER COMMAND...: run it on a node
+    local number=$1
+    shift
+    ip netns exec "${NODES[number]}" bash -c 'mount --bind "$0" "$HOME/.ssh" && exec "$@"' "$work/ssh" "$@"
+}
+for number in 0 1; do
+    on "$number" /usr/sbin/sshd -D -e -o "ListenAddress=${ADDRESSES[number]}" -o "HostKey=$work/host_key" \
+        -o PermitRootLogin=prohibit-password -o StrictModes=no -o UsePAM=no -o PidFile=none \
+        -o "AuthorizedKeysFile=$work/ssh/authorized_keys" -f /dev/null 2>"$work/sshd$number.log" &
+    daemons+=($!)
+done
+for number in 0 1; do
+    for attempt in {1..50}; do
+        timeout 10 ip netns exec "${NODES[0]}" bash -c "exec 3<>/dev/tcp/${ADDRESSES[number]}/22" 2>/dev/null && break
+        [[ $attempt -lt 50 ]] || { cat "$work/sshd$number.log" >&2; exit 1; }
+        sleep 0.2
+    done
+done
+
+# What a user has: a hostfile, and variables that ssh does not pass on.
+printf '%s slots=2\n' "${ADDRESSES[@]}" >"$work/hostfile"
+mkdir "$work/run"
+variables=(OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu GLOO_SOCKET_IFNAME=eth0 "PATH=$PATH")
+printf '%s\n' "${variables[@]}" >"$work/run/.deepspeed_env"
+python - "$work/config.json" <<'PYTHON'
+import json, sys
+
+config = json.load(open("ds_configs/bert_tiny_cpu.json"))
+config["optimizer"]["params"]["torch_adam"] = True  # nothing to compile
+config["steps_per_print"] = 1
+config["vpipe"]["peer_timeout_s"] = 60
+json.dump(config, open(sys.argv[1], "w"))
+PYTHON
+
+root=$PWD
+launch() { # launch NUMBER LOG [launcher options] -- [arguments of train.py]
+    local number=$1 log=$2 options=()
+    shift 2
+    while [[ $1 != -- ]]; do
+        options+=("$1")
+        shift
+    done
+    shift
+    (
+        cd "$work/run"
+        export PYTHONPATH=$root "${variables[@]}" # what no ssh has to pass on
+        on "$number" timeout "$LIMIT" deepspeed --hostfile "$work/hostfile" --master_addr "${ADDRESSES[0]}" \
+            "${options[@]}" "$root/models/bert/train.py" --deepspeed_config "$work/config.json" --synthetic \
+            --steps "$STEPS" "$@"
+    ) >"$log" 2>&1
+}
+fail() {
+    echo "multinode_test: FAILED: $1" >&2
+    shift
+    for log in "$@"; do
+        echo "--- $log" >&2
+        tail -n 40 "$log" >&2
+    done
+    exit 1
+}
+left() { # processes of training on both nodes
+    for node in "${NODES[@]}"; do
+        for process in $(ip netns pids "$node"); do
+            if tr '\0' ' ' <"/proc/$process/cmdline" 2>/dev/null | grep -q "models/bert/train.py"; then
+                echo "$process"
+            fi
+        done
+    done
+}
+
+echo "1. two hosts, two ranks each, over ssh and pdsh"
+launch 0 "$work/whole.log" -- --output "$work/whole" || fail "the undisturbed run ended with an error" "$work/whole.log"
+
+echo "2. the same, and a rank on the second host is killed"
+launch 0 "$work/killed.log" -- --output "$work/killed" --checkpoint-dir "$work/checkpoints" \
+    --checkpoint-every "$((KILL_AFTER / 2))" &
+launched=$!
+for ((waited = 0; ; waited++)); do
+    lines=$(grep -c . "$work/killed/metrics.jsonl" 2>/dev/null || true)
+    ((${lines:-0} < KILL_AFTER)) || break
+    kill -0 "$launched" 2>/dev/null || fail "the run ended before it was killed" "$work/killed.log"
+    ((waited < LIMIT * 5)) || fail "no progress" "$work/killed.log"
+    sleep 0.2
+done
+victim=$(for process in $(ip netns pids "${NODES[1]}"); do
+    # The ranks are children of the node's launcher, whose command line names the script too.
+    tr '\0' ' ' <"/proc/$process/cmdline" | grep -q "launcher.launch\|sshd\|bash" || echo "$process"
+done | tail -n 1)
+kill -9 "$victim"
+if wait "$launched"; then
+    fail "the launcher reported success although a rank was killed" "$work/killed.log"
+fi
+for ((waited = 0; ; waited++)); do
+    [[ -n $(left) ]] || break
+    ((waited < 30)) || fail "processes $(left | xargs) are left" "$work/killed.log"
+    sleep 1
+done
+grep -m 1 -o "stage [0-9]* .*lost\|stage [0-9]* .*\(closed\|failed\|ended\).*" "$work/killed.log" | head -n 1 || true
+
+echo "3. resumed without ssh, one command per node"
+launch 1 "$work/resumed1.log" --no_ssh --node_rank 1 -- --output "$work/resumed1" \
+    --checkpoint-dir "$work/checkpoints" --resume &
+second=$!
+launch 0 "$work/resumed0.log" --no_ssh --node_rank 0 -- --output "$work/resumed" \
+    --checkpoint-dir "$work/checkpoints" --resume || fail "resuming failed" "$work/resumed0.log" "$work/resumed1.log"
+wait "$second" || fail "resuming failed on the second node" "$work/resumed1.log"
+
+python - "$work" "$STEPS" <<'PYTHON' || fail "losses differ" "$work/resumed0.log"
+import json, sys
+from pathlib import Path
+
+work, steps = Path(sys.argv[1]), int(sys.argv[2])
+
+
+def losses(name):
+    rows = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+whole, killed, resumed = losses("whole"), losses("killed"), losses("resumed")
+assert sorted(whole) == list(range(1, steps + 1)), sorted(whole)
+assert killed and all(whole[step] == loss for step, loss in killed.items()), (whole, killed)
+begin = min(resumed)
+assert begin > 1 and max(resumed) == steps, sorted(resumed)
+assert all(whole[step] == loss for step, loss in resumed.items()), (whole, resumed)
+print(f"resumed at update {begin} of {steps}: losses equal those of the undisturbed run bit for bit")
+PYTHON
+echo "multinode_test: passed"

@@ -197,7 +197,7 @@ def main() -> None:
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, gloo; hidden {options.hidden}, "
-        f"{options.layers} encoder layers, vocabulary {options.vocabulary}, {options.batch} x {options.sequence} tokens",
+        f"{options.layers} encoder layers, vocabulary {options.vocabulary}, batch {options.batch} x {options.sequence}",
         flush=True,
     )
     with socket.socket() as server:

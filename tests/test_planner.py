@@ -51,6 +51,7 @@ def layers(draw: st.DrawFn) -> LayerProfile:
         output_kept_bytes=draw(st.integers(0, kept)),
         workspace_bytes=draw(small),
         frozen_bytes=draw(st.sampled_from([0, parameters])),
+        largest_weight_bytes=draw(st.integers(0, parameters)),
     )
 
 

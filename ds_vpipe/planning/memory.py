@@ -1,14 +1,15 @@
 """Bytes that a stage needs, split into what they are for.
 
 The model: a stage holds its weights, the stashed versions of them and optimizer state all the time; gradients from the
-first backward pass of a batch, which makes them layer by layer from the last to the first, to the update; for every micro-batch in flight its input, its output, and what its layers keep for the backward pass; and for a moment the
+first backward pass of a batch, which makes them layer by layer from the last to the first, to the update; for every
+micro-batch in flight its input, its output, and what its layers keep for the backward pass; and for a moment the
 activations of the recomputed segment, once, and the workspace of the layer that runs. The last k layers of a
 stage form the recomputed segment and keep only the segment's input. Tensors between two layers are counted once,
 however many layers keep them.
 
 A stage's peak is the largest of these moments: a backward pass at any of its layers, inside the segment or before it,
-with the gradients of an earlier micro-batch or, in the first of a batch, without; and the update. All sums are over prefix sums, so that a planner can look at all splits of a model
-(:class:`ActivationSums`).
+with the gradients of an earlier micro-batch or, in the first of a batch, without; and the update. All sums are over
+prefix sums, so that a planner can look at all splits of a model (:class:`ActivationSums`).
 """
 
 from __future__ import annotations
@@ -212,7 +213,8 @@ def stage_memory(
     weights = sum(layer.parameter_bytes for layer in layers)
     trained = weights - sum(layer.frozen_bytes for layer in layers)
     found = sums.of_stage(start, stop, recomputed, optimizer.gradient)
-    update = scaled(trained, optimizer.update) + optimizer.bucket_bytes
+    largest = max(layer.largest_weight_bytes for layer in layers)
+    update = scaled(trained, optimizer.update) + scaled(largest, optimizer.temporary) + optimizer.bucket_bytes
     beyond = int(found.beyond(residency, update)) - found.recomputed
     return StageMemory(
         weights=weights,

@@ -71,6 +71,7 @@ class StageCosts:
         self._weights = np.concatenate([[0], np.cumsum(weights, dtype=np.int64)])
         trained = [layer.parameter_bytes - layer.frozen_bytes for layer in profile.layers]
         self._trained = np.concatenate([[0], np.cumsum(trained, dtype=np.int64)])
+        self._largest = np.array([layer.largest_weight_bytes for layer in profile.layers], dtype=np.int64)
 
     def choices(self, longest_s: float) -> Choices:
         """All stages whose passes take at most ``longest_s`` seconds.
@@ -125,10 +126,10 @@ class StageCosts:
         static = weights + (there.versions - 1) * trained
         static = static + _scaled(trained, optimizer.gradient) + _scaled(trained, optimizer.held)
         static = static + there.input_buffers * inputs[starts] + there.output_buffers * inputs[stop]
-        update = (_scaled(trained, optimizer.update) + optimizer.bucket_bytes)[:, None]
+        largest = np.maximum.accumulate(self._largest[starts[0] : stop][::-1])[::-1]
+        update = _scaled(trained, optimizer.update) + _scaled(largest, optimizer.temporary) + optimizer.bucket_bytes
         over: Ints = (static - self._budgets[stage])[:, None] + there.in_flight * table.kept
-        over = over + table.beyond(there, update)
-        return over
+        return np.asarray(over + table.beyond(there, update[:, None]))
 
 
 def _scaled(amounts: Ints, ratio: Fraction) -> Ints:

@@ -9,8 +9,10 @@ some batches, not for a training run.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -56,9 +58,7 @@ def count_allocations(work: Callable[[], Any]) -> Allocations:
     records = sorted(
         (event.start_ns(), event.nbytes()) for event in events if event.name() == _RECORD and event.device_type() == cpu
     )
-    live = peak = 0
-    for (time, size), (following, _) in zip(records, [*records[1:], (spans[-1][1], 0)], strict=True):
-        live += size
-        if any(time <= end and following >= start for start, end in spans):
-            peak = max(peak, live)
-    return Allocations(peak, live)
+    times = [time for time, _ in records]
+    live = [0, *accumulate(size for _, size in records)]
+    peak = max(max(live[bisect_left(times, start) : bisect_right(times, end) + 1]) for start, end in spans)
+    return Allocations(peak, live[-1])

@@ -91,7 +91,9 @@ class Lamb(torch.optim.Optimizer):
         state["step"] += 1
         beta1, beta2 = group["betas"]
         mean, square = state["exp_avg"], state["exp_avg_sq"]
-        gradient = parameter.grad if divisor is None else parameter.grad / divisor
+        gradient: Any = parameter.grad
+        if divisor is not None:
+            gradient = gradient / divisor
         mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         del gradient

@@ -54,10 +54,7 @@ def count_allocations(work: Callable[[], Any]) -> Allocations:
     spans = [(event.start_ns(), event.end_ns()) for event in events if event.name() == _WATCHED]
     if not spans:
         raise ValueError("count_allocations(): got work without a part inside watched(); allowed: at least one")
-    cpu = torch.autograd.DeviceType.CPU
-    records = sorted(
-        (event.start_ns(), event.nbytes()) for event in events if event.name() == _RECORD and event.device_type() == cpu
-    )
+    records = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _RECORD)
     times = [time for time, _ in records]
     live = [0, *accumulate(size for _, size in records)]
     peak = max(max(live[bisect_left(times, start) : bisect_right(times, end) + 1]) for start, end in spans)

@@ -13,7 +13,7 @@ import gc
 import os
 import platform
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,6 @@ class Case:
         vpipe: the block.
         optimizer: type in the JSON.
         params: its parameters besides the learning rate.
-        layers: encoder layers.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Case:
     vpipe: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "AdamW"
     params: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 BSP = {"sync_mode": "bsp"}
@@ -90,7 +88,6 @@ def ds_config(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
         "vpipe": case.vpipe,
-        **case.extra,
     }
 
 
@@ -136,20 +133,25 @@ def counted(case: Case, options: argparse.Namespace) -> int:
     return found.peak
 
 
-def report(case: Case, stage: int, memory: Any, peak: int) -> tuple[dict[str, Any], str]:
-    """One row of the table, as data and as text."""
+def report(case: Case, memories: Sequence[Any], peaks: Sequence[int], parts: bool) -> tuple[dict[str, Any], str]:
+    """One row of the table, as data and as text; with ``parts`` a line more for each stage, what it is made of."""
     from ds_vpipe.planning.plan import show_bytes
 
-    content = memory.to_json()
-    total = content.pop("total")
-    error = total / peak - 1
-    parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in content.items() if size)
+    errors = [memory.total / peak - 1 for memory, peak in zip(memories, peaks, strict=True)]
     text = (
-        f"{case.name:19} M={case.micro_batches} stage {stage} | predicted {show_bytes(total):>7} "
-        f"measured {show_bytes(peak):>7} | off by {100 * error:+5.1f} % | {parts}"
+        f"{case.name:19} M={case.micro_batches} | predicted "
+        + " ".join(f"{show_bytes(memory.total):>7}" for memory in memories)
+        + " | measured "
+        + " ".join(f"{show_bytes(peak):>7}" for peak in peaks)
+        + " | off by "
+        + " ".join(f"{100 * error:+5.1f}" for error in errors)
+        + " %"
     )
-    row = {"case": case.name, "micro_batches": case.micro_batches, "stage": stage, "measured": peak, "error": error}
-    return {**row, "predicted": memory.to_json()}, text
+    for stage, memory in enumerate(memories if parts else []):
+        names = [name for name, size in memory.to_json().items() if size and name != "total"]
+        text += f"\n  stage {stage}: " + ", ".join(f"{name} {show_bytes(getattr(memory, name))}" for name in names)
+    row = {"case": case.name, "micro_batches": case.micro_batches, "measured": [*peaks], "errors": errors}
+    return {**row, "predicted": [memory.to_json() for memory in memories]}, text
 
 
 def work(rank: int, options: argparse.Namespace, port: int) -> None:
@@ -166,11 +168,10 @@ def work(rank: int, options: argparse.Namespace, port: int) -> None:
             continue
         peaks: list[Any] = [None] * options.stages
         dist.all_gather_object(peaks, counted(case, options))
-        for stage, (memory, peak) in enumerate(zip(predicted(profile, case, options), peaks, strict=True)):
-            row, text = report(case, stage, memory, peak)
-            worst = max(worst, abs(row["error"]))
-            if rank == 0:
-                tell(row, text, printed, options.json)
+        row, text = report(case, predicted(profile, case, options), peaks, options.parts)
+        worst = max(worst, *map(abs, row["errors"]))
+        if rank == 0:
+            tell(row, text, printed, options.json)
     if rank == 0:
         print(f"largest difference: {100 * worst:.1f} %", file=printed, flush=True)
 
@@ -185,6 +186,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="samples per micro-batch")
     parser.add_argument("--sequence", type=int, default=128, help="tokens per sample")
     parser.add_argument("--cases", nargs="*", help="names of cases; default: all")
+    parser.add_argument("--parts", action="store_true", help="say what each prediction is made of")
     parser.add_argument("--json", help="append one JSON line per row to this file")
     options = parser.parse_args()
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import platform
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench_schedule import join, tell
+from bench_schedule import join, machine, tell
 
 
 @dataclass(frozen=True)
@@ -192,14 +191,11 @@ def main() -> None:
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-    import torch
     import torch.multiprocessing as mp
 
     print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, gloo; hidden {options.hidden}, "
-        f"{options.layers} encoder layers, vocabulary {options.vocabulary}, batch {options.batch} x {options.sequence}",
+        f"{machine()}; hidden {options.hidden}, {options.layers} encoder layers, vocabulary {options.vocabulary}, "
+        f"batch {options.batch} x {options.sequence}",
         flush=True,
     )
     with socket.socket() as server:

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import PipeSchedule
-from deepspeed.utils import logger
 
 from ds_vpipe.config import StageSettings, VPipeConfig
 from ds_vpipe.engine import instructions as instr
@@ -99,7 +98,6 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         self._feed = MicroBatchFeed()
         self._agreement = Agreement(self.grid, self.vpipe_config.peer_timeout_s)
         self._observation = Observation(self)
-        self._timeline_ended = False
         atexit.register(_at_exit, weakref.ref(self))
 
     # Batches
@@ -211,7 +209,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         """Leave the pipeline: let the neighbours have what was sent, and drop the micro-batches in flight."""
         if "state" in self.__dict__:
             self._finish_sends()
-            self._end_timeline()
+            self._end_observation()
             # Their graphs refer to the engine through hooks, in cycles that Python cannot see.
             self.state.flights.clear()
         super().destroy()
@@ -224,17 +222,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             self.state.failure = f"{self.neighbours.me} failed in {self.state.doing}: {type(error).__name__}: {text}"
         links = () if self.ties is None else (*self.ties.weights_out, *self.ties.gradients_out)
         abort_all((*self.neighbours.senders, *links), self.state.failure)
-        self._end_timeline()
-
-    def _end_timeline(self) -> None:
-        """Write the recording, once; a run must not fail for it."""
-        if "_observation" not in self.__dict__ or self._timeline_ended:
-            return
-        self._timeline_ended = True
-        try:
-            self.save_timeline()
-        except Exception as error:
-            logger.warning(f"ds_vpipe: timeline.path {self.vpipe_config.timeline.path!r} cannot be written: {error}")
+        self._end_observation()
 
     def _finish_sends(self) -> None:
         """A stage that is done stays until its neighbours have what they still need of it."""
@@ -259,4 +247,4 @@ def _at_exit(engine: weakref.ref[VPipeEngine]) -> None:
     alive = engine()
     if alive is not None:
         alive._finish_sends()
-        alive._end_timeline()
+        alive._end_observation()

@@ -78,10 +78,11 @@ class Lamb(torch.optim.Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             divisor = _clip_divisor([p.grad for p in parameters], group["max_grad_norm"])
             for parameter in parameters:
-                self._update(parameter, parameter.grad / divisor, group)
+                self._update(parameter, divisor, group)
         return loss
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, divisor: torch.Tensor | None, group: dict[str, Any]) -> None:
+        """Needs two tensors of the parameter's size at most."""
         state = self.state[parameter]
         if not state:
             state["step"] = 0
@@ -90,13 +91,17 @@ class Lamb(torch.optim.Optimizer):
         state["step"] += 1
         beta1, beta2 = group["betas"]
         mean, square = state["exp_avg"], state["exp_avg_sq"]
+        gradient: Any = parameter.grad
+        if divisor is not None:
+            gradient = gradient / divisor
         mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        if group["bias_correction"]:
-            mean = mean / (1 - beta1 ** state["step"])
-            square = square / (1 - beta2 ** state["step"])
-        root = (square + group["eps"]).sqrt_() if self._eps_inside_sqrt else square.sqrt().add_(group["eps"])
-        direction = mean / root
+        del gradient
+        correction = (1 - beta1 ** state["step"], 1 - beta2 ** state["step"]) if group["bias_correction"] else (1, 1)
+        root = square / correction[1]
+        root = root.add_(group["eps"]).sqrt_() if self._eps_inside_sqrt else root.sqrt_().add_(group["eps"])
+        direction = (mean / correction[0]).div_(root)
+        del root
         if group["weight_decay"]:
             direction.add_(parameter, alpha=group["weight_decay"])
         weight_norm, direction_norm = parameter.norm(), direction.norm()
@@ -108,8 +113,8 @@ class Lamb(torch.optim.Optimizer):
         parameter.sub_(direction.mul_(ratio * group["lr"]))
 
 
-def _clip_divisor(gradients: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor | float:
+def _clip_divisor(gradients: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor | None:
     norms = [gradient.norm() for gradient in gradients]
     if max_norm <= 0 or not norms:
-        return 1.0
+        return None
     return (torch.stack(norms).norm() / max_norm).clamp(min=1.0)

@@ -6,14 +6,16 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.engine.comms_record import CommsRecord
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.instructions import StageInstruction
+from ds_vpipe.engine.memory_report import PeakMemory, memory_line
 from ds_vpipe.engine.neighbours import Neighbours, links_by_kind
 from ds_vpipe.engine.recorder import Recorder
 from ds_vpipe.engine.stage_profile import StageProfile
@@ -22,6 +24,9 @@ from ds_vpipe.engine.statistics import StageMeter, StageStatistics, StatisticsMe
 from ds_vpipe.engine.wall_clock import WallClock, unhooked_timers
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from ds_vpipe.planning.plan import Plan
 
 
 class Observer(Protocol):
@@ -65,6 +70,12 @@ class Observation:
             self.observers.append(self.recorder)
         self.observers.append(self.meter)  # last to begin and first to end: it measures no other observer
         engine.engine_timers = unhooked_timers()
+        self.memory: PeakMemory | None = None
+        if engine.plan is not None and engine.grid.data_parallel_id == engine.grid.get_slice_parallel_rank() == 0:
+            groups = [] if engine.optimizer is None else engine.optimizer.param_groups
+            weights = [*engine.module.parameters(), *(weight for group in groups for weight in group["params"])]
+            self.memory = PeakMemory(engine.device, weights)
+        self.ended = False
 
     def carry_out(self, action: Action, instruction: Callable[[], None]) -> None:
         """Run ``instruction``, which is what ``action`` means, under observation."""
@@ -85,6 +96,7 @@ class ObservationMixin(PipelineEngine):
     stashing_optimizer: WeightStashingOptimizer
     vpipe_config: VPipeConfig
     pipeline: Pipeline
+    plan: Plan | None
     depths: Sequence[int]
     _observation: Observation
     _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]]
@@ -114,6 +126,18 @@ class ObservationMixin(PipelineEngine):
             self.micro_batches,
             {"schedule": self.pipeline.schedule, "depths": list(self.depths), "device": str(self.device)},
         )
+
+    def _end_observation(self) -> None:
+        """Say what the planned memory has come to and write the recording, once; a run must not fail for it."""
+        if "_observation" not in self.__dict__ or self._observation.ended:
+            return
+        self._observation.ended = True
+        if self.plan is not None and self._observation.memory is not None:
+            print(memory_line(self.plan, self.stage_id, self._observation.memory), flush=True)
+        try:
+            self.save_timeline()
+        except Exception as error:
+            logger.warning(f"ds_vpipe: timeline.path {self.vpipe_config.timeline.path!r} cannot be written: {error}")
 
     def _carry_out(self, instruction: StageInstruction) -> None:
         action, method = instruction.action, self._INSTRUCTION_MAP[type(instruction)]

@@ -13,8 +13,6 @@ waits for them, which is in ``send_s``.
 from __future__ import annotations
 
 import dataclasses
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.engine.memory_report import peak_memory
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.transport import Receiver, Sender
 from ds_vpipe.schedules.actions import Action, Kind
@@ -163,7 +162,7 @@ class StageMeter:
             bytes_received=int(received),
             staleness=self._staleness,
             versions=self._versions,
-            peak_memory_bytes=_peak_memory(self._device),
+            peak_memory_bytes=peak_memory(self._device),
         )
         self._counted = counters
         self._seconds = dict.fromkeys(Kind, 0.0)
@@ -230,10 +229,3 @@ def line(records: Sequence[StageStatistics]) -> str:
         "peak MB": columns(r.peak_memory_bytes / 1e6 for r in records),
     }
     return " | ".join(f"{name} {text}" for name, text in parts.items())
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

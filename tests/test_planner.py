@@ -51,6 +51,7 @@ def layers(draw: st.DrawFn) -> LayerProfile:
         output_kept_bytes=draw(st.integers(0, kept)),
         workspace_bytes=draw(small),
         frozen_bytes=draw(st.sampled_from([0, parameters])),
+        largest_weight_bytes=draw(st.integers(0, parameters)),
     )
 
 
@@ -271,18 +272,18 @@ def test_table() -> None:
     lines = plan(profile, Pipeline(2, 1)).table().splitlines()
     assert [line[:83] for line in lines[:3]] == [
         "stage  layers  recompute  compute ms  transfer ms  depth  weights  versions  gradie",
-        "    0     0-1        0/2        6.00         0.00      1     8 MB      8 MB       8",
-        "    1     2-3        0/2        6.00         0.00      0     8 MB       0 B       8",
+        "    0     0-1        0/2        6.00         0.00      1     8 MB      8 MB       4",
+        "    1     2-3        0/2        6.00         0.00      0     8 MB       0 B       4",
     ]
     assert [line[83:] for line in lines[:3]] == [
         "nts  activations   peak  budget",
-        " MB        40 MB  64 MB       -",
-        " MB        20 MB  36 MB       -",
+        " MB        40 MB  60 MB       -",  # the last layer's gradients are being made
+        " MB        20 MB  32 MB       -",
     ]
     assert lines[3] == "asp, M = 1: 6.00 ms per micro-batch; pace 6.00 ms"
     found = plan(profile, Pipeline(2, 1, budget=52_000_000))
     assert found.memory_line(0) == (
-        "stage 0: 44 MB predicted (weights 8 MB, versions 8 MB, gradients 8 MB, activations 4 kB, recompute 20 MB)"
+        "stage 0: 50 MB predicted (weights 8 MB, versions 8 MB, gradients 4 MB, activations 20 MB, recompute 10 MB)"
     )
 
 

@@ -16,7 +16,7 @@ from ds_vpipe.planning.residency import Residency
 from ds_vpipe.profiles.analytic_profile import analytic_profile
 from ds_vpipe.profiles.boundary import Boundary
 from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile, merge_profiles
-from ds_vpipe.profiles.layer_runs import enter, parameters_of, run_backward
+from ds_vpipe.profiles.layer_runs import enter, modules_of, parameters_of, run_backward
 from ds_vpipe.profiles.op_meter import DeviceModel, OpMeter
 from ds_vpipe.profiles.profiler import boundary_before, profile_layers
 
@@ -78,6 +78,8 @@ def test_bytes_equal_hand_counts(case: Any, analytic: bool) -> None:
     assert found.output_kept_bytes == output_kept
     assert found.input_kept_bytes == input_kept
     assert found.boundary_bytes == boundary
+    sizes = [p.numel() * 4 for module in modules_of(layer) for p in module.parameters() if p.requires_grad]
+    assert found.largest_weight_bytes == max(sizes, default=0)
     assert found.frozen_bytes == (4 * (H * H + H) if isinstance(layer, Frozen) else 0)
     assert (profile.input_bytes, profile.micro_batch_size, profile.dtype) == (X, B, "float32")
     assert profile.source == ("analytic" if analytic else "measured")

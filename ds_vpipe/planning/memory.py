@@ -1,14 +1,15 @@
 """Bytes that a stage needs, split into what they are for.
 
-The model: a stage holds its weights, the stashed versions of them, gradients and optimizer state all the time; for
-every micro-batch in flight its input, its output, and what its layers keep for the backward pass; and for a moment the
+The model: a stage holds its weights, the stashed versions of them and optimizer state all the time; gradients from the
+first backward pass of a batch, which makes them layer by layer from the last to the first, to the update; for every
+micro-batch in flight its input, its output, and what its layers keep for the backward pass; and for a moment the
 activations of the recomputed segment, once, and the workspace of the layer that runs. The last k layers of a
 stage form the recomputed segment and keep only the segment's input. Tensors between two layers are counted once,
 however many layers keep them.
 
-A stage's peak is the largest of three moments: a backward pass inside the segment, one before it, and
-the update. All sums are over prefix sums, so that a planner can look at all splits of a model
-(:class:`ActivationSums`).
+A stage's peak is the largest of these moments: a backward pass at any of its layers, inside the segment or before it,
+with the gradients of an earlier micro-batch or, in the first of a batch, without; and the update. All sums are over
+prefix sums, so that a planner can look at all splits of a model (:class:`ActivationSums`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class StageMemory:
     Attributes:
         weights: newest weights.
         versions: stashed versions of them.
-        gradients: gradients of the weights.
+        gradients: gradients of the weights, as far as they exist then.
         optimizer: optimizer state and master weights.
         activations: what all micro-batches in flight keep, stage inputs and outputs included.
         recompute: activations of the recomputed segment, which exist once during its backward pass.
@@ -78,12 +79,26 @@ class Activations:
     Attributes:
         kept: by each micro-batch in flight.
         recomputed: by the recomputed segment, once.
-        peak: most that a pass needs beyond ``kept`` of all in flight; at least ``recomputed``.
+        peak: most that a pass needs beyond ``kept`` of all in flight, if all gradients exist; at least ``recomputed``.
+        first_peak: the same for the first backward pass of a batch, less the gradients that do not exist yet.
     """
 
     kept: Any
     recomputed: Any
     peak: Any
+    first_peak: Any
+
+    def beyond(self, there: Residency, update: Any) -> Any:
+        """Most that exists beyond ``kept`` of all in flight and all gradients; negative if those never meet.
+
+        Args:
+            there: what the schedule keeps.
+            update: bytes that exist only during an update.
+        """
+        most = np.maximum(self.first_peak, update - (there.in_flight - there.at_update) * self.kept)
+        if there.with_gradients:
+            most = np.maximum(most, self.peak - (there.in_flight - there.with_gradients) * self.kept)
+        return most
 
 
 class ActivationSums:
@@ -107,10 +122,17 @@ class ActivationSums:
         self._sums: Ints = np.concatenate([zero, np.cumsum(own + np.maximum(output_kept, next_keeps))])
         self._closed: Ints = np.concatenate([zero, self._sums[:-1] + own + np.maximum(output_kept, boundary)])
         self._with_own: Ints = self._sums[:-1] + activation
-        self._highest: Ints = self._with_own + workspace
+        self._workspace = workspace
+        trained = column("parameter_bytes") - column("frozen_bytes")
+        self._trained: Ints = np.concatenate([zero, np.cumsum(trained)])
 
-    def alternatives(self, starts: Ints, stop: int) -> Activations:
+    def alternatives(self, starts: Ints, stop: int, gradient: Fraction = Fraction(1)) -> Activations:
         """Stages that begin at each of ``starts`` and end before ``stop``, by where their segment begins.
+
+        Args:
+            starts: first layers.
+            stop: layer after the last.
+            gradient: bytes of gradients per byte of trained weights.
 
         Returns:
             Arrays ``[stage, cut]``: entry ``[i, j]`` is for a segment that begins at layer ``starts.min() + j``; the
@@ -118,31 +140,40 @@ class ActivationSums:
         """
         low = int(starts.min())
         cuts = np.arange(low, stop + 1)
-        # A layer's workspace has the gradient of its own output; that of the stage's output is there until the end.
-        highest = self._highest[low:stop] + self.inputs[stop]
-        highest[-1] -= self.inputs[stop]
-        # Highest of layers [cut, stop): one suffix maximum for all stages. Of [start, cut): a prefix maximum per stage.
-        least = np.iinfo(np.int64).min // 4
-        in_segment = np.append(np.maximum.accumulate(highest[::-1])[::-1], least)
-        reachable = np.where(np.arange(low, stop) >= starts[:, None], highest, least)
-        before = np.concatenate(
-            [np.full((len(starts), 1), least), np.maximum.accumulate(reachable, axis=1)], axis=1, dtype=np.int64
-        )
         begin = self.inputs[starts] - self._sums[starts]
         output = self.inputs[stop]
         some = cuts < stop
         kept = np.where(cuts > starts[:, None], begin[:, None] + self._closed[cuts], self.inputs[starts][:, None])
         kept = kept + np.where(some, output, 0)
         segment = self.inputs[cuts] - self._sums[np.minimum(cuts, stop)]
-        recomputed = np.where(some, segment + self._with_own[stop - 1], 0)
-        peak = np.maximum(segment + in_segment, begin[:, None] + before + output - kept)
-        return Activations(kept, np.broadcast_to(recomputed, kept.shape), np.maximum(peak, recomputed))
+        recomputed = np.broadcast_to(np.where(some, segment + self._with_own[stop - 1], 0), kept.shape)
+        # Highest of layers [cut, stop): one suffix maximum for all stages. Of [start, cut): a prefix maximum per stage.
+        least = np.iinfo(np.int64).min // 4
 
-    def of_stage(self, start: int, stop: int, recomputed: int) -> Activations:
+        def peak(workspace: Ints) -> Ints:
+            highest = self._with_own[low:stop] + workspace
+            # A layer's workspace has the gradient of its own output; that of the stage's output is there to the end.
+            highest[:-1] += output
+            in_segment = np.append(np.maximum.accumulate(highest[::-1])[::-1], least)
+            reachable = np.where(np.arange(low, stop) >= starts[:, None], highest, least)
+            before = np.concatenate(
+                [np.full((len(starts), 1), least), np.maximum.accumulate(reachable, axis=1)], axis=1, dtype=np.int64
+            )
+            found: Ints = np.maximum(segment + in_segment, begin[:, None] + before + output - kept)
+            return found
+
+        gradients = self._trained * gradient.numerator // gradient.denominator
+        missing = (gradients[stop] - gradients[starts])[:, None]
+        # At a layer's highest moment its own gradients are being made: they are in its workspace, or exist at its end.
+        workspace = np.maximum(self._workspace[low:stop], np.diff(gradients)[low:stop]) - gradients[low + 1 : stop + 1]
+        first = np.maximum(peak(workspace) + gradients[starts][:, None], recomputed - missing)
+        return Activations(kept, recomputed, np.maximum(peak(self._workspace[low:stop]), recomputed), first)
+
+    def of_stage(self, start: int, stop: int, recomputed: int, gradient: Fraction = Fraction(1)) -> Activations:
         """Layers ``start`` to ``stop - 1``, the last ``recomputed`` of which are recomputed."""
-        table = self.alternatives(np.array([start]), stop)
+        table = self.alternatives(np.array([start]), stop, gradient)
         cut = stop - recomputed - start
-        return Activations(int(table.kept[0, cut]), int(table.recomputed[0, cut]), int(table.peak[0, cut]))
+        return Activations(*(int(column[0, cut]) for column in vars(table).values()))
 
 
 def scaled(amount: int, ratio: Fraction) -> int:
@@ -181,18 +212,19 @@ def stage_memory(
     layers = profile.layers[start:stop]
     weights = sum(layer.parameter_bytes for layer in layers)
     trained = weights - sum(layer.frozen_bytes for layer in layers)
-    found = sums.of_stage(start, stop, recomputed)
-    update = scaled(trained, optimizer.update) + optimizer.bucket_bytes
-    update -= (residency.in_flight - residency.at_update) * found.kept
+    found = sums.of_stage(start, stop, recomputed, optimizer.gradient)
+    largest = max(layer.largest_weight_bytes for layer in layers)
+    update = scaled(trained, optimizer.update) + scaled(largest, optimizer.temporary) + optimizer.bucket_bytes
+    beyond = int(found.beyond(residency, update)) - found.recomputed
     return StageMemory(
         weights=weights,
         versions=(residency.versions - 1) * trained,
-        gradients=scaled(trained, optimizer.gradient),
+        gradients=scaled(trained, optimizer.gradient) + min(0, beyond),
         optimizer=scaled(trained, optimizer.held),
         activations=residency.in_flight * found.kept,
         recompute=found.recomputed,
         buffers=int(residency.input_buffers * sums.inputs[start] + residency.output_buffers * sums.inputs[stop]),
-        workspace=max(found.peak, update) - found.recomputed,
+        workspace=max(0, beyond),
     )
 
 

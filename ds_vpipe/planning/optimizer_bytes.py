@@ -30,6 +30,8 @@ _STATE = {
     "onebitlamb": 4,
     "zerooneadam": 4,
 }
+_FUSED = frozenset(["adam", "adamw", "fusedadam", "fusedlamb", "lion", "fusedlion"])  # one kernel, in place
+_TEMPORARIES = 2  # of one weight's size at a time: a root and what is divided by it; torch's others need no more
 _OTHER_STATE = 2  # Adam, AdamW, LAMB, Adadelta, Adamax, NAdam, RAdam, and whatever is not known
 
 
@@ -42,12 +44,15 @@ class OptimizerBytes:
         held: bytes of master weights and state per byte of trained weights; they stay.
         update: bytes per byte of trained weights that exist only during an update.
         bucket_bytes: bytes of a reduction's buffer, which exist only during an update.
+        temporary: bytes per byte of the largest trained parameter that exist only during an update, of parameters that
+            are updated one by one.
     """
 
     gradient: Fraction = Fraction(1)
     held: Fraction = Fraction(0)
     update: Fraction = Fraction(0)
     bucket_bytes: int = 0
+    temporary: Fraction = Fraction(0)
 
 
 NO_OPTIMIZER = OptimizerBytes()
@@ -79,6 +84,21 @@ def state_values(optimizer: str, params: Mapping[str, Any] | None = None) -> int
     return _STATE.get(optimizer.lower(), _OTHER_STATE) + extra
 
 
+def temporaries(optimizer: str, params: Mapping[str, Any] | None = None) -> int:
+    """Values that an optimizer needs per weight of the parameter that it is updating, as it does on the CPU.
+
+    Args:
+        optimizer: its type, as in a DeepSpeed JSON; case does not count. Adam is DeepSpeed's fused one.
+        params: its parameters; ``torch_adam`` means torch's own.
+    """
+    params = params or {}
+    if optimizer.lower() == "sgd":
+        return sum(bool(params.get(key)) for key in ("weight_decay", "nesterov"))
+    if optimizer.lower() in _FUSED and not params.get("torch_adam"):
+        return 0
+    return 3 if optimizer.lower() == "rprop" else _TEMPORARIES
+
+
 def optimizer_bytes(
     optimizer: str = "adam",
     params: Mapping[str, Any] | None = None,
@@ -99,7 +119,7 @@ def optimizer_bytes(
     """
     size, values = dtype_bytes(dtype), state_values(optimizer, params)
     if zero_stage == 0 and size >= _MASTER:
-        return OptimizerBytes(held=Fraction(values))
+        return OptimizerBytes(held=Fraction(values), temporary=Fraction(temporaries(optimizer, params)))
     share = replicas if zero_stage else 1
     held = Fraction(_MASTER * (1 + values), size * share)
     # Gradients are copied to fp32 for the update: each of them and then all in one vector, or with ZeRO the partition

@@ -16,6 +16,8 @@ from itertools import pairwise
 from typing import Literal
 
 from ds_vpipe.refusal import Refusal
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.rendezvous import ACTIVATIONS, Link, posted_receives
 from ds_vpipe.schedules.schedule import default_depths, versions_alive
 
 Schedule = Literal["asp", "1f1b", "gpipe", "interleaved"]
@@ -33,6 +35,8 @@ class Residency:
         input_buffers: transfer buffers as large as the part's input.
         output_buffers: transfer buffers as large as the part's output.
         at_update: micro-batches in flight during an update; none if the pipeline drains before it.
+        with_gradients: most of them in flight during a backward pass that finds the gradients of an earlier one of its
+            batch; none if a batch is one micro-batch. Default: as many as at other times.
     """
 
     in_flight: int
@@ -40,6 +44,11 @@ class Residency:
     input_buffers: int = 0
     output_buffers: int = 0
     at_update: int = 0
+    with_gradients: int = -1
+
+    def __post_init__(self) -> None:
+        if self.with_gradients < 0:
+            object.__setattr__(self, "with_gradients", self.in_flight)
 
 
 def residency(
@@ -67,6 +76,7 @@ def residency(
         VPipeConfigError: a setting is out of range, or does not fit the schedule.
     """
     _check(schedule, num_stages, micro_batches, depths, virtual_stages)
+    pipeline = Pipeline(schedule, num_stages, micro_batches, None if depths is None else tuple(depths), virtual_stages)
     parts = num_stages * virtual_stages
     if schedule == "asp":
         ahead = tuple(depths) if depths is not None else default_depths(num_stages)
@@ -85,20 +95,48 @@ def residency(
         in_flight = [min(micro_batches, count) for count in most]
         versions = [1] * parts
 
+    buffers = _transfer_buffers(pipeline, in_flight) if host_transfers else [(0, 0)] * parts
+    result = []
+    for part, (inputs, outputs) in enumerate(buffers):
+        at_update, with_gradients = 0, in_flight[part]
+        if schedule == "asp":
+            at_update = in_flight[part] - 1
+        elif schedule != "interleaved" and in_flight[part] == micro_batches:
+            with_gradients -= 1  # the whole batch is there only before its first backward pass
+        if micro_batches == 1 and schedule != "interleaved":
+            with_gradients = 0
+        result.append(Residency(in_flight[part], versions[part], inputs, outputs, at_update, with_gradients))
+    return tuple(result)
+
+
+def _transfer_buffers(pipeline: Pipeline, in_flight: Sequence[int]) -> list[tuple[int, int]]:
+    """For each part, buffers as large as its input and as large as its output, as the engine's links use them.
+
+    A rank keeps receives posted for activations and for gradients. A sent message keeps its buffer until something that
+    comes back says that it has arrived, and a buffer once used is kept for the next message: for activations that is
+    their gradient; for gradients an activation that the previous stage computes later, or the end of the batch.
+    """
+    ranks, parts, depths = pipeline.num_stages, pipeline.num_parts, pipeline.depths
     result = []
     for part in range(parts):
-        posted_in = max(1, in_flight[part - 1] - in_flight[part]) if part else 0
-        posted_out = max(1, in_flight[part] - in_flight[part + 1]) if part + 1 < parts else 0
-        if schedule == "asp":
-            posted_in = ahead[part - 1] - ahead[part] + 1 if part else 0
-            posted_out = ahead[part] - ahead[part + 1] + 1 if part + 1 < parts else 0
-        # Into the part: posted receives, and gradients on their way back. Out of it: posted receives for gradients, and
-        # what it has sent and not got the gradient of.
-        inputs = 2 * posted_in if host_transfers else 0
-        outputs = in_flight[part] + posted_out if host_transfers and part + 1 < parts else 0
-        at_update = in_flight[part] - 1 if schedule == "asp" else 0
-        result.append(Residency(in_flight[part], versions[part], inputs, outputs, at_update))
-    return tuple(result)
+        rank, inputs, outputs = pipeline.rank_of(part), 0, 0
+        before, after = (rank - 1) % ranks, (rank + 1) % ranks
+        if part:
+            ahead = pipeline.micro_batches
+            if pipeline.schedule == "asp":
+                ahead = depths[before] - depths[rank] + 1
+            elif pipeline.virtual_stages == 1:
+                ahead = min(ahead, depths[before] + 1)
+            inputs = ahead
+        if part + 1 < parts:
+            outputs = in_flight[part]
+        # A rank has one link to each side, whatever the number of its parts.
+        if part and part + ranks >= parts:
+            inputs += posted_receives(pipeline, Link(ACTIVATIONS, before, rank))
+        if part + 1 < parts and part < ranks:
+            outputs += posted_receives(pipeline, Link(ACTIVATIONS, rank, after))
+        result.append((inputs, outputs))
+    return result
 
 
 def count_in_flight(program: Iterable[object]) -> dict[int, int]:

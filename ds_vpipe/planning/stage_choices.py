@@ -15,7 +15,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from ds_vpipe.planning.memory import ActivationSums, Ints
+from ds_vpipe.planning.memory import Activations, ActivationSums, Ints
 from ds_vpipe.planning.optimizer_bytes import OptimizerBytes
 from ds_vpipe.planning.residency import Residency
 from ds_vpipe.profiles.layer_profile import ModelProfile
@@ -71,6 +71,7 @@ class StageCosts:
         self._weights = np.concatenate([[0], np.cumsum(weights, dtype=np.int64)])
         trained = [layer.parameter_bytes - layer.frozen_bytes for layer in profile.layers]
         self._trained = np.concatenate([[0], np.cumsum(trained, dtype=np.int64)])
+        self._largest = np.array([layer.largest_weight_bytes for layer in profile.layers], dtype=np.int64)
 
     def choices(self, longest_s: float) -> Choices:
         """All stages whose passes take at most ``longest_s`` seconds.
@@ -90,7 +91,7 @@ class StageCosts:
             if self._stops is not None and stop not in self._stops:
                 continue
             starts = np.arange(int(lows[stop]), stop)
-            table = self._sums.alternatives(starts, stop)
+            table = self._sums.alternatives(starts, stop, self._optimizer.gradient)
             cuts = np.arange(starts[0], stop + 1)
             inside = cuts >= starts[:, None]
             weights = self._weights[stop] - self._weights[starts]
@@ -100,7 +101,7 @@ class StageCosts:
             for stage in range(max(0, stop + num_stages - 1 - n), min(stop, num_stages)):
                 if self._counts is not None and self._stops is not None and self._stops[stage] != stop:
                     continue
-                over = self._over(stage, starts, stop, weights, trained, table.kept, table.peak)
+                over = self._over(stage, starts, stop, weights, trained, table)
                 if self._ratios is None:
                     fits = inside & (over <= 0)
                     again = fits[:, ::-1].argmax(axis=1)  # from no segment on
@@ -119,17 +120,16 @@ class StageCosts:
                 excess[stage, stop, lengths - 1] = best
         return Choices(seconds, recomputed, excess)
 
-    def _over(self, stage: int, starts: Ints, stop: int, weights: Ints, trained: Ints, kept: Ints, peak: Ints) -> Ints:
+    def _over(self, stage: int, starts: Ints, stop: int, weights: Ints, trained: Ints, table: Activations) -> Ints:
         """Bytes over the budget, ``[start, cut]``; the same sum as :func:`ds_vpipe.planning.memory.stage_memory`."""
         there, optimizer, inputs = self._residencies[stage], self._optimizer, self._sums.inputs
         static = weights + (there.versions - 1) * trained
         static = static + _scaled(trained, optimizer.gradient) + _scaled(trained, optimizer.held)
         static = static + there.input_buffers * inputs[starts] + there.output_buffers * inputs[stop]
-        update = (_scaled(trained, optimizer.update) + optimizer.bucket_bytes)[:, None]
-        if update.any():
-            peak = np.maximum(peak, update - (there.in_flight - there.at_update) * kept)
-        over: Ints = (static - self._budgets[stage])[:, None] + there.in_flight * kept + peak
-        return over
+        largest = np.maximum.accumulate(self._largest[starts[0] : stop][::-1])[::-1]
+        update = _scaled(trained, optimizer.update) + _scaled(largest, optimizer.temporary) + optimizer.bucket_bytes
+        over: Ints = (static - self._budgets[stage])[:, None] + there.in_flight * table.kept
+        return np.asarray(over + table.beyond(there, update[:, None]))
 
 
 def _scaled(amounts: Ints, ratio: Fraction) -> Ints:

@@ -39,6 +39,7 @@ class LayerProfile:
         output_kept_bytes: what it keeps of its output; part of ``activation_bytes``.
         workspace_bytes: most that exists for a moment during one of its passes, beyond what is kept.
         frozen_bytes: the parameters that are not trained; part of ``parameter_bytes``.
+        largest_weight_bytes: the largest trained parameter; what an optimizer needs for a moment is a multiple of it.
     """
 
     name: str
@@ -51,6 +52,7 @@ class LayerProfile:
     output_kept_bytes: int = 0
     workspace_bytes: int = 0
     frozen_bytes: int = 0
+    largest_weight_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s"):
@@ -61,7 +63,7 @@ class LayerProfile:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise _wrong(f"{self.name}: {name}", value, "bytes, an int >= 0")
-        for part, whole in (("output_kept_bytes", "activation_bytes"), ("frozen_bytes", "parameter_bytes")):
+        for part, whole in _PARTS:
             if getattr(self, part) > getattr(self, whole):
                 raise _wrong(f"{self.name}: {part}", getattr(self, part), f"at most {whole}, {getattr(self, whole)}")
 
@@ -145,6 +147,11 @@ class ModelProfile:
         return cls.from_json(content, str(path))
 
 
+_PARTS = (
+    ("output_kept_bytes", "activation_bytes"),
+    ("frozen_bytes", "parameter_bytes"),
+    ("largest_weight_bytes", "parameter_bytes"),
+)
 _BYTES = tuple(field.name for field in fields(LayerProfile) if field.name.endswith("_bytes"))
 
 

@@ -209,6 +209,7 @@ def as_profile(name: str, layer: Layer, counts: Counts, forward_s: float, backwa
         output_kept_bytes=counts.output_kept,
         workspace_bytes=counts.workspace,
         frozen_bytes=_bytes(p for p in parameters if not p.requires_grad),
+        largest_weight_bytes=max((_bytes([p]) for p in parameters if p.requires_grad), default=0),
     )
 
 

@@ -1,0 +1,208 @@
+#!/usr/bin/env python
+"""Predicted against counted peak bytes of every stage, for small BERTs on the CPU.
+
+``python scripts/bench_memory.py`` starts four ranks on this machine, which train a BERT with each schedule. The
+prediction is the planner's, from a profile of the model's layers and the JSON, and knows nothing of the run. Counted is
+every allocation and release of torch's CPU allocator since before the model was built; the peak is that of training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench_schedule import join, machine, tell
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        name: for the table.
+        micro_batches: M.
+        vpipe: the block.
+        optimizer: type in the JSON.
+        params: its parameters besides the learning rate.
+    """
+
+    name: str
+    micro_batches: int
+    vpipe: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "AdamW"
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+BSP = {"sync_mode": "bsp"}
+CASES = [
+    Case("asp", 1),
+    Case("asp", 4),
+    Case("asp, recompute 0.6", 4, {"recompute_ratio": 0.6}),
+    Case("asp, recompute 1", 1, {"recompute_ratio": 1.0}),
+    Case("asp, one deeper", 2, {"stage_to_depth_map": [6, 4, 2, 0]}),
+    Case("asp, vertical", 1, {"weight_sync": "vertical"}),
+    Case("asp, Lamb", 1, optimizer="Lamb"),
+    Case("asp, torch AdamW", 1, params={"torch_adam": True}),
+    Case("asp, SGD", 4, optimizer="SGD"),
+    Case("1f1b", 4, BSP),
+    Case("1f1b, recompute 0.6", 8, {**BSP, "recompute_ratio": 0.6}),
+    Case("gpipe", 8, {**BSP, "schedule": "gpipe"}),
+    Case("interleaved", 8, {**BSP, "schedule": "interleaved", "virtual_stages": 2}),
+]
+
+
+def sample(options: argparse.Namespace) -> dict[str, Any]:
+    """Layers, inputs, loss function and labels."""
+    from transformers import BertConfig
+
+    from ds_vpipe.models.bert.batches import MicroBatches
+    from ds_vpipe.models.bert.layers import bert_layers
+    from ds_vpipe.models.bert.loss import PretrainingLoss
+    from ds_vpipe.models.bert.samples import RandomSamples
+
+    config = BertConfig(
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        intermediate_size=4 * options.hidden,
+        vocab_size=options.vocabulary,
+        attn_implementation="sdpa",
+    )
+    samples = RandomSamples(options.batch, config.vocab_size, options.sequence, 20, seed=0)
+    inputs, labels = MicroBatches(samples, options.batch, 0, 1, seed=0)[0]
+    return {"layers": bert_layers(config), "inputs": inputs, "loss_fn": PretrainingLoss(), "labels": labels}
+
+
+def ds_config(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """The JSON of a case."""
+    return {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "gradient_accumulation_steps": case.micro_batches,
+        "optimizer": {"type": case.optimizer, "params": {"lr": 1e-4, **case.params}},
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "vpipe": case.vpipe,
+    }
+
+
+def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Any:
+    """The planner's bytes of every rank, for layers split evenly."""
+    from ds_vpipe.partition import uniform_partition
+    from ds_vpipe.planning.plan_settings import configured_pipeline
+    from ds_vpipe.planning.planner import predict
+
+    pipeline = configured_pipeline(ds_config(case, options), options.stages, case.micro_batches, host_transfers=True)
+    parts = options.stages * pipeline.virtual_stages
+    ratios = [case.vpipe.get("recompute_ratio", 0.0)] * parts
+    return predict(profile, pipeline, uniform_partition(len(profile), parts), ratios).rank_memory()
+
+
+def counted(case: Case, options: argparse.Namespace) -> int:
+    """This rank's peak bytes while it trains."""
+    from deepspeed.pipe import PipelineModule
+
+    import ds_vpipe
+    from ds_vpipe.profiles.allocations import count_allocations, watched
+
+    example = sample(options)
+
+    def endless() -> Iterator[Any]:
+        while True:
+            yield example["inputs"], example["labels"]
+
+    def train() -> None:
+        module = PipelineModule(
+            example["layers"], num_stages=options.stages, loss_fn=example["loss_fn"], partition_method="uniform"
+        )
+        engine = ds_vpipe.initialize(model=module, config=ds_config(case, options))[0]
+        iterator = endless()
+        with watched():
+            for _ in range(max(3, 3 * options.stages // case.micro_batches)):
+                engine.train_batch(iterator)
+        engine.destroy()
+        del engine, module
+        gc.collect()  # nothing is in flight any more
+
+    found = count_allocations(train)
+    return found.peak
+
+
+def report(case: Case, memories: Sequence[Any], peaks: Sequence[int], parts: bool) -> tuple[dict[str, Any], str]:
+    """One row of the table, as data and as text; with ``parts`` a line more for each stage, what it is made of."""
+    from ds_vpipe.planning.plan import show_bytes
+
+    errors = [memory.total / peak - 1 for memory, peak in zip(memories, peaks, strict=True)]
+    text = (
+        f"{case.name:19} M={case.micro_batches} | predicted "
+        + " ".join(f"{show_bytes(memory.total):>7}" for memory in memories)
+        + " | measured "
+        + " ".join(f"{show_bytes(peak):>7}" for peak in peaks)
+        + " | off by "
+        + " ".join(f"{100 * error:+5.1f}" for error in errors)
+        + " %"
+    )
+    for stage, memory in enumerate(memories if parts else []):
+        names = [name for name, size in memory.to_json().items() if size and name != "total"]
+        text += f"\n  stage {stage}: " + ", ".join(f"{name} {show_bytes(getattr(memory, name))}" for name in names)
+    row = {"case": case.name, "micro_batches": case.micro_batches, "measured": [*peaks], "errors": errors}
+    return {**row, "predicted": [memory.to_json() for memory in memories]}, text
+
+
+def work(rank: int, options: argparse.Namespace, port: int) -> None:
+    """What each rank does; rank 0 prints."""
+    import torch.distributed as dist
+
+    printed = join(rank, options.stages, port)
+    from ds_vpipe.profiles.profiler import profile_layers
+
+    profile, _ = profile_layers(**sample(options), micro_batches=1, warm_up=0)
+    worst = 0.0
+    for case in CASES:
+        if options.cases and case.name not in options.cases:
+            continue
+        peaks: list[Any] = [None] * options.stages
+        dist.all_gather_object(peaks, counted(case, options))
+        row, text = report(case, predicted(profile, case, options), peaks, options.parts)
+        worst = max(worst, *map(abs, row["errors"]))
+        if rank == 0:
+            tell(row, text, printed, options.json)
+    if rank == 0:
+        print(f"largest difference: {100 * worst:.1f} %", file=printed, flush=True)
+
+
+def main() -> None:
+    """Parse the command line and run every case in one world of ranks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stages", type=int, default=4, help="K")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64")
+    parser.add_argument("--layers", type=int, default=8, help="encoder layers")
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=8, help="samples per micro-batch")
+    parser.add_argument("--sequence", type=int, default=128, help="tokens per sample")
+    parser.add_argument("--cases", nargs="*", help="names of cases; default: all")
+    parser.add_argument("--parts", action="store_true", help="say what each prediction is made of")
+    parser.add_argument("--json", help="append one JSON line per row to this file")
+    options = parser.parse_args()
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import torch.multiprocessing as mp
+
+    print(
+        f"{machine()}; hidden {options.hidden}, {options.layers} encoder layers, vocabulary {options.vocabulary}, "
+        f"batch {options.batch} x {options.sequence}",
+        flush=True,
+    )
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    mp.spawn(work, args=(options, port), nprocs=options.stages)
+
+
+if __name__ == "__main__":
+    main()

@@ -180,10 +180,9 @@ class VPipeConfig(BaseModel):
     @model_validator(mode="after")
     def _check_plan(self) -> Self:
         left = [key for key, word in _LEFT_TO_PLANNER.items() if getattr(self, key) == word]
-        if left and self.virtual_stages > 1:
-            why = 'schedule is "interleaved"'
-            fix = "give numbers; python -m ds_vpipe plan finds some"
-            _refuse(getattr(self, left[0]), key=left[0], reason=why, remedy=fix)
+        if "recompute_ratio" in left and self.virtual_stages > 1:
+            why = 'schedule is "interleaved", and plans have a ratio for every part'
+            _refuse("auto", key="recompute_ratio", reason=why, remedy="give a number or one for each stage")
         if left and self.profile is None:
             fix = 'make one with "python -m ds_vpipe profile" and name it'
             _refuse(None, key="profile", reason=f"{left[0]} is {_LEFT_TO_PLANNER[left[0]]!r}", remedy=fix)

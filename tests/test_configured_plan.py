@@ -59,6 +59,26 @@ def test_a_budget_brings_recomputation_where_it_is_needed(tmp_path: Path) -> Non
     assert "\n" not in str(error.value)
 
 
+def test_interleaved_parts_get_the_split_of_the_plan(tmp_path: Path) -> None:
+    block = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2, "partition": "profile"}
+    config, plan = settle(tmp_path, {**block, "recompute_ratio": [0.5, 0]}, [5e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3])
+    assert plan.virtual_stages == 2
+    assert config.partition is not None
+    assert len(config.partition) == 4
+    assert config.partition[0] == 1, "the slowest layer is a part of its own"
+    assert config.recompute_ratio == (0.5, 0.0)
+    assert config.resolve(2, 6).partition == config.partition
+    with pytest.raises(VPipeConfigError, match="a ratio for every part"):
+        settle(tmp_path, {**block, "recompute_ratio": "auto"}, [1e-3] * 6)
+
+
+def test_a_profile_in_another_type_is_refused(tmp_path: Path) -> None:
+    block = {"partition": "profile", "profile": profile_file(tmp_path, [1e-3] * 4)}
+    ds_config = {"gradient_accumulation_steps": 1, "bf16": {"enabled": True}, "vpipe": block}
+    with pytest.raises(VPipeConfigError, match="it is of float32 and the JSON trains in bfloat16"):
+        planned(VPipeConfig.parse(block), ds_config, 2, [2, 2])
+
+
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     block = {**ALL, "profile": profile_file(tmp_path, [1e-3] * 6)}
     with pytest.raises(VPipeConfigError, match=r"vpipe.profile: got .*it has 6 layers but the model has 8"):
@@ -69,9 +89,6 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_profile_is_needed(key: str, word: str) -> None:
     with pytest.raises(VPipeConfigError, match=rf"vpipe.profile: got null; {key} is .*python -m ds_vpipe profile"):
         VPipeConfig.parse({key: word})
-    with pytest.raises(VPipeConfigError):
-        VPipeConfig.parse({key: word, "profile": "p.json", "sync_mode": "bsp", "schedule": "interleaved",
-                           "virtual_stages": 2})  # fmt: skip
 
 
 def test_micro_batches_as_deepspeed_works_them_out() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ds_vpipe.planning.optimizer_bytes import optimizer_bytes
 from ds_vpipe.planning.pace import Link
-from ds_vpipe.planning.plan_settings import Pipeline, configured_pipeline
+from ds_vpipe.planning.plan_settings import PlanSettings, configured_settings
 from ds_vpipe.planning.planner import plan
 from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 
@@ -23,7 +23,9 @@ def test_asynchronous() -> None:
         "zero_optimization": {"stage": 1},
         "vpipe": {"stage_to_depth_map": "auto", "weight_sync": "vertical"},
     }
-    assert configured_pipeline(config, 4, 8, replicas=2, budget=100, link=Link(1.0), host_transfers=True) == Pipeline(
+    assert configured_settings(
+        config, 4, 8, replicas=2, budget=100, link=Link(1.0), host_transfers=True
+    ) == PlanSettings(
         num_stages=4,
         micro_batches=8,
         schedule="asp",
@@ -38,10 +40,10 @@ def test_asynchronous() -> None:
 
 def test_synchronous() -> None:
     for schedule in ("1f1b", "gpipe"):
-        found = configured_pipeline({"vpipe": {"sync_mode": "bsp", "schedule": schedule}}, 2, 3)
+        found = configured_settings({"vpipe": {"sync_mode": "bsp", "schedule": schedule}}, 2, 3)
         assert found.schedule == schedule
         assert [there.versions for there in found.residencies()] == [1, 1]
-    parts = configured_pipeline({"vpipe": {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 3}}, 2, 4)
+    parts = configured_settings({"vpipe": {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 3}}, 2, 4)
     assert (parts.schedule, parts.parts) == ("interleaved", 6)
 
 
@@ -55,7 +57,7 @@ def test_every_config_can_be_planned(path: Path) -> None:
     stages = 4 if counts is None else len(counts)
     size = 16 if counts is None else sum(counts)
     layers = (LayerProfile("x", 1, 2, 4, 8, 2),) * size
-    pipeline = configured_pipeline(config, stages, config["gradient_accumulation_steps"])
+    pipeline = configured_settings(config, stages, config["gradient_accumulation_steps"])
     found = plan(ModelProfile(layers, 2, 1, "test", "float32", "analytic"), pipeline, counts, ratios)
     assert counts is None or found.partition == tuple(counts)
     assert (

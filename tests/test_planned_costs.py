@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_vpipe.planning.pace import Link
-from ds_vpipe.planning.plan_settings import Pipeline as Planned
+from ds_vpipe.planning.plan_settings import PlanSettings as Planned
 from ds_vpipe.planning.planner import plan
 from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.schedules.pipeline import Pipeline

@@ -23,7 +23,7 @@ from ds_vpipe.planning.memory import stage_memory
 from ds_vpipe.planning.optimizer_bytes import OptimizerBytes, optimizer_bytes
 from ds_vpipe.planning.pace import Link, pace
 from ds_vpipe.planning.plan import Plan
-from ds_vpipe.planning.plan_settings import Pipeline
+from ds_vpipe.planning.plan_settings import PlanSettings
 from ds_vpipe.planning.planner import balance_by_computation, balance_by_parameters, plan, predict
 from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 
@@ -56,12 +56,12 @@ def layers(draw: st.DrawFn) -> LayerProfile:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[ModelProfile, Pipeline]:
+def problems(draw: st.DrawFn) -> tuple[ModelProfile, PlanSettings]:
     found = draw(st.lists(layers(), min_size=1, max_size=6))
     stages = draw(st.integers(1, min(4, len(found))))
     schedule = draw(st.sampled_from(["asp", "asp", "1f1b", "gpipe"]))
     ahead = draw(st.lists(st.integers(0, 3), min_size=stages - 1, max_size=stages - 1))
-    pipeline = Pipeline(
+    pipeline = PlanSettings(
         num_stages=stages,
         micro_batches=draw(st.integers(1, 5)),
         schedule=schedule,
@@ -80,7 +80,7 @@ def all_partitions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]
         yield tuple(end - start for start, end in pairwise((0, *cuts, num_layers)))
 
 
-def brute_force(profile: ModelProfile, pipeline: Pipeline) -> float | None:
+def brute_force(profile: ModelProfile, pipeline: PlanSettings) -> float | None:
     """The smallest pace over everything that fits."""
     budgets, there, best = pipeline.part_budgets(), pipeline.residencies(), None
 
@@ -109,7 +109,7 @@ def brute_force(profile: ModelProfile, pipeline: Pipeline) -> float | None:
 
 @settings(deadline=None, max_examples=120)
 @given(problem=problems())
-def test_plans_are_optimal_and_fit(problem: tuple[ModelProfile, Pipeline]) -> None:
+def test_plans_are_optimal_and_fit(problem: tuple[ModelProfile, PlanSettings]) -> None:
     profile, pipeline = problem
     best = brute_force(profile, pipeline)
     if best is None:
@@ -125,7 +125,9 @@ def test_plans_are_optimal_and_fit(problem: tuple[ModelProfile, Pipeline]) -> No
 
 @settings(deadline=None, max_examples=60)
 @given(problem=problems(), data=st.data())
-def test_settled_partitions_and_ratios_are_kept(problem: tuple[ModelProfile, Pipeline], data: st.DataObject) -> None:
+def test_settled_partitions_and_ratios_are_kept(
+    problem: tuple[ModelProfile, PlanSettings], data: st.DataObject
+) -> None:
     profile, pipeline = problem
     pipeline = replace(pipeline, budget=None)
     counts = data.draw(st.sampled_from(list(all_partitions(len(profile), pipeline.num_stages))))
@@ -153,7 +155,7 @@ def test_settled_partitions_and_ratios_are_kept(problem: tuple[ModelProfile, Pip
 
 @settings(deadline=None, max_examples=60)
 @given(problem=problems())
-def test_the_missing_bytes_are_exact(problem: tuple[ModelProfile, Pipeline]) -> None:
+def test_the_missing_bytes_are_exact(problem: tuple[ModelProfile, PlanSettings]) -> None:
     profile, pipeline = problem
     tight = replace(pipeline, budget=1)
     try:
@@ -174,14 +176,14 @@ def test_the_first_stage_recomputes_what_it_must() -> None:
     # K = 2, W = (1, 0): stage 0 holds two micro-batches. 4 layers of 10 bytes each, boundaries of 1 byte.
     profile = model(*[layer(kept=10, out=1)] * 4, input_bytes=1)
     # Per micro-batch: input 1, layers 10 + 10, output 1; what is between them and kept by nobody does not count.
-    free = plan(profile, Pipeline(2, 1))
+    free = plan(profile, PlanSettings(2, 1))
     assert free.partition == (2, 2)
     assert free.stages[0].memory.activations == 44
     assert free.stages[0].memory.total == 44
     assert free.pace_s == 6
     # A byte less: the last layer is recomputed. Per micro-batch: input 1, layer 10, segment's input 1, output 1.
     # Once: the segment's input again, 1, and its layer, 10.
-    tight = plan(profile, Pipeline(2, 1, budget=43))
+    tight = plan(profile, PlanSettings(2, 1, budget=43))
     assert tight.partition == (2, 2)
     assert tight.stages[0].recomputed == 1
     assert tight.stages[0].memory.activations == 26
@@ -194,7 +196,7 @@ def test_the_first_stage_recomputes_what_it_must() -> None:
 def test_versions_move_layers_to_later_stages() -> None:
     # M = 1: stages hold 4, 3, 2, 1 versions. 10 layers of 10 bytes and as many of gradients; 100 bytes fit 2, 2, 3, 5.
     profile = model(*[layer(parameters=10)] * 10)
-    found = plan(profile, Pipeline(4, 1, budget=100))
+    found = plan(profile, PlanSettings(4, 1, budget=100))
     assert all(stage.memory.total <= 100 for stage in found.stages)
     assert [stage.memory.versions for stage in found.stages] == [
         30 * found.partition[0],
@@ -204,7 +206,7 @@ def test_versions_move_layers_to_later_stages() -> None:
     ]
     assert max(found.partition) == 3
     with pytest.raises(VPipeConfigError, match="raise gradient_accumulation_steps to 3, so that no stage stashes"):
-        plan(profile, Pipeline(4, 1, budget=75))
+        plan(profile, PlanSettings(4, 1, budget=75))
 
 
 @pytest.mark.parametrize(
@@ -214,22 +216,22 @@ def test_versions_move_layers_to_later_stages() -> None:
 def test_depths_that_hide_transfers(round_trip: float, depths: tuple[int, ...], seconds: float) -> None:
     profile = model(*[layer()] * 4)
     link = Link(latency_s=round_trip / 2)
-    assert plan(profile, Pipeline(4, 4, depths="auto", link=link)).depths == depths
-    assert plan(profile, Pipeline(4, 4, depths="auto", link=link)).pace_s == seconds
-    waiting = plan(profile, Pipeline(4, 4, link=link))
+    assert plan(profile, PlanSettings(4, 4, depths="auto", link=link)).depths == depths
+    assert plan(profile, PlanSettings(4, 4, depths="auto", link=link)).pace_s == seconds
+    waiting = plan(profile, PlanSettings(4, 4, link=link))
     assert waiting.pace_s == 3 + 0.75 * round_trip  # three round trips for four micro-batches in flight
 
 
 def test_depths_that_do_not_fit_are_named() -> None:
     profile = model(*[layer(out=10)] * 4, input_bytes=10)
-    found = plan(profile, Pipeline(4, 4, depths="auto", link=Link(0.75), budget=100))
+    found = plan(profile, PlanSettings(4, 4, depths="auto", link=Link(0.75), budget=100))
     assert found.depths == (3, 2, 1, 0)
     assert "depths [6, 4, 2, 0] would hide all transfers but do not fit" in found.notes[0]
 
 
 def test_interleaved_parts_fit_their_rank() -> None:
     profile = model(*[layer(kept=10, parameters=4)] * 16)
-    pipeline = Pipeline(2, 4, "interleaved", virtual_stages=2, budget=2000, optimizer=optimizer_bytes("adam"))
+    pipeline = PlanSettings(2, 4, "interleaved", virtual_stages=2, budget=2000, optimizer=optimizer_bytes("adam"))
     found = plan(profile, pipeline)
     assert found.partition == (4, 4, 4, 4)
     assert found.pace_s == 24
@@ -244,7 +246,7 @@ def test_interleaved_parts_fit_their_rank() -> None:
 def test_synchronous_seconds() -> None:
     profile = model(*[layer()] * 4)
     for schedule in ("1f1b", "gpipe"):
-        found = plan(profile, Pipeline(4, 8, schedule))  # type: ignore[arg-type]
+        found = plan(profile, PlanSettings(4, 8, schedule))  # type: ignore[arg-type]
         assert 1 - 3.0 / found.seconds_per_micro_batch == pytest.approx(3 / 11)  # the bubble (K-1) / (K-1+M)
 
 
@@ -256,7 +258,7 @@ def test_balances() -> None:
 
 def test_plans_become_files(tmp_path: Path) -> None:
     profile = model(*[layer(kept=10, out=1, parameters=4)] * 7, input_bytes=1)
-    found = plan(profile, Pipeline(3, 2, budget=70, link=Link(0.1)))
+    found = plan(profile, PlanSettings(3, 2, budget=70, link=Link(0.1)))
     assert any(stage.recomputed for stage in found.stages)
     path = tmp_path / "split.json"
     found.save_split(path)
@@ -269,7 +271,7 @@ def test_plans_become_files(tmp_path: Path) -> None:
 
 def test_table() -> None:
     profile = model(*[layer(0.001, 0.002, kept=10_000_000, out=1000, parameters=4_000_000)] * 4, input_bytes=1000)
-    lines = plan(profile, Pipeline(2, 1)).table().splitlines()
+    lines = plan(profile, PlanSettings(2, 1)).table().splitlines()
     assert [line[:83] for line in lines[:3]] == [
         "stage  layers  recompute  compute ms  transfer ms  depth  weights  versions  gradie",
         "    0     0-1        0/2        6.00         0.00      1     8 MB      8 MB       4",
@@ -281,7 +283,7 @@ def test_table() -> None:
         " MB        20 MB  32 MB       -",
     ]
     assert lines[3] == "asp, M = 1: 6.00 ms per micro-batch; pace 6.00 ms"
-    found = plan(profile, Pipeline(2, 1, budget=52_000_000))
+    found = plan(profile, PlanSettings(2, 1, budget=52_000_000))
     assert found.memory_line(0) == (
         "stage 0: 50 MB predicted (weights 8 MB, versions 8 MB, gradients 4 MB, activations 20 MB, recompute 10 MB)"
     )
@@ -302,7 +304,7 @@ def test_table() -> None:
 )
 def test_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(VPipeConfigError) as error:
-        plan(model(*[layer()] * 4), replace(Pipeline(2, 1), **change))  # type: ignore[arg-type]
+        plan(model(*[layer()] * 4), replace(PlanSettings(2, 1), **change))  # type: ignore[arg-type]
     assert str(error.value).startswith(message)
 
 
@@ -313,7 +315,7 @@ def test_plans_are_quick(num_layers: int, num_stages: int, budget: int, seconds:
     begin = time.process_time()
     found = plan(
         profile,
-        Pipeline(
+        PlanSettings(
             num_stages,
             8,
             budget=budget,

@@ -10,7 +10,7 @@ from ds_vpipe.commands.settings import Settings
 from ds_vpipe.partition import resolve_partition
 from ds_vpipe.planning.optimizer_bytes import configured_optimizer_bytes
 from ds_vpipe.planning.pace import Link
-from ds_vpipe.planning.plan_settings import Pipeline
+from ds_vpipe.planning.plan_settings import PlanSettings
 from ds_vpipe.profiles.layer_profile import ModelProfile, merge_profiles
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -58,11 +58,11 @@ def model_profile(arguments: argparse.Namespace) -> ModelProfile:
     return merge_profiles([ModelProfile.load(path) for path in arguments.profile])
 
 
-def planner_pipeline(arguments: argparse.Namespace, settings: Settings) -> Pipeline:
+def planner_pipeline(arguments: argparse.Namespace, settings: Settings) -> PlanSettings:
     """What the planner has to know besides the profile."""
     pipeline = settings.pipeline
     link: dict[str, Any] = {} if arguments.bandwidth is None else {"bytes_per_s": arguments.bandwidth}
-    return Pipeline(
+    return PlanSettings(
         num_stages=pipeline.num_stages,
         micro_batches=pipeline.micro_batches,
         schedule=pipeline.schedule,

@@ -10,8 +10,9 @@ from typing import Any
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.partition import resolve_partition
+from ds_vpipe.planning.optimizer_bytes import training_dtype
 from ds_vpipe.planning.plan import Plan
-from ds_vpipe.planning.plan_settings import configured_pipeline
+from ds_vpipe.planning.plan_settings import configured_settings
 from ds_vpipe.planning.planner import plan
 from ds_vpipe.profiles.layer_profile import ModelProfile
 from ds_vpipe.refusal import Refusal
@@ -61,7 +62,12 @@ def planned(
         reason = f"it has {len(profile)} layers but the model has {sum(own_counts)}"
         fix = "make the profile anew with: python -m ds_vpipe profile"
         raise Refusal("vpipe.profile", config.profile, "a profile of this model", fix, reason).error()
-    pipeline = configured_pipeline(
+    dtype = training_dtype(ds_config)
+    if profile.dtype != dtype:
+        reason = f"it is of {profile.dtype} and the JSON trains in {dtype}"
+        fix = f"make the profile anew with: python -m ds_vpipe profile, and layers in {dtype}"
+        raise Refusal("vpipe.profile", config.profile, f"a profile in {dtype}", fix, reason).error()
+    pipeline = configured_settings(
         ds_config,
         num_stages,
         configured_micro_batches(ds_config, replicas),
@@ -75,13 +81,14 @@ def planned(
     elif config.partition != "profile":
         weights = [layer.parameter_bytes for layer in profile.layers]
         names = [layer.name for layer in profile.layers]
-        counts = resolve_partition(config.partition, lambda: weights, names, num_stages)
+        counts = resolve_partition(config.partition, lambda: weights, names, pipeline.parts)
     ratio = config.recompute_ratio
     ratios = None if ratio == "auto" else ratio if isinstance(ratio, tuple) else (float(ratio),) * num_stages
-    found = plan(profile, pipeline, counts, ratios)
+    # A stage's ratio is that of each of its parts.
+    found = plan(profile, pipeline, counts, None if ratios is None else ratios * config.virtual_stages)
     settled = {
         "partition": found.partition,
-        "recompute_ratio": found.recompute_ratio,
+        "recompute_ratio": found.recompute_ratio if ratios is None else ratios,
         "stage_to_depth_map": found.depths or "default",
     }
     return config.model_copy(update=settled), found

@@ -14,7 +14,7 @@ from ds_vpipe.schedules.schedule import default_depths
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PlanSettings:
     """What a model is planned for.
 
     Attributes:
@@ -81,7 +81,7 @@ class Pipeline:
         )
 
 
-def configured_pipeline(
+def configured_settings(
     ds_config: Mapping[str, Any],
     num_stages: int,
     micro_batches: int,
@@ -90,7 +90,7 @@ def configured_pipeline(
     budget: int | Sequence[int] | None = None,
     link: Link = FREE_LINK,
     host_transfers: bool = False,
-) -> Pipeline:
+) -> PlanSettings:
     """What to plan for, from the JSON that training reads.
 
     Args:
@@ -104,7 +104,7 @@ def configured_pipeline(
     """
     block = ds_config.get("vpipe") or {}
     asynchronous = block.get("sync_mode", "asp") == "asp"
-    return Pipeline(
+    return PlanSettings(
         num_stages=num_stages,
         micro_batches=micro_batches,
         schedule="asp" if asynchronous else block.get("schedule", "1f1b"),

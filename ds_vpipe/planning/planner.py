@@ -17,7 +17,7 @@ from ds_vpipe.partition import balanced_partition, bounds
 from ds_vpipe.planning.memory import ActivationSums, StageMemory, stage_memory
 from ds_vpipe.planning.pace import advances, batch_seconds, hiding_depths, pace
 from ds_vpipe.planning.plan import Plan, StagePlan, show_bytes
-from ds_vpipe.planning.plan_settings import Pipeline
+from ds_vpipe.planning.plan_settings import PlanSettings
 from ds_vpipe.planning.split_search import Band, fastest_split, smallest_maximum
 from ds_vpipe.planning.stage_choices import UNLIMITED, Choices, StageCosts
 from ds_vpipe.profiles.layer_profile import ModelProfile
@@ -39,7 +39,7 @@ def balance_by_computation(profile: ModelProfile, num_stages: int) -> tuple[int,
 
 def plan(
     profile: ModelProfile,
-    pipeline: Pipeline,
+    pipeline: PlanSettings,
     partition: Sequence[int] | None = None,
     recompute_ratio: Sequence[float] | None = None,
 ) -> Plan:
@@ -81,7 +81,7 @@ def plan(
 
 
 def predict(
-    profile: ModelProfile, pipeline: Pipeline, partition: Sequence[int], recompute_ratio: Sequence[float]
+    profile: ModelProfile, pipeline: PlanSettings, partition: Sequence[int], recompute_ratio: Sequence[float]
 ) -> Plan:
     """Seconds and bytes of a split that is given, whether it fits or not."""
     _check_settled(len(profile), pipeline.parts, partition, recompute_ratio)
@@ -91,7 +91,7 @@ def predict(
 
 def _plan_for(
     profile: ModelProfile,
-    pipeline: Pipeline,
+    pipeline: PlanSettings,
     partition: Sequence[int] | None,
     ratios: Sequence[float] | None,
 ) -> Plan:
@@ -107,7 +107,7 @@ def _plan_for(
     return _result(profile, pipeline, counts, again)
 
 
-def _search(costs: StageCosts, pipeline: Pipeline) -> tuple[tuple[int, ...] | None, Choices]:
+def _search(costs: StageCosts, pipeline: PlanSettings) -> tuple[tuple[int, ...] | None, Choices]:
     """The fastest split and the tables that it was found in.
 
     Stages that are slower than a known split cannot be part of a faster one, so only short stages are looked at first.
@@ -126,7 +126,7 @@ def _search(costs: StageCosts, pipeline: Pipeline) -> tuple[tuple[int, ...] | No
         longest *= 2
 
 
-def _result(profile: ModelProfile, pipeline: Pipeline, counts: Sequence[int], again: Sequence[int]) -> Plan:
+def _result(profile: ModelProfile, pipeline: PlanSettings, counts: Sequence[int], again: Sequence[int]) -> Plan:
     sums, edges, budgets = ActivationSums(profile), bounds(counts), pipeline.part_budgets()
     stages = []
     for part, there in enumerate(pipeline.residencies()):
@@ -148,7 +148,7 @@ def _result(profile: ModelProfile, pipeline: Pipeline, counts: Sequence[int], ag
     return _timed(pipeline, stages)
 
 
-def _timed(pipeline: Pipeline, stages: Sequence[StagePlan]) -> Plan:
+def _timed(pipeline: PlanSettings, stages: Sequence[StagePlan]) -> Plan:
     depths, ranks = pipeline.known_depths(), pipeline.num_stages
     compute = [sum(s.compute_s for s in stages[rank::ranks]) for rank in range(ranks)]
     trips = [stage.transfer_s for stage in stages[:-1]]
@@ -188,7 +188,7 @@ def _check_settled(
 
 
 def _nothing_fits(
-    profile: ModelProfile, pipeline: Pipeline, choices: Choices, ratios: Sequence[float] | None
+    profile: ModelProfile, pipeline: PlanSettings, choices: Choices, ratios: Sequence[float] | None
 ) -> VPipeConfigError:
     """Say what the split that comes closest lacks, where, and what would help there."""
     counts = smallest_maximum(choices.excess)
@@ -209,7 +209,7 @@ def _nothing_fits(
     )
 
 
-def _remedy(pipeline: Pipeline, memory: StageMemory) -> str:
+def _remedy(pipeline: PlanSettings, memory: StageMemory) -> str:
     """What would make most of what is largest go away."""
     moving = memory.activations + memory.recompute + memory.workspace
     depths = pipeline.known_depths() if pipeline.schedule == "asp" else None

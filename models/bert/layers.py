@@ -19,8 +19,6 @@ memory and time. The decoder is not tied to the word embeddings, which live on t
 :mod:`ds_vpipe.models.bert.tied_layers` has the model where it is.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +35,9 @@ from transformers.models.bert.modeling_bert import (
     BertPredictionHeadTransform,
 )
 
+from ds_vpipe.models.attention import choose_attention
+from ds_vpipe.models.seeds import seeded
+
 ModelInput = tuple[Tensor, Tensor, Tensor, Tensor]
 Boundary = tuple[Tensor, Tensor, Tensor]
 ModelOutput = tuple[Tensor, Tensor]
@@ -45,19 +46,25 @@ ModelOutput = tuple[Tensor, Tensor]
 class EmbeddingAttentionLayer(nn.Module):
     """Pipeline layer 0: embeddings and the first attention sub-layer."""
 
+    embeddings_type: type[nn.Module] = BertEmbeddings
+
     def __init__(self, config: BertConfig, seed: int) -> None:
         super().__init__()
         self.config = config
         with seeded(seed):
-            self.embeddings = BertEmbeddings(config)
+            self.embeddings = self.embeddings_type(config)
             self.attention = BertAttention(config)
             initialise(self, config)
 
     def forward(self, inputs: ModelInput) -> Boundary:
         """Embed the tokens and attend: model input to boundary (shapes in the module docstring)."""
         input_ids, token_type_ids, padding_mask, masked_positions = inputs
-        hidden = self.embeddings(input_ids=input_ids, token_type_ids=token_type_ids)
+        hidden = self.embed(padding_mask, token_type_ids, input_ids=input_ids)
         return self.attend(hidden, padding_mask, masked_positions)
+
+    def embed(self, padding_mask: Tensor, token_type_ids: Tensor, **words: Tensor) -> Tensor:
+        """Words (``input_ids`` [B, S] or ``inputs_embeds`` [B, S, H]) to embedded tokens [B, S, H]."""
+        return self.embeddings(token_type_ids=token_type_ids, **words)
 
     def attend(self, hidden: Tensor, padding_mask: Tensor, masked_positions: Tensor) -> Boundary:
         """Attend, add and normalise: embedded tokens to boundary."""
@@ -128,6 +135,7 @@ def bert_layers(config: BertConfig, seed: int = 0) -> list[LayerSpec]:
     Layer i is initialised from ``seed + i`` alone, so the initial weights depend neither on the partition nor on the
     number of stages, and no rank builds more than its own layers.
     """
+    choose_attention(config)
     specs = [LayerSpec(EmbeddingAttentionLayer, config, seed)]
     for index in range(1, 2 * config.num_hidden_layers):
         specs.append(LayerSpec(FeedForwardLayer if index % 2 else AttentionLayer, config, seed + index))
@@ -141,15 +149,6 @@ def _attention_mask(config: BertConfig, hidden: Tensor, padding_mask: Tensor) ->
     return create_bidirectional_mask(
         config=config, inputs_embeds=hidden, attention_mask=padding_mask, allow_is_bidirectional_skip=False
     )
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Let torch draw from ``seed`` for a while."""
-    # Layers are built on the CPU; devices=[] keeps fork_rng from touching every GPU of the machine.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
 
 
 @torch.no_grad()

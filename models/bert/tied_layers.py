@@ -31,8 +31,8 @@ from ds_vpipe.models.bert.layers import (
     ModelOutput,
     bert_layers,
     initialise,
-    seeded,
 )
+from ds_vpipe.models.seeds import seeded
 
 
 class WordEmbeddings(nn.Module):
@@ -60,7 +60,7 @@ class VectorAttentionLayer(EmbeddingAttentionLayer):
     def forward(self, inputs: ModelInput) -> Boundary:
         """Word vectors and the rest of the model input to boundary."""
         vectors, token_type_ids, padding_mask, masked_positions = inputs
-        hidden = self.embeddings(inputs_embeds=vectors, token_type_ids=token_type_ids)
+        hidden = self.embed(padding_mask, token_type_ids, inputs_embeds=vectors)
         return self.attend(hidden, padding_mask, masked_positions)
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+MODEL_CONFIG = "model_config"  # in checkpoints
 
 LayerNames = Mapping[str, str]
 """Names within a pipeline layer to names in the Hugging Face model; those that end in a dot are prefixes of both."""
@@ -41,9 +43,14 @@ class Architecture:
     optional: tuple[str, ...] = ()
 
     @property
+    def config_type(self) -> Any:
+        """The class of the configuration."""
+        return self.model.config_class
+
+    @property
     def model_type(self) -> str:
         """As ``config.json`` names it."""
-        return str(self.model.config_class.model_type)
+        return str(self.config_type.model_type)
 
 
 def full_name(names: LayerNames, name: str) -> str | None:
@@ -52,3 +59,8 @@ def full_name(names: LayerNames, name: str) -> str | None:
         if name == own or (own.endswith(".") and name.startswith(own)):
             return theirs + name[len(own) :]
     return None
+
+
+def model_state(config: PreTrainedConfig) -> dict[str, Any]:
+    """What to give to ``save_checkpoint(client_state=...)``, so that the checkpoint says which model it is of."""
+    return {MODEL_CONFIG: config.to_dict()}

@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.export import DTYPES, full_state_dict
-from ds_vpipe.models.architecture import Architecture, full_name
+from ds_vpipe.models.architecture import MODEL_CONFIG, Architecture, full_name
 from ds_vpipe.models.bert.architecture import BERT
 from ds_vpipe.models.gpt2.architecture import GPT2
 from ds_vpipe.models.roberta.architecture import ROBERTA
@@ -34,12 +33,6 @@ from ds_vpipe.models.weight_folder import config_of, read_config
 from ds_vpipe.refusal import Refusal
 
 ARCHITECTURES = (BERT, ROBERTA, GPT2)
-_CONFIG_KEY = "model_config"
-
-
-def model_state(config: PreTrainedConfig) -> dict[str, Any]:
-    """What to give to ``save_checkpoint(client_state=...)``, so that the checkpoint says which model it is of."""
-    return {_CONFIG_KEY: config.to_dict()}
 
 
 def export(
@@ -66,14 +59,14 @@ def export(
     if config is not None:
         architecture, settings = read_config(config, architectures)
     else:
-        fields = checkpoint.stages[0].get(_CONFIG_KEY)
+        fields = checkpoint.stages[0].get(MODEL_CONFIG)
         if fields is None:
             remedy = "give --config with the model's config.json"
             raise Refusal("--config", None, "the model's configuration, which this checkpoint lacks", remedy).error()
         architecture, settings = config_of(fields, f"checkpoint {checkpoint.folder}", architectures)
     with torch.device("meta"):
         settings.tie_word_embeddings = _is_tied(architecture, settings, checkpoint)
-        model = architecture.model(settings)
+        model: Any = architecture.model(settings)
     weights = _renamed(architecture, settings, checkpoint, dtype)
     _check(weights, model.state_dict(), checkpoint)
     model.load_state_dict(weights, assign=True, strict=False)

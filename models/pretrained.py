@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ds_vpipe.models.attention import DEFAULT_ATTENTION
 from ds_vpipe.models.architecture import Architecture, LayerNames, full_name
+from ds_vpipe.models.attention import DEFAULT_ATTENTION
 from ds_vpipe.models.weight_folder import WEIGHTS, StoredTensor, read_config, read_tensors, stored_tensors
 from ds_vpipe.refusal import Refusal
 
@@ -199,4 +198,3 @@ class _Lookup:
                 if known.endswith(end):
                     yield known.removesuffix(end) + older
                     yield known.removesuffix(end).removeprefix(base) + older
-

@@ -12,11 +12,10 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.models.attention import DEFAULT_ATTENTION
 from ds_vpipe.models.architecture import Architecture
+from ds_vpipe.models.attention import DEFAULT_ATTENTION
 from ds_vpipe.refusal import Refusal
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -71,7 +70,7 @@ def read_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor,
 
 def read_config(
     folder: Path, architectures: Iterable[Architecture], attention: str = DEFAULT_ATTENTION
-) -> tuple[Architecture, PreTrainedConfig]:
+) -> tuple[Architecture, Any]:
     """The configuration of a folder, or of a JSON file, and which of ``architectures`` it is of.
 
     Raises:
@@ -90,7 +89,7 @@ def read_config(
 
 def config_of(
     fields: dict[str, Any], place: str, architectures: Iterable[Architecture], attention: str = DEFAULT_ATTENTION
-) -> tuple[Architecture, PreTrainedConfig]:
+) -> tuple[Architecture, Any]:
     """A configuration from its fields, and which of ``architectures`` it is of.
 
     Raises:
@@ -103,9 +102,9 @@ def config_of(
         raise Refusal(f"model_type in {place}", kind, allowed, "give a folder of such a model").error()
     architecture = known[kind]
     try:
-        config = architecture.model.config_class.from_dict({**fields, "attn_implementation": attention})
+        config = architecture.config_type.from_dict({**fields, "attn_implementation": attention})
     except (TypeError, ValueError, StrictDataclassError) as error:
-        allowed = f"fields of {architecture.model.config_class.__name__}"
+        allowed = f"fields of {architecture.config_type.__name__}"
         raise Refusal(place, kind, allowed, "correct the file", str(error)).error() from error
     for switch in ("is_decoder", "add_cross_attention"):
         # GPT-2 is a decoder and has no switch for it.

@@ -11,9 +11,8 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
-from ds_vpipe.models.architecture import Architecture
+from ds_vpipe.models.architecture import Architecture, model_state
 from ds_vpipe.models.bert.architecture import BERT
-from ds_vpipe.models.export import model_state
 from ds_vpipe.models.gpt2.architecture import GPT2
 from ds_vpipe.models.roberta.architecture import ROBERTA
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
-from transformers import BertConfig
+from transformers import BertConfig, RobertaConfig
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.bert.modeling_bert import (
     BertAttention,
@@ -38,6 +38,7 @@ from transformers.models.bert.modeling_bert import (
 from ds_vpipe.models.attention import choose_attention
 from ds_vpipe.models.seeds import seeded
 
+EncoderConfig = BertConfig | RobertaConfig  # the same encoder; see :mod:`ds_vpipe.models.roberta.layers`
 ModelInput = tuple[Tensor, Tensor, Tensor, Tensor]
 Boundary = tuple[Tensor, Tensor, Tensor]
 ModelOutput = tuple[Tensor, Tensor]
@@ -48,7 +49,7 @@ class EmbeddingAttentionLayer(nn.Module):
 
     embeddings_type: type[nn.Module] = BertEmbeddings
 
-    def __init__(self, config: BertConfig, seed: int) -> None:
+    def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__()
         self.config = config
         with seeded(seed):
@@ -75,7 +76,7 @@ class EmbeddingAttentionLayer(nn.Module):
 class AttentionLayer(nn.Module):
     """Pipeline layers 2, 4, ...: the attention sub-layer of one encoder layer."""
 
-    def __init__(self, config: BertConfig, seed: int) -> None:
+    def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__()
         self.config = config
         with seeded(seed):
@@ -92,7 +93,7 @@ class AttentionLayer(nn.Module):
 class FeedForwardLayer(nn.Module):
     """Pipeline layers 1, 3, ...: the feed-forward sub-layer of one encoder layer."""
 
-    def __init__(self, config: BertConfig, seed: int) -> None:
+    def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__()
         with seeded(seed):
             self.intermediate = BertIntermediate(config)
@@ -108,7 +109,7 @@ class FeedForwardLayer(nn.Module):
 class HeadsLayer(nn.Module):
     """Last pipeline layer: masked-LM logits at the masked positions and next-sentence logits from the first token."""
 
-    def __init__(self, config: BertConfig, seed: int) -> None:
+    def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__()
         with seeded(seed):
             self.transform = BertPredictionHeadTransform(config)
@@ -129,7 +130,7 @@ class HeadsLayer(nn.Module):
         return hidden.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))
 
 
-def bert_layers(config: BertConfig, seed: int = 0) -> list[LayerSpec]:
+def bert_layers(config: EncoderConfig, seed: int = 0) -> list[LayerSpec]:
     """The ``2L + 1`` layer specifications of a BERT for pre-training.
 
     Layer i is initialised from ``seed + i`` alone, so the initial weights depend neither on the partition nor on the
@@ -143,7 +144,7 @@ def bert_layers(config: BertConfig, seed: int = 0) -> list[LayerSpec]:
     return specs
 
 
-def _attention_mask(config: BertConfig, hidden: Tensor, padding_mask: Tensor) -> Any:
+def _attention_mask(config: EncoderConfig, hidden: Tensor, padding_mask: Tensor) -> Any:
     # Only [B, S] booleans cross stage boundaries; each attention layer expands them in the form its implementation
     # wants. Leaving the mask out where nothing is padded would need a device-to-host sync per layer: never skip it.
     return create_bidirectional_mask(
@@ -152,7 +153,7 @@ def _attention_mask(config: BertConfig, hidden: Tensor, padding_mask: Tensor) ->
 
 
 @torch.no_grad()
-def initialise(layer: nn.Module, config: BertConfig) -> None:
+def initialise(layer: nn.Module, config: EncoderConfig) -> None:
     """BERT's initialisation: normal weights of deviation ``initializer_range``, zero biases, unit LayerNorm scales."""
     for module in layer.modules():
         if isinstance(module, nn.Linear):

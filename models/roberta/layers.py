@@ -15,7 +15,14 @@ from transformers import RobertaConfig
 from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.models.bert.layers import Boundary, EmbeddingAttentionLayer, HeadsLayer, bert_layers, initialise
+from ds_vpipe.models.bert.layers import (
+    Boundary,
+    EmbeddingAttentionLayer,
+    EncoderConfig,
+    HeadsLayer,
+    bert_layers,
+    initialise,
+)
 from ds_vpipe.models.bert.tied_layers import DecoderBias, VectorAttentionLayer, WordEmbeddings, decode
 from ds_vpipe.models.seeds import seeded
 
@@ -25,9 +32,9 @@ MaskedLMOutput = tuple[Tensor, None]
 class _Positions(nn.Module):
     """Embeds a token at its place among the sequence's tokens, and padding at ``pad_token_id``."""
 
-    embeddings_type = RobertaEmbeddings
+    embeddings_type: type[nn.Module] = RobertaEmbeddings
     embeddings: Any
-    config: RobertaConfig
+    config: EncoderConfig
 
     def embed(self, padding_mask: Tensor, token_type_ids: Tensor, **words: Tensor) -> Tensor:
         """As BERT's; positions follow from ``padding_mask``, which also the stage without ``input_ids`` has.

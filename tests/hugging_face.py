@@ -94,6 +94,13 @@ def run(built: list[tuple[nn.Module, Callable[[Any], Any]]], value: Any) -> tupl
     return value if isinstance(value, tuple) else (value, None)
 
 
+def assert_equal(found: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | None]) -> None:
+    """Logits to 1e-5, and next-sentence logits where they are expected."""
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
+    if expected[1] is not None:
+        torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
+
+
 def save_checkpoint(built: list[tuple[nn.Module, Callable[[Any], Any]]], folder: Path, config: Any) -> None:
     """The files that DeepSpeed writes for a pipeline without an optimizer."""
     folder.mkdir(parents=True)

@@ -17,7 +17,7 @@ from ds_vpipe.models.gpt2.sizes import gpt2_config
 FOLDER = Path(__file__).parents[1] / "ds_configs"
 # file: model, partition, recompute ratio, sync mode
 PUBLISHED: dict[str, tuple[str, list[int], list[float], str]] = {
-    "gpt2_tiny_cpu": ("gpt2 tiny", [2, 2, 2, 2], [0, 0, 0, 0], "asp"),
+    "gpt2_tiny_cpu": ("gpt2 tiny", [3, 1, 1, 3], [0, 0, 0, 0], "asp"),
     "bert_tiny_cpu": ("tiny", [2, 2, 2, 3], [0, 0, 0, 0], "asp"),
     "bert_large_gpipe_2stages": ("large", [26, 23], [1, 1], "bsp"),
     "bert_large_gpipe_4stages": ("large", [13, 13, 13, 10], [1, 1, 1, 1], "bsp"),

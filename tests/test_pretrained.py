@@ -27,13 +27,7 @@ def load(folder: Path, **options: Any) -> PretrainedModel:
     return from_pretrained(folder, ARCHITECTURES, **options)
 
 
-def assert_equal(found: tuple[Tensor, Tensor | None], wanted: tuple[Tensor, Tensor | None]) -> None:
-    torch.testing.assert_close(found[0], wanted[0], atol=1e-5, rtol=1e-5)
-    if wanted[1] is not None:
-        torch.testing.assert_close(found[1], wanted[1], atol=1e-5, rtol=1e-5)
-
-
-def edit(folder: Path, **renames: Any) -> dict[str, Tensor]:
+def tensors_in(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
@@ -48,7 +42,7 @@ def test_layers_compute_what_hugging_face_computes(kind: str, tied: bool, attent
     found = load(tmp_path, attention=attention)
     second_bias = () if tied else tuple(hf.MODELS[kind][0].same.values())  # which the decoder does not add
     assert (found.initialised, found.unused) == ((), second_bias)
-    assert_equal(hf.run(hf.layers(found.layers), hf.inputs(kind)), hf.wanted(kind, model))
+    hf.assert_equal(hf.run(hf.layers(found.layers), hf.inputs(kind)), hf.wanted(kind, model))
 
 
 @EVERY
@@ -64,10 +58,19 @@ def test_and_back(kind: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureF
     assert {name: len(found) for name, found in info.items()} == dict.fromkeys(info, 0)
     assert model.config.tie_word_embeddings == tied
     assert model.config.architectures == [architecture.model.__name__]
-    names = edit(tmp_path / "out")
+    names = tensors_in(tmp_path / "out")
     assert not tied or not set(architecture.tied) & set(names)
-    assert_equal(hf.wanted(kind, model.eval()), hf.run(built, hf.inputs(kind)))
+    hf.assert_equal(hf.wanted(kind, model.eval()), hf.run(built, hf.inputs(kind)))
     assert "out: float32" in capsys.readouterr().out
+
+
+def test_weights_go_back_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    config = hf.config("bert", True)
+    built = hf.layers(hf.MODELS["bert"][0].layers(config, 0, True))
+    hf.save_checkpoint(built, tmp_path / "checkpoint", config)
+    assert main([str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {torch.bfloat16}
+    assert BertForMaskedLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", hf.MODELS)
@@ -77,7 +80,7 @@ def test_shards_and_half_precision(kind: str, tmp_path: Path) -> None:
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
     found = hf.layers(load(tmp_path / "shards").layers)
     assert {p.dtype for module, _ in found for p in module.parameters()} == {torch.float32}
-    assert_equal(hf.run(found, hf.inputs(kind)), hf.wanted(kind, model.float()))
+    hf.assert_equal(hf.run(found, hf.inputs(kind)), hf.wanted(kind, model.float()))
 
 
 @pytest.mark.parametrize("kind", hf.MODELS)
@@ -86,7 +89,7 @@ def test_a_decoder_of_its_own_begins_as_a_copy_of_the_tied_one(kind: str, tmp_pa
     found = load(tmp_path, tied=False)
     assert not found.config.tie_word_embeddings
     assert len(found.layers) == len(hf.MODELS[kind][0].names(found.config, False))
-    assert_equal(hf.run(hf.layers(found.layers), hf.inputs(kind)), hf.wanted(kind, model))
+    hf.assert_equal(hf.run(hf.layers(found.layers), hf.inputs(kind)), hf.wanted(kind, model))
 
 
 def test_a_masked_lm_lacks_pooler_and_next_sentence_which_are_initialised(tmp_path: Path) -> None:
@@ -99,7 +102,7 @@ def test_a_masked_lm_lacks_pooler_and_next_sentence_which_are_initialised(tmp_pa
     assert line in str(found)
     assert "\n" not in str(found)
     built = hf.layers(found.layers)
-    assert_equal(hf.run(built, hf.inputs("bert")), hf.wanted("bert", model))
+    hf.assert_equal(hf.run(built, hf.inputs("bert")), hf.wanted("bert", model))
     fresh: Any = hf.MODELS["bert"][0].layers(found.config, 7, False)[-1].build()
     heads: Any = built[-1][0]
     assert torch.equal(heads.pooler.dense.weight, fresh.pooler.dense.weight)
@@ -109,7 +112,7 @@ def test_a_masked_lm_lacks_pooler_and_next_sentence_which_are_initialised(tmp_pa
 @pytest.mark.parametrize(("kind", "base"), [("bert", BertModel), ("gpt2", GPT2Model)])
 def test_a_model_without_heads_has_names_without_prefix(kind: str, base: type[Any], tmp_path: Path) -> None:
     model = hf.save(kind, True, tmp_path, base)
-    assert not any(name.startswith(hf.MODELS[kind][0].base) for name in edit(tmp_path))
+    assert not any(name.startswith(hf.MODELS[kind][0].base) for name in tensors_in(tmp_path))
     found = load(tmp_path)
     assert all(name.startswith("cls.") for name in found.initialised)
     built = hf.layers(found.layers)
@@ -124,14 +127,14 @@ def test_names_of_older_checkpoints(tmp_path: Path) -> None:
     model = hf.save("bert", True, tmp_path)
     tensors = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
-        for name, tensor in edit(tmp_path).items()
+        for name, tensor in tensors_in(tmp_path).items()
     }
     tensors["cls.predictions.decoder.weight"] = tensors.pop("bert.embeddings.word_embeddings.weight")
     tensors["bert.embeddings.position_ids"] = torch.arange(16)
     replace(tmp_path, tensors)
     found = load(tmp_path)
     assert found.unused == ("bert.embeddings.position_ids",)
-    assert_equal(hf.run(hf.layers(found.layers), hf.inputs("bert")), hf.wanted("bert", model))
+    hf.assert_equal(hf.run(hf.layers(found.layers), hf.inputs("bert")), hf.wanted("bert", model))
 
 
 def test_roberta_trains_on_masked_tokens_alone_and_counts_its_positions(tmp_path: Path) -> None:
@@ -151,7 +154,7 @@ def test_roberta_trains_on_masked_tokens_alone_and_counts_its_positions(tmp_path
 
 
 def broken(what: str, folder: Path) -> None:
-    tensors = edit(folder)
+    tensors = tensors_in(folder)
     config = json.loads((folder / "config.json").read_text())
     match what:
         case "shape":

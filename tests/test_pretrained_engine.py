@@ -94,12 +94,6 @@ def logits(engine: Any, kind: str) -> Any:
     return outputs if outputs is None or isinstance(outputs, tuple) else (outputs, None)
 
 
-def assert_equal(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found[0], wanted[0], atol=1e-5, rtol=1e-5)
-    if wanted[1] is not None:
-        torch.testing.assert_close(found[1], wanted[1], atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("kind", "tied", "partition", "batches"),
     [("gpt2", True, [1, 2, 1, 2], 40), ("bert", True, [3, 5], 8), ("roberta", False, [1, 4], 8)],
@@ -122,14 +116,14 @@ def test_ranks_read_their_own_layers_train_and_give_them_back(
     )
     assert all(rank["reads"][name] == sizes[name] for rank in ranks for name in rank["reads"])
 
-    assert_equal(ranks[-1]["before"], hf.wanted(kind, model))
+    hf.assert_equal(ranks[-1]["before"], hf.wanted(kind, model))
     losses = ranks[0]["losses"]
     assert losses[-1] < losses[0] * (0.75 if batches > 10 else 0.95)
 
     assert main([checkpoint, str(tmp_path / "out")]) == 0
     exported = hf.MODELS[kind][0].model.from_pretrained(tmp_path / "out").eval()
     assert exported.config.tie_word_embeddings == tied
-    assert_equal(hf.wanted(kind, exported), ranks[-1]["after"])
+    hf.assert_equal(hf.wanted(kind, exported), ranks[-1]["after"])
     assert not torch.allclose(ranks[-1]["after"][0], ranks[-1]["before"][0], atol=1e-3)
 
 
@@ -156,7 +150,7 @@ def test_layers_that_move_before_training_keep_their_weights(worlds: Worlds, tmp
     model = hf.save("gpt2", True, tmp_path)
     found, parts = worlds.run(2, repartitioned, str(tmp_path))[-1]
     assert parts == [0, 1, 6]
-    assert_equal(found, hf.wanted("gpt2", model))
+    hf.assert_equal(found, hf.wanted("gpt2", model))
 
 
 def pretrain(arguments: list[str]) -> tuple[int, str]:

@@ -75,7 +75,7 @@ def export(
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.parent.mkdir(parents=True, exist_ok=True)
-        model.to(dtype).save_pretrained(part)
+        model.save_pretrained(part)
         if output.is_dir():
             output.rmdir()
         part.rename(output)

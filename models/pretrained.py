@@ -88,12 +88,14 @@ def from_pretrained(
     specs = architecture.layers(config, seed, tied)
     names = architecture.names(config, tied)
     lookup = _Lookup(architecture, stored, was_tied)
-    layers = [
-        filled(spec, lookup.tensors(index, _shapes(spec), names[index], folder)) for index, spec in enumerate(specs)
-    ]
-    if not lookup.used:
-        remedy = "correct the path"
-        raise Refusal("from_pretrained", str(folder), f"weights of a {architecture.model_type}", remedy).error()
+    layers = []
+    for index, spec in enumerate(specs):
+        try:
+            shapes = _shapes(spec)
+        except (KeyError, TypeError, ValueError) as error:
+            allowed = f"a configuration from which layer {index} can be built"
+            raise Refusal("from_pretrained", str(folder), allowed, "correct config.json", str(error)).error() from error
+        layers.append(filled(spec, lookup.tensors(index, shapes, names[index], folder)))
     unused = tuple(name for name in stored if name not in lookup.used)
     return PretrainedModel(architecture, config, layers, tuple(lookup.initialised), unused)
 
@@ -166,7 +168,7 @@ class _Lookup:
         for own, shape in shapes.items():
             name = full_name(names, own)
             if name is None:
-                raise KeyError(f"layer {index}: the architecture has no name for {own}")
+                raise LookupError(f"layer {index}: names() of {self._architecture.model_type} does not say {own}")
             stored = next((self._stored[known] for known in self._known_as(name) if known in self._stored), None)
             if stored is None:
                 if not name.startswith(self._architecture.optional):

@@ -165,6 +165,8 @@ def broken(what: str, folder: Path) -> None:
             config["model_type"] = "t5"
         case "decoder":
             config["is_decoder"] = True
+        case "heads":
+            config["num_attention_heads"] = 5
         case "fields":
             config["num_hidden_layers"] = "two"
     (folder / "config.json").write_text(json.dumps(config))
@@ -196,6 +198,7 @@ def broken(what: str, folder: Path) -> None:
         ("other model", '.*config.json: got "t5"; allowed: model_type "bert" or "roberta" or "gpt2"'),
         ("decoder", "is_decoder in .*: got true; allowed: false"),
         ("fields", '.*config.json: got "bert"; .*num_hidden_layers.*allowed: fields of BertConfig'),
+        ("heads", "from_pretrained: got .*(32) is not a multiple of .*allowed: a configuration from which layer 1 can"),
         ("pickle", "from_pretrained: got .*pytorch_model.bin.*convert it once: load the folder with transformers'"),
         ("no weights", "from_pretrained: got .*allowed: a folder with model.safetensors or model.safetensors.index"),
         ("truncated", "from_pretrained: got .*model.safetensors.*allowed: a safetensors file; copy it again"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,9 +35,17 @@ def run(command: str, folder: Path) -> str:
     environment |= {"PYTHONPATH": str(ROOT), "DS_VPIPE_CACHE": str(folder / "cache")}
     if command.startswith("deepspeed "):
         command = command.replace("deepspeed ", f"deepspeed --master_port {free_port()} ", 1)
-    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    with subprocess.Popen(
+        command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as started:  # fmt: skip
+        try:
+            out, err = started.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            raise
+    assert started.returncode == 0, out[-3000:] + err[-3000:]
+    return out
 
 
 @pytest.mark.mp

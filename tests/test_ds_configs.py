@@ -11,10 +11,13 @@ import pytest
 from ds_vpipe.config import VPipeConfig, block_of, refuse_unsupported
 from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.sizes import bert_config
+from ds_vpipe.models.gpt2.layers import gpt2_layers
+from ds_vpipe.models.gpt2.sizes import gpt2_config
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
 # file: model, partition, recompute ratio, sync mode
 PUBLISHED: dict[str, tuple[str, list[int], list[float], str]] = {
+    "gpt2_tiny_cpu": ("gpt2 tiny", [3, 1, 1, 3], [0, 0, 0, 0], "asp"),
     "bert_tiny_cpu": ("tiny", [2, 2, 2, 3], [0, 0, 0, 0], "asp"),
     "bert_large_gpipe_2stages": ("large", [26, 23], [1, 1], "bsp"),
     "bert_large_gpipe_4stages": ("large", [13, 13, 13, 10], [1, 1, 1, 1], "bsp"),
@@ -40,6 +43,11 @@ def load(name: str) -> dict[str, Any]:
     return dict(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"), object_pairs_hook=no_duplicates))
 
 
+def num_layers(model: str) -> int:
+    family, _, size = model.rpartition(" ")
+    return len(gpt2_layers(gpt2_config(size)) if family == "gpt2" else bert_layers(bert_config(size)))
+
+
 def test_every_file_is_known_here() -> None:
     assert {path.stem for path in FOLDER.iterdir()} == set(PUBLISHED)
 
@@ -50,7 +58,7 @@ def test_split_is_the_published_one_and_fits_the_model(name: str) -> None:
     content = load(name)
     config = VPipeConfig.parse(block_of(content))
     assert config.sync_mode == sync_mode
-    settings = config.resolve(len(partition), len(bert_layers(bert_config(model))))
+    settings = config.resolve(len(partition), num_layers(model))
     assert settings.partition == tuple(partition)
     assert settings.recompute_ratio == tuple(ratio)
     refuse_unsupported(content, config, len(partition))

@@ -8,6 +8,7 @@ import deepspeed
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.sizes import ATTENTION_IMPLEMENTATIONS, SIZE_NAMES
+from ds_vpipe.models.model import add_weight_arguments
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,11 +32,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--bert-config", default="tiny", help=f"{', '.join(SIZE_NAMES)}, or a BertConfig JSON file")
     model.add_argument("--vocab-size", type=_positive, help="replaces the configuration's vocabulary size")
     model.add_argument("--attention", choices=ATTENTION_IMPLEMENTATIONS, default="sdpa")
-    model.add_argument(
-        "--tie-word-embeddings",
-        action="store_true",
-        help="the decoder is the word embeddings (2L + 4 layers, not 2L + 1)",
-    )
+    add_weight_arguments(model)
     model.add_argument("--stages", type=_positive, help="pipeline stages (default: one per rank)")
 
     data = parser.add_argument_group("data (default: the prose in the docstrings of installed packages)")

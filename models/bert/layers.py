@@ -19,14 +19,12 @@ memory and time. The decoder is not tied to the word embeddings, which live on t
 :mod:`ds_vpipe.models.bert.tied_layers` has the model where it is.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
-from transformers import BertConfig
+from transformers import BertConfig, RobertaConfig
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.bert.modeling_bert import (
     BertAttention,
@@ -37,6 +35,10 @@ from transformers.models.bert.modeling_bert import (
     BertPredictionHeadTransform,
 )
 
+from ds_vpipe.models.attention import choose_attention
+from ds_vpipe.models.seeds import seeded
+
+EncoderConfig = BertConfig | RobertaConfig  # the same encoder; see :mod:`ds_vpipe.models.roberta.layers`
 ModelInput = tuple[Tensor, Tensor, Tensor, Tensor]
 Boundary = tuple[Tensor, Tensor, Tensor]
 ModelOutput = tuple[Tensor, Tensor]
@@ -45,19 +47,25 @@ ModelOutput = tuple[Tensor, Tensor]
 class EmbeddingAttentionLayer(nn.Module):
     """Pipeline layer 0: embeddings and the first attention sub-layer."""
 
-    def __init__(self, config: BertConfig, seed: int) -> None:
+    embeddings_type: type[nn.Module] = BertEmbeddings
+
+    def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__()
         self.config = config
         with seeded(seed):
-            self.embeddings = BertEmbeddings(config)
+            self.embeddings = self.embeddings_type(config)
             self.attention = BertAttention(config)
             initialise(self, config)
 
     def forward(self, inputs: ModelInput) -> Boundary:
         """Embed the tokens and attend: model input to boundary (shapes in the module docstring)."""
         input_ids, token_type_ids, padding_mask, masked_positions = inputs
-        hidden = self.embeddings(input_ids=input_ids, token_type_ids=token_type_ids)
+        hidden = self.embed(padding_mask, token_type_ids, input_ids=input_ids)
         return self.attend(hidden, padding_mask, masked_positions)
+
+    def embed(self, padding_mask: Tensor, token_type_ids: Tensor, **words: Tensor) -> Tensor:
+        """Words (``input_ids`` [B, S] or ``inputs_embeds`` [B, S, H]) to embedded tokens [B, S, H]."""
+        return self.embeddings(token_type_ids=token_type_ids, **words)
 
     def attend(self, hidden: Tensor, padding_mask: Tensor, masked_positions: Tensor) -> Boundary:
         """Attend, add and normalise: embedded tokens to boundary."""
@@ -68,7 +76,7 @@ class EmbeddingAttentionLayer(nn.Module):
 class AttentionLayer(nn.Module):
     """Pipeline layers 2, 4, ...: the attention sub-layer of one encoder layer."""
 
-    def __init__(self, config: BertConfig, seed: int) -> None:
+    def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__()
         self.config = config
         with seeded(seed):
@@ -85,7 +93,7 @@ class AttentionLayer(nn.Module):
 class FeedForwardLayer(nn.Module):
     """Pipeline layers 1, 3, ...: the feed-forward sub-layer of one encoder layer."""
 
-    def __init__(self, config: BertConfig, seed: int) -> None:
+    def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__()
         with seeded(seed):
             self.intermediate = BertIntermediate(config)
@@ -101,7 +109,7 @@ class FeedForwardLayer(nn.Module):
 class HeadsLayer(nn.Module):
     """Last pipeline layer: masked-LM logits at the masked positions and next-sentence logits from the first token."""
 
-    def __init__(self, config: BertConfig, seed: int) -> None:
+    def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__()
         with seeded(seed):
             self.transform = BertPredictionHeadTransform(config)
@@ -122,12 +130,13 @@ class HeadsLayer(nn.Module):
         return hidden.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))
 
 
-def bert_layers(config: BertConfig, seed: int = 0) -> list[LayerSpec]:
+def bert_layers(config: EncoderConfig, seed: int = 0) -> list[LayerSpec]:
     """The ``2L + 1`` layer specifications of a BERT for pre-training.
 
     Layer i is initialised from ``seed + i`` alone, so the initial weights depend neither on the partition nor on the
     number of stages, and no rank builds more than its own layers.
     """
+    choose_attention(config)
     specs = [LayerSpec(EmbeddingAttentionLayer, config, seed)]
     for index in range(1, 2 * config.num_hidden_layers):
         specs.append(LayerSpec(FeedForwardLayer if index % 2 else AttentionLayer, config, seed + index))
@@ -135,7 +144,7 @@ def bert_layers(config: BertConfig, seed: int = 0) -> list[LayerSpec]:
     return specs
 
 
-def _attention_mask(config: BertConfig, hidden: Tensor, padding_mask: Tensor) -> Any:
+def _attention_mask(config: EncoderConfig, hidden: Tensor, padding_mask: Tensor) -> Any:
     # Only [B, S] booleans cross stage boundaries; each attention layer expands them in the form its implementation
     # wants. Leaving the mask out where nothing is padded would need a device-to-host sync per layer: never skip it.
     return create_bidirectional_mask(
@@ -143,17 +152,8 @@ def _attention_mask(config: BertConfig, hidden: Tensor, padding_mask: Tensor) ->
     )
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Let torch draw from ``seed`` for a while."""
-    # Layers are built on the CPU; devices=[] keeps fork_rng from touching every GPU of the machine.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
-
-
 @torch.no_grad()
-def initialise(layer: nn.Module, config: BertConfig) -> None:
+def initialise(layer: nn.Module, config: EncoderConfig) -> None:
     """BERT's initialisation: normal weights of deviation ``initializer_range``, zero biases, unit LayerNorm scales."""
     for module in layer.modules():
         if isinstance(module, nn.Linear):

@@ -19,11 +19,11 @@ class PretrainingLoss:
     def __init__(self) -> None:
         self._next_sentence = True
 
-    def __call__(self, outputs: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, outputs: tuple[Tensor, Tensor | None], labels: tuple[Tensor, Tensor]) -> Tensor:
         """Mean loss of one micro-batch, a scalar in float32.
 
         Args:
-            outputs: masked-LM logits [B, P, V] and next-sentence logits [B, 2].
+            outputs: masked-LM logits [B, P, V] and next-sentence logits [B, 2], None for models without.
             labels: masked-LM labels int64 [B, P], `IGNORED_LABEL` in unused slots, at least one slot used; and
                 next-sentence labels int64 [B], 0 where the second segment continues the first, 1 where it is random.
         """
@@ -32,7 +32,7 @@ class PretrainingLoss:
         loss = cross_entropy(
             masked_lm_logits.flatten(0, 1).float(), masked_lm_labels.flatten(), ignore_index=IGNORED_LABEL
         )
-        if self._next_sentence:
+        if self._next_sentence and next_sentence_logits is not None:
             loss = loss + cross_entropy(next_sentence_logits.float(), next_sentence_labels)
         return loss
 

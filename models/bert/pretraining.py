@@ -20,16 +20,17 @@ from transformers import BertConfig
 
 import ds_vpipe
 from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.models.bert.architecture import BERT
 from ds_vpipe.models.bert.arguments import parse_arguments
 from ds_vpipe.models.bert.batches import MicroBatch, MicroBatches
 from ds_vpipe.models.bert.deadline import Deadline
-from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.loss import PretrainingLoss
 from ds_vpipe.models.bert.report import Report
 from ds_vpipe.models.bert.samples import Samples
 from ds_vpipe.models.bert.sizes import bert_config
-from ds_vpipe.models.bert.tied_layers import tied_bert_layers
 from ds_vpipe.models.bert.training_data import TrainingData, prepare
+from ds_vpipe.models.model import model_of
+from ds_vpipe.models.roberta.architecture import ROBERTA
 
 VALIDATION_SAMPLES = 1024  # enough for two digits of the loss
 DEFAULT_STEPS_PER_PRINT = 50
@@ -47,16 +48,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: Namespace) -> None:
     ds_config = read_ds_config(arguments.deepspeed_config)
-    config = bert_config(arguments.bert_config, arguments.vocab_size, arguments.attention)
+    model = model_of(
+        arguments,
+        (BERT, ROBERTA),
+        lambda: bert_config(arguments.bert_config, arguments.vocab_size, arguments.attention),
+        tied=False,
+    )
     rank, world = _start_process_group()
-    data = _prepare(arguments, config, rank)
+    if rank == 0:
+        print(f"Model: {model.description}", flush=True)
+    data = _prepare(arguments, model.config, rank)
     # Taken out of the configuration: the engine's own progress lines would repeat the report's.
     every = ds_config.pop("steps_per_print", DEFAULT_STEPS_PER_PRINT)
     if not isinstance(every, int) or every < 1:
         raise VPipeConfigError(f"steps_per_print in {arguments.deepspeed_config}: {every!r} must be a positive integer")
     torch.manual_seed(arguments.seed + rank)  # dropout; the weights have seeds of their own
     loss = PretrainingLoss()
-    engine = _engine(arguments, config, ds_config, loss, world)
+    engine = _engine(arguments, model.layers, ds_config, loss, world)
     print(f"[Rank {rank}] Stage: {engine.stage_id}, Rank in stage: {engine.grid.get_data_parallel_rank()}", flush=True)
 
     batches = _micro_batches(engine, data.training, arguments.seed, shuffle=True)
@@ -130,16 +138,13 @@ def _prepare(arguments: Namespace, config: BertConfig, rank: int) -> TrainingDat
 
 
 def _engine(
-    arguments: Namespace, config: BertConfig, ds_config: dict[str, Any], loss: PretrainingLoss, world: int
+    arguments: Namespace, layers: list[Any], ds_config: dict[str, Any], loss: PretrainingLoss, world: int
 ) -> Any:
     stages = arguments.stages or world
     if world % stages:
         raise VPipeConfigError(f"--stages {stages}: must divide the number of ranks, {world}")
-    build = tied_bert_layers if arguments.tie_word_embeddings else bert_layers
     with _silence():
-        model = ds_vpipe.VPipeModule(
-            layers=build(config, arguments.seed), num_stages=stages, loss_fn=loss, partition_method="uniform"
-        )
+        model = ds_vpipe.VPipeModule(layers=layers, num_stages=stages, loss_fn=loss, partition_method="uniform")
         engine, *_ = ds_vpipe.initialize(model=model, config=ds_config)
     return engine
 

@@ -21,24 +21,24 @@ from typing import Any
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
-from transformers import BertConfig
 
 from ds_vpipe.models.bert.layers import (
     Boundary,
     EmbeddingAttentionLayer,
+    EncoderConfig,
     HeadsLayer,
     ModelInput,
     ModelOutput,
     bert_layers,
     initialise,
-    seeded,
 )
+from ds_vpipe.models.seeds import seeded
 
 
 class WordEmbeddings(nn.Module):
     """The tied layer."""
 
-    def __init__(self, config: BertConfig, seed: int) -> None:
+    def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__()
         with seeded(seed):
             self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
@@ -53,21 +53,21 @@ class WordEmbeddings(nn.Module):
 class VectorAttentionLayer(EmbeddingAttentionLayer):
     """The other embeddings and the first attention sub-layer."""
 
-    def __init__(self, config: BertConfig, seed: int) -> None:
+    def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__(config, seed)
         del self.embeddings.word_embeddings
 
     def forward(self, inputs: ModelInput) -> Boundary:
         """Word vectors and the rest of the model input to boundary."""
         vectors, token_type_ids, padding_mask, masked_positions = inputs
-        hidden = self.embeddings(inputs_embeds=vectors, token_type_ids=token_type_ids)
+        hidden = self.embed(padding_mask, token_type_ids, inputs_embeds=vectors)
         return self.attend(hidden, padding_mask, masked_positions)
 
 
 class TransformLayer(HeadsLayer):
     """Both heads but for the decoder."""
 
-    def __init__(self, config: BertConfig, seed: int) -> None:
+    def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__(config, seed)
         del self.decoder
 
@@ -80,7 +80,7 @@ class TransformLayer(HeadsLayer):
 class DecoderBias(nn.Module):
     """What the decoder does not share with the word embeddings."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
@@ -96,7 +96,7 @@ def decode(layer: WordEmbeddings, inputs: ModelOutput) -> ModelOutput:
     return nn.functional.linear(vectors, layer.word_embeddings.weight), next_sentence_logits
 
 
-def tied_bert_layers(config: BertConfig, seed: int = 0) -> list[Any]:
+def tied_bert_layers(config: EncoderConfig, seed: int = 0) -> list[Any]:
     """The ``2L + 4`` layer specifications; each is initialised from a seed of its own."""
     weight = "word_embeddings.weight"
     last = 2 * config.num_hidden_layers

@@ -1,0 +1,118 @@
+"""A run from the command line to the validation loss."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import deepspeed
+import torch
+from torch import distributed
+
+import ds_vpipe
+from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.models.architecture import model_state
+from ds_vpipe.models.gpt2.architecture import GPT2
+from ds_vpipe.models.gpt2.blocks import TextBlocks
+from ds_vpipe.models.gpt2.loss import causal_lm_loss
+from ds_vpipe.models.gpt2.sizes import SIZE_NAMES, gpt2_config
+from ds_vpipe.models.gpt2.text import corpus_tokens
+from ds_vpipe.models.model import Model, add_weight_arguments, model_of
+
+HELD_OUT = 20  # the last 20th of the text, 5 %, is for validation
+VALIDATION_BATCHES = 16
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise VPipeConfigError(f"{message}; see --help")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line (of this process if `arguments` is None).
+
+    Raises:
+        VPipeConfigError: an argument is unknown, missing or out of range.
+    """
+    parser = _Parser(description="Train a GPT-2 with an asynchronous pipeline.", allow_abbrev=False)
+    deepspeed.add_config_arguments(parser)
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    parser.add_argument("--gpt2-config", default="tiny", help=f"{', '.join(SIZE_NAMES)}, or a GPT-2's config.json")
+    add_weight_arguments(parser)
+    parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="UTF-8; default: docstrings of packages")
+    parser.add_argument("--vocab-size", type=int, help="of a new model, in place of the configuration's")
+    parser.add_argument("--seq-length", type=int, default=64, help="tokens per sequence")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer updates; default: 300")
+    parser.add_argument("--stages", type=int, help="pipeline stages (default: one per rank)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint-dir", metavar="DIR", help="save there at the end")
+    parsed = parser.parse_args(arguments)
+    if parsed.deepspeed_config is None or not Path(parsed.deepspeed_config).is_file():
+        raise VPipeConfigError(
+            f"--deepspeed_config {parsed.deepspeed_config}: give an existing DeepSpeed JSON file, e.g."
+            " ds_configs/gpt2_tiny_cpu.json"
+        )
+    for name in ("seq_length", "steps", "stages"):
+        value = getattr(parsed, name)
+        if value is not None and value < 1 + (name == "seq_length"):
+            raise VPipeConfigError(f"--{name.replace('_', '-')} {value}: must be at least {1 + (name == 'seq_length')}")
+    return parsed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the training script; the exit code is 2 after an error that its message explains, on any rank."""
+    try:
+        _run(parse_arguments(arguments))
+    except VPipeError as error:
+        print(f"[Rank {os.environ.get('RANK', '0')}] error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    model = model_of(arguments, (GPT2,), lambda: gpt2_config(arguments.gpt2_config, arguments.vocab_size), tied=True)
+    if arguments.seq_length > model.config.max_position_embeddings:
+        raise VPipeConfigError(
+            f"--seq-length {arguments.seq_length}: the model has {model.config.max_position_embeddings} positions"
+        )
+    if "RANK" not in os.environ:
+        raise VPipeConfigError("RANK is not set: start with a launcher, e.g. deepspeed --num_accelerators 4 train.py")
+    deepspeed.init_distributed()
+    builder = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    tokens = corpus_tokens(arguments.text, arguments.from_pretrained, model.config.vocab_size, builder)
+    _say(f"Model: {model.description}; text: {len(tokens)} tokens")
+    torch.manual_seed(arguments.seed + distributed.get_rank())  # dropout; the weights have seeds of their own
+    engine = _engine(arguments, model)
+    grid, size = engine.grid, engine.train_micro_batch_size_per_gpu()
+    place = (grid.get_data_parallel_rank(), grid.get_data_parallel_world_size())
+    cut = len(tokens) - len(tokens) // HELD_OUT
+    training = TextBlocks(tokens[:cut], arguments.seq_length, size, *place)
+    held_out = TextBlocks(tokens[cut:], arguments.seq_length, size, *place)
+    batches = training.micro_batches(arguments.seed)
+    for _ in range(arguments.steps):
+        loss = engine.train_batch(batches)
+    rounds = max(1, min(VALIDATION_BATCHES, held_out.per_epoch // engine.micro_batches))
+    batches = held_out.micro_batches(None)
+    validation = sum(engine.eval_batch(batches).item() for _ in range(rounds)) / rounds
+    _say(f"after {arguments.steps} updates: loss {loss.item():.4f} nats, validation loss {validation:.4f} nats")
+    if arguments.checkpoint_dir is not None:
+        engine.save_checkpoint(arguments.checkpoint_dir, client_state=model_state(model.config))
+    engine.destroy()
+    distributed.barrier()  # a rank that leaves early takes its connections with it
+    distributed.destroy_process_group()
+
+
+def _engine(arguments: argparse.Namespace, model: Model) -> Any:
+    stages = arguments.stages or distributed.get_world_size()
+    if distributed.get_world_size() % stages:
+        raise VPipeConfigError(f"--stages {stages}: must divide the number of ranks, {distributed.get_world_size()}")
+    module = ds_vpipe.VPipeModule(
+        layers=model.layers, num_stages=stages, loss_fn=causal_lm_loss, partition_method="uniform"
+    )
+    return ds_vpipe.initialize(model=module, config=arguments.deepspeed_config)[0]
+
+
+def _say(line: str) -> None:
+    if distributed.get_rank() == 0:
+        print(line, flush=True)

@@ -1,0 +1,87 @@
+"""Files and commands of docs/, as a reader copies them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import hugging_face as hf
+import pytest
+from safetensors.torch import load_file
+from transformers import BertForMaskedLM, GPT2LMHeadModel
+from worlds import free_port
+
+from ds_vpipe.models.gpt2.sizes import gpt2_config
+from ds_vpipe.models.gpt2.text import train_tokenizer
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Blocks with a file's name after the language, and the others by language."""
+    found = BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    return {name: text for _, name, text in found if name}, {kind: text for kind, name, text in found if not name}
+
+
+def run(command: str, folder: Path) -> str:
+    tools = Path(sys.executable).parent
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment |= {"PYTHONPATH": str(ROOT), "DS_VPIPE_CACHE": str(folder / "cache")}
+    if command.startswith("deepspeed "):
+        command = command.replace("deepspeed ", f"deepspeed --master_port {free_port()} ", 1)
+    with subprocess.Popen(
+        command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as started:  # fmt: skip
+        try:
+            out, err = started.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            raise
+    assert started.returncode == 0, out[-3000:] + err[-3000:]
+    return out
+
+
+@pytest.mark.mp
+def test_a_new_model(tmp_path: Path) -> None:
+    files, others = blocks("new_model.md")
+    assert set(files) == {"char_model.py", "ds_config.json", "train.py"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    commands = others["bash"].splitlines()
+    assert [command.split()[0] for command in commands] == ["python"] * 3 + ["deepspeed"] * 2 + ["python"]
+    _, plan, shown, first, second, _ = (run(command, tmp_path) for command in commands)
+    assert re.search(r"pace [\d.]+ ms", plan)
+    assert "stage 1" in shown
+    said = re.findall(r"after (\d+) updates: ([\d.]+) nats", first + second)
+    assert [int(step) for step, _ in said] == [20, 40, 60, 80]
+    assert float(said[-1][1]) < float(said[0][1]) < 4.85  # ln 128
+    names = load_file(tmp_path / "chars.safetensors")
+    assert names["tied_modules.characters.table.weight"].shape == (128, 64)
+    assert {name.split(".")[0] for name in names} == {"tied_modules", "1", "2", "3", "4", "5"}
+
+
+@pytest.mark.mp
+def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("models", "ds_configs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    text = " ".join(f"Sentence number {'one' * (n % 7)} of {n} is about stages and batches." for n in range(3000))
+    (tmp_path / "prose.txt").write_text(text)
+    GPT2LMHeadModel(gpt2_config("tiny", vocab_size=512)).save_pretrained(tmp_path / "my-gpt2")
+    train_tokenizer([text], 400).save(str(tmp_path / "my-gpt2" / "tokenizer.json"))
+    _, others = blocks("hugging_face.md")
+    train, export = others["bash"].splitlines()
+    assert re.search(r"Model: my-gpt2: gpt2, 8 pipeline layers; text: \d+ tokens", run(train, tmp_path))
+    run(export, tmp_path)
+    assert GPT2LMHeadModel.from_pretrained(tmp_path / "tuned-gpt2").config.vocab_size == 512
+
+    hf.save("bert", True, tmp_path / "my-bert", BertForMaskedLM)
+    monkeypatch.chdir(tmp_path)
+    exec(others["python"], {})
+    assert "bert, 8 pipeline layers; initialised, not in the folder: bert.pooler" in capsys.readouterr().out

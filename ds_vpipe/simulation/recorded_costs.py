@@ -1,8 +1,8 @@
 """What each part of a pipeline costs, read off a recording: record one schedule, simulate the others.
 
 A profile knows passes alone. A recording also has what the engine, the host and the links take, so that a simulation
-with its costs says how fast another schedule, depth or number of micro-batches would be on the same machines. Medians
-over all micro-batches leave out the first passes and whatever disturbed the run.
+with its costs says how fast another schedule, depth or number of micro-batches would be on the same machines. Seconds
+are means, which add up to a run's, without the tenth at either end, which leaves out first passes and interruptions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from statistics import median
+from math import ceil
+from statistics import fmean
 
 from ds_vpipe.refusal import Refusal
 from ds_vpipe.simulation.simulator import StageCost
@@ -44,8 +45,8 @@ def recorded_costs(timeline: Timeline, num_parts: int) -> tuple[StageCost, ...]:
         taken = list(_with_gap(row))
         for span, seconds in taken:
             passes[span.part, span.name.kind].append(seconds)
-        update_s.append(_median(_updates(taken)))
-        host_s.append(_median([seconds for span, seconds in taken if span.name.kind in _SENDS]))
+        update_s.append(_typical(_updates(taken)))
+        host_s.append(_typical([seconds for span, seconds in taken if span.name.kind in _SENDS]))
     recorded = sorted({part for part, kind in passes if kind == "B"})
     if recorded != list(range(num_parts)):
         allowed = f"backward passes of the parts 0 to {num_parts - 1}"
@@ -59,8 +60,8 @@ def recorded_costs(timeline: Timeline, num_parts: int) -> tuple[StageCost, ...]:
         rank = part % timeline.num_ranks
         costs.append(
             StageCost(
-                forward_s=_median(passes[part, "F"]) + _median(passes[part, "LOAD"]),
-                backward_s=_median(passes[part, "B"]),
+                forward_s=_typical(passes[part, "F"]) + _typical(passes[part, "LOAD"]),
+                backward_s=_typical(passes[part, "B"]),
                 send_activation_s=max(0.0, send_s["SEND_ACT"] - host_s[rank]),
                 send_gradient_s=max(0.0, send_s["SEND_GRAD"] - host_s[rank]),
                 update_s=update_s[rank] * timeline.num_ranks / num_parts,
@@ -85,8 +86,8 @@ def _updates(taken: Sequence[tuple[Span, float]]) -> list[float]:
 
 
 def _transfer(timeline: Timeline, kind: str) -> float:
-    """Seconds from the end of a send to the end of a receive that has waited for it, median."""
-    return _median(
+    """Seconds from the end of a send to the end of a receive that has waited for it."""
+    return _typical(
         [
             message.receive.end - message.send.end
             for message in messages(timeline.spans)
@@ -95,5 +96,7 @@ def _transfer(timeline: Timeline, kind: str) -> float:
     )
 
 
-def _median(values: Sequence[float]) -> float:
-    return median(values) if values else 0.0
+def _typical(values: Sequence[float]) -> float:
+    """Mean without the smallest and the largest tenth; 0 if there is nothing."""
+    cut = ceil(len(values) / 10) if len(values) > 2 else 0
+    return fmean(sorted(values)[cut : len(values) - cut]) if values else 0.0

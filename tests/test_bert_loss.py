@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_vpipe.models.bert.loss import IGNORED_LABEL, PretrainingLoss
+from ds_vpipe.models.bert.loss import PretrainingLoss
+from ds_vpipe.models.bert.sample import IGNORED_LABEL
 
 
 def case() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

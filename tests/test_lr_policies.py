@@ -1,4 +1,4 @@
-"""Learning-rate policies against their closed forms, how a JSON names them, and what a stage's optimizer makes of them."""
+"""Learning-rate policies against their closed forms, how a JSON names them, and a schedule at work."""
 
 from __future__ import annotations
 
@@ -60,10 +60,22 @@ def test_published_warm_up_of_vpipe() -> None:
     [
         ("PolyWarmupLR", {}, "scheduler.params.total_num_steps: got null; allowed: an int >= 1"),
         ("PolyWarmupLR", {"total_num_steps": 0}, "scheduler.params.total_num_steps: got 0; allowed: an int >= 1"),
-        ("PolyWarmupLR", {"total_num_steps": 9, "degre": 1}, 'degre: got 1; allowed: warmup_num_steps, total_num_steps'),
+        (
+            "PolyWarmupLR",
+            {"total_num_steps": 9, "degre": 1},
+            "degre: got 1; allowed: warmup_num_steps, total_num_steps",
+        ),
         ("PolyWarmupLR", {"total_num_steps": 9, "degre": 1}, 'did you mean "degree"?'),
-        ("LinearWarmupLR", {"total_num_steps": 5, "warmup_num_steps": 5}, "warmup_num_steps: got 5; allowed: an int >="),
-        ("StepWarmupLR", {"step_size": 3, "gamma": 1.5}, "scheduler.params.gamma: got 1.5; allowed: a number in (0, 1]"),
+        (
+            "LinearWarmupLR",
+            {"total_num_steps": 5, "warmup_num_steps": 5},
+            "warmup_num_steps: got 5; allowed: an int >=",
+        ),
+        (
+            "StepWarmupLR",
+            {"step_size": 3, "gamma": 1.5},
+            "scheduler.params.gamma: got 1.5; allowed: a number in (0, 1]",
+        ),
         ("ConstantWarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps: got 2.5; allowed: an int >= 0"),
         ("ConstantWarmupLR", [3], "scheduler.params: got [3]; allowed: an object"),
     ],

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-IGNORED_LABEL = -100
+from ds_vpipe.models.bert.sample import IGNORED_LABEL
 
 
 class PretrainingLoss:

@@ -53,9 +53,7 @@ class MicroBatches:
         """Micro-batch `number` >= 0, shapes as in `models.bert.layers` and `models.bert.loss`."""
         epoch, place = divmod(number, self.per_epoch) if self._shuffle else (0, number % self.per_epoch)
         begin = (place * self._replicas + self._replica) * self._size
-        drawn = [
-            self._samples.sample(int(index), epoch) for index in self._order_of(epoch)[begin : begin + self._size]
-        ]
+        drawn = [self._samples.sample(int(index), epoch) for index in self._order_of(epoch)[begin : begin + self._size]]
         inputs = (
             _stack([sample.input_ids for sample in drawn]),
             _stack([sample.token_type_ids for sample in drawn]),

@@ -18,6 +18,7 @@ from ds_vpipe.models.bert.vocabulary import SpecialTokens
 from ds_vpipe.models.bert.wordpiece import TokenCorpus
 
 MASKED_SHARE = 0.15
+HELD_OUT_EVERY = 20  # every 20th document, 5 % of the corpus, is for validation
 _SPECIAL_IN_PAIR = 3  # [CLS] a [SEP] b [SEP]
 
 
@@ -149,7 +150,7 @@ class RandomSamples:
         return shuffled(len(self), seed, epoch)
 
 
-def split_documents(corpus: TokenCorpus, every: int) -> tuple[Ints, Ints]:
+def split_documents(corpus: TokenCorpus, every: int = HELD_OUT_EVERY) -> tuple[Ints, Ints]:
     """Training and held-out document numbers: every `every`-th document is held out."""
     numbers = np.arange(corpus.num_documents)
     held_out = numbers % every == every - 1

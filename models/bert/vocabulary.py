@@ -36,7 +36,8 @@ OWN_SPECIAL_TOKENS = SpecialTokens()
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     """Where a tokenizer has the special tokens, all of which it must have."""
-    return SpecialTokens(*(int(tokenizer.token_to_id(token)) for token in SPECIAL_TOKENS))
+    vocabulary = tokenizer.get_vocab()
+    return SpecialTokens(*(vocabulary[token] for token in SPECIAL_TOKENS))
 
 
 def read_vocabulary(path: Path, most: int) -> Tokenizer:

@@ -87,10 +87,8 @@ def identity_of(arguments: Namespace, digest: str) -> dict[str, Any]:
 
 
 def _load(engine: Any, folder: Path | None, option: str, load_module_only: bool) -> dict[str, Any]:
-    if folder is None or not (folder / "latest").is_file():
-        raise VPipeConfigError(f"{option}: there is no checkpoint in {folder} (no file 'latest'); give another folder")
     options = {"load_optimizer_states": False, "load_lr_scheduler_states": False} if load_module_only else {}
     path, state = engine.load_checkpoint(str(folder), load_module_only=load_module_only, **options)
     if path is None:
-        raise VPipeConfigError(f"{option}: the checkpoint that {folder / 'latest'} names is not there; give another")
+        raise VPipeConfigError(f"{option}: there is no checkpoint in {folder}, or no file 'latest' that names one")
     return dict(state)

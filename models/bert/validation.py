@@ -72,6 +72,7 @@ class Validation:
         if isinstance(engine, ds_vpipe.VPipeEngine):
             return engine.eval_batch(iterator)
         # DeepSpeed's own engine hands single numbers to the other stages only: the same broadcast, of all of them.
+        engine.total_loss = None  # that of training, to which it would add these; every batch begins with None
         result = engine.eval_batch(iterator, bcast_loss=False)
         if not engine.is_last_stage():
             result = Tensor([0.0] * 5).to(engine.device)

@@ -68,6 +68,7 @@ class Folder:
         records = [json.loads(line) for line in (self.path / output / "metrics.jsonl").read_text().splitlines()]
         names = (
             "loss",
+            "learning_rate",
             "validation_masked_lm_loss",
             "validation_masked_lm_accuracy",
             "validation_next_sentence_accuracy",
@@ -113,10 +114,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(worlds: Worlds, folder: Folder) 
         assert resumed == {key: value for key, value in whole.items() if key[0] > step}
 
 
-def test_dropout_is_drawn_from_the_seed(worlds: Worlds, folder: Folder) -> None:
+def test_dropout_is_drawn_from_the_seed_and_not_by_validation(worlds: Worlds, folder: Folder) -> None:
     common = ["--data-dir", shards_in(folder.path / "data"), "--steps", "4", "--keep-order"]
     one = folder.run(worlds, 2, "one", *common, "--seed", "3")
-    assert folder.run(worlds, 2, "two", *common, "--seed", "3") == one
+    two = folder.run(worlds, 2, "two", *common, "--seed", "3", "--validate-every", "1")
+    assert {key: value for key, value in two.items() if key in one} == one
+    assert len(two) == len(one) + 9  # validation in between changes nothing
     (folder.path / "model.json").write_text(json.dumps(MODEL | {"hidden_dropout_prob": 0.0}))
     assert folder.run(worlds, 2, "three", *common, "--seed", "3")[1, "loss"] != one[1, "loss"]
 
@@ -254,3 +257,13 @@ def test_a_run_on_other_samples_is_not_resumed(worlds: Worlds, folder: Folder) -
     for code, line in worlds.run(2, failing, absent):
         assert code == 2
         assert f"--resume: there is no checkpoint in {saved}x" in line
+
+
+def test_too_few_held_out_samples_are_left_out(worlds: Worlds, folder: Folder) -> None:
+    data = Path(shards_in(folder.path / "data"))
+    source = RandomSamples(3, MODEL["vocab_size"], 16, 3, 0)
+    write_shard(data / "validation.hdf5", [source.sample(index, 0) for index in range(3)])
+    for _ in range(2):
+        metrics = folder.run(worlds, 2, "out", "--data-dir", str(data), "--steps", "2", "--validate-every", "1")
+        assert {name for _, name in metrics} == {"loss", "learning_rate"}
+        (data / "validation.hdf5").unlink(missing_ok=True)

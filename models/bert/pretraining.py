@@ -23,7 +23,6 @@ from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.models.bert.architecture import BERT
 from ds_vpipe.models.bert.arguments import parse_arguments
 from ds_vpipe.models.bert.batches import MicroBatches
-from ds_vpipe.models.bert.deadline import Deadline
 from ds_vpipe.models.bert.loss import PretrainingLoss
 from ds_vpipe.models.bert.report import Report
 from ds_vpipe.models.bert.run_checkpoints import RunCheckpoints, identity_of, initialise_from
@@ -31,6 +30,7 @@ from ds_vpipe.models.bert.sample import Samples
 from ds_vpipe.models.bert.shared_data import prepare_together
 from ds_vpipe.models.bert.sizes import bert_config
 from ds_vpipe.models.bert.training_data import TrainingData
+from ds_vpipe.models.bert.training_loop import train
 from ds_vpipe.models.bert.validation import Validation
 from ds_vpipe.models.model import model_of
 from ds_vpipe.models.roberta.architecture import ROBERTA
@@ -78,10 +78,13 @@ def _run(arguments: Namespace) -> None:
         initialise_from(engine, arguments.initialise_from)
 
     batches = _micro_batches(engine, data.training, arguments.seed, shuffle=True)
+    held_out = data.held_out
+    smallest = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
     validation = None
-    if data.held_out is not None:
-        held_out = _micro_batches(engine, data.held_out, seed=0, shuffle=False)
-        validation = Validation(engine, loss, held_out, len(data.held_out))
+    if held_out is not None and len(held_out) >= smallest:
+        validation = Validation(
+            engine, loss, _micro_batches(engine, held_out, seed=0, shuffle=False), samples=len(held_out)
+        )
     steps_per_epoch = batches.per_epoch / engine.micro_batches
     total = arguments.steps or max(1, int(arguments.epochs * steps_per_epoch))
     report = Report(
@@ -94,10 +97,14 @@ def _run(arguments: Namespace) -> None:
     )
     report.line(f"Data: {data.description}")
     report.line(f"Training: {total} updates of {engine.train_batch_size()} samples, {engine.num_stages} stages")
+    if validation is None:
+        report.line(
+            f"No validation: {len(held_out or ())} held-out samples, a micro-batch on every replica is {smallest}"
+        )
     if engine.global_steps:
         report.line(f"Resumed after update {engine.global_steps}")
     begin = time.monotonic()
-    trained = _train(engine, batches, validation, checkpoints, total, report, arguments)
+    trained = train(engine, batches, validation, checkpoints, total, report, arguments)
     report.line(f"Finished {trained} updates in {time.monotonic() - begin:.1f} s")
     checkpoints.save()
     _conclude(engine.global_steps, validation, data, report, arguments)
@@ -210,38 +217,4 @@ def _micro_batches(engine: Any, samples: Samples, seed: int, shuffle: bool) -> M
             shuffle=shuffle,
         )
     except ValueError as error:
-        raise VPipeConfigError(f"{error}: give more --text or lower train_micro_batch_size_per_gpu") from error
-
-
-def _train(
-    engine: Any,
-    batches: MicroBatches,
-    validation: Validation | None,
-    checkpoints: RunCheckpoints,
-    total: int,
-    report: Report,
-    arguments: Namespace,
-) -> int:
-    """Train until the run has had `total` updates; returns how many were done now, the same number on every rank."""
-    done = engine.global_steps
-    position = engine.global_samples // (engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
-    # One iterator for the whole run: the pipeline reads ahead in it and never has to drain.
-    reads = engine.is_first_stage() or engine.is_last_stage()
-    iterator = batches.range(position, position + (total - done) * engine.micro_batches) if reads else None
-    deadline = Deadline(arguments.max_seconds)
-    step = done
-    for step in range(done + 1, total + 1):
-        batch_loss = engine.train_batch(iterator)
-        before, position = position, position + engine.micro_batches
-        epoch = (position - 1) // batches.per_epoch
-        stages = engine.statistics() if isinstance(engine, ds_vpipe.VPipeEngine) else ()
-        report.step(step, epoch, batch_loss, engine.get_lr()[0], stages)
-        if step < total:
-            with report.pause():
-                checkpoints.after(epoch_ended=position // batches.per_epoch > before // batches.per_epoch)
-                if validation is not None and arguments.validate_every and step % arguments.validate_every == 0:
-                    report.validation(step, validation.run())
-        if deadline.passed(step):
-            break
-    deadline.close()
-    return step - done
+        raise VPipeConfigError(f"{error}: give more text or lower train_micro_batch_size_per_gpu") from error

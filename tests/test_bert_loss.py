@@ -42,6 +42,17 @@ def test_measures_inside_the_context_and_after_an_error_the_loss_again() -> None
     assert loss(*case()).item() == both
 
 
+def test_models_without_next_sentence_logits() -> None:
+    (masked_lm, _), labels = case()
+    loss = PretrainingLoss()
+    assert loss((masked_lm, None), labels).item() == pytest.approx(expected_masked_lm(), rel=1e-5)
+    with loss.measuring():
+        measured = loss((masked_lm, None), labels).tolist()
+    assert measured[:1] + measured[2:4] == pytest.approx([expected_masked_lm(), 2, 3], rel=1e-5)
+    assert math.isnan(measured[1])
+    assert math.isnan(measured[4])
+
+
 def test_half_precision_logits_are_reduced_in_single_precision() -> None:
     (masked_lm, next_sentence), labels = case()
     loss = PretrainingLoss()((masked_lm.bfloat16(), next_sentence.bfloat16()), labels)

@@ -31,7 +31,7 @@ class PretrainingLoss:
         if self._measuring:
             return measures(outputs, labels)
         masked_lm, next_sentence = _losses(outputs, labels)
-        return masked_lm + next_sentence
+        return masked_lm if next_sentence is None else masked_lm + next_sentence
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -43,24 +43,31 @@ class PretrainingLoss:
             self._measuring = False
 
 
-def measures(outputs: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor]) -> Tensor:
+def measures(outputs: tuple[Tensor, Tensor | None], labels: tuple[Tensor, Tensor]) -> Tensor:
     """What is told of a micro-batch, float32 [5], fit to be averaged over micro-batches of one size.
 
     Mean masked-LM loss and mean next-sentence loss in nats, number of masked tokens that are predicted and number of
-    masked tokens, share of the next-sentence labels that are predicted.
+    masked tokens, share of the next-sentence labels that are predicted. Models without next-sentence logits have NaN
+    for what there is none of.
     """
     masked_lm, next_sentence = _losses(outputs, labels)
     masked_lm_labels, next_sentence_labels = labels
     used = masked_lm_labels != IGNORED_LABEL
     hits = (outputs[0].argmax(-1) == masked_lm_labels) & used
-    next_hits = outputs[1].argmax(-1) == next_sentence_labels
-    return torch.stack([masked_lm, next_sentence, hits.sum(), used.sum(), next_hits.float().mean()])
+    next_hits = absent = torch.full_like(masked_lm, torch.nan)
+    if outputs[1] is not None:
+        next_hits = (outputs[1].argmax(-1) == next_sentence_labels).float().mean()
+    return torch.stack(
+        [masked_lm, absent if next_sentence is None else next_sentence, hits.sum(), used.sum(), next_hits]
+    )
 
 
-def _losses(outputs: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _losses(outputs: tuple[Tensor, Tensor | None], labels: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
     masked_lm_logits, next_sentence_logits = outputs
     masked_lm_labels, next_sentence_labels = labels
     masked_lm = cross_entropy(
         masked_lm_logits.flatten(0, 1).float(), masked_lm_labels.flatten(), ignore_index=IGNORED_LABEL
     )
+    if next_sentence_logits is None:
+        return masked_lm, None
     return masked_lm, cross_entropy(next_sentence_logits.float(), next_sentence_labels)

@@ -124,10 +124,7 @@ def _conclude(
         report.line(f"unigram entropy of the corpus: {data.unigram_entropy:.4f} nats")
     if result is not None:
         report.line(f"validation loss (masked LM): {result.masked_lm_loss:.4f} nats")
-        report.line(
-            f"validation accuracy: masked LM {result.masked_lm_accuracy:.4f},"
-            f" next sentence {result.next_sentence_accuracy:.4f}"
-        )
+        report.line(f"validation accuracy: {result.accuracies}")
     if result is not None and data.unigram_entropy is not None:
         report.line(f"below the unigram entropy by: {data.unigram_entropy - result.masked_lm_loss:.4f} nats")
     report.line(f"metrics and loss plot: {arguments.output}")

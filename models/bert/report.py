@@ -75,10 +75,10 @@ class Report:
         if self._bar is None:
             return
         self._validation.append((step, result.masked_lm_loss))
-        self._write({"step": step} | {f"validation_{name}": value for name, value in vars(result).items()})
+        self._write({"step": step} | {f"validation_{name}": value for name, value in result.values().items()})
         self.line(
-            f"Iteration {step}, validation loss (masked LM): {result.masked_lm_loss:.4f} nats, accuracy: masked LM"
-            f" {result.masked_lm_accuracy:.1%}, next sentence {result.next_sentence_accuracy:.1%}"
+            f"Iteration {step}, validation loss (masked LM): {result.masked_lm_loss:.4f} nats,"
+            f" accuracy: {result.accuracies}"
         )
 
     @contextmanager

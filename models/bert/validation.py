@@ -1,5 +1,6 @@
 """Validation: losses and accuracies over held-out samples, between two batches of training and without a trace."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +20,27 @@ class ValidationResult:
 
     Attributes:
         masked_lm_loss: in nats.
-        next_sentence_loss: in nats.
+        next_sentence_loss: in nats; None for models without.
         masked_lm_accuracy: share of the masked tokens that are predicted, in [0, 1].
-        next_sentence_accuracy: share of the pairs that are told apart, in [0, 1].
+        next_sentence_accuracy: share of the pairs that are told apart, in [0, 1]; None for models without.
     """
 
     masked_lm_loss: float
-    next_sentence_loss: float
+    next_sentence_loss: float | None
     masked_lm_accuracy: float
-    next_sentence_accuracy: float
+    next_sentence_accuracy: float | None
+
+    @property
+    def accuracies(self) -> str:
+        """The accuracies in words."""
+        masked_lm = f"masked LM {self.masked_lm_accuracy:.1%}"
+        if self.next_sentence_accuracy is None:
+            return masked_lm
+        return f"{masked_lm}, next sentence {self.next_sentence_accuracy:.1%}"
+
+    def values(self) -> dict[str, float]:
+        """The means that there are, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 class Validation:
@@ -63,7 +76,10 @@ class Validation:
             engine.monitor.enabled = monitored
         assert isinstance(totals, Tensor)
         masked_lm, next_sentence, hits, masked, next_hits = (totals / self._rounds).tolist()
-        result = ValidationResult(masked_lm, next_sentence, hits / masked, next_hits)
+        paired = not math.isnan(next_hits)
+        result = ValidationResult(
+            masked_lm, next_sentence if paired else None, hits / masked, next_hits if paired else None
+        )
         self._monitor(result)
         return result
 
@@ -84,6 +100,6 @@ class Validation:
         engine = self._engine
         if engine.global_rank == 0 and engine.monitor.enabled:
             values = {"Train/Samples/eval_loss": result.masked_lm_loss} | {
-                f"Validation/Samples/{name}": value for name, value in vars(result).items()
+                f"Validation/Samples/{name}": value for name, value in result.values().items()
             }
             engine.monitor.write_events([(name, value, engine.global_samples) for name, value in values.items()])

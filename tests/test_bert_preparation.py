@@ -97,9 +97,10 @@ def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_joined_pieces_are_the_corpus_in_one(text: Path, tmp_path: Path) -> None:
-    whole = tokenise(documents(), train_wordpiece(documents(), 300))
+    tokenizer = train_wordpiece(documents(), 300)  # once: the trainer breaks ties by chance
+    whole = tokenise(documents(), tokenizer)
     vocabulary = tmp_path / "vocab.txt"
-    write_vocabulary(train_wordpiece(documents(), 300), vocabulary)
+    write_vocabulary(tokenizer, vocabulary)
     pieces = tuple(pieces_of(text, 500))
     tokeniser = PieceTokeniser(pieces, "lines", vocabulary, tmp_path)
     for number in tokeniser.missing():
@@ -168,6 +169,21 @@ def small_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     return lambda: TokenCorpus.load(text_corpus.text_corpus(None, None, 300, builder=True))
 
 
+def test_streamed_text_may_have_a_vocabulary_of_its_own(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", *WORDS, "[UNK]", "[CLS]", "[SEP]", "[MASK]"]))
+    text.write_text(" ".join(f"{sentence.capitalize()} extra." for document in documents() for sentence in document))
+    folder = text_corpus.text_corpus([text], vocabulary, 300, builder=True)
+    corpus = TokenCorpus.load(folder)
+    assert corpus.special == SpecialTokens(pad=0, unknown=13, cls=14, sep=15, mask=16)
+    assert [corpus.vocab_size, corpus.num_documents > 5, corpus.tokens.max()] == [17, True, 13]
+    assert (folder / "vocab.txt").read_text().split() == vocabulary.read_text().split()
+    assert text_corpus.text_corpus([text], None, 300, builder=True) != folder
+
+
 def test_shards_hold_the_samples_of_streaming_in_the_order_of_streaming(
     small_docstrings: Callable[[], TokenCorpus], tmp_path: Path
 ) -> None:
@@ -196,7 +212,10 @@ def test_shards_hold_the_samples_of_streaming_in_the_order_of_streaming(
 
 def test_processes_and_restarts_change_nothing(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    assert made(one, "--text", str(text)) == 0
+    vocabulary = tmp_path / "vocab.txt"
+    write_vocabulary(train_wordpiece(documents(), 300), vocabulary)
+    source = ["--text", str(text), "--vocab", str(vocabulary)]
+    assert made(one, *source) == 0
     expected = contents(one)
     assert len(expected) > 5
     written: list[str] = []
@@ -210,11 +229,11 @@ def test_processes_and_restarts_change_nothing(text: Path, tmp_path: Path, monke
 
     monkeypatch.setitem(prepare.plan_samples.__globals__, "write_shard", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        made(two, "--text", str(text))
+        made(two, *source)
     monkeypatch.undo()
     assert sorted(contents(two)) == sorted(written)
     kept = {name: (two / name).stat().st_mtime_ns for name in written}
-    assert made(two, "--text", str(text), "--workers", "2") == 0
+    assert made(two, *source, "--workers", "2") == 0
     assert contents(two) == expected
     assert {name: (two / name).stat().st_mtime_ns for name in written} == kept
     assert not (two / prepare.WORK_FOLDER).exists()

@@ -267,3 +267,18 @@ def test_too_few_held_out_samples_are_left_out(worlds: Worlds, folder: Folder) -
         metrics = folder.run(worlds, 2, "out", "--data-dir", str(data), "--steps", "2", "--validate-every", "1")
         assert {name for _, name in metrics} == {"loss", "learning_rate"}
         (data / "validation.hdf5").unlink(missing_ok=True)
+
+
+def failing_with_cache(cache: str, arguments: list[str]) -> Any:
+    return with_small_corpus(cache, arguments, failing)
+
+
+def test_nobody_waits_for_a_corpus_that_cannot_be_built(worlds: Worlds, folder: Folder) -> None:
+    cache = folder.path / "cache"
+    cache.write_text("a file, where a folder should be")
+    outcomes = worlds.run(3, failing_with_cache, str(cache), folder.arguments("out"))
+    assert [code for code, _ in outcomes] == [2, 2, 2]
+    for rank, (_, line) in enumerate(outcomes):
+        assert line.startswith(
+            f"[Rank {rank}] error: {'' if rank == 0 else 'rank 0: '}cache folder {cache} is not writ"
+        )

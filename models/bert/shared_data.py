@@ -8,11 +8,14 @@ different data end at once.
 import os
 from argparse import Namespace
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 from torch import distributed
 from transformers import BertConfig
 
 from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.models.bert.cache import WAIT_SECONDS
 from ds_vpipe.models.bert.sample import CountedSamples
 from ds_vpipe.models.bert.training_data import TrainingData, prepare
 
@@ -47,21 +50,20 @@ def prepare_together(arguments: Namespace, config: BertConfig, stages: int) -> T
     stage = rank // (world // stages)
     # Text is tokenised once per machine, by its first rank, whichever stage that is.
     builder = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    needed = stage in (0, stages - 1) or (builder and arguments.data_dir is None)
+    # Over gloo, whatever training uses: this waits for a text to be tokenised, and for no device.
+    group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS))
     data: TrainingData | None = None
     mine: _Outcome | None = None
-    if stage in (0, stages - 1) or (builder and arguments.data_dir is None):
-        try:
-            data = prepare(arguments, config, builder)
-            held_out = None if data.held_out is None else len(data.held_out)
-            mine = _Outcome(len(data.training), held_out, data.unigram_entropy, data.description, data.digest)
-        except VPipeError as error:
-            mine = _Outcome(0, None, None, "", "", error=str(error))
-    outcomes: list[_Outcome | None] = [None] * world
-    distributed.all_gather_object(outcomes, mine)
-    known = {number: outcome for number, outcome in enumerate(outcomes) if outcome is not None}
-    for number, outcome in known.items():
-        if outcome.error is not None:
-            raise VPipeConfigError(outcome.error if number == rank else f"rank {number}: {outcome.error}")
+    known: dict[int, _Outcome] = {}
+    # Builders first, so that nobody waits for what a builder has failed to build.
+    for turn in (True, False):
+        if needed and builder == turn:
+            data, mine = _attempt(arguments, config, builder)
+        known = _gather(mine, group)
+        for number, outcome in known.items():
+            if outcome.error is not None:
+                raise VPipeConfigError(outcome.error if number == rank else f"rank {number}: {outcome.error}")
     if len({outcome.digest for outcome in known.values()}) > 1:
         digests = ", ".join(f"rank {number}: {outcome.digest}" for number, outcome in known.items())
         raise VPipeConfigError(
@@ -78,3 +80,25 @@ def prepare_together(arguments: Namespace, config: BertConfig, stages: int) -> T
         told.description,
         told.digest,
     )
+
+
+def _attempt(arguments: Namespace, config: BertConfig, builder: bool) -> tuple[TrainingData | None, _Outcome]:
+    try:
+        data = prepare(arguments, config, builder)
+    except VPipeError as error:
+        return None, _Outcome(0, None, None, "", "", error=str(error))
+    held_out = None if data.held_out is None else len(data.held_out)
+    return data, _Outcome(len(data.training), held_out, data.unigram_entropy, data.description, data.digest)
+
+
+def _gather(mine: _Outcome | None, group: Any) -> dict[int, _Outcome]:
+    """What the ranks that have prepared data tell, by rank."""
+    outcomes: list[_Outcome | None] = [None] * distributed.get_world_size()
+    try:
+        distributed.all_gather_object(outcomes, mine, group=group)
+    except RuntimeError as error:
+        raise VPipeConfigError(
+            f"waited up to {WAIT_SECONDS:.0f} s for all ranks to prepare their data, and one is lost or too slow: see"
+            " the other ranks' output; prepare large texts with python -m ds_vpipe.models.bert.prepare"
+        ) from error
+    return {number: outcome for number, outcome in enumerate(outcomes) if outcome is not None}

@@ -74,6 +74,8 @@ class TokenCorpus:
 def train_wordpiece(documents: Iterable[list[str]], vocab_size: int) -> Tokenizer:
     """A lower-casing WordPiece tokenizer with at most `vocab_size` tokens, the special ones numbered 0 to 4.
 
+    The trainer breaks ties between pieces by chance: another run may give other tokens at the end of the vocabulary.
+
     Raises:
         ValueError: `vocab_size` is outside `MIN_VOCABULARY` .. `MAX_VOCABULARY`.
     """

@@ -15,7 +15,9 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from ds_vpipe.build_lock import limited_builds
 from ds_vpipe.config import block_of
 from ds_vpipe.engine.engine import VPipeEngine
+from ds_vpipe.engine.lr_schedule import LRSchedule
 from ds_vpipe.engine.preparation import prepare
+from ds_vpipe.lr_policies import lr_policy
 
 
 def initialize(
@@ -32,7 +34,8 @@ def initialize(
 
     With a ``"vpipe"`` block in the DeepSpeed configuration the engine is a
     :class:`~ds_vpipe.engine.engine.VPipeEngine` and ``model`` is split, recomputed and scheduled as the
-    block says. Without one this is ``deepspeed.initialize``.
+    block says. Without one this is ``deepspeed.initialize``. The ``"scheduler"`` may in both cases also be one of
+    :mod:`ds_vpipe.lr_policies`.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)``.
@@ -44,6 +47,9 @@ def initialize(
     positional = (args, model, optimizer, model_parameters, training_data, lr_scheduler, *others)
     given = inspect.signature(theirs).bind(*positional, **kwargs).arguments
     ds_config = _load_config(given)
+    policy = None if ds_config is None else lr_policy(ds_config)
+    if policy is not None and given.get("lr_scheduler") is None:
+        given["lr_scheduler"] = functools.partial(LRSchedule, policy=policy)
     block = None if ds_config is None else block_of(ds_config)
     if ds_config is None or block is None:
         return tuple(theirs(**given))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_vpipe.models.bert.loss import IGNORED_LABEL, PretrainingLoss
+from ds_vpipe.models.bert.loss import PretrainingLoss
+from ds_vpipe.models.bert.sample import IGNORED_LABEL
 
 
 def case() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -27,15 +28,29 @@ def test_unused_slots_do_not_count_and_both_parts_add_up() -> None:
     assert PretrainingLoss()(*case()).item() == pytest.approx(expected_masked_lm() + next_sentence, rel=1e-5)
 
 
-def test_masked_lm_alone_inside_the_context_and_after_an_error_both_again() -> None:
+def test_measures_inside_the_context_and_after_an_error_the_loss_again() -> None:
     loss = PretrainingLoss()
     both = loss(*case()).item()
-    with loss.masked_lm_only():
-        assert loss(*case()).item() == pytest.approx(expected_masked_lm(), rel=1e-5)
+    with loss.measuring():
+        masked_lm, next_sentence, hits, masked, next_hits = loss(*case()).tolist()
+    assert masked_lm == pytest.approx(expected_masked_lm(), rel=1e-5)
+    assert masked_lm + next_sentence == pytest.approx(both)
+    assert (hits, masked, next_hits) == (2, 3, 0.5)
     assert loss(*case()).item() == both
-    with pytest.raises(KeyError), loss.masked_lm_only():
+    with pytest.raises(KeyError), loss.measuring():
         raise KeyError
     assert loss(*case()).item() == both
+
+
+def test_models_without_next_sentence_logits() -> None:
+    (masked_lm, _), labels = case()
+    loss = PretrainingLoss()
+    assert loss((masked_lm, None), labels).item() == pytest.approx(expected_masked_lm(), rel=1e-5)
+    with loss.measuring():
+        measured = loss((masked_lm, None), labels).tolist()
+    assert measured[:1] + measured[2:4] == pytest.approx([expected_masked_lm(), 2, 3], rel=1e-5)
+    assert math.isnan(measured[1])
+    assert math.isnan(measured[4])
 
 
 def test_half_precision_logits_are_reduced_in_single_precision() -> None:

@@ -10,18 +10,12 @@ import pytest
 import torch
 
 from ds_vpipe.models.bert.batches import MicroBatches
-from ds_vpipe.models.bert.loss import IGNORED_LABEL
-from ds_vpipe.models.bert.samples import PairSamples, RandomSamples, Sample, Samples, _fit, split_documents
-from ds_vpipe.models.bert.wordpiece import (
-    CLS,
-    MASK,
-    PAD,
-    SEP,
-    SPECIAL_TOKENS,
-    TokenCorpus,
-    tokenise,
-    train_wordpiece,
-)
+from ds_vpipe.models.bert.sample import IGNORED_LABEL, Sample, Samples
+from ds_vpipe.models.bert.samples import PairSamples, RandomSamples, _fit, spans_of, split_documents
+from ds_vpipe.models.bert.vocabulary import SPECIAL_TOKENS
+from ds_vpipe.models.bert.wordpiece import TokenCorpus, tokenise, train_wordpiece
+
+PAD, UNKNOWN, CLS, SEP, MASK = range(5)
 
 LENGTH, SLOTS = 32, 5
 VOCABULARY = 600
@@ -37,7 +31,8 @@ def numbered_corpus(documents: int = 40, sentences: int = 12) -> TokenCorpus:
 
 
 def pairs(seed: int = 0, length: int = LENGTH) -> PairSamples:
-    return PairSamples(numbered_corpus(), np.arange(40), length, SLOTS, seed)
+    corpus = numbered_corpus()
+    return PairSamples(corpus, spans_of(corpus, np.arange(40), length), length, SLOTS, seed)
 
 
 def original(sample: Sample) -> list[int]:
@@ -153,7 +148,7 @@ def test_the_longer_segment_is_cut_first(first: int, second: int, budget: int, e
 
 def test_one_document_is_not_enough() -> None:
     with pytest.raises(ValueError, match="at least two documents"):
-        PairSamples(numbered_corpus(), np.array([3]), LENGTH, SLOTS, 0)
+        PairSamples(numbered_corpus(), spans_of(numbered_corpus(), np.array([3]), LENGTH), LENGTH, SLOTS, 0)
 
 
 def test_held_out_documents_are_apart() -> None:

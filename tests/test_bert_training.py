@@ -17,8 +17,10 @@ from worlds import Worlds, free_port
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.arguments import parse_arguments
 from ds_vpipe.models.bert.deadline import Deadline
+from ds_vpipe.models.bert.epoch_clock import EpochClock
 from ds_vpipe.models.bert.pretraining import main, read_ds_config
 from ds_vpipe.models.bert.report import Report
+from ds_vpipe.models.bert.validation import ValidationResult
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ["--deepspeed_config", "config.json"]
@@ -79,6 +81,9 @@ def test_two_stages_train_on_own_text_and_report(worlds: Worlds, tmp_path: Path)
     assert stages == [[2, 1]] * 3
     assert [record["step"] for record in records if "validation_masked_lm_loss" in record] == [4, 6]
     assert all(0 < value < 10 for record in records for key, value in record.items() if "loss" in key)
+    accuracies = [value for record in records for key, value in record.items() if "accuracy" in key]
+    assert len(accuracies) == 4
+    assert all(0 <= value <= 1 for value in accuracies)
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -103,7 +108,13 @@ def test_the_script_starts_without_installation_and_reports_a_mistake_in_one_lin
         ([], "--deepspeed_config is missing"),
         ([*CONFIG, "--step", "3"], "unrecognized arguments: --step"),
         ([*CONFIG, "--steps", "0"], "0 must be at least 1"),
-        ([*CONFIG, "--text", "a", "--synthetic"], "exclude each other"),
+        ([*CONFIG, "--text", "a", "--synthetic"], "--text and --synthetic exclude each other"),
+        ([*CONFIG, "--data-dir", "a", "--synthetic"], "--data-dir and --synthetic exclude each other"),
+        ([*CONFIG, "--data-dir", "a", "--vocab", "v"], "--vocab v: only text has a vocabulary; leave it out with --da"),
+        ([*CONFIG, "--keep-order"], "--keep-order is for shards"),
+        ([*CONFIG, "--resume"], "--resume needs the folder of the checkpoints: give --checkpoint-dir"),
+        ([*CONFIG, "--checkpoint-every", "3"], "--checkpoint-every needs the folder"),
+        ([*CONFIG, "--checkpoint-dir", "c", "--resume", "--initialise-from", "d"], "exclude each other: --resume goes"),
         ([*CONFIG, "--seq-length", "7"], "--seq-length 7: must be at least 8"),
         ([*CONFIG, "--max-predictions", "62"], "--max-predictions 62: at most --seq-length - 3 = 61"),
         ([*CONFIG, "--max-seconds", "-1"], "--max-seconds -1.0: must be greater than 0"),
@@ -126,23 +137,63 @@ def test_a_wrong_config_file_is_named(tmp_path: Path, content: str, says: str) -
         read_ds_config(str(tmp_path / "absent.json"))
 
 
+RESULT = ValidationResult(3.0, 0.5, 0.25, 0.75)
+
+
 def test_log_lines_hold_the_mean_since_the_last_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(tmp_path / "new" / "folder", total_steps=4, samples_per_step=8, every=2)
+    report = Report(tmp_path / "new" / "folder", total_steps=4, samples_per_step=8, every=2, steps_per_epoch=3.5)
     for step, loss in enumerate([8.0, 9.0, 7.0, 6.0], start=1):
         report.step(step, step // 4, torch.tensor(loss), learning_rate=0.1)
-    report.close(unigram_entropy=5.0)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(", ")[:3] for line in lines] == [
+        with report.pause():
+            report.validation(step, RESULT)
+    report.close(unigram_entropy=None)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "validation" not in line]
+    assert [line.split(", ")[:3] for line in lines[::2]] == [
         ["Epoch 0", "Iteration 2", "Loss: 8.5000"],
         ["Epoch 1", "Iteration 4", "Loss: 6.5000"],
     ]
-    assert all(re.search(r"\d samples/s$", line) for line in lines)
+    assert all(re.search(r"\d samples/s$", line) for line in lines[::2])
+    times = r"Time: [\d.]+ \([\d.]+\)\tEpoch time \[hr\]: [\d.]+ \([\d.]+\)\t"
+    assert re.fullmatch(rf"Stage: \[0\] Epoch: \[0\]\[2/4\]\t{times}Loss: 8\.5000 \(8\.5000\)", lines[1])
+    assert re.fullmatch(rf"Stage: \[0\] Epoch: \[1\]\[1/4\]\t{times}Loss: 6\.5000 \(6\.5000\)", lines[3])
+
+
+def test_a_resumed_report_keeps_what_was_before(tmp_path: Path) -> None:
+    def write(steps: range, done: int) -> list[tuple[int, str]]:
+        report = Report(tmp_path, total_steps=9, samples_per_step=8, every=1, steps_per_epoch=9, done=done)
+        for step in steps:
+            report.step(step, 0, torch.tensor(float(step)), learning_rate=0.1)
+            report.validation(step, RESULT)
+        report.close(None)
+        records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        return [(record["step"], "loss" if "loss" in record else "validation") for record in records]
+
+    written = [(step, kind) for step in range(1, 8) for kind in ("loss", "validation")]
+    assert write(range(1, 6), done=0) == written[:10]
+    assert write(range(4, 8), done=3) == written
+    assert write(range(1, 3), done=0) == written[:4]
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(None, total_steps=2, samples_per_step=8, every=1)
+    report = Report(None, total_steps=2, samples_per_step=8, every=1, steps_per_epoch=2)
     report.step(1, 0, torch.tensor(1.0), 0.1)
-    report.validation(1, 1.0)
+    report.validation(1, RESULT)
     report.line("nothing")
     report.close(5.0)
     assert capsys.readouterr().out == ""
+
+
+def test_epoch_clock() -> None:
+    clock = EpochClock(steps_per_epoch=10.0)
+    clock.add(0, 2, 7200.0, [4.0, 2.0])
+    assert clock.epoch_hours == 10.0
+    clock.add(1, 2, 3600.0, [1.0, 2.0])
+    clock.add(1, 1, 1800.0, [6.0])
+    assert clock.epoch_hours == 7.0
+    assert clock.line(2, 13, 1800.0, 6.0, (1500000000, 2000000000)).split("\t") == [
+        "Stage: [2] Epoch: [1][3/10]",
+        "Time: 1800.000 (2520.000)",
+        "Epoch time [hr]: 1.500 (7.000)",
+        "Memory: 1.500 (2.000)",
+        "Loss: 6.0000 (3.0000)",
+    ]

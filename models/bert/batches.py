@@ -1,6 +1,6 @@
 """Micro-batches that every rank computes for itself.
 
-Data-parallel replica r of R takes every R-th group of B samples of the epoch's permutation, so replicas are disjoint,
+Data-parallel replica r of R takes every R-th group of B samples of the epoch's order, so replicas are disjoint,
 and micro-batch j of a replica is the same whichever rank asks for it and whenever. Epochs follow each other without a
 gap: an asynchronous pipeline does not drain between them.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_vpipe.models.bert.samples import Samples
+from ds_vpipe.models.bert.sample import Order, Samples
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 Labels = tuple[Tensor, Tensor]
@@ -42,7 +42,7 @@ class MicroBatches:
         self._replicas = replicas
         self._seed = seed
         self._shuffle = shuffle
-        self._order = (-1, np.empty(0, dtype=np.int64))
+        self._order: tuple[int, Order] = (-1, np.empty(0, dtype=np.int64))
         self.per_epoch = len(samples) // (micro_batch_size * replicas)
         if self.per_epoch == 0:
             raise ValueError(
@@ -53,9 +53,7 @@ class MicroBatches:
         """Micro-batch `number` >= 0, shapes as in `models.bert.layers` and `models.bert.loss`."""
         epoch, place = divmod(number, self.per_epoch) if self._shuffle else (0, number % self.per_epoch)
         begin = (place * self._replicas + self._replica) * self._size
-        drawn = [
-            self._samples.sample(int(index), epoch) for index in self._permutation(epoch)[begin : begin + self._size]
-        ]
+        drawn = [self._samples.sample(int(index), epoch) for index in self._order_of(epoch)[begin : begin + self._size]]
         inputs = (
             _stack([sample.input_ids for sample in drawn]),
             _stack([sample.token_type_ids for sample in drawn]),
@@ -72,10 +70,9 @@ class MicroBatches:
         """Micro-batches start .. stop - 1, in order."""
         return (self[number] for number in range(start, stop))
 
-    def _permutation(self, epoch: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    def _order_of(self, epoch: int) -> Order:
         if self._order[0] != epoch:
-            count = len(self._samples)
-            order = np.random.default_rng((self._seed, epoch)).permutation(count) if self._shuffle else np.arange(count)
+            order = self._samples.order(self._seed, epoch) if self._shuffle else np.arange(len(self._samples))
             self._order = (epoch, order)
         return self._order[1]
 

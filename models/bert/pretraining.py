@@ -22,17 +22,19 @@ import ds_vpipe
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.models.bert.architecture import BERT
 from ds_vpipe.models.bert.arguments import parse_arguments
-from ds_vpipe.models.bert.batches import MicroBatch, MicroBatches
-from ds_vpipe.models.bert.deadline import Deadline
+from ds_vpipe.models.bert.batches import MicroBatches
 from ds_vpipe.models.bert.loss import PretrainingLoss
 from ds_vpipe.models.bert.report import Report
-from ds_vpipe.models.bert.samples import Samples
+from ds_vpipe.models.bert.run_checkpoints import RunCheckpoints, identity_of, initialise_from
+from ds_vpipe.models.bert.sample import Samples
+from ds_vpipe.models.bert.shared_data import prepare_together
 from ds_vpipe.models.bert.sizes import bert_config
-from ds_vpipe.models.bert.training_data import TrainingData, prepare
+from ds_vpipe.models.bert.training_data import TrainingData
+from ds_vpipe.models.bert.training_loop import train
+from ds_vpipe.models.bert.validation import Validation
 from ds_vpipe.models.model import model_of
 from ds_vpipe.models.roberta.architecture import ROBERTA
 
-VALIDATION_SAMPLES = 1024  # enough for two digits of the loss
 DEFAULT_STEPS_PER_PRINT = 50
 
 
@@ -57,7 +59,7 @@ def _run(arguments: Namespace) -> None:
     rank, world = _start_process_group()
     if rank == 0:
         print(f"Model: {model.description}", flush=True)
-    data = _prepare(arguments, model.config, rank)
+    data = _prepare(arguments, model.config, rank, world)
     # Taken out of the configuration: the engine's own progress lines would repeat the report's.
     every = ds_config.pop("steps_per_print", DEFAULT_STEPS_PER_PRINT)
     if not isinstance(every, int) or every < 1:
@@ -67,23 +69,65 @@ def _run(arguments: Namespace) -> None:
     engine = _engine(arguments, model.layers, ds_config, loss, world)
     print(f"[Rank {rank}] Stage: {engine.stage_id}, Rank in stage: {engine.grid.get_data_parallel_rank()}", flush=True)
 
+    checkpoints = RunCheckpoints(
+        engine, arguments.checkpoint_dir, arguments.checkpoint_every, identity_of(arguments, data.digest)
+    )
+    if arguments.resume:
+        checkpoints.resume()
+    if arguments.initialise_from is not None:
+        initialise_from(engine, arguments.initialise_from)
+
     batches = _micro_batches(engine, data.training, arguments.seed, shuffle=True)
-    total = arguments.steps or max(1, arguments.epochs * batches.per_epoch // engine.micro_batches)
-    report = Report(arguments.output if rank == 0 else None, total, engine.train_batch_size(), every)
+    held_out = data.held_out
+    smallest = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+    validation = None
+    if held_out is not None and len(held_out) >= smallest:
+        validation = Validation(
+            engine, loss, _micro_batches(engine, held_out, seed=0, shuffle=False), samples=len(held_out)
+        )
+    steps_per_epoch = batches.per_epoch / engine.micro_batches
+    total = arguments.steps or max(1, int(arguments.epochs * steps_per_epoch))
+    report = Report(
+        arguments.output if rank == 0 else None,
+        total,
+        engine.train_batch_size(),
+        every,
+        steps_per_epoch,
+        done=engine.global_steps,
+    )
     report.line(f"Data: {data.description}")
     report.line(f"Training: {total} updates of {engine.train_batch_size()} samples, {engine.num_stages} stages")
+    if validation is None:
+        report.line(
+            f"No validation: {len(held_out or ())} held-out samples, a micro-batch on every replica is {smallest}"
+        )
+    if engine.global_steps:
+        report.line(f"Resumed after update {engine.global_steps}")
     begin = time.monotonic()
-    steps = _train(engine, loss, batches, data.held_out, total, report, arguments)
-    report.line(f"Finished {steps} updates in {time.monotonic() - begin:.1f} s")
-    validation_loss = _validate(engine, loss, data.held_out)
-    report.validation(steps, validation_loss)
-    report.close(data.unigram_entropy)
-    report.line(f"unigram entropy of the corpus: {data.unigram_entropy:.4f} nats")
-    report.line(f"validation loss (masked LM): {validation_loss:.4f} nats")
-    report.line(f"below the unigram entropy by: {data.unigram_entropy - validation_loss:.4f} nats")
-    report.line(f"metrics and loss plot: {arguments.output}")
+    trained = train(engine, batches, validation, checkpoints, total, report, arguments)
+    report.line(f"Finished {trained} updates in {time.monotonic() - begin:.1f} s")
+    checkpoints.save()
+    _conclude(engine.global_steps, validation, data, report, arguments)
     distributed.barrier()  # a rank that leaves early takes its connections with it
     distributed.destroy_process_group()
+
+
+def _conclude(
+    steps: int, validation: Validation | None, data: TrainingData, report: Report, arguments: Namespace
+) -> None:
+    """Validate for the last time, and tell the outcome."""
+    result = None if validation is None else validation.run()
+    if result is not None:
+        report.validation(steps, result)
+    report.close(data.unigram_entropy)
+    if data.unigram_entropy is not None:
+        report.line(f"unigram entropy of the corpus: {data.unigram_entropy:.4f} nats")
+    if result is not None:
+        report.line(f"validation loss (masked LM): {result.masked_lm_loss:.4f} nats")
+        report.line(f"validation accuracy: {result.accuracies}")
+    if result is not None and data.unigram_entropy is not None:
+        report.line(f"below the unigram entropy by: {data.unigram_entropy - result.masked_lm_loss:.4f} nats")
+    report.line(f"metrics and loss plot: {arguments.output}")
 
 
 def read_ds_config(path: str) -> dict[str, Any]:
@@ -120,29 +164,27 @@ def _start_process_group() -> tuple[int, int]:
     return rank, world
 
 
-def _prepare(arguments: Namespace, config: BertConfig, rank: int) -> TrainingData:
+def _prepare(arguments: Namespace, config: BertConfig, rank: int, world: int) -> TrainingData:
     begin = time.monotonic()
     if rank == 0:
-        print("Preparing data (kept in a cache for the next run) ...", flush=True)
-    data = prepare(arguments, config, builder=int(os.environ.get("LOCAL_RANK", "0")) == 0)
+        print("Preparing data (text is kept in a cache for the next run) ...", flush=True)
+    data = prepare_together(arguments, config, _stages(arguments, world))
     if rank == 0:
         print(f"Data ready after {time.monotonic() - begin:.1f} s", flush=True)
-    digests: list[str] = [""] * distributed.get_world_size()
-    distributed.all_gather_object(digests, data.digest)
-    if len(set(digests)) > 1:
-        raise VPipeConfigError(
-            f"ranks have different text ({digests}): stages would read different samples; install the same package"
-            " versions on all machines or give them the same --text"
-        )
     return data
+
+
+def _stages(arguments: Namespace, world: int) -> int:
+    stages: int = arguments.stages or world
+    if world % stages:
+        raise VPipeConfigError(f"--stages {stages}: must divide the number of ranks, {world}")
+    return stages
 
 
 def _engine(
     arguments: Namespace, layers: list[Any], ds_config: dict[str, Any], loss: PretrainingLoss, world: int
 ) -> Any:
-    stages = arguments.stages or world
-    if world % stages:
-        raise VPipeConfigError(f"--stages {stages}: must divide the number of ranks, {world}")
+    stages = _stages(arguments, world)
     with _silence():
         model = ds_vpipe.VPipeModule(layers=layers, num_stages=stages, loss_fn=loss, partition_method="uniform")
         engine, *_ = ds_vpipe.initialize(model=model, config=ds_config)
@@ -172,45 +214,4 @@ def _micro_batches(engine: Any, samples: Samples, seed: int, shuffle: bool) -> M
             shuffle=shuffle,
         )
     except ValueError as error:
-        raise VPipeConfigError(f"{error}: give more --text or lower train_micro_batch_size_per_gpu") from error
-
-
-def _read(engine: Any, batches: MicroBatches, count: int) -> Iterator[MicroBatch] | None:
-    """The first `count` micro-batches on the stages that read them; the others need no iterator."""
-    return batches.range(0, count) if engine.is_first_stage() or engine.is_last_stage() else None
-
-
-def _train(
-    engine: Any,
-    loss: PretrainingLoss,
-    batches: MicroBatches,
-    held_out: Samples,
-    total: int,
-    report: Report,
-    arguments: Namespace,
-) -> int:
-    """Train for at most `total` updates; returns how many were done, the same number on every rank."""
-    # One iterator for the whole run: the pipeline reads ahead in it and never has to drain.
-    iterator = _read(engine, batches, total * engine.micro_batches)
-    deadline = Deadline(arguments.max_seconds)
-    step = 0
-    for step in range(1, total + 1):
-        batch_loss = engine.train_batch(iterator)
-        epoch = (step * engine.micro_batches - 1) // batches.per_epoch
-        stages = engine.statistics() if isinstance(engine, ds_vpipe.VPipeEngine) else ()
-        report.step(step, epoch, batch_loss, engine.get_lr()[0], stages)
-        if arguments.validate_every and step % arguments.validate_every == 0 and step < total:
-            report.validation(step, _validate(engine, loss, held_out))
-        if deadline.passed(step):
-            break
-    deadline.close()
-    return step
-
-
-def _validate(engine: Any, loss: PretrainingLoss, held_out: Samples) -> float:
-    """Masked-LM loss in nats over held-out samples, the same ones every time; all ranks call this."""
-    batches = _micro_batches(engine, held_out, seed=0, shuffle=False)
-    rounds = max(1, min(len(held_out), VALIDATION_SAMPLES) // engine.train_batch_size())
-    iterator = _read(engine, batches, rounds * engine.micro_batches)
-    with loss.masked_lm_only():
-        return sum(engine.eval_batch(iterator).item() for _ in range(rounds)) / rounds
+        raise VPipeConfigError(f"{error}: give more text or lower train_micro_batch_size_per_gpu") from error

@@ -9,49 +9,30 @@ by [MASK], 10 % by a random token and 10 % kept. The masks are drawn anew in eve
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_vpipe.models.bert.loss import IGNORED_LABEL
-from ds_vpipe.models.bert.wordpiece import CLS, MASK, PAD, SEP, SPECIAL_TOKENS, TokenCorpus
+from ds_vpipe.models.bert.sample import IGNORED_LABEL, Ints, Order, Sample, shuffled
+from ds_vpipe.models.bert.vocabulary import SpecialTokens
+from ds_vpipe.models.bert.wordpiece import TokenCorpus
 
 MASKED_SHARE = 0.15
+HELD_OUT_EVERY = 20  # every 20th document, 5 % of the corpus, is for validation
 _SPECIAL_IN_PAIR = 3  # [CLS] a [SEP] b [SEP]
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One sequence of length S with P prediction slots.
+class Spans:
+    """What becomes a sample: n runs of sentences that just fill a sequence, in the order of their documents.
 
     Attributes:
-        input_ids: int64 [S].
-        token_type_ids: int64 [S], 0 for the first segment and 1 for the second.
-        padding_mask: bool [S], true where there is a token.
-        masked_positions: int64 [P], 0 in unused slots.
-        masked_lm_labels: int64 [P], `IGNORED_LABEL` in unused slots; at least one slot is used.
-        next_sentence_label: 0 if the second segment continues the first, 1 if it is random.
+        sentences: int64 [n, 2], where each begins and ends.
+        documents: int64 [n], the document of each.
     """
 
-    input_ids: Ints
-    token_type_ids: Ints
-    padding_mask: NDArray[np.bool_]
-    masked_positions: Ints
-    masked_lm_labels: Ints
-    next_sentence_label: int
-
-
-class Samples(Protocol):
-    """A finite set of samples that differ from epoch to epoch."""
-
-    def __len__(self) -> int: ...
-
-    def sample(self, index: int, epoch: int) -> Sample:
-        """Sample number `index` as it looks in `epoch`."""
-        ...
+    sentences: Ints
+    documents: Ints
 
 
 class PairSamples:
@@ -63,7 +44,7 @@ class PairSamples:
 
     Args:
         corpus: the tokenised corpus.
-        documents: int64, the numbers of the documents to use, at least two.
+        spans: of at least two documents; see `spans_of`.
         sequence_length: S, special tokens included.
         max_predictions: P, at most so many tokens of a sequence are predicted.
         seed: of everything random.
@@ -73,15 +54,16 @@ class PairSamples:
     """
 
     def __init__(
-        self, corpus: TokenCorpus, documents: Ints, sequence_length: int, max_predictions: int, seed: int
+        self, corpus: TokenCorpus, spans: Spans, sequence_length: int, max_predictions: int, seed: int
     ) -> None:
         self._corpus = corpus
         self._length = sequence_length
         self._budget = sequence_length - _SPECIAL_IN_PAIR
         self._max_predictions = max_predictions
         self._seed = seed
-        self._spans, self._span_documents = _spans(corpus, documents, self._budget)
-        if len(np.unique(self._span_documents)) < 2:
+        self._ordinary = corpus.special.ordinary(corpus.vocab_size)
+        self._spans, self._span_documents = spans.sentences, spans.documents
+        if len(spans.documents) == 0 or spans.documents[0] == spans.documents[-1]:
             raise ValueError(
                 "at least two documents with text are needed, because half of the pairs join two documents"
             )
@@ -96,14 +78,19 @@ class PairSamples:
         first_length, second_length = _fit(len(first), len(second), self._budget)
         # The first segment loses its beginning and the second its end: what stays is what meets at the boundary.
         first, second = first[len(first) - first_length :], second[:second_length]
-        tokens = np.concatenate([[CLS], first, [SEP], second, [SEP]]).astype(np.int64)
+        special = self._corpus.special
+        tokens = np.concatenate([[special.cls], first, [special.sep], second, [special.sep]]).astype(np.int64)
         segments = np.zeros(len(tokens), dtype=np.int64)
         segments[len(first) + 2 :] = 1
-        candidates = np.flatnonzero((tokens != CLS) & (tokens != SEP))
+        candidates = np.flatnonzero((tokens != special.cls) & (tokens != special.sep))
         return _masked(
             tokens, segments, candidates, next_sentence_label, self._length, self._max_predictions,
-            self._corpus.vocab_size, random,
+            special, self._ordinary, random,
         )  # fmt: skip
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """The order in which an epoch takes the samples: each index once."""
+        return shuffled(len(self), seed, epoch)
 
     def _pair(self, index: int, random: np.random.Generator) -> tuple[NDArray[np.uint16], NDArray[np.uint16], int]:
         start, stop = self._spans[index]
@@ -128,7 +115,7 @@ class RandomSamples:
 
     Args:
         count: number of samples.
-        vocab_size: tokens are drawn from the special tokens' end up to this.
+        vocab_size: tokens are drawn from 0 to this, special ones left out.
         sequence_length: S.
         max_predictions: P.
         seed: of everything random.
@@ -136,7 +123,8 @@ class RandomSamples:
 
     def __init__(self, count: int, vocab_size: int, sequence_length: int, max_predictions: int, seed: int) -> None:
         self._count = count
-        self._vocab_size = vocab_size
+        self._special = SpecialTokens()
+        self._ordinary = self._special.ordinary(vocab_size)
         self._length = sequence_length
         self._max_predictions = max_predictions
         self._seed = seed
@@ -147,26 +135,37 @@ class RandomSamples:
     def sample(self, index: int, epoch: int) -> Sample:
         """Sample number `index` as it looks in `epoch`."""
         random = np.random.default_rng((self._seed, epoch, index))
-        tokens = random.integers(len(SPECIAL_TOKENS), self._vocab_size, size=self._length)
+        tokens = self._ordinary[random.integers(len(self._ordinary), size=self._length)]
         half = self._length // 2
-        tokens[[0, half, -1]] = CLS, SEP, SEP
+        tokens[[0, half, -1]] = self._special.cls, self._special.sep, self._special.sep
         segments = (np.arange(self._length) > half).astype(np.int64)
         candidates = np.setdiff1d(np.arange(self._length), [0, half, self._length - 1])
         return _masked(
             tokens, segments, candidates, int(random.integers(2)), self._length, self._max_predictions,
-            self._vocab_size, random,
+            self._special, self._ordinary, random,
         )  # fmt: skip
 
+    def order(self, seed: int, epoch: int) -> Order:
+        """The order in which an epoch takes the samples: each index once."""
+        return shuffled(len(self), seed, epoch)
 
-def split_documents(corpus: TokenCorpus, every: int) -> tuple[Ints, Ints]:
+
+def split_documents(corpus: TokenCorpus, every: int = HELD_OUT_EVERY) -> tuple[Ints, Ints]:
     """Training and held-out document numbers: every `every`-th document is held out."""
     numbers = np.arange(corpus.num_documents)
     held_out = numbers % every == every - 1
     return numbers[~held_out], numbers[held_out]
 
 
-def _spans(corpus: TokenCorpus, documents: Ints, budget: int) -> tuple[Ints, Ints]:
-    """Sentence ranges [n, 2], each the shortest run of sentences with `budget` tokens, and their documents [n]."""
+def spans_of(corpus: TokenCorpus, documents: Ints, sequence_length: int) -> Spans:
+    """The documents cut into the shortest runs of sentences that fill a sequence, special tokens counted.
+
+    Args:
+        corpus: the tokenised corpus.
+        documents: int64, the numbers of the documents to use, ascending.
+        sequence_length: S, special tokens included.
+    """
+    budget = sequence_length - _SPECIAL_IN_PAIR
     spans: list[tuple[int, int]] = []
     owners: list[int] = []
     starts = np.asarray(corpus.sentence_starts)
@@ -178,7 +177,7 @@ def _spans(corpus: TokenCorpus, documents: Ints, budget: int) -> tuple[Ints, Int
                 spans.append((sentence, stop))
                 owners.append(document)
             sentence = stop
-    return np.array(spans, dtype=np.int64).reshape(-1, 2), np.array(owners, dtype=np.int64)
+    return Spans(np.array(spans, dtype=np.int64).reshape(-1, 2), np.array(owners, dtype=np.int64))
 
 
 def _fit(first: int, second: int, budget: int) -> tuple[int, int]:
@@ -193,14 +192,14 @@ def _fit(first: int, second: int, budget: int) -> tuple[int, int]:
 
 def _masked(
     tokens: Ints, segments: Ints, candidates: Ints, next_sentence_label: int, length: int, max_predictions: int,
-    vocab_size: int, random: np.random.Generator,
+    special: SpecialTokens, ordinary: Ints, random: np.random.Generator,
 ) -> Sample:  # fmt: skip
     """Mask some candidates and pad everything to its full length."""
     count = min(max_predictions, max(1, round(MASKED_SHARE * len(candidates))))
     positions = np.sort(random.choice(candidates, size=count, replace=False))
     fate = random.random(count)
-    replaced = np.where(fate < 0.8, MASK, random.integers(len(SPECIAL_TOKENS), vocab_size, size=count))
-    input_ids = np.full(length, PAD, dtype=np.int64)
+    replaced = np.where(fate < 0.8, special.mask, ordinary[random.integers(len(ordinary), size=count)])
+    input_ids = np.full(length, special.pad, dtype=np.int64)
     input_ids[: len(tokens)] = tokens
     input_ids[positions] = np.where(fate < 0.9, replaced, tokens[positions])
     token_type_ids = np.zeros(length, dtype=np.int64)

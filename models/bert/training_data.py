@@ -9,19 +9,16 @@ import numpy as np
 from transformers import BertConfig
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.models.bert.cache import cached
-from ds_vpipe.models.bert.corpus import Document, default_documents, default_key, file_documents, files_key
-from ds_vpipe.models.bert.samples import PairSamples, RandomSamples, Samples, split_documents
-from ds_vpipe.models.bert.wordpiece import (
-    MAX_VOCABULARY,
-    MIN_VOCABULARY,
-    SPECIAL_TOKENS,
-    TokenCorpus,
-    tokenise,
-    train_wordpiece,
-)
+from ds_vpipe.models.bert.command_line import check_shape
+from ds_vpipe.models.bert.preparation import read_manifest
+from ds_vpipe.models.bert.sample import Samples
+from ds_vpipe.models.bert.samples import HELD_OUT_EVERY, PairSamples, RandomSamples, spans_of, split_documents
+from ds_vpipe.models.bert.shard_samples import ShardSamples, digest_of, open_shards
+from ds_vpipe.models.bert.shards import find_shards
+from ds_vpipe.models.bert.text_corpus import text_corpus
+from ds_vpipe.models.bert.vocabulary import SPECIAL_TOKENS
+from ds_vpipe.models.bert.wordpiece import TokenCorpus
 
-HELD_OUT_EVERY = 20  # every 20th document, 5 % of the corpus, is for validation
 SYNTHETIC_SAMPLES = 16384
 
 
@@ -31,21 +28,21 @@ class TrainingData:
 
     Attributes:
         training: the samples to train on.
-        held_out: samples from documents that are not trained on.
-        unigram_entropy: of the corpus, in nats per token.
+        held_out: samples that are not trained on; None if there are none.
+        unigram_entropy: of the corpus, in nats per token; None if it is not known.
         description: one line for the log.
         digest: equal on two ranks if and only if both have the same data.
     """
 
     training: Samples
-    held_out: Samples
-    unigram_entropy: float
+    held_out: Samples | None
+    unigram_entropy: float | None
     description: str
     digest: str
 
 
 def prepare(arguments: Namespace, config: BertConfig, builder: bool) -> TrainingData:
-    """Collect and tokenise the text if it is not in the cache, and cut it into samples.
+    """Find the shards; or collect and tokenise the text if it is not in the cache, and cut it into samples.
 
     Args:
         arguments: of the training script.
@@ -53,15 +50,13 @@ def prepare(arguments: Namespace, config: BertConfig, builder: bool) -> Training
         builder: whether this process fills the cache; see `models.bert.cache`.
 
     Raises:
-        VPipeConfigError: an argument does not fit, or there is too little text.
+        VPipeConfigError: an argument does not fit, there is too little text, or a shard is broken.
     """
+    if arguments.data_dir is not None:
+        return _from_shards(arguments, config)
     length, predictions, seed = arguments.seq_length, arguments.max_predictions, arguments.seed
+    _check_length(length, arguments, config)
     vocab_size = config.vocab_size
-    if length > config.max_position_embeddings:
-        raise VPipeConfigError(
-            f"--seq-length {length}: {arguments.bert_config} has {config.max_position_embeddings} position embeddings,"
-            " use at most so many tokens"
-        )
     if arguments.synthetic:
         return TrainingData(
             RandomSamples(SYNTHETIC_SAMPLES, vocab_size, length, predictions, seed),
@@ -70,19 +65,24 @@ def prepare(arguments: Namespace, config: BertConfig, builder: bool) -> Training
             f"random tokens, vocabulary {vocab_size}",
             f"synthetic-{vocab_size}",
         )
-    if not MIN_VOCABULARY <= vocab_size <= MAX_VOCABULARY:
-        raise VPipeConfigError(
-            f"vocabulary size {vocab_size} is outside {MIN_VOCABULARY} .. {MAX_VOCABULARY}; see --vocab-size"
-        )
-    corpus = _corpus(arguments.text, vocab_size, builder)
+    corpus = TokenCorpus.load(text_corpus(arguments.text, arguments.vocab, vocab_size, builder))
     return _from_corpus(corpus, length, predictions, seed)
 
 
+def _check_length(length: int, arguments: Namespace, config: BertConfig) -> None:
+    if length > config.max_position_embeddings:
+        raise VPipeConfigError(
+            f"--seq-length {length}: {arguments.bert_config} has {config.max_position_embeddings} position embeddings,"
+            " use at most so many tokens"
+        )
+
+
 def _from_corpus(corpus: TokenCorpus, length: int, predictions: int, seed: int) -> TrainingData:
-    numbers, held_out = split_documents(corpus, HELD_OUT_EVERY)
     try:
-        training = PairSamples(corpus, numbers, length, predictions, seed)
-        validation = PairSamples(corpus, held_out, length, predictions, seed)
+        training, validation = (
+            PairSamples(corpus, spans_of(corpus, documents, length), length, predictions, seed)
+            for documents in split_documents(corpus)
+        )
     except ValueError as error:
         raise VPipeConfigError(
             f"the text is too short ({corpus.num_documents} documents, {len(corpus.tokens)} tokens):"
@@ -96,19 +96,39 @@ def _from_corpus(corpus: TokenCorpus, length: int, predictions: int, seed: int) 
     return TrainingData(training, validation, corpus.unigram_entropy, description, digest)
 
 
-def _corpus(files: list[Path] | None, vocab_size: int, builder: bool) -> TokenCorpus:
-    key = files_key(files) if files else default_key()
-
-    def build_documents(path: Path) -> None:
-        documents = file_documents(files) if files else default_documents()
-        path.write_text("\n\n".join("\n".join(document) for document in documents), encoding="utf-8")
-
-    def build_tokens(folder: Path) -> None:
-        documents = _read_documents(cached(f"text-{key}.txt", build_documents, builder=True))
-        tokenise(documents, train_wordpiece(documents, vocab_size)).save(folder)
-
-    return TokenCorpus.load(cached(f"tokens-{key}-{vocab_size}", build_tokens, builder))
-
-
-def _read_documents(path: Path) -> list[Document]:
-    return [document.split("\n") for document in path.read_text(encoding="utf-8").split("\n\n")]
+def _from_shards(arguments: Namespace, config: BertConfig) -> TrainingData:
+    folder: Path = arguments.data_dir
+    if not folder.is_dir():
+        raise VPipeConfigError(
+            f"--data-dir {folder}: no such folder; make one with python -m ds_vpipe.models.bert.prepare"
+        )
+    training_files, held_out_files = find_shards(folder)
+    shards, held_out = open_shards(training_files), open_shards(held_out_files)
+    if not shards:
+        raise VPipeConfigError(
+            f"--data-dir {folder}: no .hdf5 or .h5 file with samples below it has 'training' in its name"
+            f" ({len(held_out_files)} have 'validation' or 'test'); give the folder of the shards"
+        )
+    length = shards[0].sequence_length
+    if any(
+        length != given for given in {arguments.seq_length or length, *(shard.sequence_length for shard in held_out)}
+    ):
+        other = f"--seq-length {arguments.seq_length}" if arguments.seq_length else str(held_out[0].path)
+        raise VPipeConfigError(
+            f"--data-dir {folder}: sequences have {length} tokens, which does not fit {other}; prepare shards of the"
+            " wanted length"
+        )
+    _check_length(length, arguments, config)
+    slots = check_shape(length, arguments.max_predictions or max(shard.predictions for shard in shards))
+    training = ShardSamples(shards, slots, config.vocab_size, arguments.keep_order)
+    validation = ShardSamples(held_out, slots, config.vocab_size) if held_out else None
+    manifest = read_manifest(folder)
+    result = manifest["result"] if manifest is not None else None
+    return TrainingData(
+        training,
+        validation,
+        None if result is None else float(result["unigram_entropy"]),
+        f"{len(shards)} shards, {len(training)} training and {len(validation or ())} validation samples of {length}"
+        f" tokens with up to {slots} predictions",
+        digest_of(folder, [*shards, *held_out]),
+    )

@@ -1,7 +1,8 @@
 """A WordPiece vocabulary trained from the corpus, and the corpus as token numbers."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.trainers import WordPieceTrainer
 
-PAD, UNKNOWN, CLS, SEP, MASK = range(5)
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+from ds_vpipe.models.bert.vocabulary import OWN_SPECIAL_TOKENS, SPECIAL_TOKENS, SpecialTokens, special_tokens
+
 MIN_VOCABULARY = 256  # the special tokens and the alphabet must fit
 MAX_VOCABULARY = 65536  # token numbers are stored in 16 bits
 
@@ -30,12 +31,14 @@ class TokenCorpus:
         sentence_starts: int64 [sentences + 1], offsets into `tokens`; the last is N.
         document_starts: int64 [documents + 1], offsets into the sentences; the last is the number of sentences.
         vocab_size: number of token numbers, special tokens included.
+        special: the numbers of the special tokens.
     """
 
     tokens: NDArray[np.uint16]
     sentence_starts: NDArray[np.int64]
     document_starts: NDArray[np.int64]
     vocab_size: int
+    special: SpecialTokens = OWN_SPECIAL_TOKENS
 
     @property
     def num_documents(self) -> int:
@@ -55,7 +58,8 @@ class TokenCorpus:
         np.save(folder / "tokens.npy", self.tokens)
         np.save(folder / "sentence_starts.npy", self.sentence_starts)
         np.save(folder / "document_starts.npy", self.document_starts)
-        (folder / "meta.json").write_text(json.dumps({"vocab_size": self.vocab_size}), encoding="utf-8")
+        meta = {"vocab_size": self.vocab_size, "special": asdict(self.special)}
+        (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> "TokenCorpus":
@@ -64,18 +68,20 @@ class TokenCorpus:
         tokens, sentences, documents = (
             np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("tokens", "sentence_starts", "document_starts")
         )
-        return cls(tokens, sentences, documents, int(meta["vocab_size"]))
+        return cls(tokens, sentences, documents, int(meta["vocab_size"]), SpecialTokens(**meta["special"]))
 
 
-def train_wordpiece(documents: list[list[str]], vocab_size: int) -> Tokenizer:
+def train_wordpiece(documents: Iterable[list[str]], vocab_size: int) -> Tokenizer:
     """A lower-casing WordPiece tokenizer with at most `vocab_size` tokens, the special ones numbered 0 to 4.
+
+    The trainer breaks ties between pieces by chance: another run may give other tokens at the end of the vocabulary.
 
     Raises:
         ValueError: `vocab_size` is outside `MIN_VOCABULARY` .. `MAX_VOCABULARY`.
     """
     if not MIN_VOCABULARY <= vocab_size <= MAX_VOCABULARY:
         raise ValueError(f"vocabulary size {vocab_size} is outside {MIN_VOCABULARY} .. {MAX_VOCABULARY}")
-    tokenizer = Tokenizer(WordPiece(unk_token=SPECIAL_TOKENS[UNKNOWN]))
+    tokenizer = Tokenizer(WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = BertPreTokenizer()
     trainer = WordPieceTrainer(
@@ -100,6 +106,7 @@ def tokenise(documents: list[list[str]], tokenizer: Tokenizer) -> TokenCorpus:
         sentence_starts=_starts([len(piece) for piece in pieces]),
         document_starts=_starts([len(document) for document in documents]),
         vocab_size=tokenizer.get_vocab_size(),
+        special=special_tokens(tokenizer),
     )
 
 

@@ -1,0 +1,43 @@
+"""What the command lines of this package have in common."""
+
+import argparse
+from typing import NoReturn
+
+from ds_vpipe.errors import VPipeConfigError
+
+SHORTEST_SEQUENCE = 8
+MASKED_PERCENT = 15
+_SPECIAL_IN_PAIR = 3
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports mistakes as exceptions, so that each rank prints one line and not the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the command line."""
+        raise VPipeConfigError(f"{message}; see --help")
+
+
+def positive(text: str) -> int:
+    """An int of at least 1, as the type of an argument."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def check_shape(seq_length: int, max_predictions: int | None) -> int:
+    """The prediction slots of a sequence of so many tokens: those given, or 15 % of it.
+
+    Raises:
+        VPipeConfigError: the sequence is too short, or too short for so many predictions.
+    """
+    if seq_length < SHORTEST_SEQUENCE:
+        raise VPipeConfigError(f"--seq-length {seq_length}: must be at least {SHORTEST_SEQUENCE}")
+    slots = -(-MASKED_PERCENT * seq_length // 100) if max_predictions is None else max_predictions
+    if slots > seq_length - _SPECIAL_IN_PAIR:
+        raise VPipeConfigError(
+            f"--max-predictions {slots}: at most --seq-length - {_SPECIAL_IN_PAIR} = {seq_length - _SPECIAL_IN_PAIR}"
+            " tokens of a sequence can be predicted"
+        )
+    return slots

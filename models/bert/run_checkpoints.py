@@ -1,0 +1,94 @@
+"""Checkpoints of a training run: when they are written, and going on from them.
+
+The engine's checkpoint holds weights, optimizer, schedule, random states and the data position. What is added here says
+which data the position counts in, so that a run does not go on at the right place of the wrong samples.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.refusal import show
+
+_STATE = "bert_pretraining"
+
+
+class RunCheckpoints:
+    """Saves a run's engine and takes it up again; on every rank alike.
+
+    Args:
+        engine: DeepSpeed's pipeline engine or ours.
+        folder: where checkpoints are, None for a run without.
+        every: updates between two saves, beside the ends of epochs; None for those alone.
+        identity: JSON values that name the samples and their order.
+    """
+
+    def __init__(self, engine: Any, folder: Path | None, every: int | None, identity: dict[str, Any]) -> None:
+        self._engine = engine
+        self._folder = folder
+        self._every = every
+        self._identity = identity
+        self._saved_at = -1
+
+    def resume(self) -> None:
+        """Go on from the latest checkpoint.
+
+        Raises:
+            VPipeConfigError: there is none, or it is of a run on other samples.
+            VPipeError: it does not fit the model, or files are lost.
+        """
+        state = _load(self._engine, self._folder, "--resume", load_module_only=False)
+        before = state.get(_STATE)
+        if before is None:
+            raise VPipeConfigError(
+                f"--resume: the checkpoint in {self._folder} is not of this training script; take its weights with"
+                " --initialise-from"
+            )
+        for key, value in self._identity.items():
+            if before.get(key) != value:
+                raise VPipeConfigError(
+                    f"--resume: the run in {self._folder} had {key} {show(before.get(key))}, now it is {show(value)}:"
+                    " it would go on with other samples; give the same, or begin anew with --initialise-from"
+                )
+        self._saved_at = self._engine.global_steps
+
+    def after(self, epoch_ended: bool) -> None:
+        """Save after an update if it is time to."""
+        if epoch_ended or (self._every and self._engine.global_steps % self._every == 0):
+            self.save()
+
+    def save(self) -> None:
+        """Save, unless the run has no folder for it or nothing has been trained since the last time.
+
+        Raises:
+            VPipeError: files cannot be written.
+        """
+        if self._folder is None or self._saved_at == self._engine.global_steps:
+            return
+        self._engine.save_checkpoint(str(self._folder), client_state={_STATE: self._identity})
+        self._saved_at = self._engine.global_steps
+
+
+def initialise_from(engine: Any, folder: Path) -> None:
+    """Take the weights of the latest checkpoint in a folder, and nothing else of it.
+
+    Raises:
+        VPipeConfigError: there is none.
+        VPipeError: it does not fit the model, or files are lost.
+    """
+    _load(engine, folder, "--initialise-from", load_module_only=True)
+
+
+def identity_of(arguments: Namespace, digest: str) -> dict[str, Any]:
+    """What names the samples of a run and their order: the text or shards, and how samples are drawn from them."""
+    names = ("seed", "seq_length", "max_predictions", "keep_order")
+    return {"data": digest} | {name: getattr(arguments, name) for name in names}
+
+
+def _load(engine: Any, folder: Path | None, option: str, load_module_only: bool) -> dict[str, Any]:
+    options = {"load_optimizer_states": False, "load_lr_scheduler_states": False} if load_module_only else {}
+    path, state = engine.load_checkpoint(str(folder), load_module_only=load_module_only, **options)
+    if path is None:
+        raise VPipeConfigError(f"{option}: there is no checkpoint in {folder}, or no file 'latest' that names one")
+    return dict(state)

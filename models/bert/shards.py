@@ -1,0 +1,205 @@
+"""HDF5 shards of pre-training samples, in the layout of NVIDIA's BERT, which vPipe reads too.
+
+=========================  ========  =====  ================================================================
+key                        shape     type   holds
+=========================  ========  =====  ================================================================
+``input_ids``              [N, S]    i4     token numbers, masked
+``input_mask``             [N, S]    i1     1 where there is a token
+``segment_ids``            [N, S]    i1     0 for the first segment, 1 for the second
+``masked_lm_positions``    [N, P]    i4     the first 0 ends the list: position 0 is never predicted
+``masked_lm_ids``          [N, P]    i4     the tokens that were there
+``next_sentence_labels``   [N]       i1     0 if the second segment continues the first, 1 if it is random
+=========================  ========  =====  ================================================================
+
+Files with "training" in their names are for training, those with "validation" or "test" for validation.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_vpipe.models.bert.sample import IGNORED_LABEL, Sample
+from ds_vpipe.refusal import Refusal
+
+TYPES = {
+    "input_ids": "i4",
+    "input_mask": "i1",
+    "segment_ids": "i1",
+    "masked_lm_positions": "i4",
+    "masked_lm_ids": "i4",
+    "next_sentence_labels": "i1",
+}
+SUFFIXES = (".hdf5", ".h5")
+_CHUNK_ROWS = 256
+_REMEDY = "make the file anew, or take it out of the folder"
+
+Rows = dict[str, NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file whose keys and shapes are right.
+
+    Attributes:
+        path: the file.
+        rows: N, number of samples.
+        sequence_length: S.
+        predictions: P.
+    """
+
+    path: Path
+    rows: int
+    sequence_length: int
+    predictions: int
+
+
+def find_shards(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Training and validation files below a folder, each in the order of their paths."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    training = [path for path in files if "training" in path.name]
+    others = [path for path in files if "training" not in path.name]
+    return training, [path for path in others if "validation" in path.name or "test" in path.name]
+
+
+def open_shard(path: Path) -> Shard:
+    """Look at the keys and shapes of a file, and at no row of it.
+
+    Raises:
+        VPipeConfigError: it is no HDF5 file or a truncated one, or a key is missing or has a wrong shape or type.
+    """
+    with _opened(path) as file:
+        for key in TYPES:
+            if key not in file or not isinstance(file[key], h5py.Dataset):
+                present = f"the file has {', '.join(sorted(file)) or 'no keys'}"
+                raise Refusal(f"{path}: {key}", None, f"the keys {', '.join(TYPES)}", _REMEDY, present).error()
+            if file[key].dtype.kind not in "iub":
+                raise Refusal(f"{path}: {key}", str(file[key].dtype), "integers", _REMEDY).error()
+        shapes = {key: tuple(file[key].shape) for key in TYPES}
+    ids, positions = shapes["input_ids"], shapes["masked_lm_positions"]
+    if len(ids) != 2:
+        raise Refusal(f"{path}: input_ids", list(ids), "a shape [rows, sequence length]", _REMEDY).error()
+    if len(positions) != 2:
+        raise Refusal(f"{path}: masked_lm_positions", list(positions), "a shape [rows, predictions]", _REMEDY).error()
+    rows, predictions = ids[0], positions[1]
+    expected = {
+        "input_mask": ids,
+        "segment_ids": ids,
+        "masked_lm_positions": (rows, predictions),
+        "masked_lm_ids": (rows, predictions),
+        "next_sentence_labels": (rows,),
+    }
+    for key, shape in expected.items():
+        if shapes[key] != shape:
+            allowed = f"the shape {list(shape)}, for input_ids has {list(ids)}"
+            raise Refusal(f"{path}: {key}", list(shapes[key]), allowed, _REMEDY, "wrong shape").error()
+    return Shard(path, rows, ids[1], predictions)
+
+
+def read_rows(shard: Shard, start: int, stop: int, vocab_size: int) -> Rows:
+    """Rows start .. stop - 1 of a shard, int64, checked.
+
+    Args:
+        shard: the file.
+        start: first row.
+        stop: one past the last row.
+        vocab_size: of the model; token numbers are less.
+
+    Raises:
+        VPipeConfigError: the file is broken; names it, the key, the row and the value.
+    """
+    rows: Rows = {}
+    with _opened(shard.path) as file:
+        for key in TYPES:
+            try:
+                rows[key] = file[key][start:stop].astype(np.int64)
+            except (OSError, KeyError, RuntimeError, ValueError) as error:
+                where = f"{shard.path}: {key}, rows {start} to {stop - 1}"
+                raise Refusal(where, _line(error), "data that HDF5 can read", _REMEDY, "truncated?").error() from error
+            if len(rows[key]) != stop - start:
+                raise Refusal(f"{shard.path}: {key}", len(rows[key]), f"{shard.rows} rows", _REMEDY, "changed").error()
+    _check(shard, start, rows, vocab_size)
+    return rows
+
+
+def sample_of(rows: Rows, index: int, max_predictions: int) -> Sample:
+    """Row `index` of what `read_rows` returned, with so many prediction slots; predictions beyond them are left out."""
+    positions = rows["masked_lm_positions"][index]
+    ends = np.flatnonzero(positions == 0)
+    count = min(int(ends[0]) if len(ends) else len(positions), max_predictions)
+    masked_positions = np.zeros(max_predictions, dtype=np.int64)
+    masked_positions[:count] = positions[:count]
+    labels = np.full(max_predictions, IGNORED_LABEL, dtype=np.int64)
+    labels[:count] = rows["masked_lm_ids"][index][:count]
+    return Sample(
+        rows["input_ids"][index],
+        rows["segment_ids"][index],
+        rows["input_mask"][index] != 0,
+        masked_positions,
+        labels,
+        int(rows["next_sentence_labels"][index]),
+    )
+
+
+def write_shard(path: Path, samples: Sequence[Sample]) -> None:
+    """Write samples as a shard, which appears complete or not at all."""
+    labels = np.stack([sample.masked_lm_labels for sample in samples])
+    columns = {
+        "input_ids": np.stack([sample.input_ids for sample in samples]),
+        "input_mask": np.stack([sample.padding_mask for sample in samples]),
+        "segment_ids": np.stack([sample.token_type_ids for sample in samples]),
+        "masked_lm_positions": np.stack([sample.masked_positions for sample in samples]),
+        "masked_lm_ids": np.where(labels == IGNORED_LABEL, 0, labels),
+        "next_sentence_labels": np.array([sample.next_sentence_label for sample in samples]),
+    }
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with h5py.File(unfinished, "w") as file:
+            for key, column in columns.items():
+                chunk = (min(_CHUNK_ROWS, len(samples)), *column.shape[1:])
+                file.create_dataset(key, data=column.astype(TYPES[key]), chunks=chunk, compression="gzip")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _opened(path: Path) -> h5py.File:
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        raise Refusal(str(path), _line(error), "a complete HDF5 file", _REMEDY, "truncated?").error() from error
+
+
+def _check(shard: Shard, start: int, rows: Rows, vocab_size: int) -> None:
+    positions = rows["masked_lm_positions"]
+    # What stands after the end of the list says nothing.
+    used = np.cumsum(positions == 0, axis=1) == 0
+    tokens = (0, vocab_size - 1, "a token of the model's vocabulary; see --bert-config and --vocab-size")
+    limits = {
+        "input_ids": tokens,
+        "input_mask": (0, 1, "0 or 1"),
+        "segment_ids": (0, 1, "0 or 1"),
+        "masked_lm_positions": (1, shard.sequence_length - 1, "a position of the sequence"),
+        "masked_lm_ids": tokens,
+        "next_sentence_labels": (0, 1, "0 or 1"),
+    }
+    for key, (lowest, highest, what) in limits.items():
+        wrong = (rows[key] < lowest) | (rows[key] > highest)
+        if key.startswith("masked_lm"):
+            wrong &= used
+        if wrong.any():
+            place = tuple(np.argwhere(wrong)[0])
+            where = f"{shard.path}: {key}, row {start + int(place[0])}"
+            raise Refusal(where, int(rows[key][place]), f"{lowest} to {highest}, {what}", _REMEDY).error()
+    empty = np.flatnonzero(~used.any(axis=1))
+    if len(empty):
+        where = f"{shard.path}: masked_lm_positions, row {start + int(empty[0])}"
+        raise Refusal(where, 0, "at least one position before the first 0", _REMEDY, "nothing to predict").error()
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

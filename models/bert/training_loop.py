@@ -1,0 +1,62 @@
+"""The updates of a run, with validation and checkpoints in between, on every rank."""
+
+from argparse import Namespace
+from typing import Any
+
+import ds_vpipe
+from ds_vpipe.models.bert.batches import MicroBatches
+from ds_vpipe.models.bert.deadline import Deadline
+from ds_vpipe.models.bert.report import Report
+from ds_vpipe.models.bert.run_checkpoints import RunCheckpoints
+from ds_vpipe.models.bert.validation import Validation
+
+
+def train(
+    engine: Any,
+    batches: MicroBatches,
+    validation: Validation | None,
+    checkpoints: RunCheckpoints,
+    total: int,
+    report: Report,
+    arguments: Namespace,
+) -> int:
+    """Train until the run has had `total` updates, or the time is up.
+
+    Args:
+        engine: DeepSpeed's pipeline engine or ours, new or resumed.
+        batches: micro-batches to train on; the first is the one that the engine has come to.
+        validation: None for none.
+        checkpoints: of the run.
+        total: updates of the whole run, those before it was resumed counted.
+        report: what is told of it.
+        arguments: of the training script.
+
+    Returns:
+        How many updates were done now, the same number on every rank.
+
+    Raises:
+        PipelinePeerError: another stage failed, is lost, or did not answer in time.
+        VPipeError: data are broken, or a checkpoint cannot be written.
+    """
+    done = engine.global_steps
+    position = engine.global_samples // (engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+    # One iterator for the whole run: the pipeline reads ahead in it and never has to drain.
+    reads = engine.is_first_stage() or engine.is_last_stage()
+    iterator = batches.range(position, position + (total - done) * engine.micro_batches) if reads else None
+    deadline = Deadline(arguments.max_seconds)
+    step = done
+    for step in range(done + 1, total + 1):
+        batch_loss = engine.train_batch(iterator)
+        before, position = position, position + engine.micro_batches
+        epoch = (position - 1) // batches.per_epoch
+        stages = engine.statistics() if isinstance(engine, ds_vpipe.VPipeEngine) else ()
+        report.step(step, epoch, batch_loss, engine.get_lr()[0], stages)
+        if step < total:
+            with report.pause():
+                checkpoints.after(epoch_ended=position // batches.per_epoch > before // batches.per_epoch)
+                if validation is not None and arguments.validate_every and step % arguments.validate_every == 0:
+                    report.validation(step, validation.run())
+        if deadline.passed(step):
+            break
+    deadline.close()
+    return step - done

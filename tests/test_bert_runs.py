@@ -1,0 +1,284 @@
+"""Whole pre-training runs: resumed, on shards and on text, in two phases, validated, on broken data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+from worlds import Worlds
+
+from ds_vpipe.lr_policies import PolyWarmupLR
+from ds_vpipe.models.bert import corpus, prepare, text_corpus
+from ds_vpipe.models.bert.pretraining import main
+from ds_vpipe.models.bert.samples import RandomSamples
+from ds_vpipe.models.bert.shards import write_shard
+
+pytestmark = pytest.mark.mp
+
+Metrics = dict[tuple[int, str], float]
+
+MODEL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 600,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+}
+
+
+class Folder:
+    """A folder with configurations, in which runs are made."""
+
+    def __init__(self, path: Path, **changes: Any) -> None:
+        self.path = path
+        (path / "model.json").write_text(json.dumps(MODEL))
+        self.configure(**changes)
+
+    def configure(self, **changes: Any) -> None:
+        content = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 1,
+            "steps_per_print": 1,
+            "optimizer": {"type": "Lamb", "params": {"lr": 0.01}},
+            "scheduler": {"type": "PolyWarmupLR", "params": {"total_num_steps": 20, "warmup_num_steps": 3}},
+            "vpipe": {"sync_mode": "asp", "peer_timeout_s": 60},
+            **changes,
+        }
+        content = {key: value for key, value in content.items() if value is not None}
+        (self.path / "ds.json").write_text(json.dumps(content))
+
+    def arguments(self, output: str, *others: str) -> list[str]:
+        files = ["--deepspeed_config", str(self.path / "ds.json"), "--bert-config", str(self.path / "model.json")]
+        return [*files, "--output", str(self.path / output), *others]
+
+    def run(self, worlds: Worlds, ranks: int, output: str, *others: str) -> Metrics:
+        """Losses and accuracies by step and name."""
+        assert worlds.run(ranks, main, self.arguments(output, *others)) == [0] * ranks
+        return self.metrics(output)
+
+    def metrics(self, output: str) -> Metrics:
+        records = [json.loads(line) for line in (self.path / output / "metrics.jsonl").read_text().splitlines()]
+        names = (
+            "loss",
+            "learning_rate",
+            "validation_masked_lm_loss",
+            "validation_masked_lm_accuracy",
+            "validation_next_sentence_accuracy",
+        )
+        return {(record["step"], name): record[name] for record in records for name in names if name in record}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def shards_in(path: Path, length: int = 16, count: int = 40) -> str:
+    path.mkdir()
+    for number, name in enumerate(("0_training", "1_training", "validation")):
+        source = RandomSamples(count, MODEL["vocab_size"], length, 3, number)
+        write_shard(path / f"{name}.hdf5", [source.sample(index, 0) for index in range(count)])
+    return str(path)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(worlds: Worlds, folder: Folder) -> None:
+    data = shards_in(folder.path / "data", count=20)
+    folder.configure(gradient_accumulation_steps=2)
+    common = ["--data-dir", data, "--steps", "7", "--validate-every", "2", "--checkpoint-every", "3"]
+    common += ["--checkpoint-dir", str(folder.path / "saved")]
+    whole = folder.run(worlds, 2, "whole", *common)
+    assert sorted(step for step, name in whole if name == "loss") == [1, 2, 3, 4, 5, 6, 7]
+    assert len({value for (_, name), value in whole.items() if name == "loss"}) == 7
+    policy = PolyWarmupLR(total_num_steps=20, warmup_num_steps=3)
+    rates = [whole[step, "learning_rate"] for step in range(1, 8)]
+    assert rates == [0.01 * policy.factor(step + 1) for step in range(1, 8)]  # of the next update
+    assert sorted(path.name for path in (folder.path / "saved").glob("global_step*")) == [
+        "global_step3",
+        "global_step5",  # the end of the first epoch
+        "global_step6",
+        "global_step7",
+    ]
+    for step in (3, 5):
+        (folder.path / "saved" / "latest").write_text(f"global_step{step}")
+        resumed = folder.run(
+            worlds, 2, f"on{step}", *common, "--checkpoint-dir", str(folder.path / "saved"), "--resume"
+        )
+        assert resumed == {key: value for key, value in whole.items() if key[0] > step}
+
+
+def test_dropout_is_drawn_from_the_seed_and_not_by_validation(worlds: Worlds, folder: Folder) -> None:
+    common = ["--data-dir", shards_in(folder.path / "data"), "--steps", "4", "--keep-order"]
+    one = folder.run(worlds, 2, "one", *common, "--seed", "3")
+    two = folder.run(worlds, 2, "two", *common, "--seed", "3", "--validate-every", "1")
+    assert {key: value for key, value in two.items() if key in one} == one
+    assert len(two) == len(one) + 9  # validation in between changes nothing
+    (folder.path / "model.json").write_text(json.dumps(MODEL | {"hidden_dropout_prob": 0.0}))
+    assert folder.run(worlds, 2, "three", *common, "--seed", "3")[1, "loss"] != one[1, "loss"]
+
+
+def small_documents() -> list[list[str]]:
+    """The docstrings of a part of torch alone."""
+    return corpus._distinct(corpus._docstrings(Path(torch.__file__).parent / "nn" / "modules"))
+
+
+def with_small_corpus(cache: str, arguments: list[str], run: Any) -> Any:
+    before = os.environ.get("DS_VPIPE_CACHE")
+    os.environ["DS_VPIPE_CACHE"] = cache
+    whole = text_corpus.default_documents, text_corpus.default_key
+    text_corpus.default_documents, text_corpus.default_key = small_documents, lambda: "small"
+    try:
+        return run(arguments)
+    finally:
+        text_corpus.default_documents, text_corpus.default_key = whole
+        os.environ.pop("DS_VPIPE_CACHE")
+        if before is not None:
+            os.environ["DS_VPIPE_CACHE"] = before
+
+
+def test_shards_of_the_docstrings_train_to_the_losses_of_streaming_them(worlds: Worlds, folder: Folder) -> None:
+    cache, data = str(folder.path / "cache"), str(folder.path / "data")
+    shape = ["--seq-length", "32", "--vocab-size", "600", "--seed", "1"]
+    making = [*shape, "--output", data, "--shard-size", "50", "--workers", "1", "--dupe-factor", "1"]
+    assert with_small_corpus(cache, making, prepare.main) == 0
+    assert len(list(Path(data).glob("*_training.hdf5"))) > 3
+    steps = ["--seed", "1", "--steps", "30"]
+    results = []
+    for output, source in (("stream", shape[:2]), ("shards", ["--data-dir", data, "--keep-order"])):
+        arguments = folder.arguments(output, *source, *steps)
+        assert worlds.run(2, with_small_corpus, cache, arguments, main) == [0, 0]
+        results.append(folder.metrics(output))
+    assert results[0] == results[1]
+    assert len(results[0]) == 63
+    assert folder.run(worlds, 2, "shuffled", "--data-dir", data, *steps)[1, "loss"] != results[0][1, "loss"]
+
+
+def weights_in(path: Path) -> dict[str, torch.Tensor]:
+    files = sorted(path.glob("layer_*-model_states.pt"))
+    assert len(files) == 3
+    states = {file.name: torch.load(file, weights_only=False) for file in files}
+    return {f"{file} {name}": value for file, state in states.items() for name, value in state.items()}
+
+
+def test_the_second_phase_begins_with_the_weights_of_the_first(worlds: Worlds, folder: Folder) -> None:
+    first, second = folder.path / "phase1", folder.path / "phase2"
+    short, long = shards_in(folder.path / "short"), shards_in(folder.path / "long", length=48)
+    folder.run(worlds, 2, "1", "--data-dir", short, "--steps", "3", "--seed", "5", "--checkpoint-dir", str(first))
+    folder.configure(scheduler=None, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+    onwards = ["--data-dir", long, "--steps", "1", "--checkpoint-dir", str(second), "--initialise-from", str(first)]
+    folder.run(worlds, 2, "2", *onwards)
+    before, after = weights_in(first / "global_step3"), weights_in(second / "global_step1")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_deepspeeds_own_engine_validates_alike(worlds: Worlds, folder: Folder, micro_batches: int) -> None:
+    data = shards_in(folder.path / "data")
+    results = []
+    for output, block in (("theirs", None), ("ours", {"sync_mode": "bsp"})):
+        adam = {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}}
+        # DeepSpeed's own engine clips by the norm of the first stage alone.
+        folder.configure(vpipe=block, gradient_accumulation_steps=micro_batches, optimizer=adam, gradient_clipping=0.0)
+        arguments = ["--stages", "2", "--data-dir", data, "--steps", "3", "--validate-every", "2"]
+        results.append(folder.run(worlds, 4, output, *arguments))
+    assert results[0] == results[1]
+    assert sum("accuracy" in name for _, name in results[0]) == 4
+
+
+def opened_files(arguments: list[str]) -> tuple[int, set[str]]:
+    opened = set()
+    original = h5py.File
+
+    def opening(path: Any, mode: str) -> Any:
+        opened.add(Path(path).name)
+        return original(path, mode)
+
+    h5py.File = opening
+    try:
+        return main(arguments), opened
+    finally:
+        h5py.File = original
+
+
+def test_only_the_first_and_the_last_stage_open_files_and_all_of_them(worlds: Worlds, folder: Folder) -> None:
+    data = shards_in(folder.path / "data")
+    outcomes = worlds.run(3, opened_files, folder.arguments("out", "--data-dir", data, "--epochs", "1"))
+    everything = {"0_training.hdf5", "1_training.hdf5", "validation.hdf5"}
+    assert outcomes == [(0, everything), (0, set()), (0, everything)]
+    assert max(step for step, _ in folder.metrics("out")) == 20
+
+
+def failing(arguments: list[str]) -> tuple[int, str]:
+    import io
+
+    with contextlib.redirect_stderr(io.StringIO()) as stream:
+        code = main(arguments)
+    return code, stream.getvalue().strip().splitlines()[-1]
+
+
+def test_a_broken_row_ends_all_ranks_with_its_name(worlds: Worlds, folder: Folder) -> None:
+    data = shards_in(folder.path / "data")
+    with h5py.File(Path(data) / "1_training.hdf5", "a") as file:
+        file["masked_lm_ids"][33, 1] = 9999
+    outcomes = worlds.run(3, failing, folder.arguments("out", "--data-dir", data, "--epochs", "1"))
+    assert [code for code, _ in outcomes] == [2, 2, 2]
+    for rank in (0, 2):
+        assert "1_training.hdf5: masked_lm_ids, row 33: got 9999; allowed: 0 to 599" in outcomes[rank][1]
+
+
+def test_a_truncated_file_ends_all_ranks_before_training(worlds: Worlds, folder: Folder) -> None:
+    data = Path(shards_in(folder.path / "data"))
+    content = (data / "1_training.hdf5").read_bytes()
+    (data / "1_training.hdf5").write_bytes(content[:1000])
+    outcomes = worlds.run(3, failing, folder.arguments("out", "--data-dir", str(data)))
+    for rank, (code, line) in enumerate(outcomes):
+        assert code == 2
+        assert line.startswith(f"[Rank {rank}] error: ")
+        assert "1_training.hdf5: got" in line
+        assert "truncated?" in line
+
+
+def test_a_run_on_other_samples_is_not_resumed(worlds: Worlds, folder: Folder) -> None:
+    saved = str(folder.path / "saved")
+    folder.run(worlds, 2, "one", "--synthetic", "--steps", "2", "--checkpoint-dir", saved)
+    again = folder.arguments("two", "--synthetic", "--steps", "4", "--checkpoint-dir", saved, "--resume", "--seed", "1")
+    for code, line in worlds.run(2, failing, again):
+        assert code == 2
+        assert f"--resume: the run in {saved} had seed 0, now it is 1" in line
+    absent = folder.arguments("two", "--synthetic", "--checkpoint-dir", saved + "x", "--resume")
+    for code, line in worlds.run(2, failing, absent):
+        assert code == 2
+        assert f"--resume: there is no checkpoint in {saved}x" in line
+
+
+def test_too_few_held_out_samples_are_left_out(worlds: Worlds, folder: Folder) -> None:
+    data = Path(shards_in(folder.path / "data"))
+    source = RandomSamples(3, MODEL["vocab_size"], 16, 3, 0)
+    write_shard(data / "validation.hdf5", [source.sample(index, 0) for index in range(3)])
+    for _ in range(2):
+        metrics = folder.run(worlds, 2, "out", "--data-dir", str(data), "--steps", "2", "--validate-every", "1")
+        assert {name for _, name in metrics} == {"loss", "learning_rate"}
+        (data / "validation.hdf5").unlink(missing_ok=True)
+
+
+def failing_with_cache(cache: str, arguments: list[str]) -> Any:
+    return with_small_corpus(cache, arguments, failing)
+
+
+def test_nobody_waits_for_a_corpus_that_cannot_be_built(worlds: Worlds, folder: Folder) -> None:
+    cache = folder.path / "cache"
+    cache.write_text("a file, where a folder should be")
+    outcomes = worlds.run(3, failing_with_cache, str(cache), folder.arguments("out"))
+    assert [code for code, _ in outcomes] == [2, 2, 2]
+    for rank, (_, line) in enumerate(outcomes):
+        assert line.startswith(
+            f"[Rank {rank}] error: {'' if rank == 0 else 'rank 0: '}cache folder {cache} is not writ"
+        )

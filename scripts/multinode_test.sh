@@ -46,6 +46,7 @@ clean_up() {
     rm -rf "$work"
 }
 trap clean_up EXIT
+trap 'exit 143' TERM INT
 
 # Two hosts and a cable between them.
 for node in "${NODES[@]}"; do

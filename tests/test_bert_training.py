@@ -18,9 +18,10 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.arguments import parse_arguments
 from ds_vpipe.models.bert.deadline import Deadline
 from ds_vpipe.models.bert.epoch_clock import EpochClock
-from ds_vpipe.models.bert.pretraining import main, read_ds_config
+from ds_vpipe.models.bert.pretraining import main
 from ds_vpipe.models.bert.report import Report
 from ds_vpipe.models.bert.validation import ValidationResult
+from ds_vpipe.models.start import read_ds_config
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ["--deepspeed_config", "config.json"]

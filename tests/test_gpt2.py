@@ -112,7 +112,7 @@ def test_an_epoch_has_every_block_once_and_replicas_do_not_overlap() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "--deepspeed_config None: give an existing DeepSpeed JSON file"),
+        ([], "--deepspeed_config is missing: give a DeepSpeed JSON file"),
         (["--deepspeed_config", "CONFIG", "--step", "3"], "unrecognized arguments: --step"),
         (["--deepspeed_config", "CONFIG", "--steps", "0"], "--steps 0: must be at least 1"),
         (["--deepspeed_config", "CONFIG", "--seq-length", "1"], "--seq-length 1: must be at least 2"),

@@ -46,7 +46,7 @@ module                 idea
 ``worker_pool``        work shared among processes
 ``training_data``      the pieces above put together for a training script
 ``shared_data``        data on the ranks that read them, numbers on the others
-``command_line``       what the command lines have in common
+``sample_shape``       tokens and prediction slots of a sample
 ``arguments``          the command line of ``train.py``
 ``training_loop``      the updates, with validation and checkpoints in between
 ``validation``         losses and accuracies over held-out samples

@@ -6,8 +6,9 @@ from pathlib import Path
 import deepspeed
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.models.bert.command_line import Parser, check_shape, positive
+from ds_vpipe.models.bert.sample_shape import check_shape
 from ds_vpipe.models.bert.sizes import ATTENTION_IMPLEMENTATIONS, SIZE_NAMES
+from ds_vpipe.models.command_line import Parser, positive
 from ds_vpipe.models.model import add_weight_arguments
 
 SEQ_LENGTH = 64

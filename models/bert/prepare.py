@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from ds_vpipe.errors import VPipeConfigError, VPipeError
-from ds_vpipe.models.bert.command_line import Parser, check_shape, positive
 from ds_vpipe.models.bert.corpus import default_key
 from ds_vpipe.models.bert.corpus_parts import PieceTokeniser, appear, join
 from ds_vpipe.models.bert.preparation import Settings, begin_output, plan_samples, write_manifest
 from ds_vpipe.models.bert.raw_text import FORMS, Piece, content_digest, documents_of, pieces_of
+from ds_vpipe.models.bert.sample_shape import check_shape
 from ds_vpipe.models.bert.samples import split_documents
 from ds_vpipe.models.bert.shards import find_shards
 from ds_vpipe.models.bert.text_corpus import VOCABULARY_FILE, text_corpus
 from ds_vpipe.models.bert.vocabulary import read_vocabulary, write_vocabulary
 from ds_vpipe.models.bert.wordpiece import MAX_VOCABULARY, TokenCorpus, train_wordpiece
 from ds_vpipe.models.bert.worker_pool import for_each
+from ds_vpipe.models.command_line import Parser, positive
 
 WORK_FOLDER = ".work"
 

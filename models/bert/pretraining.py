@@ -1,20 +1,12 @@
 """A pre-training run, from the command line to the validation loss."""
 
-import contextlib
-import io
-import json
-import logging
 import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.utils import logger as deepspeed_logger
 from torch import distributed
 from transformers import BertConfig
 
@@ -34,6 +26,8 @@ from ds_vpipe.models.bert.training_loop import train
 from ds_vpipe.models.bert.validation import Validation
 from ds_vpipe.models.model import model_of
 from ds_vpipe.models.roberta.architecture import ROBERTA
+from ds_vpipe.models.run_record import write_run_record
+from ds_vpipe.models.start import hosts, read_ds_config, silence, start_process_group
 
 DEFAULT_STEPS_PER_PRINT = 50
 
@@ -56,8 +50,10 @@ def _run(arguments: Namespace) -> None:
         lambda: bert_config(arguments.bert_config, arguments.vocab_size, arguments.attention),
         tied=False,
     )
-    rank, world = _start_process_group()
+    rank, world = start_process_group()
+    names = hosts()
     if rank == 0:
+        write_run_record(arguments.output, ds_config, sys.argv, names)
         print(f"Model: {model.description}", flush=True)
     data = _prepare(arguments, model.config, rank, world)
     # Taken out of the configuration: the engine's own progress lines would repeat the report's.
@@ -130,40 +126,6 @@ def _conclude(
     report.line(f"metrics and loss plot: {arguments.output}")
 
 
-def read_ds_config(path: str) -> dict[str, Any]:
-    """The DeepSpeed JSON at `path`.
-
-    Raises:
-        VPipeConfigError: there is no such file, or it is not a JSON object.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise VPipeConfigError(
-            f"--deepspeed_config {path}: {error.strerror}; give an existing DeepSpeed JSON file"
-        ) from error
-    except ValueError as error:
-        raise VPipeConfigError(f"--deepspeed_config {path}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise VPipeConfigError(f"--deepspeed_config {path}: must hold a JSON object, not a {type(content).__name__}")
-    return content
-
-
-def _start_process_group() -> tuple[int, int]:
-    if "RANK" not in os.environ:
-        raise VPipeConfigError(
-            "RANK is not set: start with a launcher, e.g. deepspeed --num_accelerators 4 models/bert/train.py ..."
-        )
-    with _silence():
-        deepspeed.init_distributed()
-    rank, world = distributed.get_rank(), distributed.get_world_size()
-    print(
-        f"Finished initializing process group; backend: {distributed.get_backend()}, rank: {rank}, world_size: {world}",
-        flush=True,
-    )
-    return rank, world
-
-
 def _prepare(arguments: Namespace, config: BertConfig, rank: int, world: int) -> TrainingData:
     begin = time.monotonic()
     if rank == 0:
@@ -185,21 +147,10 @@ def _engine(
     arguments: Namespace, layers: list[Any], ds_config: dict[str, Any], loss: PretrainingLoss, world: int
 ) -> Any:
     stages = _stages(arguments, world)
-    with _silence():
+    with silence():
         model = ds_vpipe.VPipeModule(layers=layers, num_stages=stages, loss_fn=loss, partition_method="uniform")
         engine, *_ = ds_vpipe.initialize(model=model, config=ds_config)
     return engine
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Keep back what DeepSpeed prints and warns of while it starts: every layer, and a scheduler not yet stepped."""
-    deepspeed_logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        deepspeed_logger.setLevel(logging.WARNING)
 
 
 def _micro_batches(engine: Any, samples: Samples, seed: int, shuffle: bool) -> MicroBatches:

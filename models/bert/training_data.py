@@ -9,9 +9,9 @@ import numpy as np
 from transformers import BertConfig
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.models.bert.command_line import check_shape
 from ds_vpipe.models.bert.preparation import read_manifest
 from ds_vpipe.models.bert.sample import Samples
+from ds_vpipe.models.bert.sample_shape import check_shape
 from ds_vpipe.models.bert.samples import HELD_OUT_EVERY, PairSamples, RandomSamples, spans_of, split_documents
 from ds_vpipe.models.bert.shard_samples import ShardSamples, digest_of, open_shards
 from ds_vpipe.models.bert.shards import find_shards

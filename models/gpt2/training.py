@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import deepspeed
 import torch
@@ -13,20 +13,17 @@ from torch import distributed
 import ds_vpipe
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.models.architecture import model_state
+from ds_vpipe.models.command_line import Parser
 from ds_vpipe.models.gpt2.architecture import GPT2
 from ds_vpipe.models.gpt2.blocks import TextBlocks
 from ds_vpipe.models.gpt2.loss import causal_lm_loss
 from ds_vpipe.models.gpt2.sizes import SIZE_NAMES, gpt2_config
 from ds_vpipe.models.gpt2.text import corpus_tokens
 from ds_vpipe.models.model import Model, add_weight_arguments, model_of
+from ds_vpipe.models.start import read_ds_config, start_process_group
 
 HELD_OUT = 20  # the last 20th of the text, 5 %, is for validation
 VALIDATION_BATCHES = 16
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise VPipeConfigError(f"{message}; see --help")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -35,7 +32,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     Raises:
         VPipeConfigError: an argument is unknown, missing or out of range.
     """
-    parser = _Parser(description="Train a GPT-2 with an asynchronous pipeline.", allow_abbrev=False)
+    parser = Parser(description="Train a GPT-2 with an asynchronous pipeline.", allow_abbrev=False)
     deepspeed.add_config_arguments(parser)
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
     parser.add_argument("--gpt2-config", default="tiny", help=f"{', '.join(SIZE_NAMES)}, or a GPT-2's config.json")
@@ -48,10 +45,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-dir", metavar="DIR", help="save there at the end")
     parsed = parser.parse_args(arguments)
-    if parsed.deepspeed_config is None or not Path(parsed.deepspeed_config).is_file():
+    if parsed.deepspeed_config is None:
         raise VPipeConfigError(
-            f"--deepspeed_config {parsed.deepspeed_config}: give an existing DeepSpeed JSON file, e.g."
-            " ds_configs/gpt2_tiny_cpu.json"
+            "--deepspeed_config is missing: give a DeepSpeed JSON file, e.g. ds_configs/gpt2_tiny_cpu.json"
         )
     for name in ("seq_length", "steps", "stages"):
         value = getattr(parsed, name)
@@ -71,19 +67,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    ds_config = read_ds_config(arguments.deepspeed_config)
     model = model_of(arguments, (GPT2,), lambda: gpt2_config(arguments.gpt2_config, arguments.vocab_size), tied=True)
     if arguments.seq_length > model.config.max_position_embeddings:
         raise VPipeConfigError(
             f"--seq-length {arguments.seq_length}: the model has {model.config.max_position_embeddings} positions"
         )
-    if "RANK" not in os.environ:
-        raise VPipeConfigError("RANK is not set: start with a launcher, e.g. deepspeed --num_accelerators 4 train.py")
-    deepspeed.init_distributed()
+    start_process_group()
     builder = int(os.environ.get("LOCAL_RANK", "0")) == 0
     tokens = corpus_tokens(arguments.text, arguments.from_pretrained, model.config.vocab_size, builder)
     _say(f"Model: {model.description}; text: {len(tokens)} tokens")
     torch.manual_seed(arguments.seed + distributed.get_rank())  # dropout; the weights have seeds of their own
-    engine = _engine(arguments, model)
+    engine = _engine(arguments, ds_config, model)
     grid, size = engine.grid, engine.train_micro_batch_size_per_gpu()
     place = (grid.get_data_parallel_rank(), grid.get_data_parallel_world_size())
     cut = len(tokens) - len(tokens) // HELD_OUT
@@ -103,14 +98,14 @@ def _run(arguments: argparse.Namespace) -> None:
     distributed.destroy_process_group()
 
 
-def _engine(arguments: argparse.Namespace, model: Model) -> Any:
+def _engine(arguments: argparse.Namespace, ds_config: dict[str, Any], model: Model) -> Any:
     stages = arguments.stages or distributed.get_world_size()
     if distributed.get_world_size() % stages:
         raise VPipeConfigError(f"--stages {stages}: must divide the number of ranks, {distributed.get_world_size()}")
     module = ds_vpipe.VPipeModule(
         layers=model.layers, num_stages=stages, loss_fn=causal_lm_loss, partition_method="uniform"
     )
-    return ds_vpipe.initialize(model=module, config=arguments.deepspeed_config)[0]
+    return ds_vpipe.initialize(model=module, config=ds_config)[0]
 
 
 def _say(line: str) -> None:

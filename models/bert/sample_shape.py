@@ -1,29 +1,10 @@
-"""What the command lines of this package have in common."""
-
-import argparse
-from typing import NoReturn
+"""Sizes of samples, as the command lines of this package take them."""
 
 from ds_vpipe.errors import VPipeConfigError
 
 SHORTEST_SEQUENCE = 8
 MASKED_PERCENT = 15
 _SPECIAL_IN_PAIR = 3
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports mistakes as exceptions, so that each rank prints one line and not the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the command line."""
-        raise VPipeConfigError(f"{message}; see --help")
-
-
-def positive(text: str) -> int:
-    """An int of at least 1, as the type of an argument."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
 
 
 def check_shape(seq_length: int, max_predictions: int | None) -> int:

@@ -1,0 +1,79 @@
+"""How the training scripts start: the DeepSpeed JSON, the ranks, and DeepSpeed's own words kept back."""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+from deepspeed.utils import logger as deepspeed_logger
+from torch import distributed
+
+from ds_vpipe.build_lock import limited_builds
+from ds_vpipe.errors import VPipeConfigError
+
+# Of ranks for each other until training starts: one may have to collect and tokenise its text.
+START_LIMIT = timedelta(minutes=15)
+
+
+def read_ds_config(path: str) -> dict[str, Any]:
+    """The DeepSpeed JSON at `path`.
+
+    Raises:
+        VPipeConfigError: there is no such file, or it is not a JSON object.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise VPipeConfigError(
+            f"--deepspeed_config {path}: {error.strerror}; give an existing DeepSpeed JSON file"
+        ) from error
+    except ValueError as error:
+        raise VPipeConfigError(f"--deepspeed_config {path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise VPipeConfigError(f"--deepspeed_config {path}: must hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+def start_process_group() -> tuple[int, int]:
+    """Join the other ranks; returns this rank's number and how many there are.
+
+    Raises:
+        VPipeConfigError: nobody has said which rank this is, or a killed build has left its lock.
+    """
+    if "RANK" not in os.environ:
+        raise VPipeConfigError(
+            "RANK is not set: start with a launcher, e.g. deepspeed --num_accelerators 4 train.py ..."
+        )
+    with silence(), limited_builds():
+        deepspeed.init_distributed(timeout=START_LIMIT)
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    print(
+        f"Finished initializing process group; backend: {distributed.get_backend()}, rank: {rank}, world_size: {world}",
+        flush=True,
+    )
+    return rank, world
+
+
+def hosts() -> list[str]:
+    """Name of the host of every rank; all ranks call this."""
+    names = [""] * distributed.get_world_size()
+    distributed.all_gather_object(names, socket.gethostname())
+    return names
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Keep back what DeepSpeed prints and warns of while it starts: every layer, and a scheduler not yet stepped."""
+    deepspeed_logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        deepspeed_logger.setLevel(logging.WARNING)

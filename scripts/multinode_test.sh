@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Several nodes on one machine: network namespaces as hosts, an sshd in each, a real hostfile, pdsh, and the deepspeed
-# launcher. Trains a small BERT on four stages over two hosts, three times:
+# launcher. First asks `doctor --hostfile`. Trains a small BERT on four stages over two hosts, three times:
 #   1. undisturbed, started over ssh;
 #   2. the same run, saving checkpoints, with a rank on the second host killed in the middle: the launcher must
 #      end on its own, with an error, and no process may be left on either host;
@@ -136,12 +136,19 @@ left() { # processes of training on both nodes
     done
 }
 
+echo "0. what doctor says of the two hosts"
+(cd "$work/run" && on 0 env "PYTHONPATH=$root" "${variables[@]}" timeout "$LIMIT" \
+    python -m ds_vpipe doctor --hostfile "$work/hostfile") >"$work/doctor.log" 2>&1 ||
+    fail "doctor finds errors" "$work/doctor.log"
+grep "ssh 10\|versions 10\|clock 10\|doctor" "$work/doctor.log" || fail "doctor has not reached the hosts" "$work/doctor.log"
+
 echo "1. two hosts, two ranks each, over ssh and pdsh"
-launch 0 "$work/whole.log" -- --output "$work/whole" || fail "the undisturbed run ended with an error" "$work/whole.log"
+saves=(--checkpoint-every "$((KILL_AFTER / 2))") # a save sets micro-batches in flight back: both runs do it
+launch 0 "$work/whole.log" -- --output "$work/whole" --checkpoint-dir "$work/others" "${saves[@]}" ||
+    fail "the undisturbed run ended with an error" "$work/whole.log"
 
 echo "2. the same, and a rank on the second host is killed"
-launch 0 "$work/killed.log" -- --output "$work/killed" --checkpoint-dir "$work/checkpoints" \
-    --checkpoint-every "$((KILL_AFTER / 2))" &
+launch 0 "$work/killed.log" -- --output "$work/killed" --checkpoint-dir "$work/checkpoints" "${saves[@]}" &
 launched=$!
 for ((waited = 0; ; waited++)); do
     lines=$(grep -c . "$work/killed/metrics.jsonl" 2>/dev/null || true)
@@ -167,10 +174,10 @@ grep -m 1 -o "stage [0-9]* .*lost\|stage [0-9]* .*\(closed\|failed\|ended\).*" "
 
 echo "3. resumed without ssh, one command per node"
 launch 1 "$work/resumed1.log" --no_ssh --node_rank 1 -- --output "$work/resumed1" \
-    --checkpoint-dir "$work/checkpoints" --resume &
+    --checkpoint-dir "$work/checkpoints" --resume "${saves[@]}" &
 second=$!
 launch 0 "$work/resumed0.log" --no_ssh --node_rank 0 -- --output "$work/resumed" \
-    --checkpoint-dir "$work/checkpoints" --resume || fail "resuming failed" "$work/resumed0.log" "$work/resumed1.log"
+    --checkpoint-dir "$work/checkpoints" --resume "${saves[@]}" || fail "resuming failed" "$work/resumed0.log" "$work/resumed1.log"
 wait "$second" || fail "resuming failed on the second node" "$work/resumed1.log"
 
 python - "$work" "$STEPS" <<'PYTHON' || fail "losses differ" "$work/resumed0.log"

@@ -20,6 +20,20 @@ ROOT = Path(__file__).parents[1]
 COMMAND = "python -m ds_vpipe "
 BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
+# Beginning of a document's name and a command, and the test that runs it; sizes are smaller there where they are large.
+RUN_BY = {
+    r"(README|docs/(tuning|migrating))\.md: python -m ds_vpipe ": "test_documents",
+    r"docs/multinode\.md: python -m ds_vpipe doctor --hostfile": "test_multinode",
+    r"docs/multinode\.md: deepspeed --hostfile": "test_multinode",
+    r"docs/multinode\.md: (sbatch|srun) .*scripts/(bert\.sbatch|slurm_rank\.sh)": "test_slurm",
+    r"docs/(bert|new_model|hugging_face)\.md: (python|deepspeed) ": "test_model_docs",
+    r"docs/new_model\.md: deepspeed\.init_distributed": "test_model_docs",
+    r"docs/performance\.md: python scripts/bench_\w+\.py": "test_benchmarks",
+    r"docs/training\.md: python -m ds_vpipe\.export ": "test_export",
+    r"README\.md: (deepspeed .*models/bert/train\.py|scripts/demo\.sh)": "test_demo",
+    r"README\.md: scripts/test\.sh": "test_demo",  # whoever reads this has run it
+}
+
 
 def blocks(document: str) -> Iterator[str]:
     """Contents of the fenced blocks, in order."""
@@ -69,6 +83,20 @@ def test_the_pictures_are_what_the_commands_draw(folder: Path) -> None:
     for name in ("before.svg", "after.svg"):
         shipped = (ROOT / "docs" / "images" / name).read_text(encoding="utf-8")
         assert (folder / name).read_text(encoding="utf-8") == shipped, name
+
+
+def test_every_command_is_run_by_some_test() -> None:
+    """A command that no test is known for fails here, so that documents cannot name what nobody runs."""
+    tests = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
+    assert set(RUN_BY.values()) <= tests
+    found = 0
+    for document in ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))):
+        lines = [line for block in blocks(document) for line in block.splitlines()]
+        for line in lines:
+            if re.match(r"(deepspeed|python|scripts/|sbatch|srun|pip|docker|apptainer|bash)[ .]", line):
+                assert any(re.match(pattern, f"{document}: {line}") for pattern in RUN_BY), (document, line)
+                found += 1
+    assert found > 30
 
 
 def test_outputs_are_quoted() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ds_vpipe.config import VPipeConfig, block_of, refuse_unsupported
+from ds_vpipe.lr_policies import PolyWarmupLR, lr_policy
 from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.sizes import bert_config
 from ds_vpipe.models.gpt2.layers import gpt2_layers
@@ -64,7 +65,15 @@ def test_split_is_the_published_one_and_fits_the_model(name: str) -> None:
     refuse_unsupported(content, config, len(partition))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "large" in name])
+def test_learning_rates_are_vpipes(name: str) -> None:
+    """A fifth of 36320 updates is warm-up."""
+    policy = lr_policy(load(name))
+    assert isinstance(policy, PolyWarmupLR)
+    assert [policy.factor(update) for update in (726, 7264, 36320)] == pytest.approx([726 / 7264, 0.8**0.5, 0.0])
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "large" not in name])
 def test_warm_up_ends_at_the_learning_rate_of_the_optimizer(name: str) -> None:
     content = load(name)
     assert content["scheduler"]["params"]["warmup_max_lr"] == content["optimizer"]["params"]["lr"]

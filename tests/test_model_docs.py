@@ -19,13 +19,20 @@ from ds_vpipe.models.gpt2.sizes import gpt2_config
 from ds_vpipe.models.gpt2.text import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(\w*)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: str) -> tuple[dict[str, str], dict[str, str]]:
     """Blocks with a file's name after the language, and the others by language."""
     found = BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
     return {name: text for _, name, text in found if name}, {kind: text for kind, name, text in found if not name}
+
+
+def commands(page: str) -> list[str]:
+    """Lines of the blocks that are meant for a shell, in order."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    lines = (line for _, _, block in BLOCK.findall(text) for line in block.splitlines())
+    return [line for line in lines if line.split(" ")[0] in ("mkdir", "python", "deepspeed")]
 
 
 def run(command: str, folder: Path) -> str:
@@ -85,3 +92,25 @@ def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.chdir(tmp_path)
     exec(others["python"], {})
     assert "bert, 8 pipeline layers; initialised, not in the folder: bert.pooler" in capsys.readouterr().out
+
+
+@pytest.mark.mp
+def test_bert(tmp_path: Path) -> None:
+    """From text to the second phase."""
+    for folder in ("models", "ds_configs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    written = commands("bert.md")
+    assert [line.split()[0] for line in written] == [
+        "mkdir",
+        *["python"] * 2,
+        *["deepspeed"] * 2,
+        "python",
+        "deepspeed",
+    ]
+    _, _, prepared, first, resumed, again, second = [run(line, tmp_path) for line in written]
+    for text, updates in ((first, 20), (resumed, 10), (second, 4)):
+        assert f"Finished {updates} updates" in text
+    assert "Resumed after update 20" in resumed
+    assert "masked LM" in first
+    assert prepared
+    assert again

@@ -1,0 +1,47 @@
+"""The benchmarks run, as small as they get, and print their tables. What they measure is not tested."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.mp
+
+SMALL = {
+    "bench_schedule.py": (
+        "--stages 2 --batch-sizes 1 --stage-ms 3 --micro-batches 6 --repetitions 1",
+        [r"emulated +K=2 M=1 .*ratio +[\d.]+ .*efficiency [\d.]+", r"real +K=2 M=1 .*ratio"],
+    ),
+    "bench_simulation.py": (
+        "--stage-ms 3 --micro-batches 4 --repetitions 1",
+        [r"asp +K=4 M=1 v=1 .*simulated +[\d.]+ measured", r"interleaved K=4 M=8 v=2 .*off by"],
+    ),
+    "bench_memory.py": (
+        "--hidden 64 --layers 4 --batch 1 --vocabulary 64 --cases asp 1f1b",
+        [r"asp +M=1 .*predicted .*measured", r"largest difference: [\d.]+ %"],
+    ),
+    "bench_recorder.py": ("--micro-batches 3 --repetitions 1", [r"us per micro-batch: -?[\d.]+ us per action"]),
+}
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_a_small_run(script: str, tmp_path: Path) -> None:
+    options, lines = SMALL[script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "scripts" / script), *options.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in lines:
+        assert re.search(line, done.stdout), done.stdout
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def test_every_benchmark_is_here() -> None:
+    assert {path.name for path in (ROOT / "scripts").glob("bench_*.py")} == set(SMALL)

@@ -50,7 +50,6 @@ def write_shard(path: Path, samples: int) -> None:
 def test_a_converted_run_trains(
     variant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ds_vpipe.lr_policies")
     monkeypatch.chdir(tmp_path)
     Path("tiny.json").write_text(json.dumps(TINY), encoding="utf-8")
     options = ["--synthetic"]

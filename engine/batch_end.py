@@ -25,7 +25,7 @@ class BatchEndMixin(UpdateMixin):
         if self.is_data_parallel or self.zero_optimization():
             self._exec_reduce_grads()
         else:
-            self._get_gradients_for_reduction()  # zeros where a parameter got no gradient, as a reduction makes them
+            self._fill_gradients()
 
     def _exec_update(self, index: int, part: int) -> None:
         if self.pipeline.virtual_stages > 1:  # all activations have come back, and nobody waits for gradients any more

@@ -73,6 +73,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             kwargs, prepared = prepared_arguments(args, kwargs)
             args = ()
         super().__init__(*args, **kwargs)
+        self._list_modules()
         self.vpipe_config = VPipeConfig.parse(self.config["vpipe"])
         self.settings: StageSettings = prepared.settings
         self.plan = prepared.plan

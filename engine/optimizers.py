@@ -12,10 +12,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import LAMB_OPTIMIZER
 from deepspeed.runtime.constants import BFLOAT16, DDP_BFLOAT16
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.lamb import Lamb
+from ds_vpipe.engine.module_walks import ModuleWalksMixin
 from ds_vpipe.engine.placeholder import has_trainable, with_placeholder
 from ds_vpipe.errors import VPipeConfigError
 
@@ -42,7 +42,7 @@ def apex_optimizer(name: str) -> type[torch.optim.Optimizer]:
     return optimizer
 
 
-class OptimizerMixin(PipelineEngine):
+class OptimizerMixin(ModuleWalksMixin):
     """Optimizer choice of one stage."""
 
     def _is_supported_optimizer(self, optimizer_name: str) -> bool:

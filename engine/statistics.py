@@ -96,6 +96,7 @@ _ADDED = torch.tensor(
     [field.name.endswith("_s") or field.name in ("bytes_sent", "bytes_received") for field in _FIELDS]
 )
 
+_PEAK_INTERVAL_S = 0.1
 COLUMNS = len(_FIELDS)
 """Numbers in a record."""
 
@@ -125,6 +126,7 @@ class StageMeter:
         self._staleness = self._versions = 0
         self._counted = self._counters()
         self._begin = 0.0
+        self._peak = (float("-inf"), 0)
 
     def before(self, action: Action) -> None:
         """An action begins."""
@@ -162,12 +164,19 @@ class StageMeter:
             bytes_received=int(received),
             staleness=self._staleness,
             versions=self._versions,
-            peak_memory_bytes=peak_memory(self._device),
+            peak_memory_bytes=self._peak_memory(),
         )
         self._counted = counters
         self._seconds = dict.fromkeys(Kind, 0.0)
         self._staleness = self._versions = 0
         return record
+
+    def _peak_memory(self) -> int:
+        """The peak, which never falls, looked up ten times a second at most: that is a file on the CPU."""
+        now = time.monotonic()
+        if now - self._peak[0] >= _PEAK_INTERVAL_S:
+            self._peak = (now, peak_memory(self._device))
+        return self._peak[1]
 
     def _counters(self) -> tuple[float, ...]:
         """Seconds waited for the previous and the next stage and for ties, bytes sent and received, since the start."""

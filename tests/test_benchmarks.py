@@ -26,6 +26,7 @@ SMALL = {
         "--hidden 64 --layers 4 --batch 1 --vocabulary 64 --cases asp 1f1b",
         [r"asp +M=1 .*predicted .*measured", r"largest difference: [\d.]+ %"],
     ),
+    "bench_overhead.py": ("--tensors 32 --rounds 3", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
     "bench_recorder.py": ("--micro-batches 3 --repetitions 1", [r"us per micro-batch: -?[\d.]+ us per action"]),
 }
 

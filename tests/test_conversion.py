@@ -177,6 +177,7 @@ def test_a_policy_by_epochs_is_left_to_the_user(convert: Convert, refused: Calla
 
 def test_schedules_are_those_of_this_project(convert: Convert) -> None:
     from ds_vpipe import lr_policies as policies
+
     for policy in ("polynomial", "linear", "cosine", "constant"):
         assert policies.lr_policy(convert(learning_rate_policy=policy)["ds_config"]) is not None
     rates = policies.lr_policy(convert()["ds_config"])

@@ -1,0 +1,66 @@
+"""What DeepSpeed does to every module and parameter of a stage in every batch, over lists made once.
+
+Walking the tree of modules takes longer than everything else that an engine does in a batch with hundreds of
+parameter tensors. Its structure does not change once there is an optimizer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+_PLAIN = (bool, int, float)
+
+
+class ModuleWalksMixin(PipelineEngine):
+    """Training mode, zeroing and filling of gradients without walks.
+
+    Attributes:
+        stage_parameters: all parameters of this stage, each once.
+    """
+
+    stage_parameters: tuple[nn.Parameter, ...]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # An engine is a module, whose attributes are looked through for parameters; a count is none.
+        if type(value) in _PLAIN:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _list_modules(self) -> None:
+        """Make the lists; the module is complete."""
+        self.stage_parameters = tuple(self.module.parameters())
+        switch_modes_by_list(self.module)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.stage_parameters:
+            parameter.grad = None
+
+    def _fill_gradients(self) -> None:
+        """Zeros where a parameter got no gradient, as a reduction over replicas makes them."""
+        for parameter in self.stage_parameters:
+            if parameter.grad is None and parameter.requires_grad and parameter.numel():
+                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+
+
+def switch_modes_by_list(module: nn.Module) -> None:
+    """Let ``module.train()`` set the mode only of those modules that have another one.
+
+    Modules that have a ``train()`` of their own must be asked, so that nothing is changed where there are any.
+    """
+    modules = tuple(module.modules())
+    if any(type(part).train is not nn.Module.train or "train" in vars(part) for part in modules):
+        return
+
+    def train(mode: bool = True) -> nn.Module:
+        for part in modules:
+            if part.training is not mode:
+                part.training = mode
+        return module
+
+    vars(module)["train"] = train

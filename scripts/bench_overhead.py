@@ -1,0 +1,143 @@
+#!/usr/bin/env python
+"""What the engine itself costs a stage per micro-batch, with many small parameter tensors.
+
+``python scripts/bench_overhead.py`` trains two stages, each of layers of 16 small tensors, with M = 1: an update, and
+on stage 0 a fork of all weights, for every micro-batch. Printed is processor time of the main thread per micro-batch:
+of training, of the same layers' passes and the same optimizer's update alone, and the difference, which is what
+instructions, messages, stashing and DeepSpeed's bookkeeping take. Processor time hardly depends on what else the
+machine does. ``--profile`` lists the functions that take it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import socket
+import statistics
+import time
+from typing import Any
+
+from bench_schedule import join, machine
+
+WIDTH = 16
+BATCH = 4
+TENSORS = 16  # of a layer, as in an encoder layer of BERT
+
+
+def layers(count: int) -> list[Any]:
+    """``count`` layers of ``TENSORS`` tensors each."""
+    from deepspeed.pipe import LayerSpec
+    from torch import nn
+
+    class Block(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*[nn.Linear(WIDTH, WIDTH) for _ in range(TENSORS // 2)])
+
+    return [LayerSpec(Block) for _ in range(count)]
+
+
+def alone(engine: Any, optimizer: str, rounds: int) -> float:
+    """Seconds per micro-batch of the stage's passes and an update without an engine, median."""
+    import copy
+
+    import torch
+
+    module = torch.nn.Sequential(*[copy.deepcopy(layer) for layer in engine.module.forward_funcs])
+    made = getattr(torch.optim, optimizer)(module.parameters(), lr=1e-4)
+    value = torch.randn(BATCH, WIDTH)
+    times = []
+    for _ in range(rounds):
+        start = time.thread_time()
+        inputs = value.detach().requires_grad_()
+        output = module(inputs)
+        torch.autograd.backward(output, torch.ones_like(output))
+        made.step()
+        made.zero_grad()
+        times.append(time.thread_time() - start)
+    return statistics.median(times)
+
+
+def work(rank: int, port: int, options: argparse.Namespace) -> None:
+    """One stage."""
+    printed = join(rank, 2, port)
+    import torch
+    import torch.distributed as dist
+    from deepspeed.pipe import PipelineModule
+
+    import ds_vpipe
+
+    torch.manual_seed(0)
+    per_stage = max(1, options.tensors // TENSORS)
+    module = PipelineModule(
+        layers(2 * per_stage), num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform"
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": options.micro_batches,
+        "optimizer": {"type": options.optimizer, "params": {"lr": 1e-4, "torch_adam": True}}
+        if options.optimizer.startswith("Adam")
+        else {"type": options.optimizer, "params": {"lr": 1e-4}},
+        "gradient_clipping": options.clip,
+        "steps_per_print": 10**9,
+        "vpipe": {},
+    }
+    engine = ds_vpipe.initialize(model=module, config=config)[0]
+    batch = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
+    iterator = iter(lambda: batch, None)
+    bare = alone(engine, options.optimizer, options.rounds)
+    times = []
+    for _ in range(options.rounds):
+        start = time.thread_time()
+        engine.train_batch(iterator)
+        times.append((time.thread_time() - start) / options.micro_batches)
+    training = statistics.median(times)
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, (training, bare))
+    if rank == 0:
+        for stage, (with_engine, without) in enumerate(found):
+            print(
+                f"stage {stage}: {per_stage * TENSORS} tensors, {options.optimizer}, M={options.micro_batches}: "
+                f"training {1e6 * with_engine:.0f}, passes and update alone {1e6 * without:.0f}, "
+                f"engine {1e6 * (with_engine - without):.0f} us per micro-batch",
+                file=printed,
+                flush=True,
+            )
+    if options.profile:
+        profile = cProfile.Profile(time.thread_time)
+        profile.enable()
+        for _ in range(options.rounds):
+            engine.train_batch(iterator)
+        profile.disable()
+        if rank == options.profile_stage:
+            pstats.Stats(profile, stream=printed).sort_stats("tottime").print_stats(options.profile)
+            printed.flush()
+    engine.destroy()
+    dist.barrier()
+
+
+def main() -> None:
+    """Parse the command line and run both stages."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tensors", type=int, default=400, help="parameter tensors per stage")
+    parser.add_argument("--micro-batches", type=int, default=1, help="M")
+    parser.add_argument("--optimizer", default="SGD", choices=["SGD", "AdamW"])
+    parser.add_argument("--clip", type=float, default=0.0, help="gradient_clipping")
+    parser.add_argument("--rounds", type=int, default=200, help="batches to take the median of")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most")
+    parser.add_argument("--profile-stage", type=int, default=0, choices=[0, 1])
+    options = parser.parse_args()
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch.multiprocessing as mp
+
+    print(machine(), flush=True)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    mp.spawn(work, args=(port, options), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,8 +14,7 @@ from timelines import TWO_STAGES
 
 from ds_vpipe.__main__ import COMMANDS, main
 from ds_vpipe.commands.profile import layer_range, setting
-from ds_vpipe.commands.profiled import size, sizes
-from ds_vpipe.commands.settings import numbers
+from ds_vpipe.commands.quantities import numbers, size, sizes
 from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.schedules import checks
 from ds_vpipe.timelines.recording import RankRecording
@@ -174,7 +173,7 @@ def test_show_draws_recordings(recording: str, capsys: pytest.CaptureFixture[str
         (["nowhere.json"], "No such file"),
         ([], "name what to draw"),
         (["--stages", "4"], "name what to draw"),
-        (["--stages", "4", "--micro-batches", "0"], "micro_batches: got 0"),
+        (["--stages", "4", "--micro-batches", "0"], "argument --micro-batches: got"),
         (["--stages", "4", "--micro-batches", "2", "--depth", "1,2,0,0"], "depth_map: got [1, 2, 0, 0]"),
         (["--stages", "4", "--micro-batches", "2", "-o", "x.gif"], "--output: got"),
         (["--stages", "4", "--micro-batches", "2", "-o", "no/such/folder/x.svg"], "No such file or directory"),
@@ -192,6 +191,7 @@ def test_wrong_blocks_are_refused_in_one_line(tmp_path: Path, capsys: pytest.Cap
         ({"vpipe": {"partition": [1, 1]}}, "give --micro-batches"),
         ({**CONFIG, "vpipe": {}}, "give --stages"),
         ([1], "it holds no object"),
+        ({**CONFIG, "vpipe": {}, "optimizer": 5}, "optimizer: got 5"),
     ):
         path.write_text(json.dumps(content), encoding="utf-8")
         assert message in refused(capsys, "show", str(path))
@@ -346,6 +346,10 @@ def test_profile_measures_and_computes(
     assert "within 0:3" in refused(capsys, *base, "--layers", "1:4")
     line = refused(capsys, "profile", "--model", "some_model:wrong", "--micro-batch-size", "4")
     assert 'got ["model"]' in line
+    assert "unexpected keyword argument 'depth'" in refused(capsys, *base, "--set", "depth=2")
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        assert '--device: got "cuda"; no GPU' in refused(capsys, *base, "--device", "cuda")
 
 
 # trace and report
@@ -398,6 +402,39 @@ def test_other_values() -> None:
     assert layer_range("2:5") == (2, 5)
     assert setting("a=3") == ("a", 3)
     assert setting("name=large") == ("name", "large")
-    for parse, text in ((layer_range, "5:2"), (setting, "a"), (size, "many")):
+    for parse, text in ((layer_range, "5:2"), (setting, "a")):
         with pytest.raises(ValueError, match=text):
             parse(text)
+
+
+SIMULATE = ("simulate", "--stages", "4", "--micro-batches", "2")
+SHOW = ("show", "--stages", "4", "--micro-batches", "2")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((*SIMULATE, "--forward", "0"), "costs: got 0.0; allowed: seconds that are not all 0"),
+        ((*SIMULATE, "--forward=-1"), 'argument --forward: got "-1"; allowed: a finite number >= 0'),
+        ((*SIMULATE, "--profile", "p", "--latency", "nan"), "argument --latency: got"),
+        ((*SIMULATE, "--profile", "p", "--bandwidth", "0"), 'argument --bandwidth: got "0"; allowed: bytes > 0'),
+        ((*SIMULATE, "--profile", "p", "--bandwidth", "inf"), "argument --bandwidth: got"),
+        ((*SIMULATE, "--profile", "p", "--bandwidth", "1.2.3GB"), "argument --bandwidth: got"),
+        ((*SIMULATE, "--profile", "p", "--replicas", "0"), "argument --replicas: got"),
+        ((*SHOW, "--batches", "0"), "argument --batches: got"),
+        ((*SHOW, "--virtual-stages", "0"), "argument --virtual-stages: got"),
+        ((*SHOW, "--unit", "0"), "argument --unit: got"),
+        ((*SHOW, "--width=-5", "-o", "a.svg"), 'argument --width: got "-5"; allowed: pixels, 100 to 20000'),
+        ((*SHOW, "--width", "1e9", "-o", "a.png"), "argument --width: got"),
+        ((*SHOW, "--window", "0:inf"), "argument --window: got"),
+        ((*SHOW, "--batches", "1000000"), "schedule: got 16000000; passes of 4 parts"),
+        (("check", "--stages", "100000", "--micro-batches", "2"), "at most 2000000 passes to look at"),
+        (("profile", "--model", "a:b", "--repeat", "0"), "argument --repeat: got"),
+        (("profile", "--model", "a:b", "--analytic", "--flops", "0"), "argument --flops: got"),
+        (("profile", "--model", "a:b", "--device", "tpu"), "argument --device: invalid choice"),
+    ],
+)
+def test_senseless_numbers_are_refused_in_one_line(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, *argv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ds_vpipe.commands.inputs import print_json
-from ds_vpipe.commands.settings import add_pipeline_arguments, settings_from
+from ds_vpipe.commands.settings import add_pipeline_arguments, check_size, settings_from
 from ds_vpipe.config import refuse_unsupported
 from ds_vpipe.schedules.programs import Workload
 
@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     pipeline = settings.pipeline
     refuse_unsupported(settings.ds_config, settings.block, pipeline.num_stages)
     workload = typical_workload(pipeline) if arguments.batches is None else Workload(arguments.batches)
+    check_size(pipeline, workload)
     actions = programs(pipeline, workload)
     faults = check_programs(pipeline, actions, workload)
     count = sum(len(program) for program in actions)

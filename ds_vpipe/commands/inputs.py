@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ds_vpipe.commands.settings import add_pipeline_arguments, numbers, read_json, settings_from, workload_from
+from ds_vpipe.commands.quantities import numbers, seconds
+from ds_vpipe.commands.settings import add_pipeline_arguments, read_json, settings_from, workload_from
 from ds_vpipe.refusal import Refusal
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
@@ -29,9 +30,9 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_pipeline_arguments(parser)
     group = parser.add_argument_group("length of things in a schedule drawn without a profile, in forward passes")
-    group.add_argument("--backward", type=float, default=2.0, metavar="X", help="a backward pass; default 2")
-    group.add_argument("--transfer", type=float, default=0.0, metavar="X", help="a transfer; default 0")
-    group.add_argument("--update", type=float, default=0.0, metavar="X", help="an update; default 0")
+    group.add_argument("--backward", type=seconds, default=2.0, metavar="X", help="a backward pass; default 2")
+    group.add_argument("--transfer", type=seconds, default=0.0, metavar="X", help="a transfer; default 0")
+    group.add_argument("--update", type=seconds, default=0.0, metavar="X", help="an update; default 0")
     group = parser.add_argument_group("recordings")
     group.add_argument("--replica", type=int, default=0, metavar="N", help="which data-parallel replica; default 0")
     group.add_argument(
@@ -40,15 +41,6 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S,S,...",
         help="seconds to add to each rank's clock; default: estimated from the messages between ranks",
     )
-
-
-def window(text: str) -> tuple[float, float]:
-    """``A:B``, two instants in seconds."""
-    begin, _, end = text.partition(":")
-    start, stop = float(begin), float(end)
-    if not 0 <= start < stop:
-        raise ValueError(text)
-    return start, stop
 
 
 def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:

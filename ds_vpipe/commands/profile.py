@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.commands.quantities import count, rate
 from ds_vpipe.commands.settings import read_json
 from ds_vpipe.refusal import Refusal
 
@@ -60,15 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON: micro-batch size, precision")
     parser.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help="the function that makes the model")
     parser.add_argument("--set", action="append", type=setting, default=[], metavar="KEY=VALUE", help="argument of it")
-    parser.add_argument("--micro-batch-size", type=int, metavar="B", help="default: train_micro_batch_size_per_gpu")
+    parser.add_argument("--micro-batch-size", type=count, metavar="B", help="default: train_micro_batch_size_per_gpu")
     parser.add_argument("--layers", type=layer_range, metavar="A:B", help="only layers A to B-1; default all")
     group = parser.add_argument_group("measured")
-    group.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
-    group.add_argument("--repeat", type=int, default=5, metavar="N", help="micro-batches to take the median of")
+    group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
+    group.add_argument("--repeat", type=count, default=5, metavar="N", help="micro-batches to take the median of")
     group = parser.add_argument_group("computed")
     group.add_argument("--analytic", action="store_true", help="compute, on a device model, without memory for weights")
-    group.add_argument("--flops", type=float, default=100e12, metavar="X", help="per second; default 100e12")
-    group.add_argument("--memory-bandwidth", type=float, default=1e12, metavar="X", help="bytes/s; default 1e12")
+    group.add_argument("--flops", type=rate, default=100e12, metavar="X", help="per second; default 100e12")
+    group.add_argument("--memory-bandwidth", type=rate, default=1e12, metavar="X", help="bytes/s; default 1e12")
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", default="profile.json", metavar="FILE", help="default profile.json")
     group.add_argument("--json", action="store_true", help="print the profile as JSON too")
@@ -102,6 +104,11 @@ def _example(name: str, size: int, settings: dict[str, Any]) -> dict[str, Any]:
     except (ImportError, AttributeError, ValueError) as error:
         allowed = "MODULE:FUNCTION that can be imported from here"
         raise Refusal("--model", name, allowed, "correct the name", str(error)).error() from None
+    try:
+        inspect.signature(make).bind(micro_batch_size=size, **settings)
+    except TypeError as error:
+        allowed = f"keywords of {name}{inspect.signature(make)}"
+        raise Refusal("--set", settings, allowed, "correct them, or the function", str(error)).error() from None
     example = make(micro_batch_size=size, **settings)
     keys = {"layers", "inputs", "loss_fn", "labels"}
     if not isinstance(example, dict) or not {"layers", "inputs"} <= example.keys() <= keys:
@@ -121,6 +128,8 @@ def _profile(
     from ds_vpipe.profiles.op_meter import DeviceModel
     from ds_vpipe.profiles.profiler import boundary_before, profile_layers
 
+    if arguments.device == "cuda" and not (arguments.analytic or torch.cuda.is_available()):
+        raise Refusal("--device", "cuda", "cpu here", "use a machine with a GPU, or --analytic", "no GPU").error()
     layers, inputs = list(example["layers"]), example["inputs"]
     start, stop = arguments.layers or (0, len(layers))
     if stop > len(layers):

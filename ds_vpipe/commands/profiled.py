@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Any
 
+from ds_vpipe.commands.quantities import count, seconds, size, sizes
 from ds_vpipe.commands.settings import Settings
 from ds_vpipe.partition import resolve_partition
 from ds_vpipe.planning.optimizer_bytes import configured_optimizer_bytes
 from ds_vpipe.planning.pace import Link
 from ds_vpipe.planning.plan_settings import PlanSettings
 from ds_vpipe.profiles.layer_profile import ModelProfile, merge_profiles
-
-_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"([0-9.]+)\s*(|[kmgt]i?)b?")
-
-
-def size(text: str) -> int:
-    """Bytes: ``16GB``, ``80GiB``, ``1.5e9`` or ``123456``."""
-    match = _SIZE.fullmatch(text.strip().lower())
-    return int(float(text)) if match is None else int(float(match[1]) * _SIZES[match[2]])
-
-
-def sizes(text: str) -> int | tuple[int, ...]:
-    """A size, or several with commas between them."""
-    values = tuple(size(item) for item in text.split(","))
-    return values if len(values) > 1 else values[0]
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -42,9 +27,9 @@ def add_profile_arguments(parser: argparse.ArgumentParser, required: bool) -> No
     group.add_argument(
         "--bandwidth", type=size, metavar="BYTES", help="of a link between two stages, per second, such as 10GB"
     )
-    group.add_argument("--latency", type=float, default=0.0, metavar="S", help="seconds of every transfer; default 0")
+    group.add_argument("--latency", type=seconds, default=0.0, metavar="S", help="seconds of every transfer; default 0")
     group.add_argument(
-        "--replicas", type=int, default=1, metavar="N", help="data-parallel replicas, which share ZeRO-1"
+        "--replicas", type=count, default=1, metavar="N", help="data-parallel replicas, which share ZeRO-1"
     )
     group.add_argument("--memory", type=sizes, metavar="BYTES", help="per device, such as 16GB, or one for every rank")
 

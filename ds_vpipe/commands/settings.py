@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_vpipe.commands.quantities import count, numbers
 from ds_vpipe.config import VPipeConfig, block_of
 from ds_vpipe.refusal import Refusal
 from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline, Schedule
 from ds_vpipe.schedules.programs import Workload
+
+_MOST_PASSES = 2_000_000  # some tens of seconds
+_OBJECTS = ("optimizer", "zero_optimization", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -30,30 +33,22 @@ class Settings:
     ds_config: dict[str, Any]
 
 
-def numbers(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """A type for ``argparse``: numbers with commas between them."""
-
-    def parse(text: str) -> tuple[Any, ...]:
-        return tuple(of(item) for item in text.split(","))
-
-    parse.__name__ = "numbers with commas"
-    return parse
-
-
 def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say which pipeline it is."""
     group = parser.add_argument_group("the pipeline; what is not given comes from the DeepSpeed JSON")
-    group.add_argument("--stages", type=int, metavar="K", help="ranks of the pipeline; default: entries of partition")
+    group.add_argument("--stages", type=count, metavar="K", help="ranks of the pipeline; default: entries of partition")
     group.add_argument(
-        "--micro-batches", type=int, metavar="M", help="micro-batches per batch; default: gradient_accumulation_steps"
+        "--micro-batches", type=count, metavar="M", help="micro-batches per batch; default: gradient_accumulation_steps"
     )
     group.add_argument("--schedule", choices=SCHEDULES, help="order of the passes")
-    group.add_argument("--virtual-stages", type=int, metavar="V", help="parts of the model per rank, for interleaved")
+    group.add_argument("--virtual-stages", type=count, metavar="V", help="parts of the model per rank, for interleaved")
     group.add_argument(
         "--depth", type=numbers(int), metavar="W,W,...", help="warm-up depth of every stage, for asp, such as 3,2,1,0"
     )
     group.add_argument("--split", metavar="FILE", help="partition and recompute_ratio, a file that plan wrote")
-    group.add_argument("--batches", type=int, metavar="N", help="batches to train; default: enough to see the pattern")
+    group.add_argument(
+        "--batches", type=count, metavar="N", help="batches to train; default: enough to see the pattern"
+    )
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -85,13 +80,16 @@ def settings_from(arguments: argparse.Namespace, config: str | None) -> Settings
         VPipeConfigError: A size is not known, or the values are wrong or do not fit together.
     """
     ds_config = {} if config is None else read_json(config)
+    for key in _OBJECTS:
+        if not isinstance(ds_config.get(key, {}), dict):
+            raise Refusal(key, ds_config[key], "an object, as DeepSpeed has it", "correct the JSON").error()
     given = block_of(ds_config)
     if arguments.split is not None:
         given = {**(given or {}), "partition": arguments.split}
         given.pop("recompute_ratio", None)
     block = VPipeConfig.parse(given if given is not None else {"sync_mode": "bsp"} if config else {})
     schedule: Schedule = arguments.schedule or ("asp" if block.sync_mode == "asp" else block.schedule)
-    virtual_stages = arguments.virtual_stages or getattr(block, "virtual_stages", 1)
+    virtual_stages = arguments.virtual_stages or block.virtual_stages
     depth = arguments.depth
     if depth is None and schedule == "asp" and isinstance(block.stage_to_depth_map, tuple):
         depth = block.stage_to_depth_map
@@ -108,10 +106,24 @@ def settings_from(arguments: argparse.Namespace, config: str | None) -> Settings
 
 def workload_from(arguments: argparse.Namespace, pipeline: Pipeline, beyond: int) -> Workload:
     """The batches asked for, or those that fill the pipeline and ``beyond`` more."""
-    if arguments.batches is not None:
-        return Workload(arguments.batches)
     filling = 0 if pipeline.synchronous else -(-pipeline.depths[0] // pipeline.micro_batches)
-    return Workload(filling + beyond)
+    workload = Workload(filling + beyond if arguments.batches is None else arguments.batches)
+    check_size(pipeline, workload)
+    return workload
+
+
+def check_size(pipeline: Pipeline, workload: Workload) -> None:
+    """Refuse what would take minutes or more memory than there is.
+
+    Raises:
+        VPipeConfigError: There are too many passes.
+    """
+    passes = 2 * pipeline.num_parts * pipeline.micro_batches * workload.batches
+    if passes > _MOST_PASSES:
+        sizes = f"{pipeline.num_parts} parts, {pipeline.micro_batches} micro-batches, {workload.batches} batches"
+        allowed = f"at most {_MOST_PASSES} passes to look at"
+        remedy = "give fewer --batches, micro-batches or stages"
+        raise Refusal("schedule", passes, allowed, remedy, f"passes of {sizes}").error()
 
 
 def _stages(block: VPipeConfig, depth: tuple[int, ...] | None, virtual_stages: int) -> int:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.commands.inputs import add_input_arguments, one_timeline, print_json, window
+from ds_vpipe.commands.inputs import add_input_arguments, one_timeline, print_json
+from ds_vpipe.commands.quantities import pixels, rate, window
 from ds_vpipe.pictures.text_grid import text_grid
 from ds_vpipe.refusal import Refusal
 from ds_vpipe.timelines.timeline import Timeline
@@ -37,11 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-o", "--output", action="append", default=[], metavar="FILE", help=f"write a {', '.join(_SUFFIXES)} file"
     )
-    group.add_argument(
-        "--unit", type=float, metavar="S", help="seconds per column of the text; default: a forward pass"
-    )
+    group.add_argument("--unit", type=rate, metavar="S", help="seconds per column of the text; default: a forward pass")
     group.add_argument("--window", type=window, metavar="A:B", help="draw only these seconds")
-    group.add_argument("--width", type=float, metavar="PIXELS", help="of the time axis in SVG and PNG")
+    group.add_argument("--width", type=pixels, metavar="PIXELS", help="of the time axis in SVG and PNG")
     group.add_argument("--json", action="store_true", help="print the timeline as JSON, which other commands read")
 
 

@@ -6,7 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ds_vpipe.commands.inputs import entitled, print_json
-from ds_vpipe.commands.settings import Settings, add_pipeline_arguments, numbers, settings_from, workload_from
+from ds_vpipe.commands.quantities import numbers, seconds
+from ds_vpipe.commands.settings import Settings, add_pipeline_arguments, settings_from, workload_from
 from ds_vpipe.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("backward", "seconds of a backward pass"),
         ("send", "seconds of a transfer"),
     ):
-        group.add_argument(f"--{name}", type=numbers(float), metavar="S", help=what)
-    group.add_argument("--update", type=numbers(float), default=(0.0,), metavar="S", help="seconds of an update")
+        group.add_argument(f"--{name}", type=numbers(seconds), metavar="S", help=what)
+    group.add_argument("--update", type=numbers(seconds), default=(0.0,), metavar="S", help="seconds of an update")
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", metavar="FILE", help="write the timeline, for show, trace and report")
     group.add_argument("--json", action="store_true", help="print the numbers as JSON")

@@ -69,7 +69,7 @@ def simulate(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload)
         workload: what is trained. Ten batches or more beyond the depth show the steady state well.
 
     Raises:
-        VPipeConfigError: there is not one cost per part.
+        VPipeConfigError: there is not one cost per part, or nothing takes any time.
         PipelineProtocolError: a rank waits for ever; :mod:`ds_vpipe.schedules.checks` says why.
     """
     if len(costs) != pipeline.num_parts:
@@ -89,7 +89,10 @@ def simulate(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload)
     for stopped in ranks:
         if stopped.waiting_for is not None:
             raise PipelineProtocolError(f"simulated rank {stopped.number} waits for ever for {stopped.waiting_for}")
-    return Simulation(pipeline, workload, records)
+    simulation = Simulation(pipeline, workload, records)
+    if not simulation.makespan_s:
+        raise Refusal("costs", 0.0, "seconds that are not all 0", "give some pass some time").error()
+    return simulation
 
 
 class _Transfers:

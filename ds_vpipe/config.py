@@ -58,7 +58,7 @@ class StageSettings:
     Attributes:
         partition: Layer counts of the K stages, the name of a method for
             :func:`ds_vpipe.partition.resolve_partition`, or None to keep the module's own bounds.
-        recompute_ratio: Fraction of its layers that each of the K stages recomputes, in [0, 1].
+        recompute_ratio: Fraction of its layers that each of the K * v parts recomputes, in [0, 1].
         depth: Warm-up depth of each of the K stages, in micro-batches.
         virtual_stages: Parts of the model on each stage, v; ``partition`` has v times K counts.
     """
@@ -67,6 +67,12 @@ class StageSettings:
     recompute_ratio: tuple[float, ...]
     depth: tuple[int, ...]
     virtual_stages: int = 1
+
+
+def part_ratios(ratio: float | tuple[float, ...], parts: int) -> tuple[float, ...]:
+    """The ratio of every part: one for all, one for each, or one for each stage, which holds for all of its parts."""
+    given = ratio if isinstance(ratio, tuple) else (ratio,)
+    return given * (parts // len(given))
 
 
 class VPipeConfig(BaseModel):
@@ -83,6 +89,7 @@ class VPipeConfig(BaseModel):
     stage_to_depth_map: Literal["default", "auto"] | tuple[int, ...] = "default"
     profile: str | None = None
     memory_budget: int | tuple[int, ...] | None = None
+    link_bandwidth: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     gradient_clipping_scope: Literal["stage", "delayed_global"] = "stage"
     peer_timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     timeline: TimelineConfig = TimelineConfig()
@@ -149,9 +156,9 @@ class VPipeConfig(BaseModel):
                 _refuse(size, index)
         return tuple(value)
 
-    @field_validator("peer_timeout_s", mode="before")
+    @field_validator("peer_timeout_s", "link_bandwidth", mode="before")
     @classmethod
-    def _check_timeout(cls, value: object) -> object:
+    def _check_number(cls, value: object) -> object:
         return _refuse(value) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
@@ -180,12 +187,12 @@ class VPipeConfig(BaseModel):
     @model_validator(mode="after")
     def _check_plan(self) -> Self:
         left = [key for key, word in _LEFT_TO_PLANNER.items() if getattr(self, key) == word]
-        if "recompute_ratio" in left and self.virtual_stages > 1:
-            why = 'schedule is "interleaved", and plans have a ratio for every part'
-            _refuse("auto", key="recompute_ratio", reason=why, remedy="give a number or one for each stage")
         if left and self.profile is None:
             fix = 'make one with "python -m ds_vpipe profile" and name it'
             _refuse(None, key="profile", reason=f"{left[0]} is {_LEFT_TO_PLANNER[left[0]]!r}", remedy=fix)
+        if "stage_to_depth_map" in left and self.link_bandwidth is None:
+            why = "stage_to_depth_map is 'auto', which hides transfers"
+            _refuse(None, key="link_bandwidth", reason=why, remedy="give it, such as 10000000000")
         return self
 
     @property
@@ -249,16 +256,18 @@ class VPipeConfig(BaseModel):
             allowed = f"at least one layer per {part}"
             reason = f"the model has {num_layers} layers for {parts} {part}s"
             refusals.append(Refusal("vpipe.partition", self.partition, allowed, f"use fewer {part}s", reason))
-        check_length("recompute_ratio", self.recompute_ratio, num_stages, "stage")
+        ratio = self.recompute_ratio
+        if not (isinstance(ratio, tuple) and len(ratio) == parts):
+            check_length("recompute_ratio", ratio, num_stages, "stage")
         check_length("stage_to_depth_map", self.stage_to_depth_map, num_stages, "stage")
         raise_first(refusals)
 
-        ratio, depth = self.recompute_ratio, self.stage_to_depth_map
+        depth = self.stage_to_depth_map
         if ratio == "auto":  # the planner has not been asked; a settled block has numbers
             ratio = 0.0
         return StageSettings(
             partition="uniform" if self.partition is None and self.virtual_stages > 1 else self.partition,
-            recompute_ratio=ratio if isinstance(ratio, tuple) else (ratio,) * num_stages,
+            recompute_ratio=part_ratios(ratio, parts),
             depth=depth if isinstance(depth, tuple) else tuple(range(num_stages - 1, -1, -1)),
             virtual_stages=self.virtual_stages,
         )

@@ -36,7 +36,7 @@ HELP: dict[str, tuple[str, str]] = {
         'give one count per stage, such as [12, 13, 13, 11], or "parameters" to balance by size',
     ),
     "recompute_ratio": (
-        'a number in [0, 1], a list of one such number per stage, or "auto"',
+        'a number in [0, 1], a list of one such number per stage or per part, or "auto"',
         "give the fraction of a stage's layers to recompute, such as 0.5, or 0 for none",
     ),
     "stage_to_depth_map": (
@@ -51,6 +51,10 @@ HELP: dict[str, tuple[str, str]] = {
     "memory_budget": (
         "an int > 0, or a list of one per stage, in bytes per device",
         "give bytes such as 16000000000, or remove the key for the memory of the GPU",
+    ),
+    "link_bandwidth": (
+        "a number > 0, bytes per second between two stages",
+        "give what one direction of a link carries, such as 10000000000",
     ),
     "gradient_clipping_scope": (
         '"stage", or "delayed_global" with sync_mode "asp"',

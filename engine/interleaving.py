@@ -77,9 +77,9 @@ def interleave(module: PipelineModule, numbers: Sequence[int], ends: Sequence[in
     module._local_start = 0  # DeepSpeed adds it to positions
 
 
-def recompute_parts(module: InterleavedMixin, ratio: float) -> None:
-    """Recompute the last layers of each of the rank's parts."""
+def recompute_parts(module: InterleavedMixin, ratios: Sequence[float]) -> None:
+    """Recompute the last layers of each of the rank's parts, by its own ratio."""
     starts = [0, *module._ends[:-1]]
     module._recomputed = [
-        recomputed_layers(ratio, end - start) for start, end in zip(starts, module._ends, strict=True)
+        recomputed_layers(ratio, end - start) for ratio, start, end in zip(ratios, starts, module._ends, strict=True)
     ]

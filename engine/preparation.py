@@ -84,11 +84,11 @@ def prepare(
     if config.sync_mode == "asp" and model.num_stages > 1:
         grid = StageLocalGrid(model.mpu())
         model.mpu = lambda: grid
-    ratio = settings.recompute_ratio[model.stage_id]
+    ratios = settings.recompute_ratio[model.stage_id :: model.num_stages]
     if isinstance(model, InterleavedMixin):
-        recompute_parts(model, ratio)
+        recompute_parts(model, ratios)
     else:
-        apply_recompute(model, ratio)
+        apply_recompute(model, ratios[0])
     _limit_cpu_threads()
     return Prepared(parameters, settings, plan)
 

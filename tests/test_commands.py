@@ -15,6 +15,8 @@ from timelines import TWO_STAGES
 from ds_vpipe.__main__ import COMMANDS, main
 from ds_vpipe.commands.profile import layer_range, setting
 from ds_vpipe.commands.quantities import numbers, size, sizes
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.planning.configured_plan import planned
 from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.schedules import checks
 from ds_vpipe.timelines.recording import RankRecording
@@ -86,7 +88,7 @@ def test_every_command_is_in_the_overview(capsys: pytest.CaptureFixture[str]) ->
         assert f"python -m ds_vpipe {command}" in text
 
 
-@pytest.mark.parametrize("argv", [[], ["shw"], ["show", "--stages", "x"], ["plan"], ["show", "--window", "3:1"]])
+@pytest.mark.parametrize("argv", [[], ["shw"], ["show", "--stages", "x"], ["profile"], ["show", "--window", "3:1"]])
 def test_misuse_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "--help explains" in refused(capsys, *argv)
 
@@ -226,6 +228,22 @@ def test_check_refuses_what_training_would(tmp_path: Path, capsys: pytest.Captur
     assert "zero_optimization.stage" in refused(capsys, "check", str(path), "--stages", "2")
 
 
+@pytest.mark.parametrize(
+    ("vpipe", "stages"),
+    [
+        ({"partition": [2, 2, 2, 2]}, "3"),
+        ({"recompute_ratio": [0.5, 0, 0]}, "4"),
+        ({"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}, "1"),
+    ],
+)
+def test_check_refuses_lists_that_do_not_fit(
+    vpipe: dict[str, Any], stages: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({**CONFIG, "vpipe": vpipe}), encoding="utf-8")
+    assert f"vpipe.{[*vpipe][-1]}: got" in refused(capsys, "check", str(path), "--stages", stages)
+
+
 # simulate
 
 
@@ -284,6 +302,7 @@ def test_plan_respects_memory(config: str, profile: str, capsys: pytest.CaptureF
     tight = printed_json(capsys, "plan", config, "--profile", profile, "--memory", budget)
     assert max(stage["memory"]["total"] for stage in tight["stages"]) < need
     assert "too many" in refused(capsys, "plan", config, "--profile", profile, "--memory", "1MB")
+    assert "--profile: got null" in refused(capsys, "plan", config)
 
 
 def test_plan_keeps_what_it_is_told(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,6 +322,51 @@ def test_plan_suggests_micro_batches(config: str, profile: str, capsys: pytest.C
     assert text.splitlines()[-1] == "at most one update stale: 3 micro-batches per batch or more"
     text = printed(capsys, "plan", config, "--profile", profile, "--schedule", "gpipe")
     assert text.splitlines()[-1] == "at most 10% idle: 27 micro-batches per batch or more"
+
+
+def test_plan_refuses_options_without_effect(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", config, "--profile", profile]
+    for more in (["--current", "--hide-transfers"], ["--checkpoint", "never", "--keep", "recompute_ratio"]):
+        assert "leave one of them out" in refused(capsys, *argv, *more)
+    simulated = ["simulate", config, "--profile", profile]
+    assert "--backward: got [1.0]; --profile has the seconds" in refused(capsys, *simulated, "--backward", "1")
+
+
+def test_commands_plan_what_training_plans(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Profile, budget, links and what is left to the planner come from the block."""
+    block = {"partition": "profile", "recompute_ratio": "auto", "stage_to_depth_map": "auto", "profile": profile}
+    vpipe: dict[str, Any] = {**block, "memory_budget": 26 * MB, "link_bandwidth": 1e8}
+    content = {**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "vpipe": vpipe}
+    path = tmp_path / "auto.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    training, _ = planned(VPipeConfig.parse(vpipe), content, 2, [4, 4])
+    assert training.stage_to_depth_map == (2, 0)
+    argv = [str(path), "--stages", "2"]
+    for command in (["plan", *argv], ["plan", *argv, "--current"]):
+        found = printed_json(capsys, *command)
+        assert found["partition"] == list(training.partition or ())
+        assert found["recompute_ratio"] == list(training.recompute_ratio)
+        assert found["depths"] == [2, 0]
+    simulated = printed_json(capsys, "simulate", *argv)
+    assert simulated["in_flight"] == [3, 1]
+    assert simulated["throughput"] == pytest.approx(1 / found["pace_s"], rel=0.01)
+    assert '"stage_to_depth_map": [2, 0]' in printed(capsys, "plan", *argv)
+    assert "too many" in refused(capsys, "plan", *argv, "--memory", "1MB")
+
+
+def test_a_plan_of_parts_is_what_training_takes(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vpipe: dict[str, Any] = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
+    path, split = tmp_path / "c.json", tmp_path / "split.json"
+    path.write_text(json.dumps({**CONFIG, "vpipe": vpipe}), encoding="utf-8")
+    printed(capsys, "plan", str(path), "--stages", "2", "--profile", profile, "-o", str(split))
+    settings = VPipeConfig.parse({**vpipe, "partition": str(split)}).resolve(2, 8)
+    assert (settings.partition, settings.recompute_ratio) == ((2, 2, 2, 2), (0.0,) * 4)
+    path.write_text(json.dumps({**CONFIG, "vpipe": {**vpipe, "recompute_ratio": [0.5, 1]}}), encoding="utf-8")
+    found = printed_json(capsys, "plan", str(path), "--stages", "2", "--profile", profile, "--keep", "recompute_ratio")
+    assert found["recompute_ratio"] == [0.5, 1.0, 0.5, 1.0]
+    assert "give --stages" in refused(capsys, "show", str(path))
 
 
 # profile

@@ -142,3 +142,20 @@ def test_iterator_that_starts_over(worlds: Worlds) -> None:
         assert [report["batches"] for report in reports] == [3, 3]
         found.append(cases.merged(reports))
     assert difference(found[1], found[0]) == 0
+
+
+def recomputed(ds_config: dict[str, Any]) -> list[int]:
+    engine = cases.engine(ds_config, 2)
+    found = list(engine.module._recomputed)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [(1, [[2, 2], [3, 3]]), ([0.5, 1], [[1, 1], [3, 3]]), ([0.5, 0, 1, 1], [[1, 2], [0, 3]])],
+    ids=["all", "of stages", "of parts"],
+)
+def test_ratios_of_stages_and_of_parts(worlds: Worlds, ratio: Any, expected: list[list[int]]) -> None:
+    block = {**INTERLEAVED, "partition": [2, 3, 2, 3], "recompute_ratio": ratio}
+    assert worlds.run(2, recomputed, cases.config(2, SGD, block)) == expected

@@ -21,11 +21,9 @@ def test_asynchronous() -> None:
         "optimizer": {"type": "AdamW"},
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 1},
-        "vpipe": {"stage_to_depth_map": "auto", "weight_sync": "vertical"},
+        "vpipe": {"stage_to_depth_map": "auto", "weight_sync": "vertical", "link_bandwidth": 2e9},
     }
-    assert configured_settings(
-        config, 4, 8, replicas=2, budget=100, link=Link(1.0), host_transfers=True
-    ) == PlanSettings(
+    assert configured_settings(config, 4, 8, replicas=2, budget=100, host_transfers=True) == PlanSettings(
         num_stages=4,
         micro_batches=8,
         schedule="asp",
@@ -33,7 +31,7 @@ def test_asynchronous() -> None:
         depths="auto",
         weight_sync="vertical",
         optimizer=optimizer_bytes("adamw", None, "bfloat16", zero_stage=1, replicas=2),
-        link=Link(1.0),
+        link=Link(bytes_per_s=2e9),
         host_transfers=True,
     )
 

@@ -40,6 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments, arguments.config)
     pipeline = settings.pipeline
     refuse_unsupported(settings.ds_config, settings.block, pipeline.num_stages)
+    if arguments.schedule is None and arguments.virtual_stages is None:  # else it is not the block's pipeline
+        counts = settings.block.partition
+        settings.block.resolve(pipeline.num_stages, sum(counts) if isinstance(counts, tuple) else pipeline.num_parts)
     workload = typical_workload(pipeline) if arguments.batches is None else Workload(arguments.batches)
     check_size(pipeline, workload)
     actions = programs(pipeline, workload)

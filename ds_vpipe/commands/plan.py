@@ -11,13 +11,16 @@ from ds_vpipe.commands.inputs import print_json
 from ds_vpipe.commands.profiled import (
     add_profile_arguments,
     configured_partition,
+    configured_plan,
     configured_ratios,
     model_profile,
     planner_pipeline,
 )
 from ds_vpipe.commands.settings import add_pipeline_arguments, settings_from
 from ds_vpipe.planning.plan import Plan
+from ds_vpipe.planning.planner import plan
 from ds_vpipe.planning.recompute_choice import CHECKPOINT_MODES, checkpoint_ratios
+from ds_vpipe.refusal import Refusal
 from ds_vpipe.schedules.bubble import optimal_microbatches
 
 DESCRIPTION = """\
@@ -43,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
     add_pipeline_arguments(parser)
-    add_profile_arguments(parser, required=True)
+    add_profile_arguments(parser)
     group = parser.add_argument_group("the plan")
     group.add_argument("--current", action="store_true", help="predict for the JSON's own split, do not search")
     group.add_argument(
@@ -57,18 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, and return the exit status."""
-    from ds_vpipe.planning.planner import plan, predict
-
     settings = settings_from(arguments, arguments.config)
-    profile = model_profile(arguments)
-    pipeline = planner_pipeline(arguments, settings)
-    counts = configured_partition(settings, profile) if arguments.current or "partition" in arguments.keep else None
-    ratios = configured_ratios(settings) if arguments.current or "recompute_ratio" in arguments.keep else None
-    if arguments.checkpoint is not None:
-        ratios = checkpoint_ratios(arguments.checkpoint, settings.pipeline.num_parts)
+    _check_choice(arguments)
+    profile = model_profile(arguments, settings)
     if arguments.current:
-        found = predict(profile, pipeline, counts or (), ratios or ())
+        found = configured_plan(arguments, settings, profile)
     else:
+        pipeline = planner_pipeline(arguments, settings)
+        counts = configured_partition(settings, profile) if "partition" in arguments.keep else None
+        ratios = configured_ratios(settings) if "recompute_ratio" in arguments.keep else None
+        if arguments.checkpoint is not None:
+            ratios = checkpoint_ratios(arguments.checkpoint, settings.pipeline.num_parts)
         pipeline = replace(pipeline, depths="auto") if arguments.hide_transfers else pipeline
         found = plan(profile, pipeline, counts, ratios)
     suggested = _suggested(found, settings.pipeline.num_stages)
@@ -80,8 +82,25 @@ def run(arguments: argparse.Namespace) -> int:
         print(found.table())
         price = "at most one update stale" if found.depths else f"at most {_IDLE:.0%} idle"
         print(f"{price}: {suggested} micro-batches per batch or more")
+        if found.depths and found.depths != settings.pipeline.depths:
+            print(f'depths are not in split files; for the JSON: "stage_to_depth_map": {list(found.depths)}')
     over = [stage for stage in found.stages if stage.budget is not None and stage.memory.total > stage.budget]
     return 1 if over else 0
+
+
+def _check_choice(arguments: argparse.Namespace) -> None:
+    """Refuse options of which one would be without effect."""
+    given = {
+        "--checkpoint": arguments.checkpoint is not None,
+        "--hide-transfers": arguments.hide_transfers,
+        "--keep": bool(arguments.keep),
+    }
+    ignored = [name for name, there in given.items() if there and arguments.current]
+    if arguments.checkpoint is not None and "recompute_ratio" in arguments.keep:
+        ignored = ["--checkpoint", "--keep recompute_ratio"]
+    if ignored:
+        allowed = "--current without the others, and one of --checkpoint and --keep recompute_ratio"
+        raise Refusal("options of plan", " ".join(ignored), allowed, "leave one of them out").error()
 
 
 def _suggested(found: Plan, num_stages: int) -> int:

@@ -127,7 +127,8 @@ def check_size(pipeline: Pipeline, workload: Workload) -> None:
 
 
 def _stages(block: VPipeConfig, depth: tuple[int, ...] | None, virtual_stages: int) -> int:
-    for values, share in ((depth, 1), (block.partition, virtual_stages), (block.recompute_ratio, virtual_stages)):
+    ratios = block.recompute_ratio if virtual_stages == 1 else None  # of stages or of parts
+    for values, share in ((depth, 1), (block.partition, virtual_stages), (ratios, 1)):
         if isinstance(values, tuple):
             return len(values) // share
     remedy = "give --stages K"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from ds_vpipe.commands.inputs import entitled, print_json
 from ds_vpipe.commands.quantities import numbers, seconds
@@ -11,8 +12,12 @@ from ds_vpipe.commands.settings import Settings, add_pipeline_arguments, setting
 from ds_vpipe.refusal import Refusal
 
 if TYPE_CHECKING:
+    from ds_vpipe.schedules.pipeline import Pipeline
     from ds_vpipe.simulation.simulation import Simulation
     from ds_vpipe.simulation.simulator import StageCost
+
+    Costs: TypeAlias = tuple[tuple[StageCost, ...], Pipeline]
+    """Of every part, and the pipeline that they are for."""
 
 DESCRIPTION = """\
 Carry out the schedule on paper, with seconds and bytes of every part of the model: from a profile and the partition and
@@ -26,6 +31,7 @@ examples:
   python -m ds_vpipe simulate --stages 4 --micro-batches 8 --schedule gpipe --forward 1,1,2,1 --backward 2,2,4,2
   python -m ds_vpipe simulate ds_config.json --profile bert.json -o simulation.json     then: report simulation.json
 """
+_COSTS = ("forward", "backward", "send", "update")
 _BEYOND = 10  # batches after the pipeline is full
 
 
@@ -35,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
     add_pipeline_arguments(parser)
-    add_profile_arguments(parser, required=False)
+    add_profile_arguments(parser)
     parser.add_argument(
         "--recording", metavar="FOLDER", help="take the seconds from this recording of the same partition"
     )
@@ -46,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("send", "seconds of a transfer"),
     ):
         group.add_argument(f"--{name}", type=numbers(seconds), metavar="S", help=what)
-    group.add_argument("--update", type=numbers(seconds), default=(0.0,), metavar="S", help="seconds of an update")
+    group.add_argument("--update", type=numbers(seconds), metavar="S", help="seconds of an update; also with --profile")
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", metavar="FILE", help="write the timeline, for show, trace and report")
     group.add_argument("--json", action="store_true", help="print the numbers as JSON")
@@ -54,18 +60,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, and return the exit status."""
+    from ds_vpipe.commands.profiled import profile_paths
     from ds_vpipe.simulation.simulator import simulate
 
     settings = settings_from(arguments, arguments.config)
     sources = {"--profile": arguments.profile, "--recording": arguments.recording, "--forward": arguments.forward}
     given = [name for name, value in sources.items() if value is not None]
+    given = given or ["--profile"] * bool(profile_paths(arguments, settings))
     if len(given) != 1:
         remedy = "give one of them; profile makes a profile, vpipe.timeline a recording"
         allowed = "one of --profile FILE, --recording FOLDER, --forward S"
         raise Refusal("costs", " and ".join(given) or None, allowed, remedy).error()
     find = {"--profile": _profiled, "--recording": _recorded, "--forward": _given}[given[0]]
-    costs = find(arguments, settings)
-    simulation = simulate(settings.pipeline, costs, workload_from(arguments, settings.pipeline, _BEYOND))
+    _check_numbers(arguments, given[0])
+    costs, pipeline = find(arguments, settings)
+    simulation = simulate(pipeline, costs, workload_from(arguments, pipeline, _BEYOND))
     if arguments.output is not None:
         entitled(simulation.timeline, arguments.config, arguments.split).save(arguments.output)
     if arguments.json:
@@ -75,14 +84,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _recorded(arguments: argparse.Namespace, settings: Settings) -> tuple[StageCost, ...]:
+def _check_numbers(arguments: argparse.Namespace, source: str) -> None:
+    """Refuse seconds that would be without effect."""
+    allowed = {"--profile": ("forward", "update"), "--recording": ("forward",), "--forward": _COSTS}[source]
+    for name in _COSTS:
+        if name not in allowed and getattr(arguments, name) is not None:
+            value = list(getattr(arguments, name))
+            raise Refusal(f"--{name}", value, "none", "leave it out", f"{source} has the seconds").error()
+
+
+def _recorded(arguments: argparse.Namespace, settings: Settings) -> Costs:
     from ds_vpipe.simulation.recorded_costs import recorded_costs
     from ds_vpipe.timelines.merged_recording import read_timeline
 
-    return recorded_costs(read_timeline([arguments.recording]), settings.pipeline.num_parts)
+    costs = recorded_costs(read_timeline([arguments.recording]), settings.pipeline.num_parts)
+    return costs, settings.pipeline
 
 
-def _given(arguments: argparse.Namespace, settings: Settings) -> tuple[StageCost, ...]:
+def _given(arguments: argparse.Namespace, settings: Settings) -> Costs:
     from ds_vpipe.simulation.simulator import StageCost
 
     parts = settings.pipeline.num_parts
@@ -96,18 +115,20 @@ def _given(arguments: argparse.Namespace, settings: Settings) -> tuple[StageCost
     forward = spread("forward", ())
     backward = spread("backward", tuple(2 * seconds for seconds in forward))
     send, update = spread("send", (0.0,)), spread("update", (0.0,))
-    return tuple(StageCost(*cost) for cost in zip(forward, backward, send, send, update, strict=True))
+    costs = zip(forward, backward, send, send, update, strict=True)
+    return tuple(StageCost(*cost) for cost in costs), settings.pipeline
 
 
-def _profiled(arguments: argparse.Namespace, settings: Settings) -> tuple[StageCost, ...]:
-    from ds_vpipe.commands.profiled import configured_partition, configured_ratios, model_profile, planner_pipeline
-    from ds_vpipe.planning.planner import predict
+def _profiled(arguments: argparse.Namespace, settings: Settings) -> Costs:
+    from ds_vpipe.commands.profiled import configured_plan, model_profile, planner_pipeline
     from ds_vpipe.simulation.planned_costs import stage_costs
 
-    profile = model_profile(arguments)
-    pipeline = planner_pipeline(arguments, settings)
-    plan = predict(profile, pipeline, configured_partition(settings, profile), configured_ratios(settings))
-    return stage_costs(plan, pipeline.residencies(), arguments.update[0])
+    plan = configured_plan(arguments, settings, model_profile(arguments, settings))
+    planned, pipeline = planner_pipeline(arguments, settings), settings.pipeline
+    if plan.depths:
+        planned, pipeline = replace(planned, depths=plan.depths), replace(pipeline, depth_map=plan.depths)
+    update_s = 0.0 if arguments.update is None else arguments.update[0]
+    return stage_costs(plan, planned.residencies(), update_s), pipeline
 
 
 def _numbers(simulation: Simulation) -> dict[str, object]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config import VPipeConfig, part_ratios
 from ds_vpipe.partition import resolve_partition
 from ds_vpipe.planning.optimizer_bytes import training_dtype
 from ds_vpipe.planning.plan import Plan
@@ -83,12 +83,11 @@ def planned(
         names = [layer.name for layer in profile.layers]
         counts = resolve_partition(config.partition, lambda: weights, names, pipeline.parts)
     ratio = config.recompute_ratio
-    ratios = None if ratio == "auto" else ratio if isinstance(ratio, tuple) else (float(ratio),) * num_stages
-    # A stage's ratio is that of each of its parts.
-    found = plan(profile, pipeline, counts, None if ratios is None else ratios * config.virtual_stages)
+    ratios = None if ratio == "auto" else part_ratios(ratio, pipeline.parts)
+    found = plan(profile, pipeline, counts, ratios)
     settled = {
         "partition": found.partition,
-        "recompute_ratio": found.recompute_ratio if ratios is None else ratios,
+        "recompute_ratio": found.recompute_ratio if ratios is None else ratio,
         "stage_to_depth_map": found.depths or "default",
     }
     return config.model_copy(update=settled), found

@@ -88,22 +88,22 @@ def configured_settings(
     *,
     replicas: int = 1,
     budget: int | Sequence[int] | None = None,
-    link: Link = FREE_LINK,
     host_transfers: bool = False,
 ) -> PlanSettings:
     """What to plan for, from the JSON that training reads.
 
     Args:
-        ds_config: the JSON; its ``"vpipe"`` block may say ``"auto"`` for depths, ratios and partition.
+        ds_config: the JSON; its ``"vpipe"`` block may say ``"auto"`` for depths, ratios and partition. Transfers are
+            free unless it has a ``link_bandwidth``.
         num_stages: K.
         micro_batches: M, ``gradient_accumulation_steps`` as DeepSpeed has worked it out.
         replicas: data-parallel ranks per stage, among which ZeRO-1 divides.
         budget: bytes per device, one number or one for each rank; None for no limit.
-        link: between two stages.
         host_transfers: messages are kept in the memory that is planned, as on the CPU.
     """
     block = ds_config.get("vpipe") or {}
     asynchronous = block.get("sync_mode", "asp") == "asp"
+    bandwidth = block.get("link_bandwidth")
     return PlanSettings(
         num_stages=num_stages,
         micro_batches=micro_batches,
@@ -113,6 +113,6 @@ def configured_settings(
         weight_sync=block.get("weight_sync", "stash") if asynchronous else "none",
         virtual_stages=block.get("virtual_stages", 1),
         optimizer=configured_optimizer_bytes(ds_config, replicas),
-        link=link,
+        link=FREE_LINK if bandwidth is None else Link(bytes_per_s=bandwidth),
         host_transfers=host_transfers,
     )

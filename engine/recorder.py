@@ -8,6 +8,7 @@ written when the engine is destroyed, the script ends or a stage fails, one file
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections import deque
@@ -123,15 +124,17 @@ class Recorder:
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self._stage == 0:  # an earlier run had more stages: they are not part of this pipeline
-            present = set(folder.glob(self._file("*")))
-            for path in present.difference(folder / self._file(f"{stage:03d}") for stage in range(self._num_stages)):
-                path.unlink(missing_ok=True)
-        path = folder / self._file(f"{self._stage:03d}")
+            for path in folder.iterdir():
+                name = re.fullmatch(rf"{self._prefix}(\d{{3,}})\.jsonl", path.name)
+                if name is not None and int(name[1]) >= self._num_stages:
+                    path.unlink(missing_ok=True)
+        path = folder / f"{self._prefix}{self._stage:03d}.jsonl"
         self.recording(micro_batches, meta).save(path)
         return path
 
-    def _file(self, stage: str) -> str:
-        return f"replica{self._replica:02d}-rank{stage}.jsonl"
+    @property
+    def _prefix(self) -> str:
+        return f"replica{self._replica:02d}-rank"
 
 
 def _clock() -> str:

@@ -288,6 +288,10 @@ def test_plan_writes_a_split_that_the_json_takes(
         "partition": [2, 2, 2, 2],
         "recompute_ratio": [0.0, 0.0, 0.0, 0.0],
     }
+    content = {**CONFIG, "vpipe": {"partition": [1, 2, 2, 3], "recompute_ratio": 1}}
+    Path(config).write_text(json.dumps(content), encoding="utf-8")
+    current = printed_json(capsys, "plan", config, "--profile", profile, "--split", str(split), "--current")
+    assert (current["partition"], current["recompute_ratio"]) == ([2, 2, 2, 2], [0.0] * 4), "not those of the JSON"
     content = {**CONFIG, "vpipe": {"partition": str(split)}}
     (tmp_path / "planned.json").write_text(json.dumps(content), encoding="utf-8")
     assert "K = 4" in printed(capsys, "show", str(tmp_path / "planned.json"))

@@ -175,6 +175,11 @@ def test_begins_where_every_ring_buffer_begins() -> None:
     ]
     assert [m for m in merged.memory if m.rank == 0] == [MemorySample(0, 5.5, 100)]
     assert merged.meta["dropped"] == [0, 3]
+    later = tuple(span for span in parts[0].spans if span.start >= 2.0)
+    both = merge_recordings([replace(parts[0], spans=later, dropped=1), replace(parts[1], spans=late, dropped=3)])
+    first = both.by_rank()[0][0]
+    assert (first.action, first.start) == ("RECV_GRAD0", 0.0), "the later of both"
+    assert min(span.start for span in both.spans) == 0.0
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:

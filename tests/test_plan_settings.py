@@ -63,3 +63,8 @@ def test_every_config_can_be_planned(path: Path) -> None:
         or counts is None
         or [int(r * n) for r, n in zip(ratios, counts, strict=True)] == [stage.recomputed for stage in found.stages]
     )
+
+
+def test_parts_share_the_budget_of_their_rank() -> None:
+    settings = PlanSettings(2, 4, "interleaved", budget=(30, 60), virtual_stages=3)
+    assert settings.part_budgets() == [10, 20, 10, 20, 10, 20]

@@ -51,3 +51,9 @@ def test_simulated_plans_keep_their_promises(schedule: str, micro_batches: int, 
     for peak, stage in zip(simulation.peak_bytes, found.stages, strict=True):
         assert peak == pytest.approx(stage.memory.total, rel=0.03)
         assert budget is None or peak <= budget
+
+
+def test_an_update_is_shared_by_the_parts_of_a_rank() -> None:
+    pipeline = Planned(2, 4, "interleaved", virtual_stages=2)
+    costs = stage_costs(plan(PROFILE, pipeline), pipeline.residencies(), update_s=0.5)
+    assert [cost.update_s for cost in costs] == [0.25] * 4

@@ -106,3 +106,37 @@ def test_the_command_simulates_another_schedule(tmp_path: Path, capsys: pytest.C
     slowest = recorded_costs(recording(), 2)[1]
     assert asynchronous > 1.3 * synchronous
     assert asynchronous <= 1 / (slowest.forward_s + slowest.backward_s + slowest.update_s)
+
+
+def test_messages_that_nobody_waited_for_say_nothing_of_transfers() -> None:
+    whole = recording()
+    late = []
+    for index in range(90, 94):
+        start = 9.0 * index
+        late.append(Span(0, f"SEND_ACT{index}", start, start + HOST, 0))
+        late.append(Span(0, f"RECV_NEWS{index}", start + HOST + GAP, start + 8.0, 0))
+        late.append(Span(1, f"RECV_ACT{index}", start + 5.0, start + 5.5, 1))
+    found = recorded_costs(replace(whole, spans=(*whole.spans, *late)), 2)
+    sent = found[0].send_activation_s + found[0].host_s
+    assert sent == pytest.approx(TRANSFER + HOST + GAP)
+
+
+def test_parts_of_an_interleaved_recording() -> None:
+    """Parts 0 and 2 are on rank 0, which takes 0.1 to send and 0.4 to update and tell; rank 1 takes twice as long."""
+    spans: list[Span] = []
+    clock = [0.0, 0.0]
+    for batch in range(4):
+        for part in (0, 2, 1, 3):
+            rank = part % 2
+            pace = rank + 1.0
+            for kind, seconds in (("F", 1.0 + part), ("SEND_ACT", 0.1 * pace), ("B", 2.0 + part)):
+                spans.append(Span(rank, f"{part}{kind}{batch}", clock[rank], clock[rank] + seconds, part))
+                clock[rank] += seconds
+            for kind, seconds in (("STEP", 0.3 * pace), ("SEND_NEWS", 0.1 * pace)) if part >= 2 else ():
+                spans.append(Span(rank, f"{kind}{batch}", clock[rank], clock[rank] + seconds, rank))
+                clock[rank] += seconds
+    found = recorded_costs(Timeline("test", "recording", 2, 1, tuple(spans)), 4)
+    assert [cost.forward_s for cost in found] == pytest.approx([1.0, 2.0, 3.0, 4.0])
+    assert [cost.backward_s for cost in found] == pytest.approx([2.0, 3.0, 4.0, 5.0])
+    assert [cost.host_s for cost in found] == pytest.approx([0.1, 0.2, 0.1, 0.2])
+    assert [cost.update_s for cost in found] == pytest.approx([0.2, 0.4, 0.2, 0.4]), "both parts of a rank together"

@@ -12,6 +12,7 @@ import torch
 import toy
 from worlds import Worlds
 
+from ds_vpipe.engine.recorder import Recorder
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload, programs
 from ds_vpipe.schedules.schedule import version_used
@@ -71,6 +72,24 @@ def test_a_recording_is_the_program(worlds: Worlds, tmp_path: Path, schedule: st
             if span.action[0] in "FB" and schedule == "asp":
                 index = int(span.action[1:])
                 assert span.version == version_used(index, pipeline.depths[rank], MICRO_BATCHES), span
+
+
+def test_only_recordings_of_stages_that_are_no_more_are_removed(tmp_path: Path) -> None:
+    names = ["replica00-rank002.jsonl", "replica00-rank1000.jsonl"]
+    kept = ["replica00-rank001.jsonl", "replica01-rank002.jsonl", "replica00-rank-notes.jsonl", "merged.json"]
+    for name in (*names, *kept):
+        (tmp_path / name).write_text("of an earlier run", encoding="utf-8")
+
+    def save(stage: int) -> None:
+        def nothing() -> Any:
+            raise AssertionError("no pass was recorded")
+
+        Recorder(stage, 2, 0, nothing, lambda action: 0, torch.device("cpu")).save(tmp_path, MICRO_BATCHES, {})
+
+    save(1)
+    assert all((tmp_path / name).exists() for name in names), "that is for the first stage to do"
+    save(0)
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, "replica00-rank000.jsonl"}
 
 
 class Fragile(toy.Scale):

@@ -87,3 +87,19 @@ def test_json() -> None:
         "forward": 1.0, "backward": 2.0, "recompute": 1.0, "update": 0.5, "wait": 4.0,
     }  # fmt: skip
     assert content["ranks"][1]["staleness"] == [0.0, 0]
+
+
+def test_a_recorded_receive_is_waiting() -> None:
+    """A recorder knows no waits but receives; what both show counts once."""
+    spans = (
+        Span(0, "F0", 0.0, 1.0, 0),
+        Span(0, "SEND_ACT0", 1.0, 1.5, 0),
+        Span(0, "RECV_GRAD0", 1.5, 4.0, 0),
+        Span(0, "B0", 4.0, 6.0, 0),
+        Span(0, "WAITRECV_GRAD1", 6.0, 8.0, 0),
+        Span(0, "RECV_GRAD1", 7.0, 8.5, 0),
+    )
+    rank = summarize(Timeline("t", "recording", 1, 1, spans)).ranks[0]
+    assert rank.wait_s == {"RECV_GRAD": 5.0}
+    assert rank.seconds[Category.WAIT] == 5.0
+    assert rank.seconds[Category.TRANSFER] == 0.5

@@ -3,6 +3,8 @@
 A profile knows passes alone. A recording also has what the engine, the host and the links take, so that a simulation
 with its costs says how fast another schedule, depth or number of micro-batches would be on the same machines. Seconds
 are means, which add up to a run's, without the tenth at either end, which leaves out first passes and interruptions.
+What a script does between batches, such as evaluating, counts with the update if it happens in more than a tenth of them.
+Receiving tied weights and norms of other stages is not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ds_vpipe.timelines.messages import messages
 from ds_vpipe.timelines.timeline import Span, Timeline
 
 _SENDS = ("SEND_ACT", "SEND_GRAD")
-_PER_BATCH = ("REDUCE", "STEP")
+_PER_BATCH = ("REDUCE", "STEP", "SEND_TIED_GRAD", "SEND_TIED", "SEND_NEWS")
 
 
 def recorded_costs(timeline: Timeline, num_parts: int) -> tuple[StageCost, ...]:
@@ -77,7 +79,7 @@ def _with_gap(row: Sequence[Span]) -> Iterator[tuple[Span, float]]:
 
 
 def _updates(taken: Sequence[tuple[Span, float]]) -> list[float]:
-    """Seconds of each batch's reduction and update together."""
+    """Seconds of each batch's reduction, update and messages about it together."""
     batches: dict[int, float] = defaultdict(float)
     for span, seconds in taken:
         if span.name.kind in _PER_BATCH:

@@ -38,8 +38,8 @@ _OF_KIND: Final = {
 def category_of(span: Span) -> Category:
     """Return what kind of work ``span`` is; ``OTHER`` for kinds of action that this version does not know."""
     name = action_name(span.action)
-    if name.waiting:
+    if name.waiting or name.kind.startswith("RECV_"):  # a rank that receives does nothing else: it waits
         return Category.WAIT
-    if name.kind.startswith(("SEND_", "RECV_")):
+    if name.kind.startswith("SEND_"):
         return Category.TRANSFER
     return _OF_KIND.get(name.kind, Category.OTHER)

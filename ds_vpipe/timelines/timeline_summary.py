@@ -24,7 +24,7 @@ class RankSummary:
         idle_s: Seconds in which nothing at all is noted.
         busy: Share of the window with passes, updates or reading, 0 to 1.
         bubble: ``1 - busy``.
-        wait_s: Seconds waited, by the kind of action waited for, such as ``RECV_ACT``; longest first.
+        wait_s: Seconds waited or receiving, by the kind of action waited for, such as ``RECV_ACT``; longest first.
         peak_bytes: Most bytes allocated, or None if memory is not known.
         staleness: Mean and largest staleness in updates, or None if not known.
     """
@@ -153,11 +153,15 @@ def _completed(timeline: Timeline, start: float, end: float) -> int:
 
 
 def _waits(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
+    """Spans are sorted by start; what a wait and its receive have in common counts once."""
     waits: dict[str, float] = {}
+    until = start
     for span in spans:
-        overlap = min(span.end, end) - max(span.start, start)
-        if overlap > 0 and span.name.waiting:
-            waits[span.name.kind] = waits.get(span.name.kind, 0.0) + overlap
+        if category_of(span) is Category.WAIT:
+            overlap = min(span.end, end) - max(span.start, until)
+            until = max(until, span.end)
+            if overlap > 0:
+                waits[span.name.kind] = waits.get(span.name.kind, 0.0) + overlap
     return dict(sorted(waits.items(), key=lambda item: -item[1]))
 
 

@@ -355,7 +355,10 @@ def test_commands_plan_what_training_plans(profile: str, tmp_path: Path, capsys:
     assert simulated["in_flight"] == [3, 1]
     assert simulated["throughput"] == pytest.approx(1 / found["pace_s"], rel=0.01)
     assert '"stage_to_depth_map": [2, 0]' in printed(capsys, "plan", *argv)
-    assert "too many" in refused(capsys, "plan", *argv, "--memory", "1MB")
+    path.write_text(json.dumps({**content, "vpipe": {**vpipe, "memory_budget": MB}}), encoding="utf-8")
+    assert "too many" in refused(capsys, "plan", *argv)
+    assert "too many" in refused(capsys, "simulate", *argv)
+    printed(capsys, "plan", *argv, "--memory", "26MB")
 
 
 def test_a_plan_of_parts_is_what_training_takes(

@@ -3,7 +3,7 @@
 A profile knows passes alone. A recording also has what the engine, the host and the links take, so that a simulation
 with its costs says how fast another schedule, depth or number of micro-batches would be on the same machines. Seconds
 are means, which add up to a run's, without the tenth at either end, which leaves out first passes and interruptions.
-What a script does between batches, such as evaluating, counts with the update if it happens in more than a tenth of them.
+What a script does between batches, such as evaluating, counts with the update if more than a tenth of them have it.
 Receiving tied weights and norms of other stages is not counted.
 """
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_vpipe.engine.lamb import Lamb
+from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.memory import ActivationSums, StageMemory, model_memory, stage_memory
 from ds_vpipe.planning.optimizer_bytes import (
     OptimizerBytes,
@@ -372,3 +373,8 @@ def watched_peak(step: Callable[[], Any]) -> int:
             step()
 
     return count_allocations(work).peak
+
+
+def test_a_senseless_stage_of_zero_is_refused() -> None:
+    with pytest.raises(VPipeConfigError, match='zero_optimization.stage: got "x"'):
+        configured_optimizer_bytes({"zero_optimization": {"stage": "x"}})

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
-from pathlib import Path
 
 from ds_vpipe.commands.inputs import print_json
 from ds_vpipe.commands.profiled import (
@@ -75,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = plan(profile, pipeline, counts, ratios)
     suggested = _suggested(found, settings.pipeline.num_stages)
     if arguments.output is not None:
-        Path(arguments.output).write_text(json.dumps(found.split()) + "\n", encoding="utf-8")
+        found.save_split(arguments.output)
     if arguments.json:
         print_json({**found.to_json(), "suggested_micro_batches": suggested})
     else:

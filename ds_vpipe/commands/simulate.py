@@ -162,7 +162,9 @@ def _table(simulation: Simulation) -> str:
     for rank, (bubble, steady, (mean, most), in_flight, versions, peak) in enumerate(columns):
         stale = f"{mean:.2f} (max {most})"
         memory = show_bytes(peak) if peak else "-"
-        rows.append((str(rank), f"{bubble:.1%}", f"{steady:.1%}", stale, str(in_flight), str(versions), memory))
+        rows.append(
+            (str(rank), f"{bubble:.1%}", f"{max(0.0, steady):.1%}", stale, str(in_flight), str(versions), memory)
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     steady, overall = simulation.throughput, simulation.overall_throughput

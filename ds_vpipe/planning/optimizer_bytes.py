@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from ds_vpipe.refusal import Refusal
+
 _MASTER = 4  # bytes of an fp32 master weight
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _ZERO_BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size, in elements
@@ -144,7 +146,14 @@ def configured_optimizer_bytes(ds_config: Mapping[str, Any], replicas: int = 1) 
         str(optimizer.get("type", "adam")),
         optimizer.get("params"),
         training_dtype(ds_config),
-        int(zero.get("stage") or 0),
+        _zero_stage(zero),
         replicas,
         int(zero.get("reduce_bucket_size") or _ZERO_BUCKET),
     )
+
+
+def _zero_stage(zero: Mapping[str, Any]) -> int:
+    stage = zero.get("stage") or 0
+    if stage not in (0, 1, 2, 3):
+        raise Refusal("zero_optimization.stage", stage, "0 or 1", "correct the JSON").error()
+    return int(stage)

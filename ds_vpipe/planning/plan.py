@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import mul
 from pathlib import Path
@@ -119,21 +119,9 @@ class Plan:
         Path(path).write_text(json.dumps(self.split()) + "\n", encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON types; :meth:`from_json` is the inverse."""
+        """Everything, as JSON types."""
         stages = [asdict(stage) | {"memory": stage.memory.to_json()} for stage in self.stages]
         return {**self.split(), **asdict(self), "stages": stages, "depths": list(self.depths), "notes": [*self.notes]}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Plan:
-        """The inverse of :meth:`to_json`."""
-        values = {key: value for key, value in content.items() if key in cls.__dataclass_fields__}
-        stages = []
-        for stage in content["stages"]:
-            memory = {key: value for key, value in stage["memory"].items() if key != "total"}
-            stages.append(StagePlan(**{**stage, "memory": StageMemory(**memory)}))
-        return cls(
-            **{**values, "stages": tuple(stages), "depths": tuple(values["depths"]), "notes": tuple(values["notes"])}
-        )
 
     def table(self) -> str:
         """Stages as rows: layers, seconds, bytes; for a terminal."""
@@ -157,16 +145,6 @@ class Plan:
         per_micro_batch, pace = self.seconds_per_micro_batch * 1e3, self.pace_s * 1e3
         summary = f"{self.schedule}, M = {self.micro_batches}: {per_micro_batch:.2f} ms per micro-batch"
         return "\n".join([*_aligned(rows), f"{summary}; pace {pace:.2f} ms", *self.notes])
-
-    def memory_line(self, stage: int) -> str:
-        """The predicted bytes of one stage on one line, to be printed before training."""
-        memory = self.stages[stage].memory
-        parts = ", ".join(
-            f"{name} {show_bytes(getattr(memory, name))}"
-            for name in StageMemory.__dataclass_fields__
-            if getattr(memory, name)
-        )
-        return f"stage {stage}: {show_bytes(memory.total)} predicted ({parts})"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -67,6 +67,7 @@ class Observation:
                 engine.key_of,
                 engine.device,
             )
+            self.recorder.forget_earlier(Path(engine.vpipe_config.timeline.path))
             self.observers.append(self.recorder)
         self.observers.append(self.meter)  # last to begin and first to end: it measures no other observer
         engine.engine_timers = unhooked_timers()

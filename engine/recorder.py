@@ -116,6 +116,18 @@ class Recorder:
             meta=meta,
         )
 
+    def forget_earlier(self, folder: Path) -> None:
+        """Remove this rank's recording of an earlier run, and stage 0 those of stages that are no more.
+
+        So that what lies in the folder is of one run, also if a rank is killed before it can write its own.
+        """
+        with suppress(OSError):  # there is no folder, or it cannot be written to: saving will say so
+            for path in list(folder.iterdir()):
+                name = re.fullmatch(rf"{self._prefix}(\d{{3,}})\.jsonl", path.name)
+                gone = name is not None and self._stage == 0 and int(name[1]) >= self._num_stages
+                if gone or (name is not None and int(name[1]) == self._stage):
+                    path.unlink(missing_ok=True)
+
     def save(self, folder: Path, micro_batches: int, meta: dict[str, Any]) -> Path:
         """Write the recording to ``folder``, which is made if need be, and return the file's path.
 
@@ -123,11 +135,6 @@ class Recorder:
             OSError: the file cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        if self._stage == 0:  # an earlier run had more stages: they are not part of this pipeline
-            for path in folder.iterdir():
-                name = re.fullmatch(rf"{self._prefix}(\d{{3,}})\.jsonl", path.name)
-                if name is not None and int(name[1]) >= self._num_stages:
-                    path.unlink(missing_ok=True)
         path = folder / f"{self._prefix}{self._stage:03d}.jsonl"
         self.recording(micro_batches, meta).save(path)
         return path

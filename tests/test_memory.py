@@ -376,5 +376,5 @@ def watched_peak(step: Callable[[], Any]) -> int:
 
 
 def test_a_senseless_stage_of_zero_is_refused() -> None:
-    with pytest.raises(VPipeConfigError, match='zero_optimization.stage: got "x"'):
+    with pytest.raises(VPipeConfigError, match=r'zero_optimization.stage: got "x"'):
         configured_optimizer_bytes({"zero_optimization": {"stage": "x"}})

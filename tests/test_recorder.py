@@ -74,22 +74,24 @@ def test_a_recording_is_the_program(worlds: Worlds, tmp_path: Path, schedule: st
                 assert span.version == version_used(index, pipeline.depths[rank], MICRO_BATCHES), span
 
 
-def test_only_recordings_of_stages_that_are_no_more_are_removed(tmp_path: Path) -> None:
-    names = ["replica00-rank002.jsonl", "replica00-rank1000.jsonl"]
+def test_recordings_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    gone = ["replica00-rank002.jsonl", "replica00-rank1000.jsonl"]
     kept = ["replica00-rank001.jsonl", "replica01-rank002.jsonl", "replica00-rank-notes.jsonl", "merged.json"]
-    for name in (*names, *kept):
+    for name in (*gone, *kept, "replica00-rank000.jsonl"):
         (tmp_path / name).write_text("of an earlier run", encoding="utf-8")
 
-    def save(stage: int) -> None:
+    def forget(stage: int) -> None:
         def nothing() -> Any:
             raise AssertionError("no pass was recorded")
 
-        Recorder(stage, 2, 0, nothing, lambda action: 0, torch.device("cpu")).save(tmp_path, MICRO_BATCHES, {})
+        recorder = Recorder(stage, 2, 0, nothing, lambda action: 0, torch.device("cpu"))
+        recorder.forget_earlier(tmp_path)
+        recorder.forget_earlier(tmp_path / "nowhere")
 
-    save(1)
-    assert all((tmp_path / name).exists() for name in names), "that is for the first stage to do"
-    save(0)
-    assert {path.name for path in tmp_path.iterdir()} == {*kept, "replica00-rank000.jsonl"}
+    forget(0)
+    assert {path.name for path in tmp_path.iterdir()} == set(kept)
+    forget(1)
+    assert {path.name for path in tmp_path.iterdir()} == set(kept[1:])
 
 
 class Fragile(toy.Scale):

@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
+from ds_vpipe.checkpoints.checkpoint_folder import checkpoint_folder
+from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint
 from ds_vpipe.errors import VPipeError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

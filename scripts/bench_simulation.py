@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from bench_schedule import BATCH, build, endless, join, machine, tell
 
 if TYPE_CHECKING:
-    from ds_vpipe.simulation.simulator import StageCost
+    from ds_vpipe.simulation.stage_cost import StageCost
 
 CASES = [
     ("asp", 1, 1),

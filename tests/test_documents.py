@@ -13,7 +13,8 @@ from vpipe_runs import write_run
 from ds_vpipe.__main__ import main
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
-from ds_vpipe.simulation.simulator import StageCost, simulate
+from ds_vpipe.simulation.simulator import simulate
+from ds_vpipe.simulation.stage_cost import StageCost
 from ds_vpipe.timelines.recording import RankRecording
 
 ROOT = Path(__file__).parents[1]

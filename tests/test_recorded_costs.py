@@ -13,7 +13,8 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
 from ds_vpipe.simulation.recorded_costs import recorded_costs
-from ds_vpipe.simulation.simulator import StageCost, simulate
+from ds_vpipe.simulation.simulator import simulate
+from ds_vpipe.simulation.stage_cost import StageCost
 from ds_vpipe.timelines.recording import RankRecording
 from ds_vpipe.timelines.timeline import Span, Timeline
 

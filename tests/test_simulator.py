@@ -18,7 +18,8 @@ from ds_vpipe.schedules.programs import Workload, programs
 from ds_vpipe.schedules.rendezvous import Link, posted_receives, receive_link, send_link
 from ds_vpipe.schedules.schedule import versions_alive
 from ds_vpipe.simulation.simulation import Simulation
-from ds_vpipe.simulation.simulator import StageCost, simulate
+from ds_vpipe.simulation.simulator import simulate
+from ds_vpipe.simulation.stage_cost import StageCost
 from ds_vpipe.timelines.timeline import Timeline
 
 CLOSE = 1e-9

@@ -13,7 +13,8 @@ from ds_vpipe.commands.settings import add_pipeline_arguments, read_json, settin
 from ds_vpipe.refusal import Refusal
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
-from ds_vpipe.simulation.simulator import StageCost, simulate
+from ds_vpipe.simulation.simulator import simulate
+from ds_vpipe.simulation.stage_cost import StageCost
 from ds_vpipe.timelines.merged_recording import read_timeline
 from ds_vpipe.timelines.timeline import FORMAT, Timeline
 

@@ -14,7 +14,7 @@ from ds_vpipe.refusal import Refusal
 if TYPE_CHECKING:
     from ds_vpipe.schedules.pipeline import Pipeline
     from ds_vpipe.simulation.simulation import Simulation
-    from ds_vpipe.simulation.simulator import StageCost
+    from ds_vpipe.simulation.stage_cost import StageCost
 
     Costs: TypeAlias = tuple[tuple[StageCost, ...], Pipeline]
     """Of every part, and the pipeline that they are for."""
@@ -102,7 +102,7 @@ def _recorded(arguments: argparse.Namespace, settings: Settings) -> Costs:
 
 
 def _given(arguments: argparse.Namespace, settings: Settings) -> Costs:
-    from ds_vpipe.simulation.simulator import StageCost
+    from ds_vpipe.simulation.stage_cost import StageCost
 
     parts = settings.pipeline.num_parts
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.residency import Residency
-from ds_vpipe.simulation.simulator import StageCost
+from ds_vpipe.simulation.stage_cost import StageCost
 
 
 def stage_costs(plan: Plan, residencies: Sequence[Residency], update_s: float = 0.0) -> tuple[StageCost, ...]:

@@ -16,7 +16,7 @@ from math import ceil
 from statistics import fmean
 
 from ds_vpipe.refusal import Refusal
-from ds_vpipe.simulation.simulator import StageCost
+from ds_vpipe.simulation.stage_cost import StageCost
 from ds_vpipe.timelines.messages import messages
 from ds_vpipe.timelines.timeline import Span, Timeline
 

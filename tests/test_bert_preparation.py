@@ -290,5 +290,6 @@ def test_what_cannot_work_is_refused_in_one_line(
     (tmp_path / "out" / "preparation.json").unlink()
     (tmp_path / "out" / "foreign_training.hdf5").write_text("")
     assert "holds HDF5 files that are not of this command" in error("--text", str(text))
-    (tmp_path / "out" / "preparation.json").write_text(json.dumps([1]))
-    assert "preparation.json: not readable" in error("--text", str(text))
+    for wrong in ([1], {"made_of": {}, "result": [1]}, {"made_of": {}, "result": {}}):
+        (tmp_path / "out" / "preparation.json").write_text(json.dumps(wrong))
+        assert "preparation.json: not readable" in error("--text", str(text))

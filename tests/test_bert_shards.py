@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.models.bert.arguments import parse_arguments
 from ds_vpipe.models.bert.batches import MicroBatches
 from ds_vpipe.models.bert.sample import IGNORED_LABEL, Sample
 from ds_vpipe.models.bert.samples import RandomSamples
 from ds_vpipe.models.bert.shard_samples import ShardSamples, digest_of, open_shards
 from ds_vpipe.models.bert.shards import TYPES, find_shards, open_shard, read_rows, sample_of, write_shard
+from ds_vpipe.models.bert.sizes import bert_config
+from ds_vpipe.models.bert.training_data import prepare
 
 LENGTH, SLOTS, VOCABULARY = 32, 6, 600
 
@@ -109,6 +112,8 @@ def test_files_are_found_by_their_names(tmp_path: Path) -> None:
         ("input_mask", np.zeros((10, 31), "i1"), "input_mask: got [10, 31]; wrong shape; allowed: the shape [10, 32]"),
         ("masked_lm_ids", np.zeros((10, 5), "i4"), "masked_lm_ids: got [10, 5]; wrong shape"),
         ("next_sentence_labels", np.zeros(9, "i1"), "next_sentence_labels: got [9]; wrong shape"),
+        ("input_ids", h5py.Empty("i4"), "input_ids: got []; allowed: a shape [rows, sequence length]"),
+        ("segment_ids", h5py.ExternalLink("gone.hdf5", "/x"), "segment_ids: got null; the file has input_ids, "),
     ],
 )
 def test_wrong_keys_and_shapes_are_named(shard: Path, key: str, value: Any, says: str) -> None:
@@ -144,6 +149,20 @@ def test_truncated_files_are_named(shard: Path) -> None:
     with pytest.raises(VPipeConfigError, match=rf"{re.escape(str(shard))}: got .*truncated") as caught:
         open_shard(shard)
     assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_header_is_named(shard: Path) -> None:
+    content = shard.read_bytes()
+    refused = 0
+    for place in range(0, 4096, 16):
+        shard.write_bytes(content[:place] + b"\xa5" * 16 + content[place + 16 :])
+        try:
+            read_rows(open_shard(shard), 0, 10, VOCABULARY)
+        except VPipeConfigError as error:
+            assert str(shard) in str(error)
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 40
 
 
 def test_damaged_data_are_named_with_key_and_rows(shard: Path) -> None:
@@ -227,3 +246,18 @@ def test_lengths_must_agree_and_empty_files_do_no_harm(folder: Path, tmp_path: P
     assert len(rows_of(folder)) == 21
     (folder / "1_training.hdf5").unlink()
     assert digest_of(folder, open_shards(find_shards(folder)[0])) != before
+
+
+def test_lengths_of_validation_and_command_line_must_be_that_of_training(folder: Path) -> None:
+    def error(*options: str) -> str:
+        arguments = parse_arguments(["--deepspeed_config", "c", "--data-dir", str(folder), *options])
+        with pytest.raises(VPipeConfigError) as caught:
+            prepare(arguments, bert_config("tiny"), builder=True)
+        return str(caught.value)
+
+    assert "sequences have 32 tokens, which does not fit --seq-length 48;" in error("--seq-length", "48")
+    other = RandomSamples(2, VOCABULARY, LENGTH + 1, SLOTS, 0)
+    write_shard(folder / "9_validation.hdf5", [other.sample(0, 0)])
+    says = f"sequences have 32 tokens, which does not fit {folder / '9_validation.hdf5'} with 33;"
+    assert says in error()
+    assert says in error("--seq-length", "32")

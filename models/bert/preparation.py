@@ -167,7 +167,10 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return {"made_of": dict(content["made_of"]), "result": content["result"]}
+        result = content["result"]
+        if result is not None and not isinstance(result["unigram_entropy"], float):
+            raise ValueError(f"unigram_entropy {show(result['unigram_entropy'])} is no number")
+        return {"made_of": dict(content["made_of"]), "result": result}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise VPipeConfigError(f"{path}: not readable: {error}; remove it to do without, or prepare anew") from error
 

@@ -36,6 +36,7 @@ TYPES = {
 }
 SUFFIXES = (".hdf5", ".h5")
 _CHUNK_ROWS = 256
+_UNREADABLE = (OSError, KeyError, RuntimeError, TypeError, ValueError)  # what h5py says of damage, whichever it hits
 _REMEDY = "make the file anew, or take it out of the folder"
 
 Rows = dict[str, NDArray[np.int64]]
@@ -73,13 +74,20 @@ def open_shard(path: Path) -> Shard:
         VPipeConfigError: it is no HDF5 file or a truncated one, or a key is missing or has a wrong shape or type.
     """
     with _opened(path) as file:
-        for key in TYPES:
-            if key not in file or not isinstance(file[key], h5py.Dataset):
-                present = f"the file has {', '.join(sorted(file)) or 'no keys'}"
-                raise Refusal(f"{path}: {key}", None, f"the keys {', '.join(TYPES)}", _REMEDY, present).error()
-            if file[key].dtype.kind not in "iub":
-                raise Refusal(f"{path}: {key}", str(file[key].dtype), "integers", _REMEDY).error()
-        shapes = {key: tuple(file[key].shape) for key in TYPES}
+        try:
+            found = {key: file.get(key) for key in TYPES}  # None also for a link that leads nowhere
+            present = ", ".join(sorted(file)) or "no keys"
+            kinds = {key: item.dtype for key, item in found.items() if isinstance(item, h5py.Dataset)}
+            shapes = {key: tuple(found[key].shape or ()) for key in kinds}  # None is a dataset without a dataspace
+        except _UNREADABLE as error:
+            allowed = "headers that HDF5 can read"
+            raise Refusal(str(path), _line(error), allowed, _REMEDY, "damaged?").error() from error
+    for key in TYPES:
+        if key not in kinds:
+            reason = f"the file has {present}"
+            raise Refusal(f"{path}: {key}", None, f"the keys {', '.join(TYPES)}", _REMEDY, reason).error()
+        if kinds[key].kind not in "iub":
+            raise Refusal(f"{path}: {key}", str(kinds[key]), "integers", _REMEDY).error()
     ids, positions = shapes["input_ids"], shapes["masked_lm_positions"]
     if len(ids) != 2:
         raise Refusal(f"{path}: input_ids", list(ids), "a shape [rows, sequence length]", _REMEDY).error()
@@ -117,7 +125,7 @@ def read_rows(shard: Shard, start: int, stop: int, vocab_size: int) -> Rows:
         for key in TYPES:
             try:
                 rows[key] = file[key][start:stop].astype(np.int64)
-            except (OSError, KeyError, RuntimeError, ValueError) as error:
+            except _UNREADABLE as error:
                 where = f"{shard.path}: {key}, rows {start} to {stop - 1}"
                 raise Refusal(where, _line(error), "data that HDF5 can read", _REMEDY, "truncated?").error() from error
             if len(rows[key]) != stop - start:

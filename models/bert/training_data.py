@@ -110,14 +110,14 @@ def _from_shards(arguments: Namespace, config: BertConfig) -> TrainingData:
             f" ({len(held_out_files)} have 'validation' or 'test'); give the folder of the shards"
         )
     length = shards[0].sequence_length
-    if any(
-        length != given for given in {arguments.seq_length or length, *(shard.sequence_length for shard in held_out)}
-    ):
-        other = f"--seq-length {arguments.seq_length}" if arguments.seq_length else str(held_out[0].path)
-        raise VPipeConfigError(
-            f"--data-dir {folder}: sequences have {length} tokens, which does not fit {other}; prepare shards of the"
-            " wanted length"
-        )
+    others = [(f"--seq-length {arguments.seq_length}", arguments.seq_length or length)]
+    others += [(f"{shard.path} with {shard.sequence_length}", shard.sequence_length) for shard in held_out]
+    for name, given in others:
+        if given != length:
+            raise VPipeConfigError(
+                f"--data-dir {folder}: sequences have {length} tokens, which does not fit {name}; prepare shards of"
+                " the wanted length"
+            )
     _check_length(length, arguments, config)
     slots = check_shape(length, arguments.max_predictions or max(shard.predictions for shard in shards))
     training = ShardSamples(shards, slots, config.vocab_size, arguments.keep_order)

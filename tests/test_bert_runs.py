@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import pytest
 import torch
+from transformers import BertForPreTraining
 from worlds import Worlds
 
 from ds_vpipe.lr_policies import PolyWarmupLR
@@ -18,6 +19,7 @@ from ds_vpipe.models.bert import corpus, prepare, text_corpus
 from ds_vpipe.models.bert.pretraining import main
 from ds_vpipe.models.bert.samples import RandomSamples
 from ds_vpipe.models.bert.shards import write_shard
+from ds_vpipe.models.export import main as export
 
 pytestmark = pytest.mark.mp
 
@@ -249,6 +251,8 @@ def test_a_truncated_file_ends_all_ranks_before_training(worlds: Worlds, folder:
 def test_a_run_on_other_samples_is_not_resumed(worlds: Worlds, folder: Folder) -> None:
     saved = str(folder.path / "saved")
     folder.run(worlds, 2, "one", "--synthetic", "--steps", "2", "--checkpoint-dir", saved)
+    assert export([saved, str(folder.path / "exported")]) == 0  # which says itself what model it is of
+    assert BertForPreTraining.from_pretrained(folder.path / "exported").config.hidden_size == MODEL["hidden_size"]
     again = folder.arguments("two", "--synthetic", "--steps", "4", "--checkpoint-dir", saved, "--resume", "--seed", "1")
     for code, line in worlds.run(2, failing, again):
         assert code == 2

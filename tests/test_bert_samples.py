@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from ds_vpipe.models.bert.batches import MicroBatches
+from ds_vpipe.models.bert.batches import MicroBatch, MicroBatches
 from ds_vpipe.models.bert.sample import IGNORED_LABEL, Sample, Samples
 from ds_vpipe.models.bert.samples import PairSamples, RandomSamples, _fit, spans_of, split_documents
 from ds_vpipe.models.bert.vocabulary import SPECIAL_TOKENS
@@ -157,20 +158,36 @@ def test_held_out_documents_are_apart() -> None:
     assert sorted([*training.tolist(), *held_out.tolist()]) == list(range(40))
 
 
-def test_micro_batches_of_replicas_are_disjoint_and_cover_the_epoch() -> None:
+def labels_in(batches: Iterable[MicroBatch]) -> list[tuple[int, ...]]:
+    return [tuple(row) for _, (labels, _) in batches for row in labels.tolist()]
+
+
+def test_replicas_are_disjoint_and_every_epoch_has_every_sample_once() -> None:
     samples = pairs()
-    seen: list[tuple[int, ...]] = []
-    replicas = [MicroBatches(samples, 4, replica, 3, seed=1) for replica in range(3)]
-    for batches in replicas:
-        assert batches.per_epoch == len(samples) // 12
-        for (_, _, _, _), (labels, _) in batches.range(0, batches.per_epoch):
-            seen.extend(map(tuple, labels.tolist()))
-    assert len(seen) == len(set(seen)) == len(samples) // 12 * 12
+    count = len(samples)
+    assert count % 21  # so that a micro-batch has samples of two epochs
+    replicas = [MicroBatches(samples, 7, replica, 3, seed=1) for replica in range(3)]
+    rounds = zip(*(batches.range(0, -(-2 * count // 21)) for batches in replicas), strict=True)
+    seen = labels_in(batch for found in rounds for batch in found)
+    for epoch in range(2):
+        expected = sorted(tuple(samples.sample(index, epoch).masked_lm_labels.tolist()) for index in range(count))
+        assert sorted(seen[epoch * count : (epoch + 1) * count]) == expected
+    assert seen[:count] != seen[count : 2 * count]
+
+
+def test_a_run_goes_on_at_its_sample_with_another_size_and_number_of_replicas() -> None:
+    samples = pairs()
+    count = len(samples) + 20  # into the second epoch
+    alone = labels_in(MicroBatches(samples, 1, 0, 1, seed=1).range(0, count))
+    begin = count - 13
+    replicas = [MicroBatches(samples, 3, replica, 2, seed=1) for replica in range(2)]
+    two = zip(*(batches.after(begin, 2) for batches in replicas), strict=True)
+    assert labels_in(batch for found in two for batch in found) == alone[begin : begin + 12]
 
 
 def test_a_micro_batch_is_the_same_whoever_asks_and_whenever() -> None:
     one, two = (MicroBatches(pairs(), 4, 0, 2, seed=1) for _ in range(2))
-    number = one.per_epoch + 3  # in the second epoch
+    number = one.epoch_samples // 8 + 3  # in the second epoch
     in_order = list(one.range(0, number + 1))[number]
     torch.testing.assert_close(in_order, two[number])
     assert not torch.equal(in_order[0][0], one[3][0][0])
@@ -187,7 +204,7 @@ def test_micro_batch_shapes_and_types() -> None:
 
 def test_validation_batches_repeat_without_change() -> None:
     batches = MicroBatches(pairs(), 4, 0, 1, seed=1, shuffle=False)
-    torch.testing.assert_close(batches[2], batches[2 + batches.per_epoch])
+    torch.testing.assert_close(batches[2], batches[2 + batches.epoch_samples])
 
 
 def test_too_few_samples_are_refused() -> None:

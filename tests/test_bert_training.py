@@ -171,6 +171,8 @@ def test_a_resumed_report_keeps_what_was_before(tmp_path: Path) -> None:
 
     written = [(step, kind) for step in range(1, 8) for kind in ("loss", "validation")]
     assert write(range(1, 6), done=0) == written[:10]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # a run that is killed while it writes
     assert write(range(4, 8), done=3) == written
     assert write(range(1, 3), done=0) == written[:4]
 

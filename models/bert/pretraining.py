@@ -12,6 +12,7 @@ from transformers import BertConfig
 
 import ds_vpipe
 from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.models.architecture import model_state
 from ds_vpipe.models.bert.architecture import BERT
 from ds_vpipe.models.bert.arguments import parse_arguments
 from ds_vpipe.models.bert.batches import MicroBatches
@@ -66,7 +67,11 @@ def _run(arguments: Namespace) -> None:
     print(f"[Rank {rank}] Stage: {engine.stage_id}, Rank in stage: {engine.grid.get_data_parallel_rank()}", flush=True)
 
     checkpoints = RunCheckpoints(
-        engine, arguments.checkpoint_dir, arguments.checkpoint_every, identity_of(arguments, data.digest)
+        engine,
+        arguments.checkpoint_dir,
+        arguments.checkpoint_every,
+        identity_of(arguments, data.digest),
+        model_state(model.config),
     )
     if arguments.resume:
         checkpoints.resume()
@@ -81,14 +86,13 @@ def _run(arguments: Namespace) -> None:
         validation = Validation(
             engine, loss, _micro_batches(engine, held_out, seed=0, shuffle=False), samples=len(held_out)
         )
-    steps_per_epoch = batches.per_epoch / engine.micro_batches
-    total = arguments.steps or max(1, int(arguments.epochs * steps_per_epoch))
+    total = arguments.steps or max(1, arguments.epochs * batches.epoch_samples // engine.train_batch_size())
     report = Report(
         arguments.output if rank == 0 else None,
         total,
         engine.train_batch_size(),
         every,
-        steps_per_epoch,
+        batches.epoch_samples / engine.train_batch_size(),
         done=engine.global_steps,
     )
     report.line(f"Data: {data.description}")

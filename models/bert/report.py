@@ -136,7 +136,7 @@ class Report:
         """Keep what a resumed run wrote up to its checkpoint, and draw it too."""
         records = []
         if done and path.is_file():
-            records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            records = [record for line in path.read_text(encoding="utf-8").splitlines() if (record := _read(line))]
         kept = [record for record in records if record["step"] <= done]
         path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         for record in kept:
@@ -149,6 +149,15 @@ class Report:
         if self._folder is not None:
             with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+
+
+def _read(line: str) -> dict[str, Any] | None:
+    """A record, None for the rest of one that a killed run has not written to its end."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and "step" in record else None
 
 
 def plot_losses(

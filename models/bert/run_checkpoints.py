@@ -22,13 +22,17 @@ class RunCheckpoints:
         folder: where checkpoints are, None for a run without.
         every: updates between two saves, beside the ends of epochs; None for those alone.
         identity: JSON values that name the samples and their order.
+        model: says which model a checkpoint is of, for its export; see `models.architecture.model_state`.
     """
 
-    def __init__(self, engine: Any, folder: Path | None, every: int | None, identity: dict[str, Any]) -> None:
+    def __init__(
+        self, engine: Any, folder: Path | None, every: int | None, identity: dict[str, Any], model: dict[str, Any]
+    ) -> None:
         self._engine = engine
         self._folder = folder
         self._every = every
         self._identity = identity
+        self._model = model
         self._saved_at = -1
 
     def resume(self) -> None:
@@ -66,7 +70,7 @@ class RunCheckpoints:
         """
         if self._folder is None or self._saved_at == self._engine.global_steps:
             return
-        self._engine.save_checkpoint(str(self._folder), client_state={_STATE: self._identity})
+        self._engine.save_checkpoint(str(self._folder), client_state={_STATE: self._identity, **self._model})
         self._saved_at = self._engine.global_steps
 
 

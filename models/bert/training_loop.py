@@ -24,7 +24,7 @@ def train(
 
     Args:
         engine: DeepSpeed's pipeline engine or ours, new or resumed.
-        batches: micro-batches to train on; the first is the one that the engine has come to.
+        batches: micro-batches to train on; the run goes on after the samples that the engine has had.
         validation: None for none.
         checkpoints: of the run.
         total: updates of the whole run, those before it was resumed counted.
@@ -39,21 +39,22 @@ def train(
         VPipeError: data are broken, or a checkpoint cannot be written.
     """
     done = engine.global_steps
-    position = engine.global_samples // (engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+    size, length = engine.train_batch_size(), batches.epoch_samples
+    position = engine.global_samples
     # One iterator for the whole run: the pipeline reads ahead in it and never has to drain.
     reads = engine.is_first_stage() or engine.is_last_stage()
-    iterator = batches.range(position, position + (total - done) * engine.micro_batches) if reads else None
+    iterator = batches.after(position, (total - done) * engine.micro_batches) if reads else None
     deadline = Deadline(arguments.max_seconds)
     step = done
     for step in range(done + 1, total + 1):
         batch_loss = engine.train_batch(iterator)
-        before, position = position, position + engine.micro_batches
-        epoch = (position - 1) // batches.per_epoch
+        before, position = position, position + size
+        epoch = (position - 1) // length
         stages = engine.statistics() if isinstance(engine, ds_vpipe.VPipeEngine) else ()
         report.step(step, epoch, batch_loss, engine.get_lr()[0], stages)
         if step < total:
             with report.pause():
-                checkpoints.after(epoch_ended=position // batches.per_epoch > before // batches.per_epoch)
+                checkpoints.after(epoch_ended=position // length > before // length)
                 if validation is not None and arguments.validate_every and step % arguments.validate_every == 0:
                     report.validation(step, validation.run())
         if deadline.passed(step):

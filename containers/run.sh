@@ -6,7 +6,8 @@ set -euo pipefail
 [[ $# -ge 2 ]] || { echo "usage: containers/run.sh IMAGE COMMAND [ARGUMENTS]" >&2; exit 2; }
 image=$1
 shift
-read -r -a folders <<<"$PWD ${BIND:-}"
+read -r -a more <<<"${BIND:-}" || true
+folders=("$PWD" "${more[@]}")
 
 if [[ -f $image ]]; then
     for program in apptainer singularity; do

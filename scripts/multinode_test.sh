@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 STEPS=16 KILL_AFTER=8
-NODES=(vpipe0 vpipe1) ADDRESSES=(10.77.0.1 10.77.0.2)
+NODES=("vpipe$$-0" "vpipe$$-1") ADDRESSES=(10.77.0.1 10.77.0.2)
 LIMIT=300 # seconds that any of the runs may take
 
 unable() {
@@ -20,6 +20,7 @@ unable() {
 }
 
 [[ $(id -u) == 0 ]] || unable "it needs root, to make network namespaces"
+unshare --net --mount true 2>/dev/null || unable "network namespaces may not be made here"
 packages=()
 command -v ip >/dev/null || packages+=(iproute2)
 command -v pdsh >/dev/null || packages+=(pdsh)
@@ -35,14 +36,15 @@ fi
 scripts/setup_env.sh >/dev/null
 export PATH="$PWD/.venv/bin:$PATH"
 work=$(mktemp -d)
-daemons=()
+daemons=() nodes=() folders=() # made here, and so removed at the end
 
 clean_up() {
     for daemon in "${daemons[@]}"; do kill "$daemon" 2>/dev/null || true; done
-    for node in "${NODES[@]}"; do
+    for node in "${nodes[@]}"; do
         for process in $(ip netns pids "$node" 2>/dev/null); do kill -9 "$process" 2>/dev/null || true; done
         ip netns del "$node" 2>/dev/null || true
     done
+    for folder in "${folders[@]}"; do rmdir "$folder" 2>/dev/null || true; done
     rm -rf "$work"
 }
 trap clean_up EXIT
@@ -50,7 +52,8 @@ trap 'exit 143' TERM INT
 
 # Two hosts and a cable between them.
 for node in "${NODES[@]}"; do
-    ip netns add "$node" 2>/dev/null || unable "network namespaces may not be made here, or $node is there already"
+    ip netns add "$node" 2>/dev/null || unable "ip netns may not make $node here"
+    nodes+=("$node")
     ip -n "$node" link set lo up
 done
 ip link add eth0 netns "${NODES[0]}" type veth peer name eth0 netns "${NODES[1]}" || unable "veth is missing"
@@ -60,7 +63,10 @@ for number in 0 1; do
 done
 
 # Keys and settings of ssh, seen by the namespaces only: they get a ~/.ssh of their own.
-mkdir -p -m 700 "$work/ssh" "$HOME/.ssh" /run/sshd
+for folder in "$HOME/.ssh" /run/sshd; do # a place to mount them on, and one that sshd wants
+    [[ -d $folder ]] || { mkdir -m 700 "$folder" && folders+=("$folder"); }
+done
+mkdir -m 700 "$work/ssh"
 ssh-keygen -q -t ed25519 -N "" -f "$work/ssh/id_ed25519"
 ssh-keygen -q -t ed25519 -N "" -f "$work/host_key"
 cp "$work/ssh/id_ed25519.pub" "$work/ssh/authorized_keys"

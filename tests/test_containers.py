@@ -40,6 +40,14 @@ def test_an_image_of_docker(tmp_path: Path) -> None:
     assert done.stdout == f"docker run {options} ds_vpipe deepspeed train.py\n"
 
 
+def test_a_folder_with_a_blank_in_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    done = run(folder, ["docker"], "ds_vpipe", "true")
+    options = f"--rm --ipc=host --network=host --workdir {folder} --volume {folder}:{folder}"
+    assert done.stdout == f"docker run {options} ds_vpipe true\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,36 @@ def four_by(replicas: int, order: list[int] | None = None) -> dict[str, Any]:
 
 
 # Whole files
+
+
+def test_values_that_json_does_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_run(Path())
+    path.write_text(f"{path.read_text()}'started': 2020-01-02\n'again': &again [*again]\n")
+    assert main(["convert", str(path), "--json", "--dry-run"]) == 0
+    values = {remark["field"]: remark["value"] for remark in json.loads(capsys.readouterr().out)["remarks"]}
+    assert (values["started"], values["again"]) == ("datetime.date(2020, 1, 2)", "[[...]]")
+
+
+def test_the_command_takes_any_path_and_bash_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell sees anything but words; a stand-in prints those that the launcher gets."""
+    (tmp_path / "it's $(a) folder").mkdir()
+    monkeypatch.chdir(tmp_path / "it's $(a) folder")
+    data = "da ta/$(touch x)'`id`\"\nend"
+    path = write_run(Path(), data_dir="HERE")
+    path.write_text(path.read_text().replace("'HERE'", json.dumps(data)))
+    assert main(["convert", str(path), "-o", "out put"]) == 0
+    (tmp_path / "deepspeed").write_text('#!/bin/bash\nprintf "%s\\0" "$PWD" "$@"\n')
+    (tmp_path / "deepspeed").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "out put/launch.sh", "two words"], env=environment, capture_output=True, text=True)
+    folder, *words, _ = done.stdout.split("\0")
+    assert (done.returncode, folder) == (0, str(Path.cwd()))
+    assert words[words.index("--deepspeed_config") + 1] == "out put/ds_config.json"
+    assert words[words.index("--data-dir") + 1] == f"bert/{data}"
+    assert words[-1] == "two words"
 
 
 @pytest.mark.parametrize("variant", FOUR_GPUS)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from pathlib import Path
 
 from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.refusal import show
 
 DESCRIPTION = """\
 Turn the YAML of a vPipe or PipeDream run, its partition file and its mp_conf.json into a DeepSpeed JSON, a hostfile and
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert, and return the exit status."""
-    from dataclasses import asdict, replace
+    from dataclasses import replace
 
     from ds_vpipe.migration.conversion import convert, in_order
     from ds_vpipe.migration.converted_files import command, find_file, path_remarks, run_paths, texts, write
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             "hosts": {host: list(gpus) for host, gpus in conversion.hosts.gpus.items()},
             "stages": conversion.num_stages,
             "command": words,
-            "remarks": [asdict(remark) for remark in conversion.remarks],
+            "remarks": [{**vars(remark), "value": _plain(remark.value)} for remark in conversion.remarks],
             "files": written,
         }
         print_json(result)
@@ -87,3 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"\nwritten: {', '.join(written)}\nto train: {shlex.join(words)}")
     return 0
+
+
+def _plain(value: object) -> object:
+    """``value``, in words if it is one that YAML has and JSON has not."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return show(value)
+    return value

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 LOCAL = ("localhost", "127.0.0.1")
+# A host's name goes to ssh and, in the launcher's command, through the shells of other hosts: nothing that they read.
+_MACHINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*):([0-9]{1,4})")
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,10 @@ def machine(text: object) -> Machine:
     """
     if not isinstance(text, str):
         raise ValueError(text)
-    host, _, gpu = text.rpartition(":")
-    if (
-        not host
-        or host.startswith("-")
-        or not gpu.isdecimal()
-        or any(char.isspace() or char in ":,@=#" for char in host)
-    ):
+    match = _MACHINE.fullmatch(text)
+    if match is None:
         raise ValueError(text)
-    return Machine(host, int(gpu))
+    return Machine(match[1], int(match[2]))
 
 
 @dataclass(frozen=True)

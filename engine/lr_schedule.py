@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.errors import VPipeError
 from ds_vpipe.lr_policies import LRPolicy
 
 
@@ -42,15 +43,25 @@ class LRSchedule:
         return self.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """How many updates are done."""
-        return {"updates": self._updates}
+        """The number of the last update, counted from 0, under the name that DeepSpeed's own schedules give it.
+
+        So a checkpoint goes on with another type of schedule, in both directions.
+        """
+        return {"last_batch_iteration": self._updates - 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after so many updates.
 
-        A checkpoint of another type of schedule counts as well: DeepSpeed's own hold the number of the last update.
+        Raises:
+            VPipeError: it is the state of a schedule that does not say how many.
         """
-        self._updates = state["updates"] if "updates" in state else state["last_batch_iteration"] + 1
+        last = state.get("last_batch_iteration")
+        if not isinstance(last, int):
+            raise VPipeError(
+                f"lr scheduler in the checkpoint: got a state with {', '.join(map(str, state)) or 'nothing'}; allowed: "
+                "last_batch_iteration, as DeepSpeed's schedules have it; load with load_lr_scheduler_states=False"
+            )
+        self._updates = last + 1
         self._set()
 
     def _set(self) -> None:

@@ -42,8 +42,9 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         files = [folder / WEIGHTS]
     elif index.is_file():
         weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise Refusal(_KEY, str(index), 'a JSON object with a "weight_map"', "save the model again").error()
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            allowed = 'a JSON object with a "weight_map" from tensors to files'
+            raise Refusal(_KEY, str(index), allowed, "save the model again").error()
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         raise _without_weights(folder).error()
@@ -97,7 +98,7 @@ def config_of(
     """
     known = {architecture.model_type: architecture for architecture in architectures}
     kind = fields.get("model_type")
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         allowed = "model_type " + " or ".join(json.dumps(name) for name in known)
         raise Refusal(f"model_type in {place}", kind, allowed, "give a folder of such a model").error()
     architecture = known[kind]
@@ -106,6 +107,9 @@ def config_of(
     except (TypeError, ValueError, StrictDataclassError) as error:
         allowed = f"fields of {architecture.config_type.__name__}"
         raise Refusal(place, kind, allowed, "correct the file", str(error)).error() from error
+    for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        if getattr(config, size) < 1:
+            raise Refusal(f"{size} in {place}", getattr(config, size), "at least 1", "correct the file").error()
     for switch in ("is_decoder", "add_cross_attention"):
         # GPT-2 is a decoder and has no switch for it.
         if getattr(config, switch, False):

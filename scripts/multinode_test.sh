@@ -63,7 +63,8 @@ for number in 0 1; do
 done
 
 # Keys and settings of ssh, seen by the namespaces only: they get a ~/.ssh of their own.
-for folder in "$HOME/.ssh" /run/sshd; do # a place to mount them on, and one that sshd wants
+home=$(getent passwd "$(id -u)" | cut -d: -f6) # which ssh looks at, and not at $HOME
+for folder in "$home/.ssh" /run/sshd; do # a place to mount them on, and one that sshd wants
     [[ -d $folder ]] || { mkdir -m 700 "$folder" && folders+=("$folder"); }
 done
 mkdir -m 700 "$work/ssh"
@@ -75,7 +76,7 @@ chmod 600 "$work"/ssh/*
 on() { # on NUMBER COMMAND...: run it on a node
     local number=$1
     shift
-    ip netns exec "${NODES[number]}" bash -c 'mount --bind "$0" "$HOME/.ssh" && exec "$@"' "$work/ssh" "$@"
+    ip netns exec "${NODES[number]}" bash -c 'mount --bind "$0" "$1" && shift && exec "$@"' "$work/ssh" "$home/.ssh" "$@"
 }
 for number in 0 1; do
     on "$number" /usr/sbin/sshd -D -e -o "ListenAddress=${ADDRESSES[number]}" -o "HostKey=$work/host_key" \

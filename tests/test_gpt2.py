@@ -116,6 +116,8 @@ def test_an_epoch_has_every_block_once_and_replicas_do_not_overlap() -> None:
         (["--deepspeed_config", "CONFIG", "--step", "3"], "unrecognized arguments: --step"),
         (["--deepspeed_config", "CONFIG", "--steps", "0"], "--steps 0: must be at least 1"),
         (["--deepspeed_config", "CONFIG", "--seq-length", "1"], "--seq-length 1: must be at least 2"),
+        (["--deepspeed_config", "CONFIG", "--seed", "-1"], "--seed -1: must be at least 0"),
+        (["--deepspeed_config", "CONFIG", "--vocab-size", "-8"], "--vocab-size -8: must be at least 257"),
         (["--deepspeed_config", "CONFIG", "--seq-length", "300"], "--seq-length 300: the model has 256 positions"),
         (["--deepspeed_config", "CONFIG", "--gpt2-config", "huge"], '--gpt2-config: got "huge"; allowed: a size (tiny'),
         (["--deepspeed_config", "CONFIG"], "RANK is not set"),
@@ -193,7 +195,8 @@ def test_the_script_trains_saves_and_goes_on_from_the_exported_weights(worlds: W
 
 def test_weights_and_vocabulary_size_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ds.json").write_text("{}")
-    command = ["--deepspeed_config", str(tmp_path / "ds.json"), "--from-pretrained", str(tmp_path), "--vocab-size", "9"]
+    command = ["--deepspeed_config", str(tmp_path / "ds.json"), "--from-pretrained", str(tmp_path)]
+    command += ["--vocab-size", "300"]
     assert parse_arguments(command).from_pretrained == tmp_path
     assert main(command) == 2
-    assert re.search("--vocab-size 9 with --from-pretrained", capsys.readouterr().err)
+    assert re.search("--vocab-size 300 with --from-pretrained", capsys.readouterr().err)

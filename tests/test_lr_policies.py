@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import WarmupLR
 
 from ds_vpipe.engine.lr_schedule import LRSchedule
-from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.lr_policies import LR_POLICIES, LRPolicy, lr_policy
 
 TOTAL, WARMUP = 40, 8
@@ -105,9 +106,25 @@ def test_a_schedule_scales_every_group_and_goes_on_where_it_was() -> None:
         used.append([group["lr"] for group in optimizer.param_groups])
         running.step()
     assert used == [[policy.factor(n), 10 * policy.factor(n)] for n in range(1, 11)]
-    for state in ({"updates": 6}, {"last_batch_iteration": 5}):
-        optimizer, resumed = schedule(policy)
-        optimizer.load_state_dict(optimizer.state_dict())  # replaces the groups
-        resumed.load_state_dict(state)
-        assert [group["lr"] for group in optimizer.param_groups] == resumed.get_lr() == used[6]
-    assert resumed.state_dict() == {"updates": 6}
+    _, before = schedule(policy)
+    for _ in range(6):
+        before.step()
+    optimizer, resumed = schedule(policy)
+    optimizer.load_state_dict(optimizer.state_dict())  # replaces the groups
+    resumed.load_state_dict(before.state_dict())
+    assert [group["lr"] for group in optimizer.param_groups] == resumed.get_lr() == used[6]
+
+
+def test_schedules_of_deepspeed_go_on_from_a_state_and_the_other_way_round() -> None:
+    policy = policy_of("LinearWarmupLR", total_num_steps=10, warmup_num_steps=4)
+    optimizer, ours = schedule(policy)
+    theirs = WarmupLR(optimizer, warmup_max_lr=1.0, warmup_num_steps=100, warmup_type="linear")
+    for _ in range(7):
+        ours.step()
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.last_batch_iteration == 6
+    _, again = schedule(policy)
+    again.load_state_dict(theirs.state_dict())
+    assert again.get_lr() == ours.get_lr()
+    with pytest.raises(VPipeError, match="got a state with last_epoch; allowed: last_batch_iteration"):
+        again.load_state_dict({"last_epoch": 3})

@@ -167,6 +167,12 @@ def broken(what: str, folder: Path) -> None:
             config["num_attention_heads"] = 5
         case "fields":
             config["num_hidden_layers"] = "two"
+        case "no layers":
+            config["num_hidden_layers"] = 0
+        case "below zero":
+            config["hidden_size"] = -16
+        case "type":
+            config["model_type"] = ["bert"]
     (folder / "config.json").write_text(json.dumps(config))
     replace(folder, tensors)
     weights = folder / "model.safetensors"
@@ -185,6 +191,9 @@ def broken(what: str, folder: Path) -> None:
         case "index":
             weights.unlink()
             (folder / "model.safetensors.index.json").write_text("{}")
+        case "index of numbers":
+            weights.unlink()
+            (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3, "b": ["c"]}}')
 
 
 @pytest.mark.parametrize(
@@ -203,6 +212,10 @@ def broken(what: str, folder: Path) -> None:
         ("no config", "from_pretrained: got .*hf download NAME --local-dir DIR"),
         ("no shard", "from_pretrained: got .*model-1.safetensors.*copy the missing file"),
         ("index", 'from_pretrained: got .*index.json.*allowed: a JSON object with a "weight_map"'),
+        ("index of numbers", 'from_pretrained: got .*index.json.*allowed: a JSON object with a "weight_map"'),
+        ("no layers", "num_hidden_layers in .*config.json: got 0; allowed: at least 1"),
+        ("below zero", "hidden_size in .*config.json: got -16; allowed: at least 1"),
+        ("type", 'model_type in .*config.json: got ["bert"]; allowed: model_type "bert"'),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_in_one_line(what: str, says: str, tmp_path: Path) -> None:

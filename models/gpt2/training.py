@@ -18,7 +18,7 @@ from ds_vpipe.models.gpt2.architecture import GPT2
 from ds_vpipe.models.gpt2.blocks import TextBlocks
 from ds_vpipe.models.gpt2.loss import causal_lm_loss
 from ds_vpipe.models.gpt2.sizes import SIZE_NAMES, gpt2_config
-from ds_vpipe.models.gpt2.text import corpus_tokens
+from ds_vpipe.models.gpt2.text import SMALLEST_VOCABULARY, corpus_tokens
 from ds_vpipe.models.model import Model, add_weight_arguments, model_of
 from ds_vpipe.models.start import read_ds_config, start_process_group
 
@@ -49,10 +49,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         raise VPipeConfigError(
             "--deepspeed_config is missing: give a DeepSpeed JSON file, e.g. ds_configs/gpt2_tiny_cpu.json"
         )
-    for name in ("seq_length", "steps", "stages"):
+    limits = {"seq_length": 2, "steps": 1, "stages": 1, "vocab_size": SMALLEST_VOCABULARY, "seed": 0}
+    for name, least in limits.items():
         value = getattr(parsed, name)
-        if value is not None and value < 1 + (name == "seq_length"):
-            raise VPipeConfigError(f"--{name.replace('_', '-')} {value}: must be at least {1 + (name == 'seq_length')}")
+        if value is not None and value < least:
+            raise VPipeConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     return parsed
 
 

@@ -1,4 +1,4 @@
-"""How the training scripts start: the DeepSpeed JSON, the ranks, and DeepSpeed's own words kept back."""
+"""How training scripts start: the DeepSpeed JSON, the ranks, the run's record, and DeepSpeed's own words kept back."""
 
 import contextlib
 import io
@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import distributed
 
 from ds_vpipe.build_lock import limited_builds
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.models.run_record import write_run_record
 
 # Of ranks for each other until training starts: one may have to collect and tokenise its text.
 START_LIMIT = timedelta(minutes=15)
@@ -61,11 +63,24 @@ def start_process_group() -> tuple[int, int]:
     return rank, world
 
 
-def hosts() -> list[str]:
-    """Name of the host of every rank; all ranks call this."""
+def record_run(output: Path, ds_config: Mapping[str, Any]) -> None:
+    """Let the first rank write what the run is, with the host of every rank; all ranks call this.
+
+    Raises:
+        VPipeConfigError: on every rank: the folder cannot be written to.
+    """
+    rank = distributed.get_rank()
     names = [""] * distributed.get_world_size()
     distributed.all_gather_object(names, socket.gethostname())
-    return names
+    failure: list[str | None] = [None]
+    if rank == 0:
+        try:
+            write_run_record(output, ds_config, sys.argv, names)
+        except OSError as error:
+            failure[0] = f"--output {output}: {error.strerror} ({error.filename}); give a folder that can be written to"
+    distributed.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise VPipeConfigError(failure[0] if rank == 0 else f"rank 0: {failure[0]}")
 
 
 @contextlib.contextmanager

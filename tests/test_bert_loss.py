@@ -1,8 +1,10 @@
-"""The pre-training loss."""
+"""The pre-training loss, and the means that validation makes of what it measures."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from ds_vpipe.models.bert.loss import PretrainingLoss
 from ds_vpipe.models.bert.sample import IGNORED_LABEL
+from ds_vpipe.models.bert.validation import Validation
 
 
 def case() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -57,3 +60,31 @@ def test_half_precision_logits_are_reduced_in_single_precision() -> None:
     (masked_lm, next_sentence), labels = case()
     loss = PretrainingLoss()((masked_lm.bfloat16(), next_sentence.bfloat16()), labels)
     assert loss.dtype == torch.float32
+
+
+class GivenValidation(Validation):
+    """Evaluates to what it is given."""
+
+    def __init__(self, engine: Any, totals: list[list[float]]) -> None:
+        super().__init__(engine, PretrainingLoss(), None, samples=4 * len(totals))  # type: ignore[arg-type]
+        self._totals = iter(totals)
+
+    def _evaluate(self, iterator: object) -> Tensor:
+        return torch.tensor(next(self._totals))
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_accuracies_are_shares_of_all_that_was_validated(paired: bool) -> None:
+    engine = SimpleNamespace(
+        is_first_stage=lambda: False, is_last_stage=lambda: False, train_batch_size=lambda: 4, micro_batches=1,
+        global_rank=1, monitor=SimpleNamespace(enabled=True),
+    )  # fmt: skip
+    absent = float("nan")
+    totals = [[2.0, 0.5 if paired else absent, 1.0, 10.0, 0.25 if paired else absent],
+              [4.0, 0.7 if paired else absent, 6.0, 20.0, 0.75 if paired else absent]]  # fmt: skip
+    found = GivenValidation(engine, totals).run()
+    assert found.masked_lm_loss == pytest.approx(3.0)
+    assert found.masked_lm_accuracy == pytest.approx(7 / 30)  # and not the mean of 1 / 10 and 6 / 20
+    assert found.next_sentence_loss == (pytest.approx(0.6) if paired else None)
+    assert found.next_sentence_accuracy == (pytest.approx(0.5) if paired else None)
+    assert engine.monitor.enabled

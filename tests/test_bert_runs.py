@@ -248,6 +248,26 @@ def test_a_truncated_file_ends_all_ranks_before_training(worlds: Worlds, folder:
         assert "truncated?" in line
 
 
+def failing_on_own_data(folders: list[str], arguments: list[str]) -> tuple[int, str]:
+    return failing([*arguments, "--data-dir", folders[int(os.environ["RANK"])]])
+
+
+def test_ranks_with_different_data_end_before_training(worlds: Worlds, folder: Folder) -> None:
+    one, other = shards_in(folder.path / "one"), shards_in(folder.path / "other")
+    (Path(other) / "1_training.hdf5").rename(Path(other) / "2_training.hdf5")
+    for code, line in worlds.run(2, failing_on_own_data, [one, other], folder.arguments("out", "--steps", "1")):
+        assert code == 2
+        assert "error: ranks have different data (rank 0: " in line
+
+
+def test_an_output_that_cannot_be_written_ends_all_ranks_in_one_line(worlds: Worlds, folder: Folder) -> None:
+    (folder.path / "out").write_text("a file, where a folder should be")
+    outcomes = worlds.run(2, failing, folder.arguments("out", "--synthetic", "--steps", "1"))
+    assert [code for code, _ in outcomes] == [2, 2]
+    for (_, line), begin in zip(outcomes, ("[Rank 0] error: ", "[Rank 1] error: rank 0: "), strict=True):
+        assert line.startswith(f"{begin}--output {folder.path / 'out'}: ")
+
+
 def test_a_run_on_other_samples_is_not_resumed(worlds: Worlds, folder: Folder) -> None:
     saved = str(folder.path / "saved")
     folder.run(worlds, 2, "one", "--synthetic", "--steps", "2", "--checkpoint-dir", saved)

@@ -210,6 +210,10 @@ def test_an_epoch_takes_every_row_of_every_file_once_and_block_by_block(folder: 
         assert [index for piece in pieces for index in piece] == order
         orders.append(order)
     assert orders[0] != orders[1] != orders[2]
+    # The rows of a block have another order in every epoch, too, and with every seed.
+    others = [*orders, rows.order(seed=2, epoch=0)[0:21].tolist()]
+    within = [[index for index in order if blocks[index] == block] for block in (0, 2, 4, 5) for order in others]
+    assert len(set(map(tuple, within))) > 8
     assert rows.order(seed=2, epoch=0)[0:21].tolist() != orders[0]
     assert rows_of(folder, keep_order=True).order(seed=1, epoch=4)[0:21].tolist() == list(range(21))
 

@@ -27,8 +27,7 @@ from ds_vpipe.models.bert.training_loop import train
 from ds_vpipe.models.bert.validation import Validation
 from ds_vpipe.models.model import model_of
 from ds_vpipe.models.roberta.architecture import ROBERTA
-from ds_vpipe.models.run_record import write_run_record
-from ds_vpipe.models.start import hosts, read_ds_config, silence, start_process_group
+from ds_vpipe.models.start import read_ds_config, record_run, silence, start_process_group
 
 DEFAULT_STEPS_PER_PRINT = 50
 
@@ -52,9 +51,8 @@ def _run(arguments: Namespace) -> None:
         tied=False,
     )
     rank, world = start_process_group()
-    names = hosts()
+    record_run(arguments.output, ds_config)
     if rank == 0:
-        write_run_record(arguments.output, ds_config, sys.argv, names)
         print(f"Model: {model.description}", flush=True)
     data = _prepare(arguments, model.config, rank, world)
     # Taken out of the configuration: the engine's own progress lines would repeat the report's.

@@ -284,6 +284,10 @@ def test_what_cannot_work_is_refused_in_one_line(
     assert "--seq-length 7: must be at least 8" in error("--text", str(text), "--seq-length", "7")
     assert "--vocab-size 9" in error("--text", str(text), "--vocab-size", "9")
     (tmp_path / "out" / "preparation.json").unlink()
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"A caf\xe9 is a place.\n")
+    assert error("--text", str(latin)).startswith(f"error: --text {latin}: not readable")
+    (tmp_path / "out" / "preparation.json").unlink()
     text.write_text("One document only, and no blank line.\n")
     assert "the text is too short (1 documents" in error("--text", str(text))
     (tmp_path / "out" / "preparation.json").unlink()

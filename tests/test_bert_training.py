@@ -115,6 +115,7 @@ def test_the_script_starts_without_installation_and_reports_a_mistake_in_one_lin
         ([*CONFIG, "--keep-order"], "--keep-order is for shards"),
         ([*CONFIG, "--resume"], "--resume needs the folder of the checkpoints: give --checkpoint-dir"),
         ([*CONFIG, "--checkpoint-every", "3"], "--checkpoint-every needs the folder"),
+        ([*CONFIG, "--from-pretrained", "d"], "--from-pretrained d: it has no vocab.txt, and a vocabulary made from"),
         ([*CONFIG, "--checkpoint-dir", "c", "--resume", "--initialise-from", "d"], "exclude each other: --resume goes"),
         ([*CONFIG, "--seq-length", "7"], "--seq-length 7: must be at least 8"),
         ([*CONFIG, "--max-predictions", "62"], "--max-predictions 62: at most --seq-length - 3 = 61"),
@@ -126,6 +127,14 @@ def test_wrong_arguments_are_refused_in_one_line(arguments: list[str], says: str
     with pytest.raises(VPipeConfigError, match=re.escape(says)) as caught:
         parse_arguments(arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_text_for_weights_is_read_with_their_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").touch()
+    weights = [*CONFIG, "--from-pretrained", str(tmp_path)]
+    assert parse_arguments(weights).vocab == tmp_path / "vocab.txt"
+    assert parse_arguments([*weights, "--vocab", "other.txt"]).vocab == Path("other.txt")
+    assert parse_arguments([*weights, "--synthetic"]).vocab is None
 
 
 @pytest.mark.parametrize(("content", "says"), [("{,", "not JSON"), ("[1]", "must hold a JSON object, not a list")])

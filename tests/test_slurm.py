@@ -76,6 +76,21 @@ def test_a_job_with_a_launcher_on_every_node(tmp_path: Path, environment: dict[s
     assert (folder / "metrics.jsonl").is_file()
 
 
+def test_arguments_with_blanks_stay_whole(tmp_path: Path, environment: dict[str, str]) -> None:
+    """From sbatch to the launcher on each node; a stand-in prints what it gets."""
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "models").symlink_to(ROOT / "models")
+    (tmp_path / "bin" / "deepspeed").write_text('#!/bin/sh\nprintf "<%s>" "$@" >"$SLURM_NODEID.got"\n')
+    (tmp_path / "bin" / "deepspeed").chmod(0o755)
+    command = ["bash", str(ROOT / "scripts" / "bert.sbatch"), "--data-dir", "two words", "$(id) *"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for node in range(2):
+        got = (tmp_path / "repository" / f"{node}.got").read_text()
+        assert f"<--node_rank><{node}>" in got
+        assert got.endswith("<--data-dir><two words><$(id) *>")
+
+
 @pytest.mark.mp
 def test_a_step_without_a_launcher(tmp_path: Path, environment: dict[str, str]) -> None:
     step = ["srun", "--ntasks-per-node=2", str(ROOT / "scripts" / "slurm_rank.sh"), str(ROOT / "models/bert/train.py")]

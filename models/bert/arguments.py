@@ -95,6 +95,13 @@ def _check(parsed: argparse.Namespace) -> None:
         raise VPipeConfigError(f"{' and '.join(given)} exclude each other: give one of them")
     if parsed.vocab and (parsed.data_dir or parsed.synthetic):
         raise VPipeConfigError(f"--vocab {parsed.vocab}: only text has a vocabulary; leave it out with {given[0]}")
+    if parsed.from_pretrained and not (parsed.vocab or parsed.data_dir or parsed.synthetic):
+        parsed.vocab = parsed.from_pretrained / "vocab.txt"
+        if not parsed.vocab.is_file():
+            raise VPipeConfigError(
+                f"--from-pretrained {parsed.from_pretrained}: it has no vocab.txt, and a vocabulary made from the text"
+                " has other numbers than its weights know; give --vocab, or --data-dir with shards of its vocabulary"
+            )
     if parsed.keep_order and not parsed.data_dir:
         raise VPipeConfigError("--keep-order is for shards: give their folder with --data-dir, or leave it out")
     if parsed.data_dir is None and parsed.seq_length is None:

@@ -132,6 +132,8 @@ def _make_vocabulary(arguments: argparse.Namespace, pieces: Iterable[Piece], pat
         documents = (document for piece in pieces for document in documents_of(piece, arguments.form))
         try:
             tokenizer = train_wordpiece(documents, arguments.vocab_size)
+        except VPipeError:  # of the text, which is read meanwhile
+            raise
         except ValueError as error:
             raise VPipeConfigError(f"--vocab-size {arguments.vocab_size}: {error}") from error
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")

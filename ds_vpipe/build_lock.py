@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ds_vpipe.errors import VPipeConfigError
 
-LIMIT_S = 900.0  # the slowest builds of DeepSpeed's operators take some minutes
+LIMIT_S = 900.0  # the slowest file of DeepSpeed's operators takes some minutes
 _EXIT_STATUS = 2
 
 
@@ -29,18 +29,21 @@ def extension_folder() -> Path:
 
 
 def ages(folder: Path) -> dict[Path, float]:
-    """The locks below ``folder`` and their ages in seconds; a build that goes on has one, too."""
+    """The locks below ``folder`` and for how many seconds nothing has changed beside them.
+
+    A build that goes on has a lock, too, but writes a file now and then, however long it takes.
+    """
     found = {}
     for lock in (*folder.glob("*/lock"), *folder.glob("*/*/lock")):
         try:
-            found[lock] = time.time() - lock.stat().st_mtime
-        except OSError:  # the build has ended
+            found[lock] = time.time() - max(path.stat().st_mtime for path in lock.parent.iterdir())
+        except (OSError, ValueError):  # the build has ended
             continue
     return found
 
 
 def refuse_old_locks(limit_s: float = LIMIT_S) -> None:
-    """Refuse to start where a lock is older than any build takes.
+    """Refuse to start where there is a lock and no build has written anything for so long.
 
     Raises:
         VPipeConfigError: there is one; the line names it.
@@ -52,7 +55,7 @@ def refuse_old_locks(limit_s: float = LIMIT_S) -> None:
 
 @contextmanager
 def limited_builds(limit_s: float = LIMIT_S) -> Iterator[None]:
-    """Inside, a wait for somebody else's build ends: the process, with one line, once a lock is ``limit_s`` old.
+    """Inside, a wait for somebody else's build ends: the process, with one line, once a lock is refused.
 
     torch's wait cannot be interrupted from within the process, so that there is no other end.
 
@@ -81,6 +84,7 @@ def limited_builds(limit_s: float = LIMIT_S) -> Iterator[None]:
 
 def _line(lock: Path, age_s: float) -> str:
     return (
-        f"extension build: got a lock {lock} that is {age_s / 60:.1f} minutes old, as a killed process leaves it; "
-        f"allowed is one of a build that goes on, since others wait for it without end; delete the file and start again"
+        f"extension build: got a lock {lock} beside which nothing has changed for {age_s / 60:.1f} minutes, as a "
+        "killed process leaves it; allowed is one of a build that goes on, since others wait for it without end; "
+        "delete the file and start again"
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_vpipe.build_lock import ages, limited_builds, refuse_old_locks
+from ds_vpipe.diagnosis.probe import observe
 from ds_vpipe.errors import VPipeConfigError
 
 
@@ -41,9 +42,17 @@ def test_a_build_that_goes_on_is_waited_for(lock: Path) -> None:
         pass
 
 
+def test_a_long_build_that_goes_on_writing_is_no_old_lock(lock: Path) -> None:
+    leave(lock, 5000)
+    leave(lock.with_name("fused_adam.o"), 300)
+    refuse_old_locks()
+    (found,) = [age_s for path, age_s in observe([])["build_locks"] if path == str(lock)]
+    assert ages(lock.parents[1])[lock] == pytest.approx(found, abs=5) == pytest.approx(300, abs=10)
+
+
 def test_an_old_lock_is_named(lock: Path) -> None:
     leave(lock, 1200)
-    with pytest.raises(VPipeConfigError, match=rf"got a lock {lock} that is 20\.\d minutes old.* delete the file"):
+    with pytest.raises(VPipeConfigError, match=rf"got a lock {lock} beside .* for 20\.\d minutes.* delete the file"):
         refuse_old_locks()
     with pytest.raises(VPipeConfigError, match="delete the file"), limited_builds():
         pytest.fail("must not begin")

@@ -262,7 +262,7 @@ def test_locks_of_builds() -> None:
     locked = replace(NODE, build_locks=(("/e/fused_adam/lock", 30.0), ("/e/shm/lock", 3600.0)))
     found = [finding for finding in check_node(locked) if finding.check == "extension build"]
     assert [finding.level for finding in found] == ["warning", "error"]
-    assert "/e/shm/lock on here is 60.0 minutes old" in found[1].text
+    assert "/e/shm/lock on here, unchanged for 60.0 minutes" in found[1].text
     assert not [finding for finding in check_node(NODE) if finding.check == "extension build"]
 
 

@@ -20,7 +20,7 @@ class NodeFacts:
         open_files: soft limit of open files.
         compiler: path of a C++ compiler, None if there is none; as ``ninja``.
         address: what its own name resolves to; None if it does not.
-        build_locks: locks of extension builds, path and age in seconds.
+        build_locks: locks of extension builds, path and seconds since anything beside them has changed.
         interfaces: names of network interfaces.
         gpus: lines of ``nvidia-smi``, one per GPU; None where there is no such command or it fails, for
             the reason ``gpu_error``.

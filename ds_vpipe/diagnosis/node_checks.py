@@ -82,7 +82,7 @@ def check_build_locks(node: NodeFacts) -> list[Finding]:
         Finding(
             "error" if age_s > LIMIT_S else "warning",
             "extension build",
-            f"lock {path} on {node.host} is {age_s / 60:.1f} minutes old: every start waits until it is gone",
+            f"lock {path} on {node.host}, unchanged for {age_s / 60:.1f} minutes: every start waits until it is gone",
             "delete it, unless a build is going on",
         )
         for path, age_s in node.build_locks

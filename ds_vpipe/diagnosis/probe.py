@@ -64,8 +64,9 @@ def _build_locks():  # type: ignore[no-untyped-def]
     ages = []
     for path in glob.glob(os.path.join(folder, "*", "lock")) + glob.glob(os.path.join(folder, "*", "*", "lock")):
         try:
-            ages.append([path, time.time() - os.stat(path).st_mtime])
-        except OSError:  # the build has ended
+            beside = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "*"))
+            ages.append([path, time.time() - max(os.stat(name).st_mtime for name in beside)])
+        except (OSError, ValueError):  # the build has ended
             continue
     return ages
 

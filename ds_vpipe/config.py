@@ -18,6 +18,8 @@ from typing_extensions import Self
 from ds_vpipe.config_help import HELP, refusal_of
 from ds_vpipe.refusal import Refusal, raise_first
 from ds_vpipe.split_file import is_split_file, merge_split_file
+from ds_vpipe.staleness.settings import KEYS as STALENESS_KEYS
+from ds_vpipe.staleness.settings import Staleness
 from ds_vpipe.unsupported import block_of, refuse_unsupported
 
 __all__ = ["StageSettings", "TimelineConfig", "VPipeConfig", "block_of", "refuse_unsupported"]
@@ -92,6 +94,7 @@ class VPipeConfig(BaseModel):
     link_bandwidth: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     gradient_clipping_scope: Literal["stage", "delayed_global"] = "stage"
     peer_timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    staleness: Staleness | None = None
     timeline: TimelineConfig = TimelineConfig()
 
     @field_validator("partition", mode="before")
@@ -182,6 +185,13 @@ class VPipeConfig(BaseModel):
             if self.gradient_clipping_scope != "stage":
                 scope, why = self.gradient_clipping_scope, 'sync_mode is "bsp", which clips by the norm of all stages'
                 _refuse(scope, key="gradient_clipping_scope", reason=why, remedy="remove the key")
+            if self.staleness is not None:
+                given = self.staleness.model_dump(exclude_unset=True)
+                _refuse(given, key="staleness", reason='sync_mode is "bsp", which has none', remedy="remove the key")
+        predicts = self.staleness is not None and self.staleness.weight_prediction is not None
+        if predicts and self.weight_sync == "none":
+            why = 'weight_sync is "none", which keeps no weights for backward passes'
+            _refuse(True, key="staleness.weight_prediction", reason=why, remedy="remove one of the two")
         return self
 
     @model_validator(mode="after")
@@ -218,6 +228,7 @@ class VPipeConfig(BaseModel):
             return cls.model_validate(settings)
         except ValidationError as error:
             known = {"": tuple(cls.model_fields), "timeline": tuple(TimelineConfig.model_fields)}
+            known |= STALENESS_KEYS
             raise_first([refusal_of(detail, known, origin) for detail in error.errors(include_url=False)])
             raise  # not reached: a ValidationError has at least one detail
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pydantic_core import ErrorDetails
 
 from ds_vpipe.refusal import Refusal, did_you_mean
+from ds_vpipe.staleness.settings import HELP as STALENESS_HELP
 
 # Key -> (what it accepts, what to do about a value that it does not accept).
 HELP: dict[str, tuple[str, str]] = {
@@ -60,6 +61,7 @@ HELP: dict[str, tuple[str, str]] = {
         '"stage", or "delayed_global" with sync_mode "asp"',
         'write "stage" to clip by the norm of each stage, or "delayed_global" to clip by that of all as far as known',
     ),
+    **STALENESS_HELP,
     "peer_timeout_s": ("a number of seconds > 0", "give the longest wait for another stage, such as 300"),
     "timeline": ('an object {"enabled": true, "path": "..."}', "remove the key"),
     "timeline.enabled": ("true or false", "write true to record what every rank does"),

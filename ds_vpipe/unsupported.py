@@ -54,6 +54,7 @@ def refuse_unsupported(ds_config: Mapping[str, Any], block: VPipeConfig, num_sta
             *_clipping(ds_config, block),
             *_profiling(ds_config, num_stages),
             *_pipeline(ds_config, block),
+            *_staleness(ds_config, block),
             *_features(ds_config, asp),
             *_checkpoints(ds_config, num_stages),
         ]
@@ -138,6 +139,20 @@ def _pipeline(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal
         why = "vpipe.recompute_ratio recomputes the same layers"
         fix = "write 0 here, or remove vpipe.recompute_ratio"
         yield Refusal("pipeline.activation_checkpoint_interval", interval, "0 next to recompute_ratio", fix, why)
+
+
+def _staleness(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal]:
+    if block.staleness is None or block.staleness.weight_prediction is None:
+        return
+    why = "weights are predicted from their own updates, which the master weights of"
+    half = [name for name, keys in _NAMES.items() if any(_on(_get(config, f"{key}.enabled")) for key in keys)]
+    zero = _zero_stage(config)
+    around = half[0] if half else "ZeRO" if zero is not None and zero > 0 else None
+    if around is not None:
+        given = block.staleness.weight_prediction.model_dump(exclude_unset=True) or True
+        fix = "remove one of the two, or use nadam"
+        allowed = "in fp32 or torch_autocast, without ZeRO"
+        yield Refusal("vpipe.staleness.weight_prediction", given, allowed, fix, f"{why} {around} keep elsewhere")
 
 
 def _features(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:

@@ -20,15 +20,17 @@ from ds_vpipe.engine import rank_state
 from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.checkpoint_folders import clean, put_in_place, put_own_in_place, recover
 from ds_vpipe.engine.loss_scaling import LossScaling
+from ds_vpipe.engine.mitigation import MitigationMixin
 from ds_vpipe.engine.quiesce import QuiesceMixin
 from ds_vpipe.engine.reshaping import ReshapingMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.tied_states import saved_as, with_owners_states
 from ds_vpipe.engine.ties import tied_stages
 from ds_vpipe.errors import VPipeError
+from ds_vpipe.staleness.settings import refuse_delays
 
 
-class CheckpointMixin(QuiesceMixin, ReshapingMixin):
+class CheckpointMixin(QuiesceMixin, ReshapingMixin, MitigationMixin):
     """``save_checkpoint()``, ``load_checkpoint()`` and ``set_train_batch_size()`` between any two batches."""
 
     asynchronous: bool
@@ -204,16 +206,25 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin):
 
         Raises:
             ValueError: the size is not a multiple of micro-batch size and replicas.
+            VPipeConfigError: a mitigation of staleness does not work with the delay that it gives.
         """
+        replicas_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        refuse_delays(self.vpipe_config.staleness, self._delays(max(1, train_batch_size // replicas_batch)))
         self.quiesce()
         super().set_train_batch_size(train_batch_size)
         self._plan()
+        if self.mitigation is not None:
+            self.mitigation.delay = self._delays(self.micro_batches)[self.stage_id]
+            self.stashing_optimizer = self._make_stashing_optimizer()
         self._restart_at(self.stashing_optimizer.latest_version)
 
     def _make_stashing_optimizer(self) -> WeightStashingOptimizer:
         stash = self.vpipe_config.weight_sync != "none"
         parameters = self.module.parameters()
-        return WeightStashingOptimizer(self.optimizer, parameters, stash=stash, version=self.global_steps)
+        predictor = self.mitigation if self.mitigation is not None and self.mitigation.predicts else None
+        return WeightStashingOptimizer(
+            self.optimizer, parameters, stash=stash, version=self.global_steps, predictor=predictor
+        )
 
     def _equalize_scale(self) -> None:
         """Give every stage the last one's loss scaler, as DeepSpeed expects it."""

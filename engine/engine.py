@@ -86,6 +86,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         self._plan()
         self.state = StageState()
         self.neighbours = Neighbours(self.grid, self.pipeline, self.vpipe_config.peer_timeout_s, self.device)
+        self.mitigation = self._make_mitigation()
         self.stashing_optimizer = self._make_stashing_optimizer()
         self._vertical = self.vpipe_config.weight_sync == "vertical"
         use_sound_checkpointing(self.module, self.asynchronous)

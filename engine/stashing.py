@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ds_vpipe.engine.predicted_versions import PredictedVersions, Predictor
 from ds_vpipe.engine.versions import WeightVersions
 
 
@@ -32,6 +33,7 @@ class WeightStashingOptimizer:
         stash: keep the weights of micro-batches in flight. Without it (``weight_sync: "none"``)
             every backward pass sees the newest weights; for comparison only.
         version: updates that the weights have had already.
+        predictor: makes of the newest weights those that forward passes use; default: they use the newest.
     """
 
     def __init__(
@@ -41,10 +43,15 @@ class WeightStashingOptimizer:
         *,
         stash: bool = True,
         version: int = 0,
+        predictor: Predictor | None = None,
     ) -> None:
         self.base_optimizer = base_optimizer
         self._stash = stash
-        self._versions = WeightVersions(parameters, holders=[base_optimizer], version=version)
+        self._versions = (
+            WeightVersions(parameters, holders=[base_optimizer], version=version)
+            if predictor is None
+            else PredictedVersions(parameters, [base_optimizer], version, predictor)
+        )
         self._in_flight: dict[int, int] = {}
         self._keep_from: int | None = None
 
@@ -88,7 +95,7 @@ class WeightStashingOptimizer:
         try:
             yield
         finally:
-            self._versions.point_to(self._versions.latest)
+            self._versions.point_to_newest()
         self._in_flight[micro_batch] = version
 
     def load_old_params(self, micro_batch: int) -> None:
@@ -98,7 +105,7 @@ class WeightStashingOptimizer:
 
     def load_new_params(self) -> None:
         """Point the parameters to the newest weights."""
-        self._versions.point_to(self._versions.latest)
+        self._versions.point_to_newest()
 
     def release(self, micro_batch: int) -> None:
         """The micro-batch is done or dropped: its version may go."""
@@ -130,7 +137,7 @@ class WeightStashingOptimizer:
         In place where nothing in flight refers to the newest weights, else on a fork of them. Autograd
         is told that the tensors it saved have not changed, which the fork has made true.
         """
-        self._versions.point_to(self._versions.latest)
+        self._versions.point_to_newest()
         if self._stash and self._is_needed(self._versions.latest):
             self._versions.fork()
         with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(self._versions.parameters)):

@@ -16,6 +16,7 @@ from ds_vpipe.engine.news import StageNews
 from ds_vpipe.engine.optimizers import OptimizerMixin
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.ties import TiedWeights, tied_parameters, tied_stages
+from ds_vpipe.staleness.mitigation import StalenessMitigation
 
 
 class UpdateMixin(OptimizerMixin):
@@ -25,6 +26,7 @@ class UpdateMixin(OptimizerMixin):
         loss_scaling: with fp16, else None.
         ties: tied weights shared with other stages, in an asynchronous pipeline that has some, else None.
         news: what other stages' updates told, in an asynchronous pipeline that needs to know, else None.
+        mitigation: what is done about stale gradients, where there are any, else None.
     """
 
     vpipe_config: VPipeConfig
@@ -34,6 +36,7 @@ class UpdateMixin(OptimizerMixin):
     loss_scaling: LossScaling | None
     ties: TiedWeights | None
     news: StageNews | None
+    mitigation: StalenessMitigation | None
 
     def _prepare_updates(self) -> None:
         """Set up what updates need, once the optimizer exists."""
@@ -66,6 +69,8 @@ class UpdateMixin(OptimizerMixin):
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         if self.loss_scaling is not None and self.state.report is not None:
             self.loss_scaling.scale = self.state.report.loss_scale
+        if self.mitigation is not None:
+            self.mitigation.updates = self.stashing_optimizer.latest_version
         with self.stashing_optimizer.update():
             super()._take_model_step(lr_kwargs)
             if self.ties is not None:

@@ -145,6 +145,10 @@ class WeightVersions:
                 parameter.data = view
             self._pointed = version
 
+    def point_to_newest(self) -> None:
+        """Make the parameters refer to the weights that updates go to."""
+        self.point_to(self._latest)
+
     def fork(self) -> None:
         """Move the newest weights to storages that nothing in flight refers to, for an update in place.
 

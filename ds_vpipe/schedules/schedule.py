@@ -67,9 +67,19 @@ def updates_known(batch: int, delay: int, micro_batches: int, refill: int = 0) -
     return max(refill // micro_batches, batch + 1 - delay)
 
 
+def update_delay(depth: int, micro_batches: int) -> int:
+    """Updates by which a gradient is late at most, in a pipeline that runs undisturbed: ceil(W / M).
+
+    Args:
+        depth: warm-up depth ``W`` of the stage (with vertical sync: of stage 0).
+        micro_batches: micro-batches per batch, ``M``.
+    """
+    return -(-depth // micro_batches)
+
+
 def versions_alive(depth: int, micro_batches: int) -> int:
     """Weight versions a stage holds in steady state: the newest and those of micro-batches in flight."""
-    return 1 - (-depth // micro_batches)
+    return 1 + update_delay(depth, micro_batches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,120 @@
+"""Adam's update with Nesterov momentum: the direction looks one step ahead of where a stale gradient points.
+
+Dozat, Incorporating Nesterov Momentum into Adam (ICLR workshop 2016), in the form of ``torch.optim.NAdam`` with
+decoupled weight decay. LAMB (You et al., ICLR 2020) gets the same mix before its trust ratio.
+
+It reads and writes the state of the optimizer that it stands in for (``step``, ``exp_avg``, ``exp_avg_sq``), so that
+checkpoints of one are checkpoints of the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.staleness.settings import NAdam
+
+_ADAM = {"lr", "betas", "eps", "weight_decay"}
+_ADAM_OPTIONS = {
+    "amsgrad",
+    "bias_correction",
+    "capturable",
+    "decoupled_weight_decay",
+    "differentiable",
+    "foreach",
+    "fused",
+    "maximize",
+}
+_TRUST_RATIO = {"min_coeff", "max_coeff"}
+
+
+class NAdamStep:
+    """Updates the parameters of an Adam or LAMB optimizer in its place.
+
+    Args:
+        optimizer: Adam or LAMB, told by its hyperparameters, whatever library it comes from. Its betas are not
+            used. Its weight decay is decoupled, also where its own would be an L2 penalty.
+        settings: the betas used, and how the momentum grows.
+
+    Raises:
+        VPipeConfigError: another optimizer, or an option that has no NAdam form.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: NAdam) -> None:
+        self._optimizer = optimizer
+        self._settings = settings
+        self._product = (0, 1.0)
+        keys = set(optimizer.defaults)
+        is_lamb = keys >= _TRUST_RATIO
+        known = _ADAM | _ADAM_OPTIONS | ({"max_grad_norm", *_TRUST_RATIO} if is_lamb else set())
+        if not keys >= _ADAM or not keys & {"amsgrad", "bias_correction"} or keys - known:
+            raise VPipeConfigError(
+                f"vpipe.staleness.nadam: got an optimizer of type {type(optimizer).__name__}, allowed are Adam, AdamW "
+                f"and LAMB, whose moments it needs; remove the key or change the optimizer"
+            )
+        for key in ("amsgrad", "maximize", "max_grad_norm"):
+            if any(group.get(key) for group in optimizer.param_groups):
+                raise VPipeConfigError(
+                    f"vpipe.staleness.nadam: got an optimizer with {key}, allowed is one without; remove one of the two"
+                )
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """One update of all parameters that have a gradient."""
+        for group in self._optimizer.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._update(parameters, group)
+
+    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        states = [self._state(parameter) for parameter in parameters]
+        # Some fused optimizers count the updates of a group in one of its parameters.
+        step = 1 + max(int(state["step"]) for state in states)
+        for state in states:
+            state["step"] = torch.full_like(state["step"], step) if torch.is_tensor(state["step"]) else step
+        beta1, beta2 = self._settings.betas
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        means = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        roots = torch._foreach_div(squares, 1 - beta2**step)
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        product, ahead = self._momenta(step), self._momentum(step + 1)
+        directions = torch._foreach_mul(gradients, (1 - self._momentum(step)) / (1 - product))
+        torch._foreach_add_(directions, means, alpha=ahead / (1 - product * ahead))
+        torch._foreach_div_(directions, roots)
+        rate, decay = float(group["lr"]), group["weight_decay"]
+        if "max_coeff" in group:
+            if decay:
+                torch._foreach_add_(directions, parameters, alpha=decay)
+            for parameter, direction in zip(parameters, directions, strict=True):
+                norm, length = parameter.norm(), direction.norm()
+                ratio = (norm / length).clamp(group["min_coeff"], group["max_coeff"])
+                direction.mul_(torch.where((norm > 0) & (length > 0), ratio, torch.ones_like(ratio)))
+        elif decay:
+            torch._foreach_mul_(parameters, 1 - rate * decay)
+        torch._foreach_add_(parameters, directions, alpha=-rate)
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer.state[parameter]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros(()) if isinstance(self._optimizer, torch.optim.Adam) else 0
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def _momentum(self, step: int) -> float:
+        return float(self._settings.betas[0] * (1.0 - 0.5 * 0.96 ** (step * self._settings.momentum_decay)))
+
+    def _momenta(self, step: int) -> float:
+        """Product of the momenta of all updates up to ``step``; of the step alone, so it needs no checkpoint."""
+        at, product = self._product if self._product[0] <= step else (0, 1.0)
+        for number in range(at + 1, step + 1):
+            product *= self._momentum(number)
+        self._product = (step, product)
+        return product

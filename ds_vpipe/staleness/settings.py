@@ -1,0 +1,159 @@
+"""The ``"staleness"`` object of the ``"vpipe"`` block: which mitigations a run uses.
+
+The delay of stage s is ceil(W_s / M) updates, W_s its warm-up depth and M the micro-batches per batch: what
+:func:`ds_vpipe.schedules.schedule.update_delay` gives, for a pipeline that runs undisturbed. A stage without a delay,
+such as the last one, does none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import Self
+
+from ds_vpipe.refusal import Refusal
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class NAdam(_Settings):
+    """Options of :mod:`ds_vpipe.staleness.nadam`; they take the place of the optimizer's own betas.
+
+    Attributes:
+        betas: decay of the first and second moment.
+        momentum_decay: how slowly the momentum grows towards ``betas[0]``.
+    """
+
+    betas: tuple[float, float] = (0.99, 0.999)
+    momentum_decay: float = Field(default=4e-3, ge=0, allow_inf_nan=False)
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _two_rates(cls, value: object) -> object:
+        numbers = [float(v) for v in value if _is_number(v)] if isinstance(value, (list, tuple)) else []
+        if len(numbers) != 2 or len(value) != 2 or not all(0 <= number < 1 for number in numbers):  # type: ignore[arg-type]
+            raise PydanticCustomError("vpipe_refusal", "refused", {"value": value})
+        return tuple(numbers)
+
+
+class ErrorFeedback(_Settings):
+    """Options of error feedback.
+
+    Attributes:
+        scale: share of the change between the last two updates that is added; 0 adds nothing.
+    """
+
+    scale: float = Field(default=1.0, ge=0, le=1)
+
+
+class WeightPrediction(_Settings):
+    """Options of weight prediction.
+
+    Attributes:
+        scale: times the delay is how many updates ahead weights are predicted; 0 predicts nothing.
+        smoothing: decay of the moving average of updates that is extrapolated; 0 takes the last update alone.
+    """
+
+    scale: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    smoothing: float = Field(default=0.0, ge=0, lt=1)
+
+
+class LRRescheduling(_Settings):
+    """Options of learning-rate rescheduling.
+
+    Attributes:
+        num_steps: updates until the learning rate is that of a run without delay, T.
+    """
+
+    num_steps: int = Field(ge=1)
+
+    def factor(self, updates: int, delay: int) -> float:
+        """What the learning rate is multiplied with after ``updates`` updates: delay ** -(1 - min(updates / T, 1)).
+
+        Source: PipeMare (Yang et al., MLSys 2021), technique 1.
+        """
+        return float(max(delay, 1)) ** -(1.0 - min(updates / self.num_steps, 1.0))
+
+
+class Staleness(_Settings):
+    """Mitigations in use; each is off unless named. ``true`` stands for an object without keys."""
+
+    nadam: NAdam | None = None
+    error_feedback: ErrorFeedback | None = None
+    weight_prediction: WeightPrediction | None = None
+    lr_rescheduling: LRRescheduling | None = None
+
+    @field_validator("nadam", "error_feedback", "weight_prediction", mode="before")
+    @classmethod
+    def _switch(cls, value: object) -> object:
+        return {} if value is True else None if value is False else value
+
+    @model_validator(mode="after")
+    def _one_extrapolation(self) -> Self:
+        if self.error_feedback is not None and self.weight_prediction is not None:
+            context = {
+                "key": "staleness.error_feedback",
+                "value": True,
+                "reason": "weight_prediction makes up for the same delay",
+                "remedy": "remove one of the two",
+            }
+            raise PydanticCustomError("vpipe_refusal", "refused", context)
+        return self
+
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "staleness": tuple(Staleness.model_fields),
+    "staleness.nadam": tuple(NAdam.model_fields),
+    "staleness.error_feedback": tuple(ErrorFeedback.model_fields),
+    "staleness.weight_prediction": tuple(WeightPrediction.model_fields),
+    "staleness.lr_rescheduling": tuple(LRRescheduling.model_fields),
+}
+"""The keys of each object, for messages."""
+
+HELP: dict[str, tuple[str, str]] = {
+    "staleness": (
+        'an object with nadam, error_feedback, weight_prediction or lr_rescheduling, with sync_mode "asp" only',
+        'name what to use, such as {"nadam": true}, or remove the key',
+    ),
+    "staleness.nadam": ("true, false or an object", "write true for betas [0.99, 0.999]"),
+    "staleness.nadam.betas": ("two numbers in [0, 1)", "give such as [0.99, 0.999]"),
+    "staleness.nadam.momentum_decay": ("a number >= 0", "give such as 0.004"),
+    "staleness.error_feedback": (
+        "true, false or an object, without weight_prediction, where no stage is more than one update behind",
+        "write true or remove the key",
+    ),
+    "staleness.error_feedback.scale": ("a number in [0, 1]", "give such as 1"),
+    "staleness.weight_prediction": (
+        'true, false or an object, with weight_sync "stash" or "vertical"',
+        "write true or remove the key",
+    ),
+    "staleness.weight_prediction.scale": ("a number >= 0", "give such as 1"),
+    "staleness.weight_prediction.smoothing": ("a number in [0, 1)", "give such as 0.9, or 0 for none"),
+    "staleness.lr_rescheduling": ('an object {"num_steps": ...}', 'write such as {"num_steps": 1000}'),
+    "staleness.lr_rescheduling.num_steps": ("an int >= 1", "give the updates over which the learning rate recovers"),
+}
+"""Key -> (what it accepts, what to do about a value that it does not accept), as in :mod:`ds_vpipe.config_help`."""
+
+
+def refuse_delays(settings: Staleness | None, delays: Sequence[int]) -> None:
+    """Refuse what does not work with these delays, one per stage.
+
+    Raises:
+        VPipeConfigError: error feedback, and a stage is more than one update behind.
+    """
+    if settings is None or settings.error_feedback is None or max(delays) <= 1:
+        return
+    stage = next(stage for stage, delay in enumerate(delays) if delay > 1)
+    why = f"stage {stage} is {delays[stage]} updates behind, and it makes up for one"
+    fix = "raise gradient_accumulation_steps to K-1 or more, or use nadam or weight_prediction"
+    given = settings.error_feedback.model_dump(exclude_unset=True) or True
+    raise Refusal("vpipe.staleness.error_feedback", given, "where no stage is further behind", fix, why).error()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,51 @@
+"""Mitigation of staleness at one stage of an asynchronous pipeline, from the ``"staleness"`` settings."""
+
+from __future__ import annotations
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.engine.ties import tied_stages
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.schedule import update_delay
+from ds_vpipe.staleness.mitigation import StalenessMitigation
+from ds_vpipe.staleness.settings import refuse_delays
+
+
+class MitigationMixin(PipelineEngine):
+    """Which delay a stage has, and what it does about it.
+
+    Attributes:
+        mitigation: at stages with a delay, if the block asks for it, else None.
+    """
+
+    vpipe_config: VPipeConfig
+    pipeline: Pipeline
+    mitigation: StalenessMitigation | None
+
+    def _delays(self, micro_batches: int) -> list[int]:
+        """Delay of every stage in updates, with so many micro-batches per batch."""
+        depths = self.pipeline.depths
+        vertical = self.vpipe_config.weight_sync == "vertical"
+        return [update_delay(depths[0] if vertical else depth, micro_batches) for depth in depths]
+
+    def _make_mitigation(self) -> StalenessMitigation | None:
+        """Put it around the base optimizer, which must exist and is wherever DeepSpeed has put it.
+
+        Raises:
+            VPipeConfigError: the settings do not work with the model, the optimizer or the delays; on every rank.
+        """
+        settings = self.vpipe_config.staleness
+        if settings is None or self.optimizer is None:
+            return None
+        delays = self._delays(self.micro_batches)
+        refuse_delays(settings, delays)
+        if settings.weight_prediction is not None and tied_stages(self.module):
+            raise VPipeConfigError(
+                "vpipe.staleness.weight_prediction: got it for a model with weights tied across stages, whose copies "
+                "have no updates of their own to predict from; allowed is a model without; remove one of the two"
+            )
+        # Made on all stages, so that all refuse what cannot be.
+        mitigation = StalenessMitigation(self.basic_optimizer, settings, delays[self.stage_id])
+        return mitigation if delays[self.stage_id] > 0 else None

@@ -68,6 +68,7 @@ class Replay:
         criterion: loss from output and labels.
         ties: groups of places that are one weight, the owner's first.
         micro_batch: inputs and labels by number and replica.
+        staleness: mitigations, as in the ``"vpipe"`` block.
     """
 
     counts: Sequence[int]
@@ -90,6 +91,7 @@ class Replay:
     criterion: Callable[[Any, Any], torch.Tensor] = field(default_factory=nn.CrossEntropyLoss)
     ties: Sequence[Sequence[Place]] = ()
     micro_batch: Callable[[int, int], Any] = toy.micro_batch
+    staleness: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layers = [layer.to(self.dtype).float() for layer in self.layers]
@@ -103,7 +105,11 @@ class Replay:
                 if (position, name) not in self.copies:
                     self.owned[self.stage_of[position]].append(parameter)
         self.optimizers = [self.make_optimizer(parameters) for parameters in self.owned]
+        if "nadam" in self.staleness:
+            self.optimizers = [self.nadam(o) if self.delay(s) else o for s, o in enumerate(self.optimizers)]
         self.history = [self.snapshot()]
+        self.seen = [self.history[0]]
+        self.changes: list[list[torch.Tensor] | None] = [None for _ in self.counts]
         self.losses: list[float] = []
         self.norms: list[list[float]] = []
         self.overflows: list[list[bool]] = []
@@ -112,6 +118,14 @@ class Replay:
 
     def parameter(self, place: Place) -> nn.Parameter:
         return self.layers[place[0]].get_parameter(place[1])
+
+    def delay(self, stage: int) -> int:
+        return math.ceil(self.depths[0 if self.vertical else stage] / self.micro_batches)
+
+    def nadam(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        group = optimizer.param_groups[0]
+        options = {key: group[key] for key in ("lr", "eps", "weight_decay")}
+        return torch.optim.NAdam(group["params"], betas=(0.99, 0.999), decoupled_weight_decay=True, **options)
 
     def snapshot(self) -> list[Weights]:
         return [{n: p.detach().to(self.dtype, copy=True) for n, p in layer.named_parameters()} for layer in self.layers]
@@ -173,6 +187,7 @@ class Replay:
         self.update(batch, scale)
         self.history.append(self.snapshot())
         self.refresh_copies(batch)
+        self.seen.append(self.predicted() if "weight_prediction" in self.staleness else self.history[-1])
 
     def mean_over_replicas(self, found: list[torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
         """In the type of the gradients, where it matters what is done first: a sum may overflow."""
@@ -188,7 +203,7 @@ class Replay:
         for position, layer in enumerate(self.layers):
             depth = self.depths[0] if self.vertical else self.depths[self.stage_of[position]]
             version = batch if self.newest else max(self.refill(j), j - depth) // self.micro_batches
-            weights = {n: w.clone().requires_grad_() for n, w in self.history[version][position].items()}
+            weights = {n: w.clone().requires_grad_() for n, w in self.seen[version][position].items()}
             leaves.update({(position, n): w for n, w in weights.items()})
             with autocast:
                 value = functional_call(layer, weights, (value,))
@@ -215,7 +230,7 @@ class Replay:
             for parameter in self.owned[stage]:
                 if parameter.grad is not None and divisor != 1.0:
                     parameter.grad *= 1.0 / divisor
-            optimizer.step()
+            self.step(stage, optimizer, batch)
         if self.scaler is not None:
             last = len(self.counts) - 1
             count = sum(
@@ -224,6 +239,32 @@ class Replay:
             )
             self.scaler.hear(count > self.heard)
             self.heard = count
+
+    def step(self, stage: int, optimizer: torch.optim.Optimizer, batch: int) -> None:
+        delay, parameters = self.delay(stage), self.owned[stage]
+        before = [parameter.detach().clone() for parameter in parameters]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if delay and "lr_rescheduling" in self.staleness:
+            share = min(batch / self.staleness["lr_rescheduling"]["num_steps"], 1)
+            for group in optimizer.param_groups:
+                group["lr"] /= delay ** (1 - share)
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        changes = [parameter.detach() - old for parameter, old in zip(parameters, before, strict=True)]
+        last, self.changes[stage] = self.changes[stage], changes
+        if delay and "error_feedback" in self.staleness and last is not None:
+            for parameter, change, earlier in zip(parameters, changes, last, strict=True):
+                parameter.data += change - earlier
+
+    def predicted(self) -> list[Weights]:
+        """The newest weights and ``delay`` times what the last update changed."""
+        new, old = self.history[-1], self.history[-2]
+        delays = [self.delay(stage) for stage in self.stage_of]
+        return [
+            {n: w[n] + delay * (w[n] - before[n]) for n in w} if delay else w
+            for w, before, delay in zip(new, old, delays, strict=True)
+        ]
 
     def refresh_copies(self, batch: int) -> None:
         """Copies of tied weights follow their owners: with a delay, at a drain without."""

@@ -1,0 +1,234 @@
+"""An asynchronous pipeline's training in one process: the same updates without processes, messages or a schedule.
+
+What an asynchronous pipeline computes depends on which version of its weights each stage uses for each micro-batch,
+and that is a formula: stage s runs micro-batch j with version max(0, j - W_s) // M
+(:func:`ds_vpipe.schedules.schedule.version_used`). So the micro-batches can run one after the other through all
+stages at once, each stage's parameters pointed to the version that is due. It costs what training in one process
+costs, and a copy of every stage's weights per update that it is late by. Depth and delay can then be studied without
+a cluster: K, W, M, mitigations of staleness, clipping and learning-rate schedule are those of the engine, and so are
+the updates. K = 1 is synchronous training.
+
+Left out: dropout draws other numbers than the engine's ranks do; weights tied across stages; data-parallel replicas;
+reduced precision.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, islice, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vpipe.schedules.schedule import default_depths, update_delay
+from ds_vpipe.staleness.mitigation import StalenessMitigation
+from ds_vpipe.staleness.settings import Staleness, refuse_delays
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class ReplayedStage:
+    """One stage's weights in the versions that are still to be used, and its optimizer.
+
+    Args:
+        parameters: the stage's trainable parameters.
+        make_optimizer: their base optimizer.
+        delay: updates between the version that a batch's first micro-batch uses and the newest.
+        staleness: what is done about that delay.
+        clip: largest norm of the stage's gradient; 0 for no limit.
+        factor: what the optimizer's learning rates are multiplied with in an update, numbered from 1.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        make_optimizer: MakeOptimizer,
+        delay: int,
+        staleness: Staleness | None = None,
+        clip: float = 0.0,
+        factor: Callable[[int], float] | None = None,
+    ) -> None:
+        self.parameters = parameters
+        self.optimizer = make_optimizer(parameters)
+        self.updates = 0
+        self._delay = delay
+        self._clip = clip
+        self._factor = factor
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        late = staleness if delay > 0 else None
+        self._mitigation = None if late is None else StalenessMitigation(self.optimizer, late, delay)
+        self._newest = [parameter.data for parameter in parameters]
+        self._versions: deque[list[torch.Tensor]] = deque(maxlen=delay + 1)  # the last is the newest
+        self._versions.append(self._seen([]))
+
+    def point_to(self, version: int) -> None:
+        """Make the parameters refer to a version, as passes see it.
+
+        Raises:
+            IndexError: it is too old to be kept.
+        """
+        self._refer_to(self._versions[version - self.updates - 1])
+
+    def point_to_newest(self) -> None:
+        """Make the parameters refer to the weights that updates go to."""
+        self._refer_to(self._newest)
+
+    def update(self) -> None:
+        """One update of the newest weights from the gradients in the parameters, which are then forgotten."""
+        self.point_to_newest()
+        for parameter in self.parameters:
+            if parameter.grad is None:  # as a reduction over replicas leaves it
+                parameter.grad = torch.zeros_like(parameter)
+        self._clip_gradients()
+        if self._factor is not None:
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * self._factor(self.updates + 1)
+        if self._mitigation is not None:
+            self._mitigation.updates = self.updates
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.updates += 1
+        full = len(self._versions) == self._versions.maxlen
+        self._versions.append(self._seen(self._versions.popleft() if full else []))
+
+    def _seen(self, into: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The newest weights as passes will see them, in tensors that may be overwritten, if there are any."""
+        if self._delay == 0:
+            return self._newest
+        into = into or [torch.empty_like(value) for value in self._newest]
+        if self._mitigation is not None:
+            self._mitigation.predict(self.parameters, into)
+        elif into:
+            torch._foreach_copy_(into, self._newest)
+        return into
+
+    def _clip_gradients(self) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if self._clip <= 0 or not gradients:
+            return
+        norm = torch.stack([gradient.norm() for gradient in gradients]).pow(2.0).sum().pow(0.5)
+        torch._foreach_mul_(gradients, torch.clamp(self._clip / (norm + 1e-6), max=1.0))
+
+    def _refer_to(self, weights: list[torch.Tensor]) -> None:
+        for parameter, value in zip(self.parameters, weights, strict=True):
+            parameter.data = value
+
+
+class Replay:
+    """A pipeline of K stages, replayed in this process.
+
+    Args:
+        layers: the model, in order; trained in place.
+        partition: layers of each stage; ``[len(layers)]`` trains synchronously.
+        micro_batches: micro-batches per batch, M.
+        make_optimizer: a base optimizer for the trainable parameters of one stage.
+        loss_fn: a scalar from output and labels.
+        depths: W of every stage, default K-1-s.
+        vertical: every stage uses the version index that stage 0 uses.
+        staleness: mitigations, as the ``"staleness"`` object of a ``"vpipe"`` block or made of one.
+        clip: largest norm of one stage's gradient, as ``gradient_clipping``; 0 for no limit.
+        factor: of the learning rate in an update, numbered from 1, such as
+            :meth:`ds_vpipe.lr_policies.LRPolicy.factor`.
+
+    Attributes:
+        stages: by number.
+        batches: how many have been trained.
+
+    Raises:
+        ValueError: the partition does not fit, or stages share a weight.
+        VPipeConfigError: a mitigation does not work with a delay or with the optimizer.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        partition: Sequence[int],
+        micro_batches: int,
+        make_optimizer: MakeOptimizer,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        depths: Sequence[int] | None = None,
+        vertical: bool = False,
+        staleness: Staleness | dict[str, Any] | None = None,
+        clip: float = 0.0,
+        factor: Callable[[int], float] | None = None,
+    ) -> None:
+        if sum(partition) != len(layers) or min(partition, default=0) < 1:
+            raise ValueError(
+                f"partition: got {list(partition)}, allowed are counts > 0 that sum to the {len(layers)} layers"
+            )
+        self.layers = nn.ModuleList(layers)
+        self.micro_batches = micro_batches
+        self.loss_fn = loss_fn
+        self.batches = 0
+        depths = default_depths(len(partition)) if depths is None else depths
+        if len(depths) != len(partition):
+            raise ValueError(f"depths: got {list(depths)}, allowed is one of each of the {len(partition)} stages")
+        self._depths = [depths[0]] * len(depths) if vertical else list(depths)
+        settings = Staleness.model_validate(staleness) if isinstance(staleness, dict) else staleness
+        delays = [update_delay(depth, micro_batches) for depth in self._depths]
+        refuse_delays(settings, delays)
+        parts = [list(layers[start:stop]) for start, stop in pairwise(accumulate(partition, initial=0))]
+        owned = [_trainable(part) for part in parts]
+        if len({id(p) for members in owned for p in members}) != sum(map(len, owned)):
+            raise ValueError("layers: got a weight that two stages share, allowed are stages without; untie it")
+        self.stages = [
+            ReplayedStage(members, make_optimizer, delay, settings, clip, factor)
+            for members, delay in zip(owned, delays, strict=True)
+        ]
+
+    def train_batch(self, data: Iterator[tuple[Any, Any]]) -> float:
+        """Train one batch and return its mean loss, as ``engine.train_batch()`` does.
+
+        Args:
+            data: yields ``(inputs, labels)``; M of them are read.
+
+        Raises:
+            StopIteration: there are fewer; what there was is not trained.
+        """
+        items = list(islice(data, self.micro_batches))
+        if len(items) < self.micro_batches:
+            raise StopIteration
+        first, total = self.batches * self.micro_batches, 0.0
+        for micro_batch, (inputs, labels) in enumerate(items, first):
+            for stage, depth in zip(self.stages, self._depths, strict=True):
+                stage.point_to(max(0, micro_batch - depth) // self.micro_batches)
+            loss = self.loss_fn(self._forward(inputs), labels)
+            (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        for stage in self.stages:
+            stage.update()
+        self.batches += 1
+        return total / self.micro_batches
+
+    @torch.no_grad()
+    def evaluate(self, data: Iterable[tuple[Any, Any]]) -> float:
+        """Mean loss of ``data`` under the newest weights, with the layers in evaluation mode."""
+        with self._evaluating():
+            losses = [float(self.loss_fn(self._forward(inputs), labels)) for inputs, labels in data]
+        return sum(losses) / len(losses)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [layer.training for layer in self.layers]
+        for stage in self.stages:
+            stage.point_to_newest()
+        self.layers.eval()
+        try:
+            yield
+        finally:
+            for layer, mode in zip(self.layers, modes, strict=True):
+                layer.train(mode)
+
+    def _forward(self, value: Any) -> Any:
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+
+def _trainable(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+    found = {id(p): p for layer in layers for p in layer.parameters() if p.requires_grad}
+    return list(found.values())

@@ -1,0 +1,314 @@
+"""Mitigations of staleness around optimizers in one process: closed forms, and steps that must be no steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ds_vpipe.config import VPipeConfig, refuse_unsupported
+from ds_vpipe.engine.lamb import Lamb
+from ds_vpipe.engine.stashing import WeightStashingOptimizer
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.schedules.schedule import update_delay, versions_alive
+from ds_vpipe.staleness.mitigation import LAST_UPDATE, StalenessMitigation
+from ds_vpipe.staleness.settings import Staleness, refuse_delays
+
+LR = 0.125  # with gradients and weights that are small multiples of powers of two nothing is rounded
+
+
+def settings_of(**methods: Any) -> Staleness:
+    return Staleness.model_validate(methods)
+
+
+def weight(*values: float) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values))
+
+
+def run(
+    make: Callable[[Any], torch.optim.Optimizer],
+    gradients: Sequence[Sequence[float]],
+    delay: int,
+    start: Sequence[float] = (1.0, -2.0),
+    **methods: Any,
+) -> tuple[list[torch.Tensor], StalenessMitigation, torch.nn.Parameter]:
+    """Weights after every update, the first being the initial ones."""
+    parameter = weight(*start)
+    optimizer = make([parameter])
+    mitigation = StalenessMitigation(optimizer, settings_of(**methods), delay)
+    weights = [parameter.detach().clone()]
+    for number, gradient in enumerate(gradients):
+        parameter.grad = torch.tensor(gradient)
+        mitigation.updates = number
+        optimizer.step()
+        weights.append(parameter.detach().clone())
+    return weights, mitigation, parameter
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def random_gradients(count: int) -> list[list[float]]:
+    return torch.randn(count, 2, generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.mark.parametrize("delay", [1, 3, 7])
+def test_prediction_is_the_future_weight_for_a_constant_gradient(delay: int) -> None:
+    weights, mitigation, parameter = run(sgd, [(0.5, 0.25)] * 10, delay, weight_prediction=True)
+    foreseen = torch.empty(2)
+    mitigation.predict([parameter], [foreseen])
+    assert torch.equal(foreseen, weights[-1] - delay * LR * torch.tensor([0.5, 0.25]))
+    later, *_ = run(sgd, [(0.5, 0.25)] * (10 + delay), 0)
+    assert torch.equal(foreseen, later[-1])
+    assert torch.equal(weights[-1], later[10])  # updates go to the true weights
+
+
+def test_prediction_extrapolates_a_moving_average() -> None:
+    gradients = random_gradients(4)
+    smooth = {"weight_prediction": {"smoothing": 0.75, "scale": 2.0}}
+    weights, mitigation, parameter = run(sgd, gradients, 3, **smooth)
+    changes = [after - before for before, after in itertools.pairwise(weights)]
+    average = changes[0]
+    for change in changes[1:]:
+        average = 0.75 * average + 0.25 * change
+    foreseen = torch.empty(2)
+    mitigation.predict([parameter], [foreseen])
+    torch.testing.assert_close(foreseen, weights[-1] + 2.0 * 3 * average)
+
+
+def test_prediction_without_an_update_is_a_copy() -> None:
+    parameters = [weight(1.0), weight(2.0)]
+    mitigation = StalenessMitigation(sgd(parameters), settings_of(weight_prediction=True), 3)
+    into = [torch.zeros(1), torch.zeros(1)]
+    mitigation.predict(parameters, into)
+    assert [float(value) for value in into] == [1.0, 2.0]
+    mitigation.predict([], [])
+
+
+def test_feedback_telescopes_on_a_linear_loss() -> None:
+    """The gradients of a linear loss do not depend on the weights, so u_t is -lr times the t-th."""
+    gradients = [(1.0, 0.5), (-2.0, 0.25), (0.5, 4.0), (3.0, -1.0)]
+    weights, *_ = run(sgd, gradients, 1, error_feedback=True)
+    changes = [-LR * torch.tensor(gradient) for gradient in gradients]
+    assert torch.equal(weights[-1], weights[0] + torch.stack(changes).sum(0) + changes[-1] - changes[0])
+    halved, *_ = run(sgd, gradients, 1, error_feedback={"scale": 0.5})
+    assert torch.equal(halved[-1], weights[0] + torch.stack(changes).sum(0) + (changes[-1] - changes[0]) / 2)
+
+
+def test_feedback_makes_up_for_one_update_where_gradients_change_evenly() -> None:
+    """Gradients a + t b, one update late, and corrected: from the second on those without delay."""
+    late = [(float(max(t - 1, 0)), 1.0) for t in range(1, 8)]
+    fresh = [(float(t), 1.0) for t in range(1, 8)]
+    mended, *_ = run(sgd, late, 1, error_feedback=True)
+    wanted, *_ = run(sgd, fresh, 0)
+    assert torch.equal(mended[-1] - mended[1], wanted[-1] - wanted[1])
+
+
+@pytest.mark.parametrize("delay", [1, 2, 5])
+def test_rescheduled_rates(delay: int) -> None:
+    steps = 4
+    weights, *_ = run(sgd, [(1.0, 1.0)] * 6, delay, lr_rescheduling={"num_steps": steps})
+    for t, (before, after) in enumerate(itertools.pairwise(weights)):
+        rate = LR / delay ** (1 - min(t / steps, 1))
+        torch.testing.assert_close(before - after, torch.full((2,), rate))
+    plain, *_ = run(sgd, [(1.0, 1.0)] * 6, delay)
+    assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True)) == (delay == 1)
+
+
+def test_the_optimizer_keeps_its_learning_rate() -> None:
+    *_, parameter = run(sgd, [(1.0, 1.0)], 4, lr_rescheduling={"num_steps": 4})
+    optimizer = sgd([parameter])
+    StalenessMitigation(optimizer, settings_of(lr_rescheduling={"num_steps": 4}), 4)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == LR
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_nadam_is_torchs(decay: float) -> None:
+    def nadam(parameters: Any) -> torch.optim.Optimizer:
+        betas = (0.99, 0.999)
+        return torch.optim.NAdam(parameters, lr=0.01, betas=betas, weight_decay=decay, decoupled_weight_decay=True)
+
+    gradients = random_gradients(200)
+    wanted, *_ = run(nadam, gradients, 0)
+    weights, *_ = run(lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=decay), gradients, 2, nadam=True)
+    for got, want in zip(weights, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_nadam_around_lamb_mixes_before_the_trust_ratio() -> None:
+    """LAMB's update has the length lr times the weight's norm, and NAdam's direction with decay."""
+    gradients = random_gradients(5)
+    rate, decay, eps, (beta1, beta2) = 0.01, 0.1, 1e-8, (0.9, 0.99)
+
+    def lamb(parameters: Any) -> torch.optim.Optimizer:
+        return Lamb(parameters, lr=rate, weight_decay=decay, eps=eps)
+
+    weights, *_ = run(lamb, gradients, 2, nadam={"betas": [beta1, beta2]})
+    mean, square, product = torch.zeros(2), torch.zeros(2), 1.0
+    for t, (before, after) in enumerate(itertools.pairwise(weights), 1):
+        gradient = torch.tensor(gradients[t - 1])
+        mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient**2
+        now, ahead = (beta1 * (1 - 0.5 * 0.96 ** (n * 0.004)) for n in (t, t + 1))
+        product *= now
+        mixed = (1 - now) / (1 - product) * gradient + ahead / (1 - product * ahead) * mean
+        direction = mixed / ((square / (1 - beta2**t)).sqrt() + eps) + decay * before
+        torch.testing.assert_close(before - after, rate * before.norm() / direction.norm() * direction)
+
+
+EVERYTHING = {"nadam": True, "weight_prediction": True, "lr_rescheduling": {"num_steps": 10}}
+
+
+@pytest.mark.parametrize("make", [adamw, lambda p: Lamb(p, lr=0.01)])
+@pytest.mark.parametrize("methods", [EVERYTHING, {"error_feedback": True}])
+def test_no_delay_is_no_change(make: Callable[[Any], torch.optim.Optimizer], methods: dict[str, Any]) -> None:
+    gradients = random_gradients(6)
+    plain_parameter = weight(1.0, -2.0)
+    plain = make([plain_parameter])
+    for gradient in gradients:
+        plain_parameter.grad = torch.tensor(gradient)
+        plain.step()
+    weights, _, parameter = run(make, gradients, 0, **methods)
+    assert torch.equal(weights[-1], plain_parameter.detach())
+    assert torch.equal(parameter, plain_parameter)
+
+
+@pytest.mark.parametrize("methods", [{"weight_prediction": {"scale": 0.0}}, {"error_feedback": {"scale": 0.0}}])
+def test_scale_zero_is_no_change(methods: dict[str, Any]) -> None:
+    gradients = random_gradients(6)
+    wanted, *_ = run(adamw, gradients, 0)
+    weights, mitigation, parameter = run(adamw, gradients, 1, **methods)
+    assert all(torch.equal(got, want) for got, want in zip(weights, wanted, strict=True))
+    foreseen = torch.empty(2)
+    mitigation.predict([parameter], [foreseen])
+    assert torch.equal(foreseen, weights[-1])
+
+
+@pytest.mark.parametrize(
+    "methods", [{"nadam": True, "error_feedback": True}, {"nadam": True, "weight_prediction": True}]
+)
+def test_state_goes_through_a_checkpoint_of_the_optimizer(methods: dict[str, Any]) -> None:
+    gradients = random_gradients(8)
+    wanted, judge, straight = run(adamw, gradients, 1, **methods)
+
+    def optimizer_of(parameter: torch.nn.Parameter) -> tuple[torch.optim.Optimizer, StalenessMitigation]:
+        optimizer = adamw([parameter])
+        return optimizer, StalenessMitigation(optimizer, settings_of(**methods), 1)
+
+    parameter = weight(1.0, -2.0)
+    optimizer, mitigation = optimizer_of(parameter)
+    for number, gradient in enumerate(gradients):
+        if number == 5:
+            state = optimizer.state_dict()
+            parameter = torch.nn.Parameter(parameter.detach().clone())
+            optimizer, mitigation = optimizer_of(parameter)
+            optimizer.load_state_dict(state)
+        parameter.grad = torch.tensor(gradient)
+        optimizer.step()
+    assert torch.equal(parameter.detach(), wanted[-1])
+    foreseen, known = torch.empty(2), torch.empty(2)
+    mitigation.predict([parameter], [foreseen])
+    judge.predict([straight], [known])
+    assert torch.equal(foreseen, known)
+
+
+def test_schedulers_of_torch_step_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    parameter = weight(1.0)
+    optimizer = adamw([parameter])
+    StalenessMitigation(optimizer, settings_of(nadam=True), 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    scheduler.step()
+    assert parameter.item() != 1.0
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_stashed_passes_see_the_prediction_and_updates_go_to_the_true_weights() -> None:
+    """F(j) and B(j) use one and the same predicted weights, whatever was updated in between."""
+    parameter = weight(1.0)
+    optimizer = sgd([parameter])
+    mitigation = StalenessMitigation(optimizer, settings_of(weight_prediction=True), 2)
+    stashing = WeightStashingOptimizer(optimizer, [parameter], predictor=mitigation)
+
+    def forward(number: int) -> torch.Tensor:
+        with stashing.forward(number):
+            return (parameter * 1.0).square().sum()
+
+    losses = {number: forward(number) for number in (0, 1)}
+    used = []
+    for number in range(6):
+        losses[number + 2] = forward(number + 2)
+        stashing.load_old_params(number)
+        losses[number].backward()
+        assert parameter.grad is not None
+        used.append(float(parameter.grad) / 2)
+        assert float(parameter) == used[-1]  # what B sees is what F used
+        stashing.load_new_params()
+        stashing.release(number)
+        stashing.step()
+        parameter.grad = None
+    true, predicted = [1.0], [1.0]
+    for number in range(6):
+        assert used[number] == pytest.approx(predicted[max(0, number - 2)])
+        true.append(true[-1] - LR * 2 * used[number])
+        predicted.append(true[-1] + 2 * (true[-1] - true[-2]))
+    assert float(parameter) == pytest.approx(true[-1])
+    assert stashing.versions.allocated == 2 + 1 + 1  # alive, the true weights, and a spare set
+    assert LAST_UPDATE in optimizer.state[parameter]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adamax, torch.optim.RAdam, torch.optim.RMSprop])
+def test_nadam_needs_adams_moments(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    with pytest.raises(VPipeConfigError, match=r"^vpipe.staleness.nadam: got an optimizer of type \w+, allowed are"):
+        StalenessMitigation(optimizer([weight(1.0)], lr=0.1), settings_of(nadam=True), 1)
+
+
+def test_nadam_refuses_what_it_has_no_form_for() -> None:
+    for option in ("amsgrad", "maximize"):
+        base = torch.optim.AdamW([weight(1.0)], **{option: True})
+        with pytest.raises(VPipeConfigError, match=f"got an optimizer with {option}"):
+            StalenessMitigation(base, settings_of(nadam=True), 1)
+
+
+@pytest.mark.parametrize(("depth", "micro_batches", "delay"), [(0, 1, 0), (3, 1, 3), (3, 2, 2), (3, 4, 1), (8, 4, 2)])
+def test_delay(depth: int, micro_batches: int, delay: int) -> None:
+    assert update_delay(depth, micro_batches) == delay == versions_alive(depth, micro_batches) - 1
+
+
+def test_feedback_is_for_one_update() -> None:
+    refuse_delays(settings_of(error_feedback=True), [1, 1, 0])
+    refuse_delays(settings_of(nadam=True), [9, 0])
+    refuse_delays(None, [9, 0])
+    with pytest.raises(VPipeConfigError, match=r"stage 1 is 2 updates behind, .* gradient_accumulation_steps"):
+        refuse_delays(settings_of(error_feedback=True), [1, 2, 0])
+
+
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"zero_optimization": {"stage": 1}}, "ZeRO"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, None),
+        ({}, None),
+    ],
+)
+def test_prediction_is_for_weights_that_are_trained_themselves(extra: dict[str, Any], what: str | None) -> None:
+    block = VPipeConfig.parse({"staleness": {"weight_prediction": True}})
+    if what is None:
+        refuse_unsupported(extra, block, 4)
+        return
+    with pytest.raises(
+        VPipeConfigError, match=f"^vpipe.staleness.weight_prediction: got true; .* {what} keep"
+    ) as error:
+        refuse_unsupported(extra, block, 4)
+    assert "\n" not in str(error.value)

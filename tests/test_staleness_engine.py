@@ -1,0 +1,218 @@
+"""Mitigations of staleness in the engine, against an independent replay in one process and across checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import reference
+import test_exactness
+import torch
+import toy
+from test_exactness import LAYERS, difference
+from test_resume import resume_everywhere
+from worlds import CaseFailed, Worlds
+
+from ds_vpipe.partition import uniform_partition
+
+pytestmark = pytest.mark.mp
+
+STAGES, BATCHES = 4, 14
+# Bias of attention's keys has no gradient but rounding, which Adam would blow up without so large an eps.
+ADAMW = {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-4}
+OPTIMIZERS = {
+    "AdamW": ({"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}, lambda p: torch.optim.AdamW(p, **ADAMW)),
+    "FusedAdam": ({"type": "AdamW", "params": ADAMW}, lambda p: torch.optim.AdamW(p, **ADAMW)),
+    "SGD": test_exactness.OPTIMIZERS["SGD"],
+}
+RESCHEDULING = {"lr_rescheduling": {"num_steps": 9}}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nadam": ("AdamW", {"nadam": True}),
+    "feedback": ("SGD", {"error_feedback": True}),
+    "prediction": ("SGD", {"weight_prediction": True}),
+    "rescheduling": ("SGD", RESCHEDULING),
+    "nadam, prediction, rescheduling": ("AdamW", {"nadam": True, "weight_prediction": True, **RESCHEDULING}),
+    "nadam, feedback": ("AdamW", {"nadam": True, "error_feedback": True}),
+}
+
+
+def depths_of(settings: dict[str, Any], micro_batches: int) -> tuple[int, ...]:
+    """The default, but where no stage may be more than one update behind."""
+    return tuple(min(depth, micro_batches) if "error_feedback" in settings else depth for depth in (3, 2, 1, 0))
+
+
+def ds_config(optimizer: str, settings: dict[str, Any] | None, micro_batches: int, **extra: Any) -> dict[str, Any]:
+    block: dict[str, Any] = {"partition": "uniform"}
+    if settings is not None:
+        block |= {"staleness": settings, "stage_to_depth_map": list(depths_of(settings, micro_batches))}
+    return cases.config(micro_batches, OPTIMIZERS[optimizer][0], block, **extra)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_every_method_against_the_replay(worlds: Worlds, micro_batches: int) -> None:
+    configs = [ds_config(*method, micro_batches) for method in METHODS.values()]
+    ranks = worlds.run(STAGES, cases.train_each, configs, STAGES, BATCHES)
+    counts = uniform_partition(LAYERS, STAGES)
+    for position, (name, (optimizer, settings)) in enumerate(METHODS.items()):
+        depths, make = depths_of(settings, micro_batches), OPTIMIZERS[optimizer][1]
+        reports = [rank[position] for rank in ranks]
+        wanted, losses = reference.replay(counts, depths, micro_batches, BATCHES, make, staleness=settings)
+        plain, _ = reference.replay(counts, depths, micro_batches, BATCHES, make)
+        off = difference(cases.merged(reports), wanted)
+        assert off <= (1e-6 if optimizer == "SGD" else 1e-4), f"{name}: parameters off by {off:.1e}"
+        assert difference(plain, wanted) > 1e-2, f"{name}: a run without it is as near"
+        for report in reports:
+            assert report["losses"] == pytest.approx(losses, rel=1e-5), name
+
+
+def test_around_other_optimizers_and_wrappers(worlds: Worlds) -> None:
+    """Master weights and partitions are treated as the weights of a plain optimizer are."""
+    half = {"bf16": {"enabled": True}}
+    zero = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    settings = {"nadam": True, "error_feedback": True, **RESCHEDULING}
+    rows = [({}, torch.float32, 1e-4), (half, torch.bfloat16, 1e-2), ({**half, **zero}, torch.bfloat16, 1e-2)]
+    configs = [ds_config("FusedAdam", settings, 1, **extra) for extra, *_ in rows]
+    module = {"loss_fn": toy.float_cross_entropy}
+    ranks = worlds.run(STAGES, cases.train_each, configs, STAGES, BATCHES, **module)
+    counts = uniform_partition(LAYERS, STAGES)
+    for position, (extra, dtype, tolerance) in enumerate(rows):
+        options = {"dtype": dtype, "criterion": toy.float_cross_entropy, "staleness": settings}
+        depths = depths_of(settings, 1)
+        wanted, _ = reference.replay(counts, depths, 1, BATCHES, OPTIMIZERS["AdamW"][1], **options)
+        off = difference(cases.merged([rank[position] for rank in ranks]), wanted)
+        assert off <= tolerance, f"{extra}: parameters off by {off:.1e}"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_nothing_changes_where_nothing_is_late(worlds: Worlds, stages: int) -> None:
+    """With one stage, and with a scale of 0, bit for bit."""
+    everything: dict[str, Any] = {"nadam": True, "weight_prediction": True, **RESCHEDULING}
+    if stages > 1:
+        everything = {"weight_prediction": {"scale": 0.0}}
+    blocks: list[dict[str, Any]] = [{}, {"staleness": everything}, {"staleness": {"error_feedback": {"scale": 0.0}}}]
+    configs = [cases.config(1, OPTIMIZERS["AdamW"][0], {"partition": "uniform", **block}) for block in blocks]
+    ranks = worlds.run(stages, cases.train_each, configs, stages, 8)
+    plain, *others = (cases.merged([rank[position] for rank in ranks]) for position in range(len(configs)))
+    for other in others:
+        assert difference(other, plain) == 0
+
+
+def versions_in_memory(config: dict[str, Any]) -> tuple[int, int, bool, bool]:
+    """Versions alive, sets in memory, whether evaluation leaves the weights, whether the newest are predicted."""
+    engine = cases.engine(config, 3)
+    iterator = toy.data()
+    for _ in range(6):
+        engine.train_batch(iterator)
+    before = cases.parameters(engine)
+    engine.eval_batch(toy.data(1))
+    same = all(torch.equal(value, before[name]) for name, value in cases.parameters(engine).items())
+    versions = engine.stashing_optimizer.versions
+    predicted = next(iter(versions.tensors(versions.latest)))[1]
+    away = not torch.equal(predicted, next(iter(engine.module.parameters())))
+    report = (len(versions.alive), versions.allocated, same, away)
+    engine.destroy()
+    return report
+
+
+def test_memory_and_evaluation_with_predicted_weights(worlds: Worlds) -> None:
+    block = {"staleness": {"weight_prediction": True}, "partition": "uniform"}
+    config = cases.config(1, OPTIMIZERS["SGD"][0], block)
+    for stage, (alive, allocated, same, away) in enumerate(worlds.run(3, versions_in_memory, config)):
+        assert alive == 3 - stage
+        assert allocated <= alive + (2 if stage < 2 else 0)  # the true weights, and a spare set
+        assert same
+        assert away == (stage < 2)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_resumed_bit_for_bit(worlds: Worlds, tmp_path: Path, micro_batches: int) -> None:
+    predicted = {"weight_prediction": {"smoothing": 0.5}, "nadam": True, **RESCHEDULING}
+    settings = {"partition": "uniform", "staleness": predicted}
+    config = cases.config(micro_batches, OPTIMIZERS["AdamW"][0], settings)
+    for wrong in worlds.run(3, resume_everywhere, str(tmp_path / "p"), config, 3, (1, 6)):
+        assert wrong == []
+    settings = {"partition": "uniform", "staleness": {"error_feedback": True}, "stage_to_depth_map": [1, 1, 0]}
+    half = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    for number, extra in enumerate(({}, half)):
+        config = cases.config(micro_batches, OPTIMIZERS["AdamW"][0], settings, **extra)
+        for wrong in worlds.run(3, resume_everywhere, str(tmp_path / str(number)), config, 3, (1, 6)):
+            assert wrong == []
+
+
+def train_on(directory: str, first: dict[str, Any], second: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Two batches, a save, and two more with the other configuration."""
+    for config in (first, second):
+        engine = cases.engine(config, 3)
+        if config is second:
+            engine.load_checkpoint(directory)
+        iterator = toy.data(start=engine.consumed_micro_batches)
+        for _ in range(2):
+            engine.train_batch(iterator)
+        if config is first:
+            engine.save_checkpoint(directory)
+        parameters = cases.parameters(engine)
+        engine.destroy()
+        cases.close_groups()
+    return parameters
+
+
+def test_checkpoints_without_its_state_and_for_engines_without_it(worlds: Worlds, tmp_path: Path) -> None:
+    plain: dict[str, Any] = {"partition": "uniform"}
+    with_it = {**plain, "staleness": {"weight_prediction": True, "nadam": True}}
+    for number, (first, second) in enumerate([(plain, with_it), (with_it, plain)]):
+        configs = [cases.config(1, OPTIMIZERS["FusedAdam"][0], block) for block in (first, second)]
+        for parameters in worlds.run(3, train_on, str(tmp_path / str(number)), *configs):
+            assert all(bool(torch.isfinite(value).all()) for value in parameters.values())
+
+
+REFUSED = [
+    ({"error_feedback": True}, "AdamW", {}, "vpipe.staleness.error_feedback: got true; stage 0 is 2 updates behind"),
+    ({"nadam": True}, "SGD", {}, "vpipe.staleness.nadam: got an optimizer of type SGD"),
+    (
+        {"weight_prediction": True},
+        "SGD",
+        {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions},
+        "vpipe.staleness.weight_prediction: got it for a model with weights tied across stages",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "optimizer", "module", "line"), REFUSED)
+def test_refused_on_every_rank(
+    worlds: Worlds, settings: dict[str, Any], optimizer: str, module: dict[str, Any], line: str
+) -> None:
+    config = cases.config(1, OPTIMIZERS[optimizer][0], {"partition": "uniform", "staleness": settings})
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(3, cases.train, config, 3, 1, **module)
+    assert len(failed.value.errors) == 3
+    for error in failed.value.errors.values():
+        assert line in error
+        assert "\n" not in error
+
+
+def other_batch_size(config: dict[str, Any]) -> list[Any]:
+    """Delays before and after M grows, and what becomes of a change that is refused."""
+    engine = cases.engine(config, 3)
+    iterator, found = toy.data(), []
+    for size in (2, 4, 1):
+        try:
+            engine.set_train_batch_size(size * toy.MICRO_BATCH)
+        except ValueError as error:
+            found.append(str(error).split(":")[0])
+        for _ in range(2):
+            engine.train_batch(iterator)
+        found.append(0 if engine.mitigation is None else engine.mitigation.delay)
+    engine.destroy()
+    return found
+
+
+def test_batch_size_changes_the_delay(worlds: Worlds) -> None:
+    feedback = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform", "staleness": {"error_feedback": True}})
+    refused = ["vpipe.staleness.error_feedback"]
+    for stage, found in enumerate(worlds.run(3, other_batch_size, feedback)):
+        assert found == [*[min(1, 2 - stage)] * 2, *refused, min(1, 2 - stage)]
+    block = {"partition": "uniform", "staleness": {"weight_prediction": True}}
+    for stage, found in enumerate(worlds.run(3, other_batch_size, cases.config(2, OPTIMIZERS["SGD"][0], block))):
+        assert found == [min(1, 2 - stage), min(1, 2 - stage), 2 - stage]

@@ -55,6 +55,23 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
         ],
     ),
     (
+        "Staleness",
+        [
+            ("`staleness`: nadam, error_feedback, weight_prediction, lr_rescheduling", "equal to the replay",
+             "test_staleness_engine.py::test_every_method_against_the_replay"),
+            ("nadam, error_feedback, lr_rescheduling with FusedAdam, bf16, ZeRO-1", "on the master weights",
+             "test_staleness_engine.py::test_around_other_optimizers_and_wrappers"),
+            ("weight_prediction with bf16, fp16 or ZeRO", "refused",
+             "test_staleness.py::test_prediction_is_for_weights_that_are_trained_themselves"),
+            ("Ties across stages with weight_prediction, longer delays with error_feedback, SGD with nadam", "refused",
+             "test_staleness_engine.py::test_refused_on_every_rank"),
+            ("Checkpoints", "going on after a save = going on from it, bit for bit",
+             "test_staleness_engine.py::test_resumed_bit_for_bit"),
+            ("Checkpoints without its state, and in engines without it", "load",
+             "test_staleness_engine.py::test_checkpoints_without_its_state_and_for_engines_without_it"),
+        ],
+    ),
+    (
         "Evaluation and checkpoints",
         [
             ("`eval_batch()` between any two batches, any size or shape, `return_logits`, `num_micro_batches`, ...",

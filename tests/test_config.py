@@ -110,6 +110,62 @@ WRONG: list[tuple[object, str, object, str, str]] = [
     ({"timeline": {"enabled": 0}}, "vpipe.timeline.enabled", 0, "true or false", ""),
     ({"timeline": {"enable": False}}, "vpipe.timeline.enable", False, "enabled, path", 'did you mean "enabled"?'),
     ({"timeline": {"path": 3}}, "vpipe.timeline.path", 3, "a path", ""),
+    ({"staleness": 3}, "vpipe.staleness", 3, "an object with nadam", ""),
+    ({"staleness": {"nadm": True}}, "vpipe.staleness.nadm", True, "nadam, error_feedback", 'did you mean "nadam"?'),
+    ({"staleness": {"nadam": "yes"}}, "vpipe.staleness.nadam", "yes", "true, false or an object", ""),
+    ({"staleness": {"nadam": {"beta": 1}}}, "vpipe.staleness.nadam.beta", 1, "betas", 'did you mean "betas"?'),
+    ({"staleness": {"nadam": {"betas": [0.9]}}}, "vpipe.staleness.nadam.betas", [0.9], "two numbers in [0, 1)", ""),
+    ({"staleness": {"nadam": {"betas": [1, 0.9]}}}, "vpipe.staleness.nadam.betas", [1, 0.9], "two numbers", ""),
+    (
+        {"staleness": {"weight_prediction": {"scale": -1}}},
+        "vpipe.staleness.weight_prediction.scale",
+        -1,
+        "a number >= 0",
+        "",
+    ),
+    (
+        {"staleness": {"weight_prediction": {"smoothing": 1}}},
+        "vpipe.staleness.weight_prediction.smoothing",
+        1,
+        "a number in [0, 1)",
+        "",
+    ),
+    (
+        {"staleness": {"error_feedback": {"scale": NAN}}},
+        "vpipe.staleness.error_feedback.scale",
+        NAN,
+        "a number in [0, 1]",
+        "not a finite number",
+    ),
+    ({"staleness": {"lr_rescheduling": True}}, "vpipe.staleness.lr_rescheduling", True, '{"num_steps": ...}', ""),
+    (
+        {"staleness": {"lr_rescheduling": {"num_steps": 0}}},
+        "vpipe.staleness.lr_rescheduling.num_steps",
+        0,
+        "an int >= 1",
+        "",
+    ),
+    (
+        {"staleness": {"error_feedback": True, "weight_prediction": True}},
+        "vpipe.staleness.error_feedback",
+        True,
+        "without weight_prediction",
+        "makes up for the same delay",
+    ),
+    (
+        {"weight_sync": "none", "staleness": {"weight_prediction": True}},
+        "vpipe.staleness.weight_prediction",
+        True,
+        'weight_sync "stash" or "vertical"',
+        "remove one of the two",
+    ),
+    (
+        {"sync_mode": "bsp", "staleness": {"nadam": {}}},
+        "vpipe.staleness",
+        {"nadam": {}},
+        'with sync_mode "asp" only',
+        "remove the key",
+    ),
 ]
 
 
@@ -169,6 +225,8 @@ GOOD: list[dict[str, Any]] = [
     {"weight_sync": "none", "partition": "type:Block|Head", "peer_timeout_s": 0.5},
     {"partition": None, "stage_to_depth_map": [1, 1, 1, 0], "gradient_clipping_scope": "delayed_global"},
     {"partition": "parameters", "recompute_ratio": 0.25, "timeline": {}},
+    {"staleness": {"nadam": {"betas": [0.98, 0.99]}, "weight_prediction": {}, "lr_rescheduling": {"num_steps": 9}}},
+    {"staleness": {"error_feedback": {"scale": 0.5}, "nadam": None}},
 ]
 
 

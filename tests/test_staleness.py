@@ -132,14 +132,16 @@ def test_the_optimizer_keeps_its_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_nadam_is_torchs(decay: float) -> None:
+@pytest.mark.parametrize("momentum_decay", [0.004, 5.0])
+def test_nadam_is_torchs(decay: float, momentum_decay: float) -> None:
     def nadam(parameters: Any) -> torch.optim.Optimizer:
-        betas = (0.99, 0.999)
-        return torch.optim.NAdam(parameters, lr=0.01, betas=betas, weight_decay=decay, decoupled_weight_decay=True)
+        options = {"momentum_decay": momentum_decay, "weight_decay": decay, "decoupled_weight_decay": True}
+        return torch.optim.NAdam(parameters, lr=0.01, betas=(0.99, 0.999), **options)
 
     gradients = random_gradients(200)
     wanted, *_ = run(nadam, gradients, 0)
-    weights, *_ = run(lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=decay), gradients, 2, nadam=True)
+    settings = True if momentum_decay == 0.004 else {"momentum_decay": momentum_decay}
+    weights, *_ = run(lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=decay), gradients, 2, nadam=settings)
     for got, want in zip(weights, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 

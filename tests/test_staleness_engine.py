@@ -12,6 +12,7 @@ import test_exactness
 import torch
 import toy
 from test_exactness import LAYERS, difference
+from test_matrix import by_layer
 from test_resume import resume_everywhere
 from worlds import CaseFailed, Worlds
 
@@ -67,6 +68,18 @@ def test_every_method_against_the_replay(worlds: Worlds, micro_batches: int) -> 
             assert report["losses"] == pytest.approx(losses, rel=1e-5), name
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_with_vertical_sync_every_stage_is_late(worlds: Worlds, micro_batches: int) -> None:
+    settings: dict[str, Any] = {"weight_prediction": {"scale": 1.0}, **RESCHEDULING}
+    block = {"partition": "uniform", "weight_sync": "vertical", "staleness": settings}
+    config = cases.config(micro_batches, OPTIMIZERS["SGD"][0], block)
+    reports = worlds.run(STAGES, cases.train, config, STAGES, BATCHES)
+    options = {"vertical": True, "staleness": settings}
+    counts, sgd = uniform_partition(LAYERS, STAGES), OPTIMIZERS["SGD"][1]
+    wanted, _ = reference.replay(counts, (3, 2, 1, 0), micro_batches, BATCHES, sgd, **options)
+    assert difference(cases.merged(reports), wanted) <= 1e-6
+
+
 def test_around_other_optimizers_and_wrappers(worlds: Worlds) -> None:
     """Master weights and partitions are treated as the weights of a plain optimizer are."""
     half = {"bf16": {"enabled": True}}
@@ -83,6 +96,17 @@ def test_around_other_optimizers_and_wrappers(worlds: Worlds) -> None:
         wanted, _ = reference.replay(counts, depths, 1, BATCHES, OPTIMIZERS["AdamW"][1], **options)
         off = difference(cases.merged([rank[position] for rank in ranks]), wanted)
         assert off <= tolerance, f"{extra}: parameters off by {off:.1e}"
+
+
+def test_copies_of_tied_weights_follow_the_owner(worlds: Worlds) -> None:
+    module = {"loss_fn": toy.mean_over_positions, "specs": toy.words_tied_specs}
+    config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform", "staleness": {"error_feedback": True}})
+    reports = worlds.run(2, cases.train, config, 2, BATCHES, **module)
+    options: dict[str, Any] = {"layers": toy.built_tied_layers(), "ties": toy.TIES[:1]}
+    options |= {"criterion": toy.mean_over_positions, "staleness": {"error_feedback": True}}
+    counts, sgd = uniform_partition(LAYERS, 2), OPTIMIZERS["SGD"][1]
+    wanted, _ = reference.replay(counts, (1, 0), 1, BATCHES, sgd, **options)
+    assert difference(by_layer(reports), wanted) <= 1e-5
 
 
 @pytest.mark.parametrize("stages", [1, 2])

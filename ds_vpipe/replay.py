@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vpipe.schedules.schedule import default_depths, update_delay
+from ds_vpipe.schedules.schedule import default_depths, update_delays
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 from ds_vpipe.staleness.settings import Staleness, refuse_delays
 
@@ -167,9 +167,9 @@ class Replay:
         depths = default_depths(len(partition)) if depths is None else depths
         if len(depths) != len(partition):
             raise ValueError(f"depths: got {list(depths)}, allowed is one of each of the {len(partition)} stages")
-        self._depths = [depths[0]] * len(depths) if vertical else list(depths)
+        self._depths = [depths[0] if vertical else depth for depth in depths]
         settings = Staleness.model_validate(staleness) if isinstance(staleness, dict) else staleness
-        delays = [update_delay(depth, micro_batches) for depth in self._depths]
+        delays = update_delays(self._depths, micro_batches)
         refuse_delays(settings, delays)
         parts = [list(layers[start:stop]) for start, stop in pairwise(accumulate(partition, initial=0))]
         owned = [_trainable(part) for part in parts]
@@ -197,7 +197,7 @@ class Replay:
             for stage, depth in zip(self.stages, self._depths, strict=True):
                 stage.point_to(max(0, micro_batch - depth) // self.micro_batches)
             loss = self.loss_fn(self._forward(inputs), labels)
-            (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]
+            (loss / self.micro_batches).backward()
             total += float(loss.detach())
         for stage in self.stages:
             stage.update()

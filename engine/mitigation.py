@@ -8,7 +8,7 @@ from ds_vpipe.config import VPipeConfig
 from ds_vpipe.engine.ties import tied_stages
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.schedule import update_delay
+from ds_vpipe.schedules.schedule import update_delays
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 from ds_vpipe.staleness.settings import refuse_delays
 
@@ -24,11 +24,9 @@ class MitigationMixin(PipelineEngine):
     pipeline: Pipeline
     mitigation: StalenessMitigation | None
 
-    def _delays(self, micro_batches: int) -> list[int]:
+    def _delays(self, micro_batches: int) -> tuple[int, ...]:
         """Delay of every stage in updates, with so many micro-batches per batch."""
-        depths = self.pipeline.depths
-        vertical = self.vpipe_config.weight_sync == "vertical"
-        return [update_delay(depths[0] if vertical else depth, micro_batches) for depth in depths]
+        return update_delays(self.pipeline.depths, micro_batches, self.pipeline.vertical)
 
     def _make_mitigation(self) -> StalenessMitigation | None:
         """Put it around the base optimizer, which must exist and is wherever DeepSpeed has put it.

@@ -226,6 +226,9 @@ def test_check_refuses_what_training_would(tmp_path: Path, capsys: pytest.Captur
     content = {**CONFIG, "zero_optimization": {"stage": 3}, "vpipe": {}}
     path.write_text(json.dumps(content), encoding="utf-8")
     assert "zero_optimization.stage" in refused(capsys, "check", str(path), "--stages", "2")
+    late = {"gradient_accumulation_steps": 1, "vpipe": {"staleness": {"error_feedback": True}}}
+    path.write_text(json.dumps(late), encoding="utf-8")
+    assert "stage 0 is 2 updates behind" in refused(capsys, "check", str(path), "--stages", "3")
 
 
 @pytest.mark.parametrize(

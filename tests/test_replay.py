@@ -24,6 +24,10 @@ from ds_vpipe.schedules.schedule import default_depths
 BATCHES = 12
 
 
+def weights_of(run: Replay) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in run.layers.named_parameters()}
+
+
 def replayed(
     partition: list[int], micro_batches: int, optimizer: str, batches: int = BATCHES, **options: Any
 ) -> tuple[dict[str, torch.Tensor], list[float], Replay]:
@@ -31,7 +35,7 @@ def replayed(
     run = Replay(layers, partition, micro_batches, OPTIMIZERS[optimizer][1], nn.CrossEntropyLoss(), **options)
     data = toy.data()
     losses = [run.train_batch(data) for _ in range(batches)]
-    return {name: value.detach().clone() for name, value in run.layers.named_parameters()}, losses, run
+    return weights_of(run), losses, run
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
@@ -103,11 +107,11 @@ def test_memory_and_evaluation() -> None:
     *_, run = replayed([3, 3, 4], 1, "SGD", staleness={"weight_prediction": True})
     assert [len(stage._versions) for stage in run.stages] == [3, 2, 1]
     run.layers.train()
-    before = {name: value.detach().clone() for name, value in run.layers.named_parameters()}
+    before = weights_of(run)
     run.stages[0].point_to(run.batches)
-    assert difference(before, dict(run.layers.named_parameters())) > 0
+    assert difference(before, weights_of(run)) > 0
     loss = run.evaluate(toy.data(2))
-    assert difference(before, dict(run.layers.named_parameters())) == 0
+    assert difference(before, weights_of(run)) == 0
     assert all(layer.training for layer in run.layers)
     value, labels = zip(*toy.data(2), strict=True)
     plain = [nn.functional.cross_entropy(run._forward(v), y).item() for v, y in zip(value, labels, strict=True)]
@@ -119,10 +123,10 @@ def test_data_that_end_inside_a_batch_train_nothing() -> None:
     run = Replay(layers, [5, 5], 2, OPTIMIZERS["SGD"][1], nn.CrossEntropyLoss())
     data = itertools.islice(toy.data(), 3)
     run.train_batch(data)
-    before = {name: value.detach().clone() for name, value in run.layers.named_parameters()}
+    before = weights_of(run)
     with pytest.raises(StopIteration):
         run.train_batch(data)
-    assert difference(before, dict(run.layers.named_parameters())) == 0
+    assert difference(before, weights_of(run)) == 0
     assert run.batches == 1
 
 

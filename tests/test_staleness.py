@@ -13,7 +13,7 @@ from ds_vpipe.config import VPipeConfig, refuse_unsupported
 from ds_vpipe.engine.lamb import Lamb
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.schedules.schedule import update_delay, versions_alive
+from ds_vpipe.schedules.schedule import update_delay, update_delays, versions_alive
 from ds_vpipe.staleness.mitigation import LAST_UPDATE, StalenessMitigation
 from ds_vpipe.staleness.settings import Staleness, refuse_delays
 
@@ -253,7 +253,7 @@ def test_stashed_passes_see_the_prediction_and_updates_go_to_the_true_weights() 
         losses[number].backward()
         assert parameter.grad is not None
         used.append(float(parameter.grad) / 2)
-        assert float(parameter) == used[-1]  # what B sees is what F used
+        assert parameter.item() == used[-1]  # what B sees is what F used
         stashing.load_new_params()
         stashing.release(number)
         stashing.step()
@@ -263,7 +263,7 @@ def test_stashed_passes_see_the_prediction_and_updates_go_to_the_true_weights() 
         assert used[number] == pytest.approx(predicted[max(0, number - 2)])
         true.append(true[-1] - LR * 2 * used[number])
         predicted.append(true[-1] + 2 * (true[-1] - true[-2]))
-    assert float(parameter) == pytest.approx(true[-1])
+    assert parameter.item() == pytest.approx(true[-1])
     assert stashing.versions.allocated == 2 + 1 + 1  # alive, the true weights, and a spare set
     assert LAST_UPDATE in optimizer.state[parameter]
 
@@ -284,6 +284,8 @@ def test_nadam_refuses_what_it_has_no_form_for() -> None:
 @pytest.mark.parametrize(("depth", "micro_batches", "delay"), [(0, 1, 0), (3, 1, 3), (3, 2, 2), (3, 4, 1), (8, 4, 2)])
 def test_delay(depth: int, micro_batches: int, delay: int) -> None:
     assert update_delay(depth, micro_batches) == delay == versions_alive(depth, micro_batches) - 1
+    assert update_delays((depth, 0), micro_batches) == (delay, 0)
+    assert update_delays((depth, 0), micro_batches, vertical=True) == (delay, delay)
 
 
 def test_feedback_is_for_one_update() -> None:

@@ -17,6 +17,7 @@ from test_resume import resume_everywhere
 from worlds import CaseFailed, Worlds
 
 from ds_vpipe.partition import uniform_partition
+from ds_vpipe.staleness.mitigation import LAST_UPDATE
 
 pytestmark = pytest.mark.mp
 
@@ -189,6 +190,36 @@ def test_checkpoints_without_its_state_and_for_engines_without_it(worlds: Worlds
         configs = [cases.config(1, OPTIMIZERS["FusedAdam"][0], block) for block in (first, second)]
         for parameters in worlds.run(3, train_on, str(tmp_path / str(number)), *configs):
             assert all(bool(torch.isfinite(value).all()) for value in parameters.values())
+
+
+def extrapolated(directory: str, stages: int, save: bool) -> dict[str, torch.Tensor]:
+    """Train and save, or load; what weight prediction has of this stage's parameters."""
+    block = {"partition": "uniform", "staleness": {"weight_prediction": True, "nadam": True}}
+    engine = cases.engine(cases.config(1, OPTIMIZERS["AdamW"][0], block), stages)
+    if save:
+        iterator = toy.data()
+        for _ in range(3):
+            engine.train_batch(iterator)
+        engine.save_checkpoint(directory)
+    else:
+        engine.load_checkpoint(directory)
+    states = {name: engine.optimizer.state.get(p, {}) for name, p in engine.module.named_parameters()}
+    found = {name: state[LAST_UPDATE].clone() for name, state in states.items() if LAST_UPDATE in state}
+    if not save:
+        engine.train_batch(toy.data(start=engine.consumed_micro_batches))
+    engine.destroy()
+    return found
+
+
+def test_its_state_follows_the_layers_to_other_stages(worlds: Worlds, tmp_path: Path) -> None:
+    saved: dict[str, torch.Tensor] = {}
+    for found in worlds.run(3, extrapolated, str(tmp_path), 3, True):
+        saved |= found
+    loaded: dict[str, torch.Tensor] = {}
+    for found in worlds.run(2, extrapolated, str(tmp_path), 2, False):
+        loaded |= found
+    assert saved
+    assert difference(loaded, saved) == 0
 
 
 REFUSED = [

@@ -36,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ds_vpipe.schedules.checks import check_programs, typical_workload
     from ds_vpipe.schedules.fault_grid import fault_grid
     from ds_vpipe.schedules.programs import programs
+    from ds_vpipe.schedules.schedule import update_delays
+    from ds_vpipe.staleness.settings import refuse_delays
 
     settings = settings_from(arguments, arguments.config)
     pipeline = settings.pipeline
@@ -43,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.schedule is None and arguments.virtual_stages is None:  # else it is not the block's pipeline
         counts = settings.block.partition
         settings.block.resolve(pipeline.num_stages, sum(counts) if isinstance(counts, tuple) else pipeline.num_parts)
+    delays = update_delays(pipeline.depths, pipeline.micro_batches, pipeline.vertical)
+    refuse_delays(settings.block.staleness, delays)
     workload = typical_workload(pipeline) if arguments.batches is None else Workload(arguments.batches)
     check_size(pipeline, workload)
     actions = programs(pipeline, workload)

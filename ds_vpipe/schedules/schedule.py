@@ -18,7 +18,7 @@ Source: the 1F1B order and weight stashing of PipeDream (Narayanan et al., SOSP 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ds_vpipe.schedules.actions import Action, Kind
@@ -75,6 +75,11 @@ def update_delay(depth: int, micro_batches: int) -> int:
         micro_batches: micro-batches per batch, ``M``.
     """
     return -(-depth // micro_batches)
+
+
+def update_delays(depths: Sequence[int], micro_batches: int, vertical: bool = False) -> tuple[int, ...]:
+    """:func:`update_delay` of every stage; with vertical sync the first one's."""
+    return tuple(update_delay(depths[0] if vertical else depth, micro_batches) for depth in depths)
 
 
 def versions_alive(depth: int, micro_batches: int) -> int:

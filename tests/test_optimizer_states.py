@@ -220,3 +220,18 @@ def test_loss_scale_is_taken_over_between_the_same_wrappers(monkeypatch: Any) ->
     before = dict(other)
     carry_scale(other, saved.state_dict())
     assert other == before
+
+
+def test_updates_that_are_counted_in_the_last_parameter_alone() -> None:
+    """As DeepSpeed's FusedAdam does it: another split must not begin the count, and with it the bias correction, anew."""
+    names = [["0.weight", "0.bias", "1.scale"]]
+    state = {
+        key: {"step": 3 if key == 2 else 0, "exp_avg": torch.full(SHAPES[name], float(key))}
+        for key, name in enumerate(names[0])
+    }
+    saved = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
+    states = unpack([saved], members(names))
+    assert [states[name].state["step"] for name in names[0]] == [3, 3, 3]
+    assert state[0]["step"] == 0, "what was read is left as it is"
+    packed = pack({"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}, states, members([["0.weight"]]))
+    assert packed["state"][0]["step"] == 3

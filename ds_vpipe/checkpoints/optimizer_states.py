@@ -65,7 +65,7 @@ def unpack(saved: Sequence[Mapping[str, Any]], groups: Groups, stage: int = 0) -
                 raise misfit(f"{len(group['params'])} parameters in group {index}", f"{len(members)}")
             none = [None] * len(members)
             masters = none if form.masters is None else saved[0][form.masters][index]
-            parts = [dict(base["state"].get(key, {})) for key in group["params"]]
+            parts = _counted_together([dict(base["state"].get(key, {})) for key in group["params"]])
         for (name, _), master, state in zip(members, masters, parts, strict=True):
             states[name] = ParameterState(None if master is None else master.detach(), state, (stage, index), options)
     return states
@@ -197,6 +197,16 @@ def _join(
         else:
             state[key] = _agreed(key, known, index, warn) if known else None
     return master, state
+
+
+def _counted_together(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The states of a group's parameters with the updates of the group in each of them.
+
+    DeepSpeed's FusedAdam counts its updates, as an int, in the state of the group's last parameter alone; torch's
+    optimizers count those of each parameter, in a tensor.
+    """
+    counts = [state["step"] for state in states if isinstance(state.get("step"), int)]
+    return [{**state, "step": max(counts)} if isinstance(state.get("step"), int) else state for state in states]
 
 
 def _own(value: Any) -> Any:

@@ -223,7 +223,7 @@ def test_loss_scale_is_taken_over_between_the_same_wrappers(monkeypatch: Any) ->
 
 
 def test_updates_that_are_counted_in_the_last_parameter_alone() -> None:
-    """As DeepSpeed's FusedAdam does it: another split must not begin the count, and with it the bias correction, anew."""
+    """As DeepSpeed's FusedAdam does it: another split must not begin the count, and the bias correction, anew."""
     names = [["0.weight", "0.bias", "1.scale"]]
     state = {
         key: {"step": 3 if key == 2 else 0, "exp_avg": torch.full(SHAPES[name], float(key))}

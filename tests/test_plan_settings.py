@@ -68,3 +68,11 @@ def test_every_config_can_be_planned(path: Path) -> None:
 def test_parts_share_the_budget_of_their_rank() -> None:
     settings = PlanSettings(2, 4, "interleaved", budget=(30, 60), virtual_stages=3)
     assert settings.part_budgets() == [10, 20, 10, 20, 10, 20]
+
+
+def test_mitigations_of_staleness_hold_weights_where_gradients_are_late() -> None:
+    config = {"vpipe": {"staleness": {"weight_prediction": True, "nadam": True}}}
+    versions = [there.versions for there in configured_settings(config, 3, 1).residencies()]
+    assert versions == [5, 4, 1], "1 + W_s versions, the true weights and the last update; none on the last stage"
+    config = {"vpipe": {"staleness": {"error_feedback": True}}}
+    assert [there.versions for there in configured_settings(config, 3, 2).residencies()] == [3, 3, 1]

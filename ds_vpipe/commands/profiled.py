@@ -82,6 +82,7 @@ def planner_pipeline(arguments: argparse.Namespace, settings: Settings) -> PlanS
         virtual_stages=pipeline.virtual_stages,
         optimizer=configured_optimizer_bytes(settings.ds_config, arguments.replicas),
         link=Link(arguments.latency, **link),
+        kept_weights=0 if block.staleness is None else block.staleness.kept_weights,
     )
 
 

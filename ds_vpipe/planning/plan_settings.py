@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ds_vpipe.planning.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes, configured_optimizer_bytes
@@ -11,6 +11,7 @@ from ds_vpipe.planning.pace import FREE_LINK, Link
 from ds_vpipe.planning.residency import Residency, Schedule, residency
 from ds_vpipe.refusal import Refusal
 from ds_vpipe.schedules.schedule import default_depths
+from ds_vpipe.staleness.settings import Staleness
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class PlanSettings:
         optimizer: what training needs per byte of weights.
         link: between two stages.
         host_transfers: messages are kept in the memory that is planned, as on the CPU.
+        kept_weights: sets of weights that mitigations of staleness hold besides the versions, where gradients are late.
     """
 
     num_stages: int
@@ -40,6 +42,7 @@ class PlanSettings:
     optimizer: OptimizerBytes = NO_OPTIMIZER
     link: Link = FREE_LINK
     host_transfers: bool = False
+    kept_weights: int = 0
 
     @property
     def parts(self) -> int:
@@ -70,7 +73,7 @@ class PlanSettings:
 
     def residencies(self) -> tuple[Residency, ...]:
         """What stays on each part; see :func:`ds_vpipe.planning.residency.residency`."""
-        return residency(
+        found = residency(
             self.schedule,
             self.num_stages,
             self.micro_batches,
@@ -79,6 +82,7 @@ class PlanSettings:
             self.virtual_stages,
             self.host_transfers,
         )
+        return tuple(replace(r, versions=r.versions + self.kept_weights * (r.versions > 1)) for r in found)
 
 
 def configured_settings(
@@ -115,4 +119,5 @@ def configured_settings(
         optimizer=configured_optimizer_bytes(ds_config, replicas),
         link=FREE_LINK if bandwidth is None else Link(bytes_per_s=bandwidth),
         host_transfers=host_transfers,
+        kept_weights=Staleness.model_validate(block.get("staleness") or {}).kept_weights,
     )

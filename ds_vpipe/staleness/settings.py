@@ -88,6 +88,14 @@ class Staleness(_Settings):
     weight_prediction: WeightPrediction | None = None
     lr_rescheduling: LRRescheduling | None = None
 
+    @property
+    def kept_weights(self) -> int:
+        """Sets of a stage's weights that are held besides the versions, where gradients are late.
+
+        Prediction holds the true weights and the last update, error feedback the last change.
+        """
+        return 2 * (self.weight_prediction is not None) + (self.error_feedback is not None)
+
     @field_validator("nadam", "error_feedback", "weight_prediction", mode="before")
     @classmethod
     def _switch(cls, value: object) -> object:

@@ -27,21 +27,37 @@ SMALL = {
         [r"asp +M=1 .*predicted .*measured", r"largest difference: [\d.]+ %"],
     ),
     "bench_overhead.py": ("--tensors 32 --rounds 3", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
+    "bench_convergence.py": (
+        "--stages 2 --methods none nadam --seeds 2 --rates 1e-3 --updates 3 --tune-updates 2 --batch 4 --sequence 16 "
+        "--layers 1 --validate-every 2 --validation 4 --processes 1 --output out/runs.jsonl --text text.txt",
+        [r"synchronous adamw \| 0\.001 \| [\d.]+ \|", r"K=2 M=1 nadam \| .*\|", r"K=2 M=2 none \| .*\|"],
+    ),
     "bench_recorder.py": ("--micro-batches 3 --repetitions 1", [r"us per micro-batch: -?[\d.]+ us per action"]),
 }
+
+TEXT = "\n\n".join(
+    "\n".join(f"Sentence {n} of page {page} tells of stage {n % 5} and batch {page * n % 7}." for n in range(30))
+    for page in range(150)
+)
 
 
 @pytest.mark.parametrize("script", SMALL)
 def test_a_small_run(script: str, tmp_path: Path) -> None:
     options, lines = SMALL[script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    environment = {
+        "DS_VPIPE_CACHE": str(tmp_path / "out"),
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, str(ROOT / "scripts" / script), *options.split()]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for line in lines:
         assert re.search(line, done.stdout), done.stdout
     assert "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    assert {path.name for path in tmp_path.iterdir()} <= {"text.txt", "out"}, "nothing else is left behind"
 
 
 def test_every_benchmark_is_here() -> None:

@@ -1,0 +1,249 @@
+#!/usr/bin/env python
+"""What asynchronous training costs in quality, and what mitigations of staleness bring back.
+
+``python scripts/bench_convergence.py`` trains a small BERT on the docstrings of the installed packages, or on
+``--text``, by :class:`ds_vpipe.replay.Replay`, whose updates are the engine's bit for bit: synchronously with each
+optimizer, and as an asynchronous pipeline of K stages with M = 1 and M = K and each mitigation. Every arm sees the same
+samples per update. Its learning rate is tuned on the first seed with fewer updates, then all seeds are trained in full.
+
+Every run is one line of ``--output``; a line that is there is not computed again, so that a run that was stopped goes
+on, and one with more seeds, arms or rates adds to it. The table and the picture are made of that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "nadam": {"nadam": True},
+    "prediction": {"weight_prediction": True},
+    "rescheduling": {"lr_rescheduling": {"num_steps": 500}},
+    "nadam+prediction": {"nadam": True, "weight_prediction": True},
+}
+SYNCHRONOUS = ("adamw", "nadam")
+WARM_UP = 100
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is compared. ``stages`` 1 is synchronous, with ``method`` an optimizer; else ``method`` is a mitigation."""
+
+    stages: int
+    micro_batches: int
+    method: str
+
+    def __str__(self) -> str:
+        return (
+            f"K={self.stages} M={self.micro_batches} {self.method}" if self.stages > 1 else f"synchronous {self.method}"
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: its key in the file of results."""
+
+    stages: int
+    micro_batches: int
+    method: str
+    rate: float
+    seed: int
+    updates: int
+    setting: str
+
+
+def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+    """Train and validate; returns the run with its curve of (updates, validation loss) and its seconds."""
+    import torch
+
+    from ds_vpipe.lr_policies import ConstantWarmupLR
+    from ds_vpipe.models.bert.batches import MicroBatches
+    from ds_vpipe.models.bert.layers import bert_layers
+    from ds_vpipe.models.bert.loss import PretrainingLoss, measures
+    from ds_vpipe.models.bert.sizes import bert_config
+    from ds_vpipe.models.bert.training_data import prepare
+    from ds_vpipe.partition import uniform_partition
+    from ds_vpipe.replay import Replay
+
+    torch.set_num_threads(1)
+    begin = time.monotonic()
+    config = bert_config("tiny")
+    config.num_hidden_layers = options.layers
+    wanted = argparse.Namespace(
+        data_dir=None, text=options.text, vocab=None, synthetic=False, seq_length=options.sequence,
+        max_predictions=max(1, options.sequence * 15 // 100), seed=run.seed, bert_config="tiny",
+    )  # fmt: skip
+    data = prepare(wanted, config, builder=True)
+    size = options.batch // run.micro_batches
+    batches = MicroBatches(data.training, size, replica=0, replicas=1, seed=run.seed)
+    held_out = MicroBatches(data.held_out, options.batch, replica=0, replicas=1, seed=0, shuffle=False)
+    torch.manual_seed(run.seed)
+    layers = [spec.build() for spec in bert_layers(config, seed=run.seed)]
+    loss = PretrainingLoss()
+
+    def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if run.stages == 1 and run.method == "nadam":
+            return torch.optim.NAdam(
+                parameters, run.rate, betas=(0.99, 0.999), weight_decay=0.01, decoupled_weight_decay=True
+            )
+        return torch.optim.AdamW(parameters, run.rate, weight_decay=0.01)
+
+    replay = Replay(
+        layers,
+        uniform_partition(len(layers), run.stages),
+        run.micro_batches,
+        optimizer,
+        loss,
+        staleness=METHODS[run.method] if run.stages > 1 else None,
+        clip=1.0,
+        factor=ConstantWarmupLR(warmup_num_steps=WARM_UP).factor,
+    )
+    stream = batches.range(0, run.updates * run.micro_batches)
+    curve = []
+    for update in range(1, run.updates + 1):
+        replay.train_batch(stream)
+        if update % options.validate_every == 0 or update == run.updates:
+            replay.loss_fn = lambda outputs, labels: measures(outputs, labels)[0]  # the masked-LM part
+            curve.append((update, replay.evaluate(held_out.range(0, options.validation // options.batch))))
+            replay.loss_fn = loss
+    return {**asdict(run), "loss": curve[-1][1], "curve": curve, "seconds": time.monotonic() - begin}
+
+
+def results(path: Path) -> dict[Run, dict[str, Any]]:
+    """What has been computed already."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return {Run(**{name: row[name] for name in Run.__dataclass_fields__}): row for row in rows}
+
+
+def compute(runs: Iterable[Run], options: argparse.Namespace) -> dict[Run, dict[str, Any]]:
+    """Train what is missing, several at a time, and return everything."""
+    known = results(options.output)
+    missing = [run for run in runs if run not in known]
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=4) as pool:
+        for row in pool.imap_unordered(_train, [(run, options) for run in missing]):
+            with options.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{row['loss']:.4f}  {row['seconds']:5.0f} s  {_key(row)}", flush=True)
+    return results(options.output)
+
+
+def _train(job: tuple[Run, argparse.Namespace]) -> dict[str, Any]:
+    return train(*job)
+
+
+def _key(row: dict[str, Any]) -> str:
+    arm = Arm(row["stages"], row["micro_batches"], row["method"])
+    return f"{arm}, rate {row['rate']:g}, seed {row['seed']}, {row['updates']} updates"
+
+
+def arms(options: argparse.Namespace) -> list[Arm]:
+    """The arms that were asked for; M = K with what helps against one late update."""
+    found = [Arm(1, 1, optimizer) for optimizer in SYNCHRONOUS]
+    for stages in options.stages:
+        found += [Arm(stages, 1, method) for method in options.methods]
+        found += [Arm(stages, stages, method) for method in options.methods if method in ("none", "nadam")]
+    return found
+
+
+def table(chosen: dict[Arm, list[dict[str, Any]]]) -> list[str]:
+    """Mean and spread of the final losses, the gap to synchronous, and the share of the gap that a method closes."""
+    mean = {arm: sum(row["loss"] for row in rows) / len(rows) for arm, rows in chosen.items()}
+    best = min(loss for arm, loss in mean.items() if arm.stages == 1)
+    lines = [
+        "| arm | rate | validation loss | lowest .. highest | gap | gap closed | updates to the synchronous loss |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    for arm, rows in chosen.items():
+        losses = [row["loss"] for row in rows]
+        plain = mean.get(Arm(arm.stages, arm.micro_batches, "none"))
+        closed = (
+            ""
+            if plain is None or arm.method == "none" or plain <= best
+            else f"{(plain - mean[arm]) / (plain - best):.0%}"
+        )
+        reached = [next((update for update, loss in row["curve"] if loss <= best), None) for row in rows]
+        when = f"{sum(reached) / len(reached):.0f}" if None not in reached else "not reached by all"  # type: ignore[arg-type]
+        lines.append(
+            f"| {arm} | {rows[0]['rate']:g} | {mean[arm]:.4f} | {min(losses):.4f} .. {max(losses):.4f} | "
+            f"{mean[arm] / best - 1:+.2%} | {closed} | {when} |"
+        )
+    return lines
+
+
+def draw(chosen: dict[Arm, list[dict[str, Any]]], path: Path) -> None:
+    """Validation loss over updates, one panel per number of stages, mean of the seeds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    stages = sorted({arm.stages for arm in chosen if arm.stages > 1})
+    figure = Figure(figsize=(5 * len(stages), 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, count in zip(figure.subplots(1, len(stages), sharey=True, squeeze=False)[0], stages, strict=True):
+        for arm, rows in chosen.items():
+            if arm.stages in (1, count):
+                updates = [update for update, _ in rows[0]["curve"]]
+                means = [sum(row["curve"][i][1] for row in rows) / len(rows) for i in range(len(updates))]
+                axes.plot(updates, means, "--" if arm.stages == 1 else "-", label=str(arm))
+        axes.set_title(f"K = {count}")
+        axes.set_xlabel("updates")
+        axes.legend(fontsize=7)
+    figure.axes[0].set_ylabel("validation loss, masked LM, nats")
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Parse the command line, train what is missing, print the table and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stages", type=int, nargs="+", default=[4, 8, 16], help="K")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["none", "nadam", "prediction"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3], help="learning rates to choose from")
+    parser.add_argument("--updates", type=int, default=1500)
+    parser.add_argument("--tune-updates", type=int, default=400, help="updates of the runs that choose the rate")
+    parser.add_argument("--batch", type=int, default=16, help="samples per update")
+    parser.add_argument("--sequence", type=int, default=64, help="tokens per sample")
+    parser.add_argument("--layers", type=int, default=8, help="encoder layers, of width 128")
+    parser.add_argument("--validate-every", type=int, default=100)
+    parser.add_argument("--validation", type=int, default=512, help="held-out samples")
+    parser.add_argument("--text", type=Path, nargs="+", help="own text; default: docstrings of the installed packages")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--output", type=Path, default=Path("runs/convergence.jsonl"))
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+
+    setting = f"{options.layers}x128, {options.batch}x{options.sequence}, {options.text or 'docstrings'}"
+    compared = arms(options)
+
+    def run(arm: Arm, rate: float, seed: int, updates: int) -> Run:
+        return Run(arm.stages, arm.micro_batches, arm.method, rate, seed, updates, setting)
+
+    tuned = compute([run(a, rate, 0, options.tune_updates) for a in compared for rate in options.rates], options)
+    rates = {
+        a: min(options.rates, key=lambda rate, a=a: tuned[run(a, rate, 0, options.tune_updates)]["loss"])  # type: ignore[misc]
+        for a in compared
+    }
+    final = [[run(a, rates[a], seed, options.updates) for seed in range(options.seeds)] for a in compared]
+    done = compute([one for runs in final for one in runs], options)
+    chosen = {a: [done[one] for one in runs] for a, runs in zip(compared, final, strict=True)}
+    report(chosen, options.output.with_suffix(""))
+
+
+def report(chosen: dict[Arm, list[dict[str, Any]]], path: Path) -> None:
+    """Print the table, and write it and the picture beside the results."""
+    lines: Sequence[str] = table(chosen)
+    print("\n".join(lines))
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    draw(chosen, path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,62 +15,52 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ds_vpipe.errors import VPipeConfigError
+from torch.utils.file_baton import FileBaton
 
 LIMIT_S = 900.0  # the slowest file of DeepSpeed's operators takes some minutes
 _EXIT_STATUS = 2
 
 
-def extension_folder() -> Path:
-    """Where torch builds extensions: ``TORCH_EXTENSIONS_DIR``, else ``torch_extensions`` in the user's cache."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(given) if given else cache / "torch_extensions"
+def idle_s(lock: Path) -> float | None:
+    """For how many seconds nothing has changed beside a lock; None if the build has ended.
 
-
-def ages(folder: Path) -> dict[Path, float]:
-    """The locks below ``folder`` and for how many seconds nothing has changed beside them.
-
-    A build that goes on has a lock, too, but writes a file now and then, however long it takes.
+    A build that goes on writes a file now and then, however long it takes.
     """
-    found = {}
-    for lock in (*folder.glob("*/lock"), *folder.glob("*/*/lock")):
-        try:
-            found[lock] = time.time() - max(path.stat().st_mtime for path in lock.parent.iterdir())
-        except (OSError, ValueError):  # the build has ended
-            continue
-    return found
+    try:
+        return time.time() - max(path.stat().st_mtime for path in lock.parent.iterdir())
+    except (OSError, ValueError):
+        return None
 
 
-def refuse_old_locks(limit_s: float = LIMIT_S) -> None:
-    """Refuse to start where there is a lock and no build has written anything for so long.
-
-    Raises:
-        VPipeConfigError: there is one; the line names it.
-    """
-    for lock, age_s in sorted(ages(extension_folder()).items()):
-        if age_s > limit_s:
-            raise VPipeConfigError(_line(lock, age_s))
+def awaited_lock(thread: int) -> Path | None:
+    """The lock that a thread waits for in torch, by the thread's number; None if it does something else."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is FileBaton.wait.__code__:
+            return Path(frame.f_locals["self"].lock_file_path)
+        frame = frame.f_back
+    return None
 
 
 @contextmanager
 def limited_builds(limit_s: float = LIMIT_S) -> Iterator[None]:
-    """Inside, a wait for somebody else's build ends: the process, with one line, once a lock is refused.
+    """Inside, a wait of this thread for somebody else's build ends: the process, with one line on standard error.
 
-    torch's wait cannot be interrupted from within the process, so that there is no other end.
+    torch's wait cannot be interrupted from within the process, so that there is no other end. Locks that nobody waits
+    for do not matter.
 
-    Raises:
-        VPipeConfigError: as :func:`refuse_old_locks`.
+    Args:
+        limit_s: how long nothing may have changed beside the lock that is waited for.
     """
-    refuse_old_locks(limit_s)
-    done = threading.Event()
+    thread, done = threading.get_ident(), threading.Event()
 
     def watch() -> None:
         while not done.wait(min(5.0, limit_s / 4)):
-            try:
-                refuse_old_locks(limit_s)
-            except VPipeConfigError as error:
-                print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
+            lock = awaited_lock(thread)
+            idle = None if lock is None else idle_s(lock)
+            if lock is not None and idle is not None and idle > limit_s:
+                rank = os.environ.get("RANK", "0")
+                print(f"[rank {rank}] ds_vpipe: {_line(lock, idle)}", file=sys.stderr, flush=True)
                 os._exit(_EXIT_STATUS)
 
     watcher = threading.Thread(target=watch, name="ds_vpipe-build-lock", daemon=True)

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
     import deepspeed
 
-    from ds_vpipe.build_lock import refuse_old_locks
+    from ds_vpipe.build_lock import limited_builds
     from ds_vpipe.errors import VPipeConfigError, VPipeError
     from ds_vpipe.initialization import initialize
 
@@ -39,8 +39,8 @@ def main(argv: list[str]) -> int:
     sys.argv = [str(script), *argv[:position], *argv[position + 1 :]]
     sys.path[0] = str(script.resolve().parent)
     try:
-        refuse_old_locks()  # the script may build before it comes to initialize()
-        runpy.run_path(str(script), run_name="__main__")
+        with limited_builds():  # the script may build before it comes to initialize()
+            runpy.run_path(str(script), run_name="__main__")
     except VPipeError as error:
         import os
 

@@ -39,6 +39,7 @@ from ds_vpipe.engine.execution import ExecutionMixin
 from ds_vpipe.engine.feed import MicroBatchFeed
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.losses import BatchLoss
+from ds_vpipe.engine.module_walks import training_by_list
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.observation import Observation, ObservationMixin
 from ds_vpipe.engine.preparation import Prepared, prepared_arguments
@@ -136,7 +137,8 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         reads = self.is_first_stage() or self.is_last_stage()
         self._feed.next_call((self.data_iterator if data_iter is None else data_iter) if reads else None)
         try:
-            loss: torch.Tensor = super().train_batch(data_iter)
+            with training_by_list(self.module, self._parts):
+                loss: torch.Tensor = super().train_batch(data_iter)
             self._publish_statistics()
             return loss
         except StopIteration:

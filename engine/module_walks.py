@@ -6,6 +6,8 @@ parameter tensors. Its structure does not change once there is an optimizer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ class ModuleWalksMixin(PipelineEngine):
     """
 
     stage_parameters: tuple[nn.Parameter, ...]
+    _parts: tuple[nn.Module, ...] | None
 
     def __setattr__(self, name: str, value: Any) -> None:
         # An engine is a module, whose attributes are looked through for parameters; a count is none.
@@ -34,7 +37,7 @@ class ModuleWalksMixin(PipelineEngine):
     def _list_modules(self) -> None:
         """Make the lists; the module is complete."""
         self.stage_parameters = tuple(self.module.parameters())
-        switch_modes_by_list(self.module)
+        self._parts = parts_to_switch(self.module)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -48,19 +51,32 @@ class ModuleWalksMixin(PipelineEngine):
                 parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
 
-def switch_modes_by_list(module: nn.Module) -> None:
-    """Let ``module.train()`` set the mode only of those modules that have another one.
+def parts_to_switch(module: nn.Module) -> tuple[nn.Module, ...] | None:
+    """The modules whose mode ``module.train()`` sets; None if some have a ``train()`` of their own, which is asked."""
+    parts = tuple(module.modules())
+    asked = any(type(part).train is not nn.Module.train or "train" in vars(part) for part in parts)
+    return None if asked else parts
 
-    Modules that have a ``train()`` of their own must be asked, so that nothing is changed where there are any.
+
+@contextmanager
+def training_by_list(module: nn.Module, parts: Sequence[nn.Module] | None) -> Iterator[None]:
+    """Inside, the next ``module.train()`` sets the mode of those ``parts`` only that have another one.
+
+    The module has nothing of this before and afterwards, so that it can be copied and pickled.
     """
-    modules = tuple(module.modules())
-    if any(type(part).train is not nn.Module.train or "train" in vars(part) for part in modules):
+    if parts is None:
+        yield
         return
 
     def train(mode: bool = True) -> nn.Module:
-        for part in modules:
+        vars(module).pop("train", None)
+        for part in parts:
             if part.training is not mode:
                 part.training = mode
         return module
 
     vars(module)["train"] = train
+    try:
+        yield
+    finally:
+        vars(module).pop("train", None)

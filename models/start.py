@@ -47,7 +47,7 @@ def start_process_group() -> tuple[int, int]:
     """Join the other ranks; returns this rank's number and how many there are.
 
     Raises:
-        VPipeConfigError: nobody has said which rank this is, or a killed build has left its lock.
+        VPipeConfigError: nobody has said which rank this is.
     """
     if "RANK" not in os.environ:
         raise VPipeConfigError(

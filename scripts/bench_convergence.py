@@ -4,7 +4,8 @@
 ``python scripts/bench_convergence.py`` trains a small BERT on the docstrings of the installed packages, or on
 ``--text``, by :class:`ds_vpipe.replay.Replay`, whose updates are the engine's bit for bit: synchronously with each
 optimizer, and as an asynchronous pipeline of K stages with M = 1 and M = K and each mitigation. Every arm sees the same
-samples per update. Its learning rate is tuned on the first seed with fewer updates, then all seeds are trained in full.
+samples per update. Its learning rate is the best of some on the first seed, each trained in full, and the other seeds
+are trained with that. Asynchronous arms go on for some updates, which shows when they come to the synchronous loss.
 
 Every run is one line of ``--output``; a line that is there is not computed again, so that a run that was stopped goes
 on, and one with more seeds, arms or rates adds to it. The table and the picture are made of that file.
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
+import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,12 @@ from typing import Any
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
     "nadam": {"nadam": True},
+    "feedback": {"error_feedback": True},
     "prediction": {"weight_prediction": True},
     "rescheduling": {"lr_rescheduling": {"num_steps": 500}},
+    "nadam+feedback": {"nadam": True, "error_feedback": True},
     "nadam+prediction": {"nadam": True, "weight_prediction": True},
+    "nadam+rescheduling": {"nadam": True, "lr_rescheduling": {"num_steps": 500}},
 }
 SYNCHRONOUS = ("adamw", "nadam")
 WARM_UP = 100
@@ -114,7 +120,7 @@ def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
             replay.loss_fn = lambda outputs, labels: measures(outputs, labels)[0]  # the masked-LM part
             curve.append((update, replay.evaluate(held_out.range(0, options.validation // options.batch))))
             replay.loss_fn = loss
-    return {**asdict(run), "loss": curve[-1][1], "curve": curve, "seconds": time.monotonic() - begin}
+    return {**asdict(run), "curve": curve, "seconds": time.monotonic() - begin}
 
 
 def results(path: Path) -> dict[Run, dict[str, Any]]:
@@ -131,7 +137,7 @@ def compute(runs: Iterable[Run], options: argparse.Namespace) -> dict[Run, dict[
         for row in pool.imap_unordered(_train, [(run, options) for run in missing]):
             with options.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            print(f"{row['loss']:.4f}  {row['seconds']:5.0f} s  {_key(row)}", flush=True)
+            print(f"{row['curve'][-1][1]:.4f}  {row['seconds']:5.0f} s  {_key(row)}", flush=True)
     return results(options.output)
 
 
@@ -145,34 +151,48 @@ def _key(row: dict[str, Any]) -> str:
 
 
 def arms(options: argparse.Namespace) -> list[Arm]:
-    """The arms that were asked for; M = K with what helps against one late update."""
+    """The arms that were asked for; error feedback only where no stage is more than one update late."""
     found = [Arm(1, 1, optimizer) for optimizer in SYNCHRONOUS]
     for stages in options.stages:
-        found += [Arm(stages, 1, method) for method in options.methods]
-        found += [Arm(stages, stages, method) for method in options.methods if method in ("none", "nadam")]
+        found += [Arm(stages, 1, method) for method in options.methods if "feedback" not in method]
+        found += [Arm(stages, stages, method) for method in options.methods_of_full_batches]
     return found
 
 
-def table(chosen: dict[Arm, list[dict[str, Any]]]) -> list[str]:
-    """Mean and spread of the final losses, the gap to synchronous, and the share of the gap that a method closes."""
-    mean = {arm: sum(row["loss"] for row in rows) / len(rows) for arm, rows in chosen.items()}
+def loss_at(row: dict[str, Any], update: int) -> float:
+    """The validation loss of a run after an update that was validated."""
+    return dict(map(tuple, row["curve"]))[update]
+
+
+def updates_to(row: dict[str, Any], loss: float) -> float | None:
+    """After how many updates a run has come to a loss, linearly between validations; None if it never has."""
+    before = (0, math.inf)
+    for update, found in row["curve"]:
+        if found <= loss:
+            share = (before[1] - loss) / (before[1] - found) if math.isfinite(before[1]) else 1.0
+            return before[0] + share * (update - before[0])
+        before = (update, found)
+    return None
+
+
+def table(chosen: dict[Arm, list[dict[str, Any]]], updates: int) -> list[str]:
+    """Mean and spread of the losses after ``updates``, the gap to synchronous, the share of it that a method closes."""
+    losses = {arm: [loss_at(row, updates) for row in rows] for arm, rows in chosen.items()}
+    mean = {arm: statistics.mean(values) for arm, values in losses.items()}
     best = min(loss for arm, loss in mean.items() if arm.stages == 1)
     lines = [
-        "| arm | rate | validation loss | lowest .. highest | gap | gap closed | updates to the synchronous loss |"
+        "| arm | rate | validation loss | lowest .. highest | gap | gap closed | updates to the synchronous loss |",
+        "|---|---|---|---|---|---|---|",
     ]
-    lines.append("|---|---|---|---|---|---|---|")
     for arm, rows in chosen.items():
-        losses = [row["loss"] for row in rows]
-        plain = mean.get(Arm(arm.stages, arm.micro_batches, "none"))
-        closed = (
-            ""
-            if plain is None or arm.method == "none" or plain <= best
-            else f"{(plain - mean[arm]) / (plain - best):.0%}"
-        )
-        reached = [next((update for update, loss in row["curve"] if loss <= best), None) for row in rows]
-        when = f"{sum(reached) / len(reached):.0f}" if None not in reached else "not reached by all"  # type: ignore[arg-type]
+        plain = mean.get(Arm(arm.stages, arm.micro_batches, "none"), best)
+        closed = f"{(plain - mean[arm]) / (plain - best):.0%}" if arm.method != "none" and plain > best else ""
+        reached = [updates_to(row, best) for row in rows]
+        when = "" if arm.stages == 1 else "not by every seed"
+        if None not in reached and arm.stages > 1:
+            when = f"{statistics.mean(reached):.0f}"  # type: ignore[type-var]
         lines.append(
-            f"| {arm} | {rows[0]['rate']:g} | {mean[arm]:.4f} | {min(losses):.4f} .. {max(losses):.4f} | "
+            f"| {arm} | {rows[0]['rate']:g} | {mean[arm]:.4f} | {min(losses[arm]):.4f} .. {max(losses[arm]):.4f} | "
             f"{mean[arm] / best - 1:+.2%} | {closed} | {when} |"
         )
     return lines
@@ -190,7 +210,7 @@ def draw(chosen: dict[Arm, list[dict[str, Any]]], path: Path) -> None:
         for arm, rows in chosen.items():
             if arm.stages in (1, count):
                 updates = [update for update, _ in rows[0]["curve"]]
-                means = [sum(row["curve"][i][1] for row in rows) / len(rows) for i in range(len(updates))]
+                means = [statistics.mean(loss_at(row, update) for row in rows) for update in updates]
                 axes.plot(updates, means, "--" if arm.stages == 1 else "-", label=str(arm))
         axes.set_title(f"K = {count}")
         axes.set_xlabel("updates")
@@ -203,11 +223,14 @@ def main() -> None:
     """Parse the command line, train what is missing, print the table and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8, 16], help="K")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["none", "nadam", "prediction"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["none", "nadam", "prediction"], help="M = 1")
+    parser.add_argument(
+        "--methods-of-full-batches", nargs="*", choices=METHODS, default=["none", "nadam", "feedback"], help="M = K"
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3], help="learning rates to choose from")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3], help="learning rates to choose from")
     parser.add_argument("--updates", type=int, default=1500)
-    parser.add_argument("--tune-updates", type=int, default=400, help="updates of the runs that choose the rate")
+    parser.add_argument("--more", type=int, default=300, help="updates of asynchronous arms beyond --updates")
     parser.add_argument("--batch", type=int, default=16, help="samples per update")
     parser.add_argument("--sequence", type=int, default=64, help="tokens per sample")
     parser.add_argument("--layers", type=int, default=8, help="encoder layers, of width 128")
@@ -223,26 +246,26 @@ def main() -> None:
     setting = f"{options.layers}x128, {options.batch}x{options.sequence}, {options.text or 'docstrings'}"
     compared = arms(options)
 
-    def run(arm: Arm, rate: float, seed: int, updates: int) -> Run:
+    def run(arm: Arm, rate: float, seed: int) -> Run:
+        updates = options.updates + (options.more if arm.stages > 1 else 0)
         return Run(arm.stages, arm.micro_batches, arm.method, rate, seed, updates, setting)
 
-    tuned = compute([run(a, rate, 0, options.tune_updates) for a in compared for rate in options.rates], options)
-    rates = {
-        a: min(options.rates, key=lambda rate, a=a: tuned[run(a, rate, 0, options.tune_updates)]["loss"])  # type: ignore[misc]
-        for a in compared
-    }
-    final = [[run(a, rates[a], seed, options.updates) for seed in range(options.seeds)] for a in compared]
+    tuned = compute([run(arm, rate, 0) for arm in compared for rate in options.rates], options)
+    final = []
+    for arm in compared:
+        rate = min(options.rates, key=lambda rate, arm=arm: loss_at(tuned[run(arm, rate, 0)], options.updates))  # type: ignore[misc]
+        final.append([run(arm, rate, seed) for seed in range(options.seeds)])
     done = compute([one for runs in final for one in runs], options)
-    chosen = {a: [done[one] for one in runs] for a, runs in zip(compared, final, strict=True)}
-    report(chosen, options.output.with_suffix(""))
+    chosen = {arm: [done[one] for one in runs] for arm, runs in zip(compared, final, strict=True)}
+    report(chosen, options)
 
 
-def report(chosen: dict[Arm, list[dict[str, Any]]], path: Path) -> None:
+def report(chosen: dict[Arm, list[dict[str, Any]]], options: argparse.Namespace) -> None:
     """Print the table, and write it and the picture beside the results."""
-    lines: Sequence[str] = table(chosen)
+    lines = table(chosen, options.updates)
     print("\n".join(lines))
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    draw(chosen, path.with_suffix(".png"))
+    options.output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    draw(chosen, options.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

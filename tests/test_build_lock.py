@@ -1,18 +1,36 @@
-"""A lock that a killed build has left is named, and nobody waits for it longer than the limit."""
+"""A lock that a killed build has left is named by whoever waits for it, and nobody waits longer than the limit."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from torch.utils.file_baton import FileBaton
 
-from ds_vpipe.build_lock import ages, limited_builds, refuse_old_locks
+from ds_vpipe.build_lock import awaited_lock, idle_s, limited_builds
 from ds_vpipe.diagnosis.probe import observe
-from ds_vpipe.errors import VPipeConfigError
+
+WAITS = """
+import os, sys, threading, time
+from torch.utils.file_baton import FileBaton
+from ds_vpipe.build_lock import limited_builds
+lock, limit_s, ends_after_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+def build():
+    for _ in range(int(ends_after_s / 0.1)):
+        open(lock + ".o", "w").close()
+        time.sleep(0.1)
+    os.remove(lock)
+if ends_after_s:
+    threading.Thread(target=build, daemon=True).start()
+with limited_builds(limit_s):
+    FileBaton(lock).wait()
+print("built")
+"""
 
 
 @pytest.fixture
@@ -29,56 +47,51 @@ def leave(lock: Path, age_s: float) -> None:
     os.utime(lock, (time.time() - age_s,) * 2)
 
 
-def test_without_locks_there_is_nothing_to_say(lock: Path) -> None:
-    refuse_old_locks()
-    with limited_builds():
-        pass
-
-
-def test_a_build_that_goes_on_is_waited_for(lock: Path) -> None:
-    leave(lock, 60)
-    assert ages(lock.parents[1])[lock] == pytest.approx(60, abs=5)
-    with limited_builds():
-        pass
-
-
-def test_a_long_build_that_goes_on_writing_is_no_old_lock(lock: Path) -> None:
-    leave(lock, 5000)
-    leave(lock.with_name("fused_adam.o"), 300)
-    refuse_old_locks()
-    (found,) = [age_s for path, age_s in observe([])["build_locks"] if path == str(lock)]
-    assert ages(lock.parents[1])[lock] == pytest.approx(found, abs=5) == pytest.approx(300, abs=10)
-
-
-def test_an_old_lock_is_named(lock: Path) -> None:
-    leave(lock, 1200)
-    with pytest.raises(VPipeConfigError, match=rf"got a lock {lock} beside .* for 20\.\d minutes.* delete the file"):
-        refuse_old_locks()
-    with pytest.raises(VPipeConfigError, match="delete the file"), limited_builds():
-        pytest.fail("must not begin")
-
-
-def test_torchs_own_folder_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils import cpp_extension
-
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = Path(cpp_extension._get_build_directory("fused_adam", verbose=False))
-    leave(folder / "lock", 1200)
-    with pytest.raises(VPipeConfigError, match="fused_adam/lock"):
-        refuse_old_locks()
+def wait_for(lock: Path, limit_s: float, ends_after_s: float = 0.0) -> subprocess.CompletedProcess[str]:
+    """A process that waits as torch does, while somebody builds for so long, or for ever."""
+    command = [sys.executable, "-c", WAITS, str(lock), str(limit_s), str(ends_after_s)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_a_wait_without_end_ends(lock: Path) -> None:
-    """The process that waits in torch's own way ends by itself, with the line on standard error."""
-    script = (
-        "import sys\n"
-        "from torch.utils.file_baton import FileBaton\n"
-        "from ds_vpipe.build_lock import limited_builds\n"
-        "open(sys.argv[1], 'w').close()\n"
-        "with limited_builds(limit_s=2.0):\n"
-        "    FileBaton(sys.argv[1]).wait()\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", script, str(lock)], capture_output=True, text=True, timeout=60)
+    leave(lock, 1200)
+    ended = wait_for(lock, limit_s=900)
     assert ended.returncode == 2
-    assert f"got a lock {lock}" in ended.stderr
+    assert f"got a lock {lock} beside which nothing has changed for 20." in ended.stderr
+    assert "delete the file" in ended.stderr
+
+
+def test_a_build_that_goes_on_writing_is_waited_for(lock: Path) -> None:
+    leave(lock, 0)
+    ended = wait_for(lock, limit_s=1.0, ends_after_s=3.0)
+    assert (ended.returncode, ended.stdout) == (0, "built\n"), ended.stderr
+
+
+def test_a_lock_that_nobody_waits_for_does_not_matter(lock: Path) -> None:
+    leave(lock, 5000)
+    with limited_builds(limit_s=0.02):
+        time.sleep(0.2)
+
+
+def test_the_lock_that_a_thread_waits_for(lock: Path) -> None:
+    lock.touch()
+    waiting = threading.Thread(target=FileBaton(str(lock)).wait)
+    waiting.start()
+    assert waiting.ident is not None
+    while awaited_lock(waiting.ident) is None and waiting.is_alive():
+        time.sleep(0.01)
+    assert awaited_lock(waiting.ident) == lock
+    assert awaited_lock(threading.get_ident()) is None
+    lock.unlink()
+    waiting.join()
+    assert awaited_lock(waiting.ident) is None
+
+
+def test_the_time_since_anything_changed_is_what_doctor_says(lock: Path) -> None:
+    leave(lock, 5000)
+    leave(lock.with_name("fused_adam.o"), 300)
+    (found,) = [age_s for path, age_s in observe([])["build_locks"] if path == str(lock)]
+    assert idle_s(lock) == pytest.approx(found, abs=5) == pytest.approx(300, abs=10)
+    lock.with_name("fused_adam.o").unlink()
+    lock.unlink()
+    assert idle_s(lock) is None

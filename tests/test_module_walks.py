@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
+import pytest
 import torch
 from torch import nn
 
-from ds_vpipe.engine.module_walks import switch_modes_by_list
+from ds_vpipe.engine.module_walks import parts_to_switch, training_by_list
 
 
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(2)))
 
 
+def train(module: nn.Module) -> None:
+    with training_by_list(module, parts_to_switch(module)):
+        assert module.train() is module
+
+
 def test_all_modules_get_the_mode() -> None:
     module = model()
-    switch_modes_by_list(module)
-    assert module.eval() is module
-    assert not any(part.training for part in module.modules())
+    module.eval()
     module[1][0].train()
-    assert module.train() is module
+    train(module)
     assert all(part.training for part in module.modules())
     module[1].eval()
-    assert not module[1][1].training
-    module.train()
+    train(module)
     assert module[1][1].training
 
 
@@ -36,12 +42,27 @@ def test_only_modules_that_differ_are_touched() -> None:
             super().__setattr__(name, value)
 
     module = nn.Sequential(Counting(2, 2))
-    switch_modes_by_list(module)
     before = Counting.sets
-    module.train()
+    train(module)
     assert Counting.sets == before
     module.eval()
-    assert Counting.sets == before + 1
+    train(module)
+    assert Counting.sets == before + 2
+
+
+def test_the_module_is_as_it_was() -> None:
+    """Copies switch themselves and not the original, and can be pickled, also when the batch has failed."""
+    module = model()
+    train(module)
+    with pytest.raises(ValueError, match="in a layer"), training_by_list(module, parts_to_switch(module)):
+        raise ValueError("in a layer")
+    copied = copy.deepcopy(module)
+    copied.eval()
+    assert all(part.training for part in module.modules())
+    assert not any(part.training for part in copied.modules())
+    pickle.loads(pickle.dumps(module)).eval()
+    module.eval()
+    assert not any(part.training for part in module.modules())
 
 
 def test_a_module_that_stays_in_its_mode_is_asked() -> None:
@@ -50,8 +71,7 @@ def test_a_module_that_stays_in_its_mode_is_asked() -> None:
             return super().train(False)
 
     module = nn.Sequential(Frozen(2), nn.Dropout())
-    switch_modes_by_list(module)
-    module.train()
+    train(module)
     assert not module[0].training
     assert module[1].training
     torch.testing.assert_close(module[0].running_mean, torch.zeros(2))

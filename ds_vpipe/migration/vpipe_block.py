@@ -59,6 +59,15 @@ def micro_batches(file: VPipeFile, ahead: int, remarks: list[Remark]) -> int:
 def vpipe_block(
     file: VPipeFile, split: Split | None, maps: StageMaps | None, num_stages: int, remarks: list[Remark]
 ) -> dict[str, Any]:
+    """The ``"vpipe"`` block: mode, partition, recompute ratios, depths.
+
+    Args:
+        file: the YAML.
+        split: its partition file, if it names one.
+        maps: its mp_conf.json, if it names one.
+        num_stages: K.
+        remarks: gets a line for every field that went into the block or did not.
+    """
     synchronous = file.sync_mode == "bsp" or file.no_input_pipelining
     block: dict[str, Any] = {"sync_mode": "bsp"} if synchronous else {"sync_mode": "asp", "weight_sync": "stash"}
     if split is not None:

@@ -214,6 +214,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         if "state" in self.__dict__:
             self._finish_sends()
             self._end_observation()
+            self.neighbours.courier.stop()
             # Their graphs refer to the engine through hooks, in cycles that Python cannot see.
             self.state.flights.clear()
         super().destroy()
@@ -252,3 +253,4 @@ def _at_exit(engine: weakref.ref[VPipeEngine]) -> None:
     if alive is not None:
         alive._finish_sends()
         alive._end_observation()
+        alive.neighbours.courier.stop()

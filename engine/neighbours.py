@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_vpipe.engine.courier import Courier
 from ds_vpipe.engine.link import Channel, Peer
 from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.transport import Receiver, Sender
@@ -28,6 +29,9 @@ class Neighbours:
             parts of the model the last stage's next one is the first.
         timeout_s: limit of every wait, in seconds.
         device: where the stage computes.
+
+    Attributes:
+        courier: sends and posts receives.
     """
 
     def __init__(self, grid: Any, pipeline: Pipeline, timeout_s: float, device: torch.device) -> None:
@@ -35,6 +39,7 @@ class Neighbours:
         stage, last = grid.get_stage_id(), grid.pipe_parallel_size - 1
         me = Peer(stage, grid.get_global_rank())
         pin = device.type == "cuda"
+        run = self.courier = Courier()
         self.activations_in: Receiver | None = None
         self.gradients_out: Sender | None = None
         self.eval_in: Receiver | None = None
@@ -50,8 +55,8 @@ class Neighbours:
             peer = Peer(before, grid.stage_to_global(before))
             prefetch = posted_receives(pipeline, Link(ACTIVATIONS, before, stage))
             forward, backward = groups[peer.rank, me.rank]
-            self.activations_in = Receiver(forward, me, peer, prefetch, timeout_s)
-            self.gradients_out = Sender(backward, me, peer, prefetch, timeout_s, pin=pin)
+            self.activations_in = Receiver(forward, me, peer, prefetch, timeout_s, runner=run)
+            self.gradients_out = Sender(backward, me, peer, prefetch, timeout_s, pin=pin, runner=run)
             self.eval_in = Receiver(forward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION)
             self.eval_loss_out = Sender(backward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
         if stage < last or ring:
@@ -59,8 +64,8 @@ class Neighbours:
             peer = Peer(after, grid.stage_to_global(after))
             prefetch = posted_receives(pipeline, Link(ACTIVATIONS, stage, after))
             forward, backward = groups[me.rank, peer.rank]
-            self.activations_out = Sender(forward, me, peer, prefetch, timeout_s, pin=pin)
-            self.gradients_in = Receiver(backward, me, peer, prefetch, timeout_s)
+            self.activations_out = Sender(forward, me, peer, prefetch, timeout_s, pin=pin, runner=run)
+            self.gradients_in = Receiver(backward, me, peer, prefetch, timeout_s, runner=run)
             self.eval_out = Sender(forward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
             self.eval_loss_in = Receiver(backward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION)
         self.me = me

@@ -20,14 +20,27 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from ds_vpipe.engine.courier import Immediate, Runner
 from ds_vpipe.engine.link import Capacity, Channel, Peer, cause
-from ds_vpipe.engine.wire import HEADER_BYTES, Message, Packed, Packer, Received, Tree, announcement, unpack
+from ds_vpipe.engine.wire import (
+    HEADER_BYTES,
+    Expected,
+    Layout,
+    Message,
+    Packed,
+    Packer,
+    Received,
+    Tree,
+    announcement,
+    unpack,
+)
 from ds_vpipe.errors import PipelinePeerError
 
 _ABORT_GRACE_S = 5.0  # how long a failing stage tries to tell its neighbours why
@@ -36,10 +49,11 @@ _ABORT_GRACE_S = 5.0  # how long a failing stage tries to tell its neighbours wh
 @dataclass(slots=True)
 class _Outgoing:
     micro_batch: int
-    works: list[dist.Work]
-    packed: Packed
+    works: list[dist.Work] = field(default_factory=list)
+    packed: Packed | None = None
     announced: torch.Tensor | None = None
-    error: RuntimeError | None = None
+    error: Exception | None = None
+    handed_over: bool = False
 
 
 class Sender:
@@ -53,6 +67,8 @@ class Sender:
         timeout_s: limit of every wait, in seconds.
         channel: which of the group's links this is.
         pin: the tensors come from an accelerator and are staged through page-locked memory.
+        runner: copies and sends; default: at once. With a courier tensors that are sent must not be changed before
+            they have been received.
 
     Attributes:
         bytes_sent: bytes of all messages handed over so far.
@@ -67,13 +83,15 @@ class Sender:
         timeout_s: float,
         channel: Channel = Channel.TRAINING,
         pin: bool = False,
+        runner: Runner | None = None,
     ) -> None:
         self._group, self._me, self._to = group, me, to
         self._rank_there = dist.get_group_rank(group, to.rank)
         self._channel = channel
         self._timeout_s = timeout_s
-        self._pin = pin
+        self._stream = torch.cuda.Stream() if pin else None
         self._packer = Packer(pin)
+        self._runner = runner or Immediate()
         self._capacity = Capacity(prefetch)
         self._outgoing: deque[_Outgoing] = deque()
         self.bytes_sent = 0
@@ -81,28 +99,42 @@ class Sender:
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
         """Start sending ``tree`` and return its size in bytes.
 
-        The tensors may be freed or changed as soon as this returns.
+        Raises:
+            TypeError: the tree holds something that cannot be sent.
         """
-        packed = self._packer.pack(kind, micro_batch, tree, note)
-        if self._pin and kind is not Message.ABORT:
-            torch.cuda.current_stream().synchronize()
-        outgoing = _Outgoing(micro_batch, [], packed)
+        layout = self._packer.layout(tree)
+        outgoing = _Outgoing(micro_batch)
+        computed = None if self._stream is None else torch.cuda.current_stream().record_event()
+        self._outgoing.append(outgoing)
+        self.bytes_sent += layout.size
+        self._runner.submit(partial(self._hand_over, outgoing, (kind, micro_batch, tree, note), layout, computed))
+        return layout.size
+
+    def _hand_over(
+        self, outgoing: _Outgoing, content: tuple[Message, int, Tree, int], layout: Layout, computed: torch.Event | None
+    ) -> None:
         try:
+            if self._stream is None or computed is None:
+                packed = self._packer.pack(*content, layout)
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._stream.wait_event(computed)
+                    packed = self._packer.pack(*content, layout)
+                    self._stream.synchronize()
+            outgoing.packed = packed
             if packed.size > self._capacity.sender():
                 outgoing.announced = announcement(packed.size)
                 outgoing.works.append(self._start(outgoing.announced, self._channel))
                 outgoing.works.append(self._start(packed.data, self._channel.own_tag))
             else:
                 outgoing.works.append(self._start(packed.data, self._channel))
-        except RuntimeError as error:
+        except Exception as error:
             # The peer has gone. That is no failure of this send: a stage whose script ends before its
             # neighbour's does not need what the neighbour computed ahead. Whoever waits for the peer
             # will find out.
             outgoing.error = error
-        self._capacity.sent(packed.size)
-        self.bytes_sent += packed.size
-        self._outgoing.append(outgoing)
-        return packed.size
+        self._capacity.sent(layout.size)
+        outgoing.handed_over = True
 
     def release(self, micro_batch: int) -> None:
         """Recycle the buffers of messages up to ``micro_batch``, which the other end is known to have received."""
@@ -134,6 +166,7 @@ class Sender:
 
     def wait_for_all(self, deadline: float) -> None:
         """Like :meth:`flush`, but until ``deadline`` (``time.monotonic()``) at most and without an error."""
+        self._runner.settle()
         with suppress(RuntimeError):
             while self._outgoing:
                 for work in self._outgoing.popleft().works:  # gloo reports a completion once: wait only once
@@ -144,6 +177,8 @@ class Sender:
         return self._group.send([data], self._rank_there, tag)
 
     def _finish(self, outgoing: _Outgoing) -> None:
+        if not outgoing.handed_over:
+            self._runner.settle()
         try:
             if outgoing.error is not None:
                 raise outgoing.error
@@ -154,7 +189,8 @@ class Sender:
                 f"{self._me} waited for {self._to} to receive message {outgoing.micro_batch}: "
                 f"{cause(error, self._timeout_s)}"
             ) from error
-        self._packer.release(outgoing.packed)
+        if outgoing.packed is not None:
+            self._packer.release(outgoing.packed)
 
 
 def abort_all(senders: Sequence[Sender], reason: str) -> None:
@@ -166,6 +202,13 @@ def abort_all(senders: Sequence[Sender], reason: str) -> None:
     deadline = time.monotonic() + _ABORT_GRACE_S
     for sender in senders:
         sender.wait_for_all(deadline)
+
+
+@dataclass(slots=True)
+class _Posted:
+    data: torch.Tensor
+    work: dist.Work | RuntimeError
+    expected: Expected | None
 
 
 class Receiver:
@@ -184,17 +227,19 @@ class Receiver:
         prefetch: int,
         timeout_s: float,
         channel: Channel = Channel.TRAINING,
+        runner: Runner | None = None,
     ) -> None:
         self._group, self._me, self._source = group, me, source
         self._rank_there = dist.get_group_rank(group, source.rank)
         self._channel = channel
         self._timeout_s = timeout_s
         self._capacity = Capacity(prefetch)
-        self._posted: deque[tuple[torch.Tensor, dist.Work | RuntimeError]] = deque()
+        self._runner = runner or Immediate()
+        self._posted: deque[_Posted] = deque()
         self.bytes_received = 0
         self.waited_s = 0.0
         for _ in range(prefetch):
-            self._post(HEADER_BYTES)
+            self._post(HEADER_BYTES, None)
 
     def receive(self, what: str) -> Received:
         """Wait for the next message.
@@ -205,23 +250,28 @@ class Receiver:
         Raises:
             PipelinePeerError: the time limit passed, the peer is lost, or it says that it has failed.
         """
-        data, work = self._posted.popleft()
-        self._wait(work, what)
-        message = unpack(data)
+        if not self._posted:
+            self._runner.settle()
+        posted = self._posted.popleft()
+        self._wait(posted.work, what)
+        message = posted.expected.message() if posted.expected is not None else None
+        if message is None:
+            message = unpack(posted.data)
         if message.kind is Message.OVERSIZE:
             data = torch.empty(message.size, dtype=torch.uint8)
             self._wait(self._start(data, self._channel.own_tag), what)
             message = unpack(data)
         self.bytes_received += message.size
-        self._post(self._capacity.received(message.size))
+        self._runner.submit(partial(self._post, self._capacity.received(message.size), message))
         if message.kind is Message.ABORT:
             reason = bytes(message.tree.tolist()).decode(errors="replace")
             raise PipelinePeerError(f"{self._me} stopped waiting for {what} from {self._source}: {reason}", reason)
         return message
 
-    def _post(self, size: int) -> None:
+    def _post(self, size: int, like: Received | None) -> None:
         data = torch.empty(size, dtype=torch.uint8)
-        self._posted.append((data, self._start(data, self._channel)))
+        work = self._start(data, self._channel)
+        self._posted.append(_Posted(data, work, None if like is None else Expected(data, like.words, like.size)))
 
     def _start(self, data: torch.Tensor, tag: int) -> dist.Work | RuntimeError:
         try:

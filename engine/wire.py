@@ -7,8 +7,8 @@ A message is a header of int64 words followed by the tensors' bytes, each aligne
 
 Metadata travel with every message, so shapes may change from micro-batch to micro-batch without a flag.
 While they do not change nothing is computed again: a :class:`Packer` keeps the latest layouts and the
-views into the buffers that it recycles. Reading copies nothing: tensors are views of the received buffer,
-which is freed with the last of them.
+views into the buffers that it recycles, and :class:`Expected` has the views into a receive buffer ready before its
+message comes. Reading copies nothing: tensors are views of the received buffer, which is freed with the last of them.
 """
 
 from __future__ import annotations
@@ -63,13 +63,29 @@ class Message(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A decoded message. Tensors in ``tree`` are views of the received buffer."""
+    """A decoded message. Tensors in ``tree`` are views of the received buffer; ``words`` describe it."""
 
     kind: Message
     micro_batch: int
     note: int
     size: int
     tree: Tree
+    words: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where everything of a message is.
+
+    Attributes:
+        words: the tree.
+        offsets: of the tensors' bytes.
+        size: bytes of the message.
+    """
+
+    words: tuple[int, ...]
+    offsets: tuple[int, ...]
+    size: int
 
 
 @dataclass(slots=True)
@@ -79,12 +95,12 @@ class Packed:
     data: torch.Tensor
     words: np.ndarray[Any, np.dtype[np.int64]]
     views: list[torch.Tensor]
-    layout: tuple[int, ...]
+    layout: Layout
 
     @property
     def size(self) -> int:
         """Bytes that travel."""
-        return self.data.numel()
+        return self.layout.size
 
 
 def leaves(tree: Tree) -> Iterator[torch.Tensor | None]:
@@ -136,23 +152,45 @@ class Packer:
 
     def __init__(self, pin: bool = False) -> None:
         self._pin = pin
-        self._spare: dict[tuple[int, ...], list[Packed]] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._spare: dict[Layout, list[Packed]] = {}
 
-    def pack(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> Packed:
-        """Copy ``tree`` into a buffer.
+    def layout(self, tree: Tree) -> Layout:
+        """What a message of ``tree`` will look like.
 
         Raises:
             TypeError: the tree holds something that is neither a tensor nor None, or an unknown dtype.
         """
-        tensors = [leaf for leaf in leaves(tree) if leaf is not None]
-        words: list[int] = []
-        _describe(tree, words)
-        layout = tuple(words)
+        described: list[int] = []
+        _describe(tree, described)
+        words = tuple(described)
+        known = self._layouts.get(words)
+        if known is None:
+            if len(self._layouts) == _LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            known = self._layouts[words] = _layout(words, [leaf for leaf in leaves(tree) if leaf is not None])
+        return known
+
+    def pack(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0, layout: Layout | None = None) -> Packed:
+        """Copy ``tree`` into a buffer.
+
+        Args:
+            kind: of the message.
+            micro_batch: its number.
+            tree: what it carries.
+            note: a number more.
+            layout: of the tree, if it is known.
+
+        Raises:
+            TypeError: as :meth:`layout`.
+        """
+        layout = layout or self.layout(tree)
         spare = self._spare.get(layout)
         if spare is None:
             if len(self._spare) == _LAYOUTS:
                 del self._spare[next(iter(self._spare))]
             spare = self._spare[layout] = []
+        tensors = [leaf for leaf in leaves(tree) if leaf is not None]
         packed = spare.pop() if spare else self._allocate(layout, tensors)
         packed.words[2:_FIXED_WORDS] = (kind, micro_batch, note)
         for view, tensor in zip(packed.views, tensors, strict=True):
@@ -161,24 +199,52 @@ class Packer:
 
     def release(self, packed: Packed) -> None:
         """Take a buffer back once its message has been delivered."""
-        if packed.layout in self._spare:
-            self._spare[packed.layout].append(packed)
+        spare = self._spare.get(packed.layout)
+        if spare is not None:
+            spare.append(packed)
 
-    def _allocate(self, layout: tuple[int, ...], tensors: list[torch.Tensor]) -> Packed:
-        num_words = _FIXED_WORDS + len(layout)
-        offsets, offset = [], _align(8 * num_words)
-        for tensor in tensors:
-            offsets.append(offset)
-            offset = _align(offset + tensor.numel() * tensor.dtype.itemsize)
-        data = torch.empty(offset, dtype=torch.uint8, pin_memory=self._pin)
+    def _allocate(self, layout: Layout, tensors: list[torch.Tensor]) -> Packed:
+        num_words = _FIXED_WORDS + len(layout.words)
+        data = torch.empty(layout.size, dtype=torch.uint8, pin_memory=self._pin)
         words = data[: 8 * num_words].view(torch.int64).numpy()
-        words[:2] = (offset, num_words)
-        words[_FIXED_WORDS:] = layout
+        words[:2] = (layout.size, num_words)
+        words[_FIXED_WORDS:] = layout.words
         views = [
             _view(data, start, tensor.dtype, list(tensor.shape))[0]
-            for start, tensor in zip(offsets, tensors, strict=True)
+            for start, tensor in zip(layout.offsets, tensors, strict=True)
         ]
         return Packed(data, words, views, layout)
+
+
+def _layout(words: tuple[int, ...], tensors: list[torch.Tensor]) -> Layout:
+    offsets, offset = [], _align(8 * (_FIXED_WORDS + len(words)))
+    for tensor in tensors:
+        offsets.append(offset)
+        offset = _align(offset + tensor.numel() * tensor.dtype.itemsize)
+    return Layout(words, tuple(offsets), offset)
+
+
+class Expected:
+    """A receive buffer with what the next message is expected to look like, which is the one before it.
+
+    Args:
+        data: the buffer, uint8, at least as long as that message.
+        words: of that message's tree.
+        size: of that message, in bytes.
+    """
+
+    def __init__(self, data: torch.Tensor, words: list[int], size: int) -> None:
+        self.data = data
+        self._header = data[: 8 * (_FIXED_WORDS + len(words))].view(torch.int64).numpy()
+        self._words, self._size = words, size
+        self._tree, _, _ = _read(data, words, 0, _align(8 * (_FIXED_WORDS + len(words))))
+
+    def message(self) -> Received | None:
+        """The message that has come into the buffer, if it looks as expected."""
+        size, num_words, kind, micro_batch, note, *words = self._header.tolist()
+        if words != self._words or size != self._size or num_words != len(self._header):
+            return None
+        return Received(Message(kind), micro_batch, note, size, self._tree, words)
 
 
 def announcement(size: int) -> torch.Tensor:
@@ -196,7 +262,7 @@ def unpack(data: torch.Tensor) -> Received:
     size, num_words, kind, micro_batch, note = data[: 8 * _FIXED_WORDS].view(torch.int64).tolist()
     words = data[8 * _FIXED_WORDS : 8 * num_words].view(torch.int64).tolist()
     tree, _, _ = _read(data, words, 0, _align(8 * num_words))
-    return Received(Message(kind), micro_batch, note, size, tree)
+    return Received(Message(kind), micro_batch, note, size, tree, words)
 
 
 def _read(data: torch.Tensor, words: list[int], at: int, offset: int) -> tuple[Tree, int, int]:

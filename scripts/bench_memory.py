@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench_schedule import join, machine, tell
+from bench_work import join, machine, start, tell
 
 
 @dataclass(frozen=True)
@@ -153,11 +152,11 @@ def report(case: Case, memories: Sequence[Any], peaks: Sequence[int], parts: boo
     return {**row, "predicted": [memory.to_json() for memory in memories]}, text
 
 
-def work(rank: int, options: argparse.Namespace, port: int) -> None:
+def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
     """What each rank does; rank 0 prints."""
     import torch.distributed as dist
 
-    printed = join(rank, options.stages, port)
+    printed = join(rank, stages, port)
     from ds_vpipe.profiles.profiler import profile_layers
 
     profile, _ = profile_layers(**sample(options), micro_batches=1, warm_up=0)
@@ -189,19 +188,13 @@ def main() -> None:
     parser.add_argument("--json", help="append one JSON line per row to this file")
     options = parser.parse_args()
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import torch.multiprocessing as mp
-
     print(
-        f"{machine()}; hidden {options.hidden}, {options.layers} encoder layers, vocabulary {options.vocabulary}, "
-        f"batch {options.batch} x {options.sequence}",
+        f"{machine()}, gloo; hidden {options.hidden}, {options.layers} encoder layers, "
+        f"vocabulary {options.vocabulary}, batch {options.batch} x {options.sequence}",
         flush=True,
     )
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    mp.spawn(work, args=(options, port), nprocs=options.stages)
+    start(work, options.stages, options)
 
 
 if __name__ == "__main__":

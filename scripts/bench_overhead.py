@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import os
 import pstats
-import socket
 import statistics
 import time
 from typing import Any
 
-from bench_schedule import join, machine
+from bench_work import join, machine, start
 
 WIDTH = 16
 BATCH = 4
@@ -59,9 +57,9 @@ def alone(engine: Any, optimizer: str, rounds: int) -> float:
     return statistics.median(times)
 
 
-def work(rank: int, port: int, options: argparse.Namespace) -> None:
+def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
     """One stage."""
-    printed = join(rank, 2, port)
+    printed = join(rank, stages, port)
     import torch
     import torch.distributed as dist
     from deepspeed.pipe import PipelineModule
@@ -129,14 +127,8 @@ def main() -> None:
     parser.add_argument("--profile-stage", type=int, default=0, choices=[0, 1])
     options = parser.parse_args()
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import torch.multiprocessing as mp
-
-    print(machine(), flush=True)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    mp.spawn(work, args=(port, options), nprocs=2)
+    print(f"{machine()}, gloo", flush=True)
+    start(work, 2, options)
 
 
 if __name__ == "__main__":

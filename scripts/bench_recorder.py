@@ -10,15 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import statistics
 import tempfile
 import time
 from typing import Any
 
-from bench_schedule import BATCH, WIDTH, join, machine
+from bench_work import free_port, join, machine
 
 ACTIONS = 5
+WIDTH, BATCH = 64, 4
 
 
 def engine_for(record: bool, folder: str) -> Any:
@@ -47,11 +47,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    print(machine(), flush=True)
-    printed = join(0, 1, port)
+    print(f"{machine()}, gloo", flush=True)
+    printed = join(0, 1, free_port())
 
     import torch
 

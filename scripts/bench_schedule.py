@@ -1,237 +1,181 @@
 #!/usr/bin/env python
-"""Stock DeepSpeed against ds_vpipe's asynchronous schedule, in one run and interleaved repetitions.
+"""How fast pipelines are, DeepSpeed's, torch's and ours, in one run with interleaved repetitions.
 
-``python scripts/bench_schedule.py`` starts K ranks on this machine. Two kinds of work:
+``python scripts/bench_schedule.py`` starts K ranks on this machine and trains two equal layers per stage with
 
-* emulated: layers whose forward and backward pass sleep, 1 : 2, so that two cores can stand for any number
-  of devices and only schedule, communication and bookkeeping are measured;
-* real: matrix products on the CPU, one thread per rank, as many stages as cores.
+* stock: DeepSpeed's ``PipelineEngine``; dualpipev: its ``DualPipeVEngine``;
+* torch-1f1b, torch-interleaved, torch-zbv: ``torch.distributed.pipelining``, two parts per rank but for the first;
+* bsp, gpipe, interleaved: our synchronous schedules; asp: the asynchronous one; asp-deeper: deep enough to hide
+  transfers.
 
-Each case prints micro-batches/s (median over repetitions) of both engines, their ratio, and the
-efficiency of the asynchronous one: the slowest stage's own compute over measured time per micro-batch.
+Two kinds of work: emulated, layers that sleep, so that two cores can stand for any number of devices and only
+schedule, communication and bookkeeping are measured; and real, matrix products with one thread per rank. ``--links``
+adds emulated transfer times to the emulated work, in units of a stage's compute per micro-batch.
+
+Prints for each arm micro-batches/s (median over repetitions), efficiency (the slowest stage's own compute, measured
+alone on all ranks at once, over measured time per micro-batch) and the ratio to stock.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import socket
+import math
 import statistics
-import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-WIDTH = 64
-BATCH = 4
+from bench_arms import ARMS, VIRTUAL, Case, refusal, slots, trainer
+from bench_link import EmulatedLinks
+from bench_plot import draw
+from bench_work import ACTIVATION_BYTES, join, machine, micro_batch, start, tell
 
 
-def build(kind: str, stages: int, stage_ms: float) -> list[Any]:
-    """One layer per stage of ``stage_ms`` milliseconds forward and backward, the first a projection of the input."""
-    import torch
-    from deepspeed.pipe import LayerSpec
-    from torch import nn
-
-    class Pause(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
-            ctx.seconds = seconds
-            time.sleep(seconds / 3)
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-            time.sleep(ctx.seconds * 2 / 3)
-            return gradients[0], None
-
-    class Emulated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            return Pause.apply(self.linear(value), stage_ms / 1000)
-
-    class Real(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            return self.layers(value)
-
-    return [LayerSpec(Emulated if kind == "emulated" else Real) for _ in range(stages)]
-
-
-def endless(kind: str) -> Iterator[Any]:
-    """The same micro-batch over and over."""
-    import torch
-
-    inputs = torch.randn(BATCH, WIDTH) if kind == "emulated" else torch.randn(256, 512)
-    while True:
-        yield inputs, torch.zeros_like(inputs)
-
-
-def engine_for(kind: str, stages: int, micro_batches: int, stage_ms: float, vpipe: dict[str, Any] | None) -> Any:
-    """A fresh engine: stock for ``vpipe`` None."""
-    import torch
-    from deepspeed.pipe import PipelineModule
-
-    import ds_vpipe
-
-    torch.manual_seed(0)
-    module = PipelineModule(
-        build(kind, stages, stage_ms),
-        num_stages=stages,
-        loss_fn=torch.nn.functional.mse_loss,
-        partition_method="uniform",
-    )
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-    }
-    if vpipe is not None:
-        config["vpipe"] = vpipe
-    return ds_vpipe.initialize(model=module, config=config)[0]
-
-
-def stage_seconds(kind: str, engine: Any) -> float:
-    """This stage's own compute per micro-batch in seconds: its layers alone, forward and backward, median of 15."""
-    import torch
-
-    value = next(endless(kind))[0].requires_grad_()
-    times = []
-    for _ in range(15):
-        start = time.perf_counter()
-        output = engine.module(value)
-        torch.autograd.backward(output, torch.ones_like(output))
-        times.append(time.perf_counter() - start)
-    engine.module.zero_grad()
-    return statistics.median(times)
-
-
-def measure(kind: str, stages: int, micro_batches: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table."""
+def stage_seconds(case: Case) -> float:
+    """The slowest stage's own compute per micro-batch in seconds: its layers alone, forward and backward, median."""
     import torch
     import torch.distributed as dist
 
-    vpipe: dict[str, Any] = {"sync_mode": "asp"}
-    if options.extra_depth:
-        vpipe["stage_to_depth_map"] = [s + options.extra_depth if s else 0 for s in range(stages - 1, -1, -1)]
-    arms = {
-        "stock": engine_for(kind, stages, micro_batches, options.stage_ms, None),
-        "asp": engine_for(kind, stages, micro_batches, options.stage_ms, vpipe),
-    }
-    alone = torch.tensor([stage_seconds(kind, arms["asp"])])
-    dist.all_reduce(alone, op=dist.ReduceOp.MAX)
-    iterators = {name: endless(kind) for name in arms}
-    rates: dict[str, list[float]] = {name: [] for name in arms}
-    batches = max(3, options.micro_batches // micro_batches)
-    for name, engine in arms.items():
-        for _ in range(max(2, 2 * stages // micro_batches)):
-            engine.train_batch(iterators[name])
-    for _ in range(options.repetitions):
-        for name, engine in arms.items():
+    module = torch.nn.Sequential(*[spec.build() for spec in case.layers()[:VIRTUAL]]).to(case.device)
+    value = micro_batch(case.kind)[0].to(case.device).requires_grad_()
+    synchronize = torch.cuda.synchronize if case.device == "cuda" else lambda: None
+    times = []
+    dist.barrier()
+    for _ in range(25):
+        begin = time.perf_counter()
+        output = module(value)
+        torch.autograd.backward(output, torch.ones_like(output))
+        synchronize()
+        times.append(time.perf_counter() - begin)
+    slowest = torch.tensor([statistics.median(times)])
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def measure(case: Case, links: EmulatedLinks, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of a case, one per arm that can do it."""
+    import torch
+    import torch.distributed as dist
+
+    able = [arm for arm in options.arms if refusal(arm, case) is None]
+    links.bytes_per_s = math.inf
+    made = {arm: trainer(arm, case) for arm in able}
+    rates: dict[str, list[float]] = {arm: [] for arm in able}
+    seconds = []
+    for repetition in range(options.repetitions):
+        links.bytes_per_s = math.inf
+        seconds.append(stage_seconds(case))
+        if case.link:
+            links.bytes_per_s = ACTIVATION_BYTES / (case.link * case.stage_ms / 1000)
+        for arm in able[repetition % len(able) :] + able[: repetition % len(able)]:
+            train = made[arm][1]
+            # A pipeline that all ranks have stopped in needs some batches to find its rhythm again.
+            settling = math.ceil(4 * case.stages / case.micro_batches) if arm.startswith("asp") else 1
+            batches = max(2, math.ceil(options.seconds / (seconds[0] * slots(arm, case))))
             dist.barrier()
-            start = time.perf_counter()
+            for _ in range(settling):
+                train()
+            begin = time.perf_counter()
             for _ in range(batches):
-                engine.train_batch(iterators[name])
-            # Stage 0 is the last to finish a batch, so its time is the pipeline's.
-            rates[name].append(batches * micro_batches / (time.perf_counter() - start))
-    median = {name: statistics.median(values) for name, values in rates.items()}
-    return {
-        "work": kind,
-        "stages": stages,
-        "micro_batches": micro_batches,
-        "stage_ms": alone.item() * 1e3,
-        "stock": median["stock"],
-        "asp": median["asp"],
-        "ratio": median["asp"] / median["stock"],
-        "efficiency": alone.item() * median["asp"],
-        "spread": {name: [min(values), max(values)] for name, values in rates.items()},
-    }
+                train()
+            if case.device == "cuda":
+                torch.cuda.synchronize()
+            mine = torch.tensor([time.perf_counter() - begin])
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+            rates[arm].append(batches * case.micro_batches / float(mine))
+    links.bytes_per_s = math.inf
+    for engine, _ in made.values():
+        if engine is not None:
+            engine.destroy()
+    dist.barrier()
+    alone = statistics.median(seconds)
+    return [
+        {
+            "work": case.kind,
+            "stages": case.stages,
+            "micro_batches": case.micro_batches,
+            "link": case.link,
+            "stage_ms": 1e3 * alone,
+            "arm": arm,
+            "rate": statistics.median(values),
+            "efficiency": alone * statistics.median(values),
+            "spread": [min(values), max(values)],
+        }
+        for arm, values in rates.items()
+    ]
 
 
-def join(rank: int, stages: int, port: int) -> Any:
-    """Become ``rank`` of a world of this machine's processes; returns the stream to print to."""
-    world = str(stages)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=world, LOCAL_SIZE=world)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    import deepspeed
-    import torch
-    from deepspeed.utils import logger
-
-    torch.set_num_threads(1)
-    logger.setLevel("ERROR")
-    printed, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology
-    deepspeed.init_distributed(dist_backend="gloo")
-    return printed
-
-
-def machine() -> str:
-    """What the numbers were measured with, for the first line of a table."""
-    import deepspeed
-    import torch
-
+def describe(row: dict[str, Any], stock: float | None) -> str:
+    """A row as a line."""
+    link = f" link {row['link']:.0%}" if row["link"] else ""
+    ratio = f" | {row['rate'] / stock:5.2f} x stock" if stock else ""
     return (
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, gloo"
+        f"{row['work']:8} K={row['stages']} M={row['micro_batches']:<2}{link} stage {row['stage_ms']:6.2f} ms | "
+        f"{row['arm']:17} {row['rate']:6.2f} micro-batches/s | efficiency {row['efficiency']:.3f}{ratio} | "
+        f"{row['spread'][0]:.2f} .. {row['spread'][1]:.2f}"
     )
 
 
-def tell(row: dict[str, Any], text: str, printed: Any, path: str | None) -> None:
-    """Print a row of the table, and append it to the file ``path``, if any."""
-    print(text, file=printed, flush=True)
-    if path:
-        with Path(path).open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-def work(rank: int, options: argparse.Namespace, stages: int, port: int, cases: list[tuple[str, int]]) -> None:
+def work(rank: int, stages: int, port: int, shared: str, cases: list[Case], options: argparse.Namespace) -> None:
     """What each rank does; rank 0 prints."""
-    printed = join(rank, stages, port)
-    for kind, micro_batches in cases:
-        row = measure(kind, stages, micro_batches, options)
-        if rank == 0:
-            text = (
-                f"{kind:9} K={stages} M={micro_batches:<2} stage {row['stage_ms']:6.2f} ms | stock {row['stock']:6.1f} "
-                f"asp {row['asp']:6.1f} micro-batches/s | ratio {row['ratio']:5.2f} "
-                f"| efficiency {row['efficiency']:.3f}"
-            )
-            tell(row, text, printed, options.json)
+    printed = join(rank, stages, port, options.backend)
+    links = EmulatedLinks(shared, rank)
+    for case in cases:
+        rows = measure(case, links, options)
+        if rank != 0:
+            continue
+        stock = next((row["rate"] for row in rows if row["arm"] == "stock"), None)
+        for row in rows:
+            tell(row, describe(row, stock), printed, options.json)
+        for arm in options.arms:
+            why = refusal(arm, case)
+            if why is not None:
+                print(f"{case.kind:8} K={stages} M={case.micro_batches:<2} | {arm:17} {why}", file=printed, flush=True)
+
+
+def cases_of(options: argparse.Namespace) -> dict[int, list[Case]]:
+    """What is measured, by the number of ranks."""
+    found: dict[int, list[Case]] = {}
+    for stages in options.stages:
+        for micro_batches in options.micro_batches:
+            found.setdefault(stages, []).append(Case("emulated", stages, micro_batches, options.stage_ms))
+    for link in options.links:
+        for micro_batches in options.link_micro_batches:
+            case = Case("emulated", options.link_stages, micro_batches, options.stage_ms, link)
+            found.setdefault(options.link_stages, []).append(case)
+    for micro_batches in options.real_micro_batches:
+        found.setdefault(2, []).append(Case("real", 2, micro_batches, 0.0, device=options.device))
+    return found
 
 
 def main() -> None:
-    """Parse the command line and run every case in its own world of ranks."""
+    """Parse the command line, run every case in a world of its ranks, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", type=int, nargs="+", default=[4], help="K of the emulated cases")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8], help="M, micro-batches per batch")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--stages", type=int, nargs="*", default=[2, 4, 8], help="K of the emulated cases")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="M of those")
     parser.add_argument("--stage-ms", type=float, default=24.0, help="emulated compute per stage and micro-batch")
-    parser.add_argument("--extra-depth", type=int, default=0, help="forwards beyond the default depth, per stage")
-    parser.add_argument("--micro-batches", type=int, default=128, help="per repetition; few would count the start")
+    parser.add_argument("--links", type=float, nargs="*", default=[0.1, 0.5, 1.0], help="transfer over compute")
+    parser.add_argument("--link-stages", type=int, default=4, help="K of the cases with links")
+    parser.add_argument("--link-micro-batches", type=int, nargs="+", default=[1, 8], help="M of those")
+    parser.add_argument("--real-micro-batches", type=int, nargs="*", default=[1, 8], help="M of real work, K = 2")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of real work")
+    parser.add_argument("--backend", default="gloo", help="of torch.distributed")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of an arm in a repetition, about")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--no-real", action="store_true", help="leave out real compute (2 stages)")
     parser.add_argument("--json", help="append one JSON line per row to this file")
+    parser.add_argument("--plot", help="draw the rows of --json to this file, PNG or SVG")
     options = parser.parse_args()
+    if options.plot and not options.json:
+        parser.error("--plot draws what is in --json: give both")
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import torch.multiprocessing as mp
-
-    print(f"{machine()}; extra depth {options.extra_depth}", flush=True)
-    worlds = [(stages, [("emulated", m) for m in options.batch_sizes]) for stages in options.stages]
-    if not options.no_real:
-        worlds.append((2, [("real", m) for m in options.batch_sizes]))
-    for stages, cases in worlds:
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            port = server.getsockname()[1]
-        mp.spawn(work, args=(options, stages, port, cases), nprocs=stages)
+    print(f"{machine()}, {options.backend}", flush=True)
+    for stages, cases in cases_of(options).items():
+        with tempfile.NamedTemporaryFile() as shared:
+            shared.truncate(EmulatedLinks.FILE_BYTES)
+            start(work, stages, shared.name, cases, options)
+    if options.plot:
+        draw(options.json, options.plot)
 
 
 if __name__ == "__main__":

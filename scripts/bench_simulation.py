@@ -11,15 +11,13 @@ simulation is off.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import socket
 import statistics
 import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
-from bench_schedule import BATCH, build, endless, join, machine, tell
+from bench_work import build, ds_config, endless, join, machine, start, tell
 
 if TYPE_CHECKING:
     from ds_vpipe.simulation.stage_cost import StageCost
@@ -55,15 +53,7 @@ def engine_for(
         block["virtual_stages"] = virtual_stages
     if folder is not None:
         block["timeline"] = {"enabled": True, "path": folder}
-    config = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-        "vpipe": block,
-    }
-    return ds_vpipe.initialize(model=module, config=config)[0]
+    return ds_vpipe.initialize(model=module, config=ds_config(micro_batches, block))[0]
 
 
 def calibrate(virtual_stages: int, options: argparse.Namespace) -> tuple[StageCost, ...]:
@@ -128,9 +118,9 @@ def measure(
     }
 
 
-def work(rank: int, options: argparse.Namespace, port: int) -> None:
+def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
     """What each rank does; rank 0 prints."""
-    printed = join(rank, options.stages, port)
+    printed = join(rank, stages, port)
     costs = {virtual_stages: calibrate(virtual_stages, options) for virtual_stages in RECORDED}
     for schedule, micro_batches, virtual_stages in CASES:
         row = measure(schedule, micro_batches, virtual_stages, costs[virtual_stages], options)
@@ -153,14 +143,8 @@ def main() -> None:
     parser.add_argument("--json", help="append one JSON line per row to this file")
     options = parser.parse_args()
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import torch.multiprocessing as mp
-
-    print(machine(), flush=True)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    mp.spawn(work, args=(options, port), nprocs=options.stages)
+    print(f"{machine()}, gloo", flush=True)
+    start(work, options.stages, options)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""A thread that does what a stage's messages need while the stage computes.
+
+Copying a message together, handing it to the backend and posting a receive take as long as a small layer, above all
+when nothing of them is left in the processor's caches. The stage's own thread only says what to send; layers let go of
+Python's lock while they compute, and the courier works then.
+
+Nothing that a courier does waits for another rank, so that it always comes to an end.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+Task = Callable[[], None]
+
+
+class Runner(Protocol):
+    """Does tasks, in the order in which they are submitted."""
+
+    def submit(self, task: Task) -> None:
+        """Do ``task``, now or soon. It deals with its own errors."""
+
+    def settle(self) -> None:
+        """Wait until everything submitted is done."""
+
+
+class Immediate:
+    """Does every task at once."""
+
+    def submit(self, task: Task) -> None:
+        """Do ``task`` now."""
+        task()
+
+    def settle(self) -> None:
+        """Nothing is left to do."""
+
+
+class Courier:
+    """Does tasks in a thread of its own, which ends with the last reference to the courier or with :meth:`stop`."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._tasks,), name="ds_vpipe-courier", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, self._tasks.put, None)
+
+    def submit(self, task: Task) -> None:
+        """Let the thread do ``task``; after :meth:`stop` it is done at once."""
+        if self._end.alive:
+            self._tasks.put(task)
+        else:
+            task()
+
+    def settle(self) -> None:
+        """Wait until everything submitted is done."""
+        if self._end.alive:
+            done = threading.Lock()
+            done.acquire()
+            self._tasks.put(done.release)
+            done.acquire()
+
+    def stop(self) -> None:
+        """Finish what was submitted and end the thread."""
+        if self._end.alive:
+            self._end()
+            self._thread.join()
+
+
+def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # and what it holds, while the next one is waited for

@@ -1,0 +1,92 @@
+"""Slow links between ranks of one machine: every point-to-point message takes the time that its bytes would take.
+
+Whoever sends or receives through ``torch.distributed``, whatever the library above it, gets works whose ``wait()``
+returns when the message would be there: after both ends have asked for it, and after the messages before it on the same
+link. So a transfer goes on while both ends compute, and a blocking send blocks. Each direction between two ranks is a
+link of its own; collectives are left alone.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from typing import Any
+
+import numpy as np
+
+_STREAMS, _MESSAGES = 4096, 256
+_SENT, _POSTED = 0, 1
+
+
+class EmulatedLinks:
+    """Makes the links of this process slow; every rank makes one of the same file.
+
+    Args:
+        path: of a file that all ranks share; when each message was sent and asked for is written there.
+        rank: of this process.
+
+    Attributes:
+        bytes_per_s: of every link in each direction, infinite at first.
+    """
+
+    FILE_BYTES = 8 * 2 * _STREAMS * _MESSAGES
+
+    def __init__(self, path: str, rank: int) -> None:
+        import torch.distributed as dist
+
+        self.bytes_per_s = float("inf")
+        self._rank = rank
+        self._moments = np.memmap(path, np.float64, "r+", shape=(_STREAMS, _MESSAGES, 2))
+        self._counts: dict[tuple[int, int], int] = {}
+        self._names: dict[int, str] = {}
+        self._free: dict[tuple[int, int], float] = {}
+        groups = dist.ProcessGroup
+        send, recv = groups.send, groups.recv
+
+        def slow_send(group: Any, tensors: list[Any], to: int, tag: int = 0) -> Any:
+            link = (rank, dist.get_global_rank(group, to))
+            transfer = self._begin(_SENT, link, group, tag, tensors)
+            return _Slow(send(group, tensors, to, tag), transfer)
+
+        def slow_recv(group: Any, tensors: list[Any], source: int, tag: int = 0) -> Any:
+            link = (dist.get_global_rank(group, source), rank)
+            transfer = self._begin(_POSTED, link, group, tag, tensors)
+            return _Slow(recv(group, tensors, source, tag), transfer)
+
+        groups.send, groups.recv = slow_send, slow_recv
+
+    def _begin(self, end: int, link: tuple[int, int], group: Any, tag: int, tensors: list[Any]) -> Any:
+        name = f"{group.group_name} {link} {tag}"
+        stream = zlib.crc32(name.encode()) % _STREAMS
+        if self._names.setdefault(stream, name) != name:
+            raise RuntimeError(f"emulated link: {name} and {self._names[stream]} share a place; raise _STREAMS")
+        number = self._counts.get((stream, end), 0)
+        self._counts[stream, end] = number + 1
+        moments = self._moments[stream, number % _MESSAGES]
+        moments[end] = time.monotonic()
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+        def arrive() -> None:
+            seconds = size / self.bytes_per_s
+            done = max(*moments, self._free.get(link, 0.0)) + seconds
+            self._free[link] = done
+            time.sleep(max(0.0, done - time.monotonic()))
+
+        return arrive
+
+
+class _Slow:
+    """A work that is done when its message would have arrived."""
+
+    def __init__(self, work: Any, arrive: Any) -> None:
+        self._work, self._arrive = work, arrive
+
+    def wait(self, *limit: Any, **named: Any) -> Any:
+        done = self._work.wait(*limit, **named)
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

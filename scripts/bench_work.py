@@ -1,0 +1,148 @@
+"""What the benchmarks have in common: emulated and real layers, ranks on this machine, the first line of a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+WIDTH = 1024
+BATCH = 16
+ACTIVATION_BYTES = 4 * WIDTH * BATCH
+REAL_WIDTH, REAL_BATCH, REAL_LINEARS = 512, 256, 4
+
+
+def build(kind: str, count: int, layer_ms: float) -> list[Any]:
+    """Specs of ``count`` equal layers.
+
+    Args:
+        kind: ``emulated``: sleeps for a third of ``layer_ms`` milliseconds in its forward pass, a third for the
+            gradient of its input and a third for that of its weight, so that two cores can stand for any number of
+            devices; ``real``: matrix products.
+        count: how many.
+        layer_ms: of an emulated layer, per micro-batch.
+    """
+    import torch
+    from deepspeed.pipe import LayerSpec
+    from torch import nn
+
+    class Compute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
+            ctx.seconds = seconds
+            time.sleep(seconds)
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+            time.sleep(ctx.seconds)
+            return gradients[0], None
+
+    class WeightGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+            ctx.seconds = seconds
+            return weight.view_as(weight)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+            time.sleep(ctx.seconds)
+            return gradients[0], None
+
+    class Emulated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            part = layer_ms / 3000
+            return Compute.apply(value * WeightGradient.apply(self.scale, part), part)
+
+    class Real(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*[nn.Linear(REAL_WIDTH, REAL_WIDTH) for _ in range(REAL_LINEARS)])
+
+    return [LayerSpec(Emulated if kind == "emulated" else Real) for _ in range(count)]
+
+
+def micro_batch(kind: str) -> tuple[Any, Any]:
+    """Inputs and labels that suit :func:`build`."""
+    import torch
+
+    inputs = torch.randn(BATCH, WIDTH) if kind == "emulated" else torch.randn(REAL_BATCH, REAL_WIDTH)
+    return inputs, torch.zeros_like(inputs)
+
+
+def endless(kind: str) -> Iterator[tuple[Any, Any]]:
+    """The same micro-batch over and over."""
+    item = micro_batch(kind)
+    while True:
+        yield item
+
+
+def ds_config(micro_batches: int, vpipe: dict[str, Any] | None, samples: int = BATCH) -> dict[str, Any]:
+    """A DeepSpeed configuration: plain SGD, and nothing printed. ``vpipe`` None is DeepSpeed's own engine."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": samples,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+    }
+    return config if vpipe is None else {**config, "vpipe": vpipe}
+
+
+def join(rank: int, world: int, port: int, backend: str = "gloo") -> Any:
+    """Become ``rank`` of a world of this machine's processes; returns the stream to print to."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    import deepspeed
+    import torch
+    from deepspeed.utils import logger
+
+    torch.set_num_threads(1)
+    logger.setLevel("ERROR")
+    printed, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology
+    deepspeed.init_distributed(dist_backend=backend)
+    return printed
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
+    """Run ``work(rank, world, port, *arguments)`` on every rank of a world of its own, to the end."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch.multiprocessing as mp
+
+    mp.spawn(work, args=(world, free_port(), *arguments), nprocs=world)
+
+
+def machine() -> str:
+    """What the numbers were measured with, for the first line of a table."""
+    import deepspeed
+    import torch
+
+    device = f", {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if torch.cuda.is_available() else ""
+    return (
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores{device}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, deepspeed {deepspeed.__version__}"
+    )
+
+
+def tell(row: dict[str, Any], text: str, printed: Any, path: str | None) -> None:
+    """Print a row of the table, and append it to the file ``path``, if any."""
+    print(text, file=printed, flush=True)
+    if path:
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")

@@ -163,17 +163,24 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         state.report = None
         if self.is_last_stage():
             state.batch_loss = BatchLoss(self.micro_batches, self.mpu.get_data_parallel_group(), self.dp_world_size)
-        while True:
-            try:
-                for step in pipe_schedule:
-                    for instruction in step:
-                        state.doing = instruction
-                        self._carry_out(instruction)
-                if self.ties is not None and state.progress.completed == state.progress.limit:
-                    self.ties.catch_up(state.progress.completed // self.micro_batches)
-                return
-            except EndOfData:
+        try:
+            while not self._carry_out_all(pipe_schedule):
                 pipe_schedule = self._train_schedule()
+        finally:
+            self.stashing_optimizer.load_new_params()
+        if self.ties is not None and state.progress.completed == state.progress.limit:
+            self.ties.catch_up(state.progress.completed // self.micro_batches)
+
+    def _carry_out_all(self, pipe_schedule: PipeSchedule) -> bool:
+        """Carry out a schedule; False if the data have ended meanwhile, which changes the rest of it."""
+        try:
+            for step in pipe_schedule:
+                for instruction in step:
+                    self.state.doing = instruction
+                    self._carry_out(instruction)
+        except EndOfData:
+            return False
+        return True
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         if self.state.report is None:

@@ -143,7 +143,7 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
             DeepSpeedEngine.backward(self, loss)
         else:
             self._backward_from_gradients(flight)
-        self.stashing_optimizer.load_new_params()
+        # The next pass or update points the parameters to what it needs, and the end of the batch to the newest.
         self.stashing_optimizer.release(key)
         if part == 0:
             del self.state.flights[key]

@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-_PLAIN = (bool, int, float)
+_PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
 
 
 class ModuleWalksMixin(PipelineEngine):
@@ -28,8 +28,8 @@ class ModuleWalksMixin(PipelineEngine):
     _parts: tuple[nn.Module, ...] | None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # An engine is a module, whose attributes are looked through for parameters; a count is none.
-        if type(value) in _PLAIN:
+        # An engine is a module, whose attributes are looked through for parameters; a count or a loss is none.
+        if type(value) in _PLAIN and name in self.__dict__:
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)

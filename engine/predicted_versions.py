@@ -62,7 +62,8 @@ class PredictedVersions(WeightVersions):
             self._pointed, self._at_true = self._latest, True
 
     def fork(self) -> None:
-        """Nothing: what an update changes is in no pass."""
+        """Make the parameters refer to the true weights: what an update changes is in no pass."""
+        self.point_to_newest()
 
     def advance(self) -> None:
         """Count an update of the true weights, and predict the next version from them."""

@@ -137,9 +137,10 @@ class WeightStashingOptimizer:
         In place where nothing in flight refers to the newest weights, else on a fork of them. Autograd
         is told that the tensors it saved have not changed, which the fork has made true.
         """
-        self._versions.point_to_newest()
         if self._stash and self._is_needed(self._versions.latest):
             self._versions.fork()
+        else:
+            self._versions.point_to_newest()
         with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(self._versions.parameters)):
             yield
         self._versions.advance()

@@ -152,9 +152,9 @@ class WeightVersions:
     def fork(self) -> None:
         """Move the newest weights to storages that nothing in flight refers to, for an update in place.
 
-        Afterwards the old storages belong to the version that :meth:`advance` leaves behind.
+        The parameters refer to them from now on, whatever they referred to before. The old storages belong to the
+        version that :meth:`advance` leaves behind.
         """
-        self.point_to(self._latest)
         source = self._alive[self._latest]
         target = self._spare.pop() if self._spare else self._allocate(source)
         if source.flats:
@@ -162,6 +162,7 @@ class WeightVersions:
         for alias, view in zip(self._aliases, (*target.parameter_views, *target.other_views), strict=True):
             alias.tensor.data = view
         self._alive[self._latest + 1] = target
+        self._pointed = self._latest
 
     def advance(self) -> None:
         """Count an update of the newest weights. Without a :meth:`fork` before it, the previous version is gone."""

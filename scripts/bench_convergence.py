@@ -69,31 +69,29 @@ class Run:
 def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     """Train and validate; returns the run with its curve of (updates, validation loss) and its seconds."""
     import torch
+    from torch.nn.functional import cross_entropy
 
     from ds_vpipe.lr_policies import ConstantWarmupLR
     from ds_vpipe.models.bert.batches import MicroBatches
     from ds_vpipe.models.bert.layers import bert_layers
-    from ds_vpipe.models.bert.loss import PretrainingLoss, measures
+    from ds_vpipe.models.bert.sample import IGNORED_LABEL
     from ds_vpipe.models.bert.sizes import bert_config
-    from ds_vpipe.models.bert.training_data import prepare
     from ds_vpipe.partition import uniform_partition
     from ds_vpipe.replay import Replay
 
     torch.set_num_threads(1)
     begin = time.monotonic()
-    config = bert_config("tiny")
+    config = bert_config("tiny", options.vocabulary)
     config.num_hidden_layers = options.layers
-    wanted = argparse.Namespace(
-        data_dir=None, text=options.text, vocab=None, synthetic=False, seq_length=options.sequence,
-        max_predictions=max(1, options.sequence * 15 // 100), seed=run.seed, bert_config="tiny",
-    )  # fmt: skip
-    data = prepare(wanted, config, builder=True)
-    size = options.batch // run.micro_batches
-    batches = MicroBatches(data.training, size, replica=0, replicas=1, seed=run.seed)
-    held_out = MicroBatches(data.held_out, options.batch, replica=0, replicas=1, seed=0, shuffle=False)
+    config.hidden_size, config.intermediate_size = options.hidden, 4 * options.hidden
+    training, held_out = samples(config.vocab_size, run.seed, options)
+    batches = MicroBatches(training, options.batch // run.micro_batches, replica=0, replicas=1, seed=run.seed)
+    validation = MicroBatches(held_out, options.batch, replica=0, replicas=1, seed=0, shuffle=False)
     torch.manual_seed(run.seed)
     layers = [spec.build() for spec in bert_layers(config, seed=run.seed)]
-    loss = PretrainingLoss()
+
+    def loss(outputs: Any, labels: Any) -> torch.Tensor:
+        return cross_entropy(outputs[0].flatten(0, 1), labels[0].flatten(), ignore_index=IGNORED_LABEL)
 
     def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         if run.stages == 1 and run.method == "nadam":
@@ -117,10 +115,23 @@ def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     for update in range(1, run.updates + 1):
         replay.train_batch(stream)
         if update % options.validate_every == 0 or update == run.updates:
-            replay.loss_fn = lambda outputs, labels: measures(outputs, labels)[0]  # the masked-LM part
-            curve.append((update, replay.evaluate(held_out.range(0, options.validation // options.batch))))
-            replay.loss_fn = loss
+            curve.append((update, replay.evaluate(validation.range(0, options.validation // options.batch))))
     return {**asdict(run), "curve": curve, "seconds": time.monotonic() - begin}
+
+
+def samples(vocabulary: int, seed: int, options: argparse.Namespace) -> Any:
+    """Samples to train on and held-out ones."""
+    from ds_vpipe.models.bert.samples import PairSamples, spans_of, split_documents
+    from ds_vpipe.models.bert.text_corpus import text_corpus
+    from ds_vpipe.models.bert.wordpiece import TokenCorpus
+
+    corpus = TokenCorpus.load(text_corpus(options.text, None, vocabulary, builder=True))
+    length = options.sequence
+    predictions = max(1, int(options.masked * length))
+    return [
+        PairSamples(corpus, spans_of(corpus, documents, length), length, predictions, seeds, options.masked)
+        for documents, seeds in zip(split_documents(corpus), (seed, 0), strict=True)
+    ]
 
 
 def results(path: Path) -> dict[Run, dict[str, Any]]:
@@ -229,11 +240,14 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3], help="learning rates to choose from")
-    parser.add_argument("--updates", type=int, default=1500)
-    parser.add_argument("--more", type=int, default=300, help="updates of asynchronous arms beyond --updates")
-    parser.add_argument("--batch", type=int, default=16, help="samples per update")
-    parser.add_argument("--sequence", type=int, default=64, help="tokens per sample")
-    parser.add_argument("--layers", type=int, default=8, help="encoder layers, of width 128")
+    parser.add_argument("--updates", type=int, default=2000)
+    parser.add_argument("--more", type=int, default=400, help="updates of asynchronous arms beyond --updates")
+    parser.add_argument("--batch", type=int, default=64, help="samples per update")
+    parser.add_argument("--sequence", type=int, default=16, help="tokens per sample")
+    parser.add_argument("--masked", type=float, default=0.4, help="share of the tokens that is predicted")
+    parser.add_argument("--vocabulary", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8, help="encoder layers")
+    parser.add_argument("--hidden", type=int, default=64, help="their width")
     parser.add_argument("--validate-every", type=int, default=100)
     parser.add_argument("--validation", type=int, default=512, help="held-out samples")
     parser.add_argument("--text", type=Path, nargs="+", help="own text; default: docstrings of the installed packages")
@@ -243,7 +257,11 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     options.output.parent.mkdir(parents=True, exist_ok=True)
 
-    setting = f"{options.layers}x128, {options.batch}x{options.sequence}, {options.text or 'docstrings'}"
+    text = "docstrings" if options.text is None else " ".join(map(str, options.text))
+    setting = (
+        f"{options.layers}x{options.hidden}, vocabulary {options.vocabulary}, {options.batch}x{options.sequence}, "
+        f"{options.masked:g} masked, {text}"
+    )
     compared = arms(options)
 
     def run(arm: Arm, rate: float, seed: int) -> Run:

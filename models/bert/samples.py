@@ -48,15 +48,23 @@ class PairSamples:
         sequence_length: S, special tokens included.
         max_predictions: P, at most so many tokens of a sequence are predicted.
         seed: of everything random.
+        masked_share: of the tokens, to be predicted.
 
     Raises:
         ValueError: fewer than two documents with text.
     """
 
     def __init__(
-        self, corpus: TokenCorpus, spans: Spans, sequence_length: int, max_predictions: int, seed: int
+        self,
+        corpus: TokenCorpus,
+        spans: Spans,
+        sequence_length: int,
+        max_predictions: int,
+        seed: int,
+        masked_share: float = MASKED_SHARE,
     ) -> None:
         self._corpus = corpus
+        self._masked_share = masked_share
         self._length = sequence_length
         self._budget = sequence_length - _SPECIAL_IN_PAIR
         self._max_predictions = max_predictions
@@ -85,7 +93,7 @@ class PairSamples:
         candidates = np.flatnonzero((tokens != special.cls) & (tokens != special.sep))
         return _masked(
             tokens, segments, candidates, next_sentence_label, self._length, self._max_predictions,
-            special, self._ordinary, random,
+            special, self._ordinary, random, self._masked_share,
         )  # fmt: skip
 
     def order(self, seed: int, epoch: int) -> Order:
@@ -192,10 +200,10 @@ def _fit(first: int, second: int, budget: int) -> tuple[int, int]:
 
 def _masked(
     tokens: Ints, segments: Ints, candidates: Ints, next_sentence_label: int, length: int, max_predictions: int,
-    special: SpecialTokens, ordinary: Ints, random: np.random.Generator,
+    special: SpecialTokens, ordinary: Ints, random: np.random.Generator, share: float = MASKED_SHARE,
 ) -> Sample:  # fmt: skip
     """Mask some candidates and pad everything to its full length."""
-    count = min(max_predictions, max(1, round(MASKED_SHARE * len(candidates))))
+    count = min(max_predictions, max(1, round(share * len(candidates))))
     positions = np.sort(random.choice(candidates, size=count, replace=False))
     fate = random.random(count)
     replaced = np.where(fate < 0.8, special.mask, ordinary[random.integers(len(ordinary), size=count)])

@@ -98,6 +98,7 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
     def _exec_forward(self, index: int, part: int) -> None:
         key, last = self._key(index, part), part == self.pipeline.num_parts - 1
         flight = self.state.flights[key]
+        self._let_copy()
         if isinstance(self.module, InterleavedMixin):
             self.module.chunk = part // self.num_stages
         with self.stashing_optimizer.forward(key, self._vertical_version(index)):

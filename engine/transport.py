@@ -32,7 +32,6 @@ from ds_vpipe.engine.link import Capacity, Channel, Peer, cause
 from ds_vpipe.engine.wire import (
     HEADER_BYTES,
     Expected,
-    Layout,
     Message,
     Packed,
     Packer,
@@ -49,10 +48,11 @@ _ABORT_GRACE_S = 5.0  # how long a failing stage tries to tell its neighbours wh
 @dataclass(slots=True)
 class _Outgoing:
     micro_batch: int
+    packed: Packed
     works: list[dist.Work] = field(default_factory=list)
-    packed: Packed | None = None
     announced: torch.Tensor | None = None
     error: Exception | None = None
+    uncopied: bool = False
     handed_over: bool = False
 
 
@@ -68,7 +68,7 @@ class Sender:
         channel: which of the group's links this is.
         pin: the tensors come from an accelerator and are staged through page-locked memory.
         runner: copies and sends; default: at once. With a courier tensors that are sent must not be changed before
-            they have been received.
+            :meth:`copied`.
 
     Attributes:
         bytes_sent: bytes of all messages handed over so far.
@@ -102,26 +102,28 @@ class Sender:
         Raises:
             TypeError: the tree holds something that cannot be sent.
         """
-        layout = self._packer.layout(tree)
-        outgoing = _Outgoing(micro_batch)
+        packed = self._packer.reserve(tree)
+        outgoing = _Outgoing(micro_batch, packed)
         computed = None if self._stream is None else torch.cuda.current_stream().record_event()
         self._outgoing.append(outgoing)
-        self.bytes_sent += layout.size
-        self._runner.submit(partial(self._hand_over, outgoing, (kind, micro_batch, tree, note), layout, computed))
-        return layout.size
+        self.bytes_sent += packed.size
+        self._runner.submit(partial(self._hand_over, outgoing, (kind, micro_batch, tree, note), computed))
+        return packed.size
 
     def _hand_over(
-        self, outgoing: _Outgoing, content: tuple[Message, int, Tree, int], layout: Layout, computed: torch.Event | None
+        self, outgoing: _Outgoing, content: tuple[Message, int, Tree, int], computed: torch.Event | None
     ) -> None:
+        packed = outgoing.packed
+        outgoing.uncopied = True
         try:
             if self._stream is None or computed is None:
-                packed = self._packer.pack(*content, layout)
+                self._packer.fill(packed, *content)
             else:
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(computed)
-                    packed = self._packer.pack(*content, layout)
+                    self._packer.fill(packed, *content)
                     self._stream.synchronize()
-            outgoing.packed = packed
+            outgoing.uncopied = False
             if packed.size > self._capacity.sender():
                 outgoing.announced = announcement(packed.size)
                 outgoing.works.append(self._start(outgoing.announced, self._channel))
@@ -129,12 +131,26 @@ class Sender:
             else:
                 outgoing.works.append(self._start(packed.data, self._channel))
         except Exception as error:
-            # The peer has gone. That is no failure of this send: a stage whose script ends before its
+            # Mostly the peer has gone. That is no failure of this send: a stage whose script ends before its
             # neighbour's does not need what the neighbour computed ahead. Whoever waits for the peer
             # will find out.
             outgoing.error = error
-        self._capacity.sent(layout.size)
+        self._capacity.sent(packed.size)
         outgoing.handed_over = True
+
+    def copied(self) -> None:
+        """Wait until everything sent so far has been copied, so that its tensors may be changed; mostly it has been.
+
+        Raises:
+            RuntimeError: what was sent last could not be copied.
+        """
+        if not self._outgoing:
+            return
+        latest = self._outgoing[-1]
+        if not latest.handed_over:
+            self._runner.settle()
+        if latest.uncopied and latest.error is not None:
+            raise latest.error
 
     def release(self, micro_batch: int) -> None:
         """Recycle the buffers of messages up to ``micro_batch``, which the other end is known to have received."""
@@ -189,8 +205,7 @@ class Sender:
                 f"{self._me} waited for {self._to} to receive message {outgoing.micro_batch}: "
                 f"{cause(error, self._timeout_s)}"
             ) from error
-        if outgoing.packed is not None:
-            self._packer.release(outgoing.packed)
+        self._packer.release(outgoing.packed)
 
 
 def abort_all(senders: Sequence[Sender], reason: str) -> None:

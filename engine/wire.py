@@ -155,47 +155,40 @@ class Packer:
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._spare: dict[Layout, list[Packed]] = {}
 
-    def layout(self, tree: Tree) -> Layout:
-        """What a message of ``tree`` will look like.
+    def pack(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> Packed:
+        """Copy ``tree`` into a buffer.
 
         Raises:
             TypeError: the tree holds something that is neither a tensor nor None, or an unknown dtype.
         """
+        packed = self.reserve(tree)
+        self.fill(packed, kind, micro_batch, tree, note)
+        return packed
+
+    def reserve(self, tree: Tree) -> Packed:
+        """A buffer for a message of ``tree``.
+
+        Raises:
+            TypeError: as :meth:`pack`.
+        """
         described: list[int] = []
         _describe(tree, described)
         words = tuple(described)
-        known = self._layouts.get(words)
-        if known is None:
+        layout = self._layouts.get(words)
+        if layout is None:
             if len(self._layouts) == _LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
-            known = self._layouts[words] = _layout(words, [leaf for leaf in leaves(tree) if leaf is not None])
-        return known
+                del self._spare[self._layouts.pop(next(iter(self._layouts)))]
+            layout = self._layouts[words] = _layout(words, [leaf for leaf in leaves(tree) if leaf is not None])
+            self._spare[layout] = []
+        spare = self._spare[layout]
+        return spare.pop() if spare else self._allocate(layout, [leaf for leaf in leaves(tree) if leaf is not None])
 
-    def pack(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0, layout: Layout | None = None) -> Packed:
-        """Copy ``tree`` into a buffer.
-
-        Args:
-            kind: of the message.
-            micro_batch: its number.
-            tree: what it carries.
-            note: a number more.
-            layout: of the tree, if it is known.
-
-        Raises:
-            TypeError: as :meth:`layout`.
-        """
-        layout = layout or self.layout(tree)
-        spare = self._spare.get(layout)
-        if spare is None:
-            if len(self._spare) == _LAYOUTS:
-                del self._spare[next(iter(self._spare))]
-            spare = self._spare[layout] = []
-        tensors = [leaf for leaf in leaves(tree) if leaf is not None]
-        packed = spare.pop() if spare else self._allocate(layout, tensors)
+    def fill(self, packed: Packed, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> None:
+        """Copy ``tree`` into the buffer that was reserved for it; any thread may do that."""
         packed.words[2:_FIXED_WORDS] = (kind, micro_batch, note)
+        tensors = (leaf for leaf in leaves(tree) if leaf is not None)
         for view, tensor in zip(packed.views, tensors, strict=True):
             view.copy_(tensor.detach(), non_blocking=self._pin)
-        return packed
 
     def release(self, packed: Packed) -> None:
         """Take a buffer back once its message has been delivered."""

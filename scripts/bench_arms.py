@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from bench_work import REAL_BATCH, build, ds_config, endless, micro_batch
 
 VIRTUAL = 2  # parts per rank, of schedules that have several
+LATENCY = 0.05  # of a message between two processes, in units of a stage's compute
 Train = Callable[[], None]
 
 
@@ -40,13 +40,11 @@ class Case:
 
 
 def deeper(case: Case) -> list[int]:
-    """Depths that hide transfers.
+    """The smallest depths that hide transfers, as the planner finds them; a message that takes no time takes some."""
+    from ds_vpipe.planning.pace import hiding_depths
 
-    Two neighbours go round in F here, transfer, F and B there, transfer, B here: two stages' compute and two transfers
-    for d + 1 micro-batches, where d is by how much their depths differ. With d = 1 each transfer is waited for.
-    """
-    per_link = 2 + math.floor(2 * case.link)
-    return [per_link * behind for behind in range(case.stages - 1, -1, -1)]
+    round_trip = 2 * (case.link + LATENCY)
+    return list(hiding_depths([1.0] * case.stages, [round_trip] * (case.stages - 1)))
 
 
 def refusal(arm: str, case: Case) -> str | None:

@@ -13,10 +13,28 @@ import pytest
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.mp
 
+ARMS = [
+    "stock",
+    "dualpipev",
+    "torch-1f1b",
+    "torch-interleaved",
+    "torch-zbv",
+    "bsp",
+    "gpipe",
+    "interleaved",
+    "asp",
+    "asp-deeper",
+]
 SMALL = {
     "bench_schedule.py": (
-        "--stages 2 --batch-sizes 1 --stage-ms 3 --micro-batches 6 --repetitions 1",
-        [r"emulated +K=2 M=1 .*ratio +[\d.]+ .*efficiency [\d.]+", r"real +K=2 M=1 .*ratio"],
+        "--stages 2 --micro-batches 1 4 --stage-ms 3 --links 0.5 --link-stages 2 --link-micro-batches 1 "
+        "--real-micro-batches 1 --seconds 0.02 --repetitions 1 --json out/rows.jsonl --plot out/efficiency.png",
+        [
+            *(rf"emulated K=2 M=4 .*\| {arm} +[\d.]+ micro-batches/s \| efficiency [\d.]+ +\|" for arm in ARMS),
+            r"emulated K=2 M=1 +\| dualpipev +needs M >= 2K",
+            r"emulated K=2 M=1  link 50% stage .*\| asp-deeper .* x stock",
+            r"real +K=2 M=1 .*\| stock ",
+        ],
     ),
     "bench_simulation.py": (
         "--stage-ms 3 --micro-batches 4 --repetitions 1",
@@ -28,9 +46,9 @@ SMALL = {
     ),
     "bench_overhead.py": ("--tensors 32 --rounds 3", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
     "bench_convergence.py": (
-        "--stages 2 --methods none nadam --seeds 2 --rates 1e-3 --updates 3 --tune-updates 2 --batch 4 --sequence 16 "
+        "--stages 2 --methods none nadam --seeds 2 --rates 1e-3 2e-3 --updates 2 --more 1 --batch 4 --sequence 16 "
         "--layers 1 --validate-every 2 --validation 4 --processes 1 --output out/runs.jsonl --text text.txt",
-        [r"synchronous adamw \| 0\.001 \| [\d.]+ \|", r"K=2 M=1 nadam \| .*\|", r"K=2 M=2 none \| .*\|"],
+        [r"synchronous adamw \| 0\.00[12] \| [\d.]+ \|", r"K=2 M=1 nadam \| .*\|", r"K=2 M=2 feedback \| .*\|"],
     ),
     "bench_recorder.py": ("--micro-batches 3 --repetitions 1", [r"us per micro-batch: -?[\d.]+ us per action"]),
 }

@@ -18,18 +18,20 @@ pytestmark = pytest.mark.mp
 TIMEOUT_S = 30.0
 
 
-def link(prefetch: int, timeout_s: float = TIMEOUT_S) -> Any:
+def link(prefetch: int, timeout_s: float = TIMEOUT_S, courier: bool = False) -> Any:
     """The sending end of a link on rank 0, the receiving end on rank 1."""
     import torch.distributed as dist
 
+    from ds_vpipe.engine.courier import Courier, Immediate
     from ds_vpipe.engine.link import Peer
     from ds_vpipe.engine.transport import Receiver, Sender
 
     group = dist.new_group([0, 1], backend="gloo")
     here, there = Peer(3, 0), Peer(4, 1)
+    runner = Courier() if courier else Immediate()
     if dist.get_rank() == 0:
-        return Sender(group, here, there, prefetch, timeout_s)
-    return Receiver(group, there, here, prefetch, timeout_s)
+        return Sender(group, here, there, prefetch, timeout_s, runner=runner)
+    return Receiver(group, there, here, prefetch, timeout_s, runner=runner)
 
 
 def rank() -> int:
@@ -49,7 +51,7 @@ def content(size: int, number: int) -> tuple[Any, ...]:
     return values.float().requires_grad_(), (None, values.to(torch.int16)), values % 3 == 0
 
 
-def exchange(prefetch: int, sizes: list[int]) -> int:
+def exchange(prefetch: int, sizes: list[int], courier: bool) -> int:
     """Send messages of ``sizes`` and check each; returns how many had to be announced."""
     from ds_vpipe.engine import transport as module
     from ds_vpipe.engine.wire import Message
@@ -64,12 +66,13 @@ def exchange(prefetch: int, sizes: list[int]) -> int:
 
     transport.announcement = counted
     try:
-        end = link(prefetch)
+        end = link(prefetch, courier=courier)
         if rank() == 0:
             for number, size in enumerate(sizes):
                 tensors = content(size, number)
                 end.send(Message.ACTIVATION, number, tensors, note=2 * number)
-                with torch.no_grad():  # the tensors are free as soon as send() returns
+                end.copied()
+                with torch.no_grad():  # the tensors are free now, without a courier as soon as send() returns
                     tensors[0].fill_(-1)
                     tensors[1][1].fill_(-1)
                 end.release(number - 2 * prefetch)
@@ -94,17 +97,18 @@ def exchange(prefetch: int, sizes: list[int]) -> int:
         transport.announcement = original
 
 
-def exchange_all(prefetch: int, all_sizes: list[list[int]]) -> list[int]:
-    return [exchange(prefetch, sizes) for sizes in all_sizes]
+def exchange_all(prefetch: int, all_sizes: list[list[int]], courier: bool) -> list[int]:
+    return [exchange(prefetch, sizes, courier) for sizes in all_sizes]
 
 
+@pytest.mark.parametrize("courier", [False, True])
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_messages_of_any_size_arrive_in_order(worlds: Worlds, prefetch: int) -> None:
+def test_messages_of_any_size_arrive_in_order(worlds: Worlds, prefetch: int, courier: bool) -> None:
     chance = random.Random(prefetch)
     jumps = [chance.choice([0, 1, 30, 700, 5_000, 200_000]) for _ in range(60)]
     grows, shrinks = [int(1.3**n) for n in range(40)], [int(1.3**n) for n in range(40, 0, -1)]
     level, small = [50_000] * 20, [9] * 30
-    counts = worlds.run(2, exchange_all, prefetch, [jumps, grows, shrinks, level, small])[0]
+    counts = worlds.run(2, exchange_all, prefetch, [jumps, grows, shrinks, level, small], courier)[0]
     # Only growth needs an announcement: the receiver learns of a size ``prefetch`` messages later.
     assert counts[0] > 0
     assert counts[1] > prefetch
@@ -270,3 +274,25 @@ def test_sending_to_a_peer_that_has_gone_is_no_error_until_somebody_waits(worlds
     text = worlds.run(2, outlive, 4)[0]
     assert text.startswith("stage 3 (rank 0) waited for stage 4 (rank 1) to receive message 1: it is gone")
     assert "\n" not in text
+
+
+def fail_to_copy() -> str:
+    """A tensor that cannot be copied: whoever runs on after it is told, though another thread has met the error."""
+    from ds_vpipe.engine.wire import Message
+
+    end = link(1, courier=True)
+    barrier()
+    if rank() == 1:
+        return ""
+    tensor = torch.ones(3)
+    end._packer.fill = lambda *_: torch.ones(2).copy_(tensor)
+    end.send(Message.ACTIVATION, 0, tensor)
+    try:
+        end.copied()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_copy_that_fails_is_told(worlds: Worlds) -> None:
+    assert "must match" in worlds.run(2, fail_to_copy)[0]

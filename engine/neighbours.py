@@ -55,9 +55,9 @@ class Neighbours:
             peer = Peer(before, grid.stage_to_global(before))
             prefetch = posted_receives(pipeline, Link(ACTIVATIONS, before, stage))
             forward, backward = groups[peer.rank, me.rank]
-            self.activations_in = Receiver(forward, me, peer, prefetch, timeout_s, runner=run)
+            self.activations_in = Receiver(forward, me, peer, prefetch, timeout_s, pin=pin, runner=run)
             self.gradients_out = Sender(backward, me, peer, prefetch, timeout_s, pin=pin, runner=run)
-            self.eval_in = Receiver(forward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION)
+            self.eval_in = Receiver(forward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
             self.eval_loss_out = Sender(backward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
         if stage < last or ring:
             after = (stage + 1) % (last + 1)
@@ -65,9 +65,9 @@ class Neighbours:
             prefetch = posted_receives(pipeline, Link(ACTIVATIONS, stage, after))
             forward, backward = groups[me.rank, peer.rank]
             self.activations_out = Sender(forward, me, peer, prefetch, timeout_s, pin=pin, runner=run)
-            self.gradients_in = Receiver(backward, me, peer, prefetch, timeout_s, runner=run)
+            self.gradients_in = Receiver(backward, me, peer, prefetch, timeout_s, pin=pin, runner=run)
             self.eval_out = Sender(forward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
-            self.eval_loss_in = Receiver(backward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION)
+            self.eval_loss_in = Receiver(backward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
         self.me = me
 
     @staticmethod

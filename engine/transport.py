@@ -242,6 +242,7 @@ class Receiver:
         prefetch: int,
         timeout_s: float,
         channel: Channel = Channel.TRAINING,
+        pin: bool = False,
         runner: Runner | None = None,
     ) -> None:
         self._group, self._me, self._source = group, me, source
@@ -249,6 +250,7 @@ class Receiver:
         self._channel = channel
         self._timeout_s = timeout_s
         self._capacity = Capacity(prefetch)
+        self._pin = pin
         self._runner = runner or Immediate()
         self._posted: deque[_Posted] = deque()
         self.bytes_received = 0
@@ -273,7 +275,7 @@ class Receiver:
         if message is None:
             message = unpack(posted.data)
         if message.kind is Message.OVERSIZE:
-            data = torch.empty(message.size, dtype=torch.uint8)
+            data = torch.empty(message.size, dtype=torch.uint8, pin_memory=self._pin)
             self._wait(self._start(data, self._channel.own_tag), what)
             message = unpack(data)
         self.bytes_received += message.size
@@ -284,7 +286,7 @@ class Receiver:
         return message
 
     def _post(self, size: int, like: Received | None) -> None:
-        data = torch.empty(size, dtype=torch.uint8)
+        data = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
         work = self._start(data, self._channel)
         self._posted.append(_Posted(data, work, None if like is None else Expected(data, like.words, like.size)))
 

@@ -296,3 +296,74 @@ def fail_to_copy() -> str:
 
 def test_a_copy_that_fails_is_told(worlds: Worlds) -> None:
     assert "must match" in worlds.run(2, fail_to_copy)[0]
+
+
+def through_a_fake_accelerator() -> list[str]:
+    """What a link does with streams, in order; there is no accelerator here."""
+    from contextlib import contextmanager
+
+    from ds_vpipe.engine import transport
+    from ds_vpipe.engine.wire import Message, Packer
+
+    log: list[str] = []
+
+    class Stage:
+        def record_event(self) -> str:
+            log.append("record")
+            return "computed"
+
+        def synchronize(self) -> None:
+            log.append("stage waits")
+
+    class Copies:
+        def wait_event(self, event: str) -> None:
+            log.append(f"wait for {event}")
+
+        def synchronize(self) -> None:
+            log.append("synchronize")
+
+    class Logged(Packer):
+        def __init__(self, pin: bool) -> None:
+            assert pin
+            super().__init__(False)
+
+        def fill(self, *content: Any) -> None:
+            log.append("fill")
+            super().fill(*content)
+
+    @contextmanager
+    def on(stream: Any) -> Any:
+        assert isinstance(stream, Copies)
+        log.append("on")
+        yield
+        log.append("off")
+
+    fakes = {(torch.cuda, "Stream"): Copies, (torch.cuda, "current_stream"): Stage, (torch.cuda, "stream"): on}
+    fakes[transport, "Packer"] = Logged
+    kept = {(place, name): getattr(place, name) for place, name in fakes}
+    for (place, name), fake in fakes.items():
+        setattr(place, name, fake)
+    try:
+        here, there = transport.Peer(3, 0), transport.Peer(4, 1)
+        import torch.distributed as dist
+
+        from ds_vpipe.engine.courier import Courier
+
+        group = dist.new_group([0, 1], backend="gloo")
+        if rank() == 0:
+            end = transport.Sender(group, here, there, 1, TIMEOUT_S, pin=True, runner=Courier())
+            start, end._start = end._start, lambda *message: log.append("send") or start(*message)
+            end.send(Message.ACTIVATION, 0, torch.ones(3))
+            end.flush()
+        else:
+            assert transport.Receiver(group, there, here, 1, TIMEOUT_S).receive("RECV_ACT0").tree.tolist() == [1, 1, 1]
+    finally:
+        for (place, name), original in kept.items():
+            setattr(place, name, original)
+    return log
+
+
+def test_copies_from_an_accelerator_wait_on_a_stream_of_their_own(worlds: Worlds) -> None:
+    """The stage itself waits for nothing; the message goes out once the copy is complete."""
+    log = worlds.run(2, through_a_fake_accelerator)[0]
+    assert log == ["record", "on", "wait for computed", "fill", "synchronize", "off", "send"]

@@ -1,4 +1,4 @@
-"""How training scripts start: the DeepSpeed JSON, the ranks, the run's record, and DeepSpeed's own words kept back."""
+"""How training scripts start: arguments, the DeepSpeed JSON, ranks, the record of the run, DeepSpeed kept silent."""
 
 import contextlib
 import io
@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,30 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch import distributed
 
 from ds_vpipe.build_lock import limited_builds
-from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.models.command_line import Parser
 from ds_vpipe.models.run_record import write_run_record
 
 # Of ranks for each other until training starts: one may have to collect and tokenise its text.
 START_LIMIT = timedelta(minutes=15)
+
+
+def training_parser(description: str) -> Parser:
+    """A parser of what every training script has: DeepSpeed's own arguments and what its launcher adds."""
+    parser = Parser(description=description, allow_abbrev=False)
+    deepspeed.add_config_arguments(parser)
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    return parser
+
+
+def exit_code(run: Callable[[], None]) -> int:
+    """Do a script's work; 2 after an error that its message explains, on any rank, else 0."""
+    try:
+        run()
+    except VPipeError as error:
+        print(f"[Rank {os.environ.get('RANK', '0')}] error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
 
 
 def read_ds_config(path: str) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 import argparse
 from pathlib import Path
 
-import deepspeed
-
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.sample_shape import check_shape
 from ds_vpipe.models.bert.sizes import ATTENTION_IMPLEMENTATIONS, SIZE_NAMES
-from ds_vpipe.models.command_line import Parser, positive
+from ds_vpipe.models.command_line import positive
 from ds_vpipe.models.model import add_weight_arguments
+from ds_vpipe.models.start import training_parser
 
 SEQ_LENGTH = 64
 
@@ -20,9 +19,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     Raises:
         VPipeConfigError: an argument is unknown, missing or out of range.
     """
-    parser = Parser(description="Pre-train a BERT with an asynchronous pipeline.", allow_abbrev=False)
-    deepspeed.add_config_arguments(parser)
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    parser = training_parser("Pre-train a BERT with an asynchronous pipeline.")
 
     model = parser.add_argument_group("model")
     model.add_argument("--bert-config", default="tiny", help=f"{', '.join(SIZE_NAMES)}, or a BertConfig JSON file")

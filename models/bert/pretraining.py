@@ -1,7 +1,5 @@
 """A pre-training run, from the command line to the validation loss."""
 
-import os
-import sys
 import time
 from argparse import Namespace
 from typing import Any
@@ -11,7 +9,7 @@ from torch import distributed
 from transformers import BertConfig
 
 import ds_vpipe
-from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.architecture import model_state
 from ds_vpipe.models.bert.architecture import BERT
 from ds_vpipe.models.bert.arguments import parse_arguments
@@ -27,19 +25,14 @@ from ds_vpipe.models.bert.training_loop import train
 from ds_vpipe.models.bert.validation import Validation
 from ds_vpipe.models.model import model_of
 from ds_vpipe.models.roberta.architecture import ROBERTA
-from ds_vpipe.models.start import read_ds_config, record_run, silence, start_process_group
+from ds_vpipe.models.start import exit_code, read_ds_config, record_run, silence, start_process_group
 
 DEFAULT_STEPS_PER_PRINT = 50
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the training script; the exit code is 2 after an error that its message explains, on any rank."""
-    try:
-        _run(parse_arguments(arguments))
-    except VPipeError as error:
-        print(f"[Rank {os.environ.get('RANK', '0')}] error: {error}", file=sys.stderr, flush=True)
-        return 2
-    return 0
+    return exit_code(lambda: _run(parse_arguments(arguments)))
 
 
 def _run(arguments: Namespace) -> None:

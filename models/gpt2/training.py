@@ -2,25 +2,22 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from torch import distributed
 
 import ds_vpipe
-from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.architecture import model_state
-from ds_vpipe.models.command_line import Parser
 from ds_vpipe.models.gpt2.architecture import GPT2
 from ds_vpipe.models.gpt2.blocks import TextBlocks
 from ds_vpipe.models.gpt2.loss import causal_lm_loss
 from ds_vpipe.models.gpt2.sizes import SIZE_NAMES, gpt2_config
 from ds_vpipe.models.gpt2.text import SMALLEST_VOCABULARY, corpus_tokens
 from ds_vpipe.models.model import Model, add_weight_arguments, model_of
-from ds_vpipe.models.start import read_ds_config, start_process_group
+from ds_vpipe.models.start import exit_code, read_ds_config, start_process_group, training_parser
 
 HELD_OUT = 20  # the last 20th of the text, 5 %, is for validation
 VALIDATION_BATCHES = 16
@@ -32,9 +29,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     Raises:
         VPipeConfigError: an argument is unknown, missing or out of range.
     """
-    parser = Parser(description="Train a GPT-2 with an asynchronous pipeline.", allow_abbrev=False)
-    deepspeed.add_config_arguments(parser)
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    parser = training_parser("Train a GPT-2 with an asynchronous pipeline.")
     parser.add_argument("--gpt2-config", default="tiny", help=f"{', '.join(SIZE_NAMES)}, or a GPT-2's config.json")
     add_weight_arguments(parser)
     parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help="UTF-8; default: docstrings of packages")
@@ -59,12 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the training script; the exit code is 2 after an error that its message explains, on any rank."""
-    try:
-        _run(parse_arguments(arguments))
-    except VPipeError as error:
-        print(f"[Rank {os.environ.get('RANK', '0')}] error: {error}", file=sys.stderr, flush=True)
-        return 2
-    return 0
+    return exit_code(lambda: _run(parse_arguments(arguments)))
 
 
 def _run(arguments: argparse.Namespace) -> None:

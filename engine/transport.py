@@ -49,6 +49,7 @@ _ABORT_GRACE_S = 5.0  # how long a failing stage tries to tell its neighbours wh
 class _Outgoing:
     micro_batch: int
     packed: Packed
+    content: tuple[Message, int, Tree, int] | None  # until it has been copied
     works: list[dist.Work] = field(default_factory=list)
     announced: torch.Tensor | None = None
     error: Exception | None = None
@@ -103,25 +104,26 @@ class Sender:
             TypeError: the tree holds something that cannot be sent.
         """
         packed = self._packer.reserve(tree)
-        outgoing = _Outgoing(micro_batch, packed)
+        outgoing = _Outgoing(micro_batch, packed, (kind, micro_batch, tree, note))
         computed = None if self._stream is None else torch.cuda.current_stream().record_event()
         self._outgoing.append(outgoing)
         self.bytes_sent += packed.size
-        self._runner.submit(partial(self._hand_over, outgoing, (kind, micro_batch, tree, note), computed))
+        self._runner.submit(partial(self._hand_over, outgoing, computed))
+        if isinstance(self._runner, Immediate):
+            outgoing.content = None
         return packed.size
 
-    def _hand_over(
-        self, outgoing: _Outgoing, content: tuple[Message, int, Tree, int], computed: torch.Event | None
-    ) -> None:
+    def _hand_over(self, outgoing: _Outgoing, computed: torch.Event | None) -> None:
         packed = outgoing.packed
         outgoing.uncopied = True
         try:
+            assert outgoing.content is not None
             if self._stream is None or computed is None:
-                self._packer.fill(packed, *content)
+                self._packer.fill(packed, *outgoing.content)
             else:
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(computed)
-                    self._packer.fill(packed, *content)
+                    self._packer.fill(packed, *outgoing.content)
                     self._stream.synchronize()
             outgoing.uncopied = False
             if packed.size > self._capacity.sender():
@@ -151,6 +153,10 @@ class Sender:
             self._runner.settle()
         if latest.uncopied and latest.error is not None:
             raise latest.error
+        for outgoing in reversed(self._outgoing):
+            if outgoing.content is None:
+                break
+            outgoing.content = None  # tensors are let go of by the thread that made them
 
     def release(self, micro_batch: int) -> None:
         """Recycle the buffers of messages up to ``micro_batch``, which the other end is known to have received."""
@@ -256,7 +262,7 @@ class Receiver:
         self.bytes_received = 0
         self.waited_s = 0.0
         for _ in range(prefetch):
-            self._post(HEADER_BYTES, None)
+            self._post(self._buffer(HEADER_BYTES), None)
 
     def receive(self, what: str) -> Received:
         """Wait for the next message.
@@ -275,20 +281,22 @@ class Receiver:
         if message is None:
             message = unpack(posted.data)
         if message.kind is Message.OVERSIZE:
-            data = torch.empty(message.size, dtype=torch.uint8, pin_memory=self._pin)
+            data = self._buffer(message.size)
             self._wait(self._start(data, self._channel.own_tag), what)
             message = unpack(data)
         self.bytes_received += message.size
-        self._runner.submit(partial(self._post, self._capacity.received(message.size), message))
+        self._runner.submit(partial(self._post, self._buffer(self._capacity.received(message.size)), message.words))
         if message.kind is Message.ABORT:
             reason = bytes(message.tree.tolist()).decode(errors="replace")
             raise PipelinePeerError(f"{self._me} stopped waiting for {what} from {self._source}: {reason}", reason)
         return message
 
-    def _post(self, size: int, like: Received | None) -> None:
-        data = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+    def _buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+
+    def _post(self, data: torch.Tensor, words: list[int] | None) -> None:
         work = self._start(data, self._channel)
-        self._posted.append(_Posted(data, work, None if like is None else Expected(data, like.words, like.size)))
+        self._posted.append(_Posted(data, work, None if words is None else Expected(data, words)))
 
     def _start(self, data: torch.Tensor, tag: int) -> dist.Work | RuntimeError:
         try:

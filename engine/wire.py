@@ -223,19 +223,18 @@ class Expected:
     Args:
         data: the buffer, uint8, at least as long as that message.
         words: of that message's tree.
-        size: of that message, in bytes.
     """
 
-    def __init__(self, data: torch.Tensor, words: list[int], size: int) -> None:
-        self.data = data
-        self._header = data[: 8 * (_FIXED_WORDS + len(words))].view(torch.int64).numpy()
-        self._words, self._size = words, size
-        self._tree, _, _ = _read(data, words, 0, _align(8 * (_FIXED_WORDS + len(words))))
+    def __init__(self, data: torch.Tensor, words: list[int]) -> None:
+        num_words = _FIXED_WORDS + len(words)
+        self._header = data[: 8 * num_words].view(torch.int64).numpy()
+        self._words = words
+        self._tree, _, _ = _read(data, words, 0, _align(8 * num_words))
 
     def message(self) -> Received | None:
         """The message that has come into the buffer, if it looks as expected."""
         size, num_words, kind, micro_batch, note, *words = self._header.tolist()
-        if words != self._words or size != self._size or num_words != len(self._header):
+        if num_words != len(self._header) or words != self._words:
             return None
         return Received(Message(kind), micro_batch, note, size, self._tree, words)
 

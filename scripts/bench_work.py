@@ -144,5 +144,6 @@ def tell(row: dict[str, Any], text: str, printed: Any, path: str | None) -> None
     """Print a row of the table, and append it to the file ``path``, if any."""
     print(text, file=printed, flush=True)
     if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -8,13 +8,14 @@ link of its own; collectives are left alone.
 
 from __future__ import annotations
 
+import os
 import time
-import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-_STREAMS, _MESSAGES = 4096, 256
+_MESSAGES = 256  # whose moments are kept; more than are ever on their way
 _SENT, _POSTED = 0, 1
 
 
@@ -22,23 +23,20 @@ class EmulatedLinks:
     """Makes the links of this process slow; every rank makes one of the same file.
 
     Args:
-        path: of a file that all ranks share; when each message was sent and asked for is written there.
+        folder: which all ranks share; when each message was sent and asked for is written to files there.
         rank: of this process.
 
     Attributes:
         bytes_per_s: of every link in each direction, infinite at first.
     """
 
-    FILE_BYTES = 8 * 2 * _STREAMS * _MESSAGES
-
-    def __init__(self, path: str, rank: int) -> None:
+    def __init__(self, folder: str, rank: int) -> None:
         import torch.distributed as dist
 
         self.bytes_per_s = float("inf")
-        self._rank = rank
-        self._moments = np.memmap(path, np.float64, "r+", shape=(_STREAMS, _MESSAGES, 2))
-        self._counts: dict[tuple[int, int], int] = {}
-        self._names: dict[int, str] = {}
+        self._folder = Path(folder)
+        self._moments: dict[str, np.memmap[Any, np.dtype[np.float64]]] = {}
+        self._counts: dict[tuple[str, int], int] = {}
         self._free: dict[tuple[int, int], float] = {}
         groups = dist.ProcessGroup
         send, recv = groups.send, groups.recv
@@ -56,13 +54,12 @@ class EmulatedLinks:
         groups.send, groups.recv = slow_send, slow_recv
 
     def _begin(self, end: int, link: tuple[int, int], group: Any, tag: int, tensors: list[Any]) -> Any:
-        name = f"{group.group_name} {link} {tag}"
-        stream = zlib.crc32(name.encode()) % _STREAMS
-        if self._names.setdefault(stream, name) != name:
-            raise RuntimeError(f"emulated link: {name} and {self._names[stream]} share a place; raise _STREAMS")
+        stream = f"{group.group_name}-{link[0]}-{link[1]}-{tag}"
+        if stream not in self._moments:
+            self._moments[stream] = self._shared(stream)
         number = self._counts.get((stream, end), 0)
         self._counts[stream, end] = number + 1
-        moments = self._moments[stream, number % _MESSAGES]
+        moments = self._moments[stream][number % _MESSAGES]
         moments[end] = time.monotonic()
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -73,6 +70,14 @@ class EmulatedLinks:
             time.sleep(max(0.0, done - time.monotonic()))
 
         return arrive
+
+    def _shared(self, stream: str) -> np.memmap[Any, np.dtype[np.float64]]:
+        """Moments of a stream's messages; whichever end comes first makes the file."""
+        path = self._folder / stream
+        file = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.ftruncate(file, 8 * _MESSAGES * 2)
+        os.close(file)
+        return np.memmap(path, np.float64, "r+", shape=(_MESSAGES, 2))
 
 
 class _Slow:

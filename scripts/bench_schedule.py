@@ -171,9 +171,8 @@ def main() -> None:
 
     print(f"{machine()}, {options.backend}", flush=True)
     for stages, cases in cases_of(options).items():
-        with tempfile.NamedTemporaryFile() as shared:
-            shared.truncate(EmulatedLinks.FILE_BYTES)
-            start(work, stages, shared.name, cases, options)
+        with tempfile.TemporaryDirectory() as shared:
+            start(work, stages, shared, cases, options)
     if options.plot:
         draw(options.json, options.plot)
 

@@ -32,14 +32,9 @@ class BatchEndMixin(UpdateMixin):
             for sender in (self.neighbours.activations_out, self.neighbours.gradients_out):
                 if sender is not None:
                     sender.flush()
-        self._let_copy()
+        if self.neighbours.activations_out is not None:
+            self.neighbours.activations_out.copied()  # an output may be a weight; a gradient never is
         self._exec_optimizer_step()
-
-    def _let_copy(self) -> None:
-        """Before layers or the optimizer run again: an output may be a buffer or a weight that they write to."""
-        for sender in (self.neighbours.activations_out, self.neighbours.gradients_out):
-            if sender is not None:
-                sender.copied()
 
     def _exec_send_tied_gradients(self, index: int, part: int) -> None:
         assert self.ties is not None

@@ -52,20 +52,18 @@ def stage_seconds(case: Case) -> float:
     return float(slowest)
 
 
-def measure(case: Case, links: EmulatedLinks, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(case: Case, links: EmulatedLinks | None, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of a case, one per arm that can do it."""
     import torch
     import torch.distributed as dist
 
     able = [arm for arm in options.arms if refusal(arm, case) is None]
-    links.bytes_per_s = math.inf
     made = {arm: trainer(arm, case) for arm in able}
     rates: dict[str, list[float]] = {arm: [] for arm in able}
     seconds = []
     for repetition in range(options.repetitions):
-        links.bytes_per_s = math.inf
         seconds.append(stage_seconds(case))
-        if case.link:
+        if links is not None:
             links.bytes_per_s = ACTIVATION_BYTES / (case.link * case.stage_ms / 1000)
         for arm in able[repetition % len(able) :] + able[: repetition % len(able)]:
             train = made[arm][1]
@@ -83,7 +81,8 @@ def measure(case: Case, links: EmulatedLinks, options: argparse.Namespace) -> li
             mine = torch.tensor([time.perf_counter() - begin])
             dist.all_reduce(mine, op=dist.ReduceOp.MAX)
             rates[arm].append(batches * case.micro_batches / float(mine))
-    links.bytes_per_s = math.inf
+    if links is not None:
+        links.bytes_per_s = math.inf
     for engine, _ in made.values():
         if engine is not None:
             engine.destroy()
@@ -119,7 +118,7 @@ def describe(row: dict[str, Any], stock: float | None) -> str:
 def work(rank: int, stages: int, port: int, shared: str, cases: list[Case], options: argparse.Namespace) -> None:
     """What each rank does; rank 0 prints."""
     printed = join(rank, stages, port, options.backend)
-    links = EmulatedLinks(shared, rank)
+    links = EmulatedLinks(shared, rank) if cases[0].link else None
     for case in cases:
         rows = measure(case, links, options)
         if rank != 0:
@@ -133,18 +132,18 @@ def work(rank: int, stages: int, port: int, shared: str, cases: list[Case], opti
                 print(f"{case.kind:8} K={stages} M={case.micro_batches:<2} | {arm:17} {why}", file=printed, flush=True)
 
 
-def cases_of(options: argparse.Namespace) -> dict[int, list[Case]]:
-    """What is measured, by the number of ranks."""
-    found: dict[int, list[Case]] = {}
+def cases_of(options: argparse.Namespace) -> dict[tuple[int, bool], list[Case]]:
+    """What is measured, by the number of ranks and whether their links are slow."""
+    found: dict[tuple[int, bool], list[Case]] = {}
     for stages in options.stages:
         for micro_batches in options.micro_batches:
-            found.setdefault(stages, []).append(Case("emulated", stages, micro_batches, options.stage_ms))
+            found.setdefault((stages, False), []).append(Case("emulated", stages, micro_batches, options.stage_ms))
     for link in options.links:
         for micro_batches in options.link_micro_batches:
             case = Case("emulated", options.link_stages, micro_batches, options.stage_ms, link)
-            found.setdefault(options.link_stages, []).append(case)
+            found.setdefault((options.link_stages, True), []).append(case)
     for micro_batches in options.real_micro_batches:
-        found.setdefault(2, []).append(Case("real", 2, micro_batches, 0.0, device=options.device))
+        found.setdefault((2, False), []).append(Case("real", 2, micro_batches, 0.0, device=options.device))
     return found
 
 
@@ -170,7 +169,7 @@ def main() -> None:
         parser.error("--plot draws what is in --json: give both")
 
     print(f"{machine()}, {options.backend}", flush=True)
-    for stages, cases in cases_of(options).items():
+    for (stages, _), cases in cases_of(options).items():
         with tempfile.TemporaryDirectory() as shared:
             start(work, stages, shared, cases, options)
     if options.plot:

@@ -1,0 +1,327 @@
+"""A model with a chain of blocks, run piece by piece through the user's own forward.
+
+Pieces are the code before the first block, each block, and the code after the last one; code between two blocks
+belongs to the later one. A run of pieces ``start`` to ``stop - 1`` calls the user's forward with the call's own
+arguments: until the activations are put in, parameters are absent and blocks are skipped; after the last block of the
+run the forward is ended. What depends only on the arguments, such as attention masks, is therefore computed on each stage.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from ds_vpipe.splitting.absent import Absent, Ledger, SplitError, place
+from ds_vpipe.splitting.call import CallForm
+from ds_vpipe.splitting.chain import Chain
+from ds_vpipe.splitting.gates import Finished, Outlines, Surroundings, gated
+from ds_vpipe.splitting.slots import Slot
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class ForwardRoute:
+    """Runs pieces of a model through its forward.
+
+    Args:
+        model: the user's, with all its parameters.
+        chain: its blocks.
+        slots: its parameters.
+        ledger: of the slots' absent values.
+
+    Attributes:
+        piece_names: one per piece.
+        pieces_of: the pieces that use each slot, by name.
+        buffer_piece: the piece that each module outside the blocks with buffers belongs to, by ``id``.
+    """
+
+    def __init__(self, model: nn.Module, chain: Chain, slots: Sequence[Slot], ledger: Ledger) -> None:
+        self._model, self._chain, self._slots, self._ledger = model, chain, slots, ledger
+        self.piece_names = ["front", *chain.names(), "tail"]
+        self._outlines = Outlines()
+        self._handed: dict[tuple[int, bool], list[list[str]]] = {}
+        inside = {id(m): i + 1 for i, block in enumerate(chain.blocks) for m in block.modules()}
+        self._inside = inside
+        self._outside = [slot for slot in slots if id(slot.module) not in inside]
+        order = [id(module) for module in model.modules()]
+        self._first_block = order.index(id(chain.blocks[0]))
+        self._position = {module: position for position, module in enumerate(order)}
+        self.pieces_of: dict[str, tuple[int, ...]] = {}
+        self.buffer_piece: dict[int, int] = {}
+        self.assign({})
+
+    def assign(self, touched: dict[str, set[int]]) -> None:
+        """Give every slot to the pieces that use it, or else by where it is registered."""
+        for slot in self._slots:
+            own = self._by_place(slot.module)
+            used = set(touched.get(str(slot.absent.slot), ()))
+            if id(slot.module) in self._inside:
+                used.add(own)
+            self.pieces_of[slot.name] = tuple(sorted(used)) or (own,)
+        for module in self._model.modules():
+            if module._buffers:
+                self.buffer_piece.setdefault(id(module), self._by_place(module))
+
+    def _by_place(self, module: nn.Module) -> int:
+        last = len(self.piece_names) - 1
+        return self._inside.get(id(module), 0 if self._position[id(module)] < self._first_block else last)
+
+    def try_out(self, form: CallForm, call: Call) -> dict[str, set[int]]:
+        """Run a call without any parameter and return which pieces use which slots.
+
+        Raises:
+            SplitError: the pieces cannot be run one after the other; says why.
+        """
+        state = random.getstate()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), self._standing_in(()), self._noting_modules():
+            trial = _Trial(self, form)
+            self._ledger.piece, self._ledger.strict, self._ledger.touched = 0, False, {}
+            self._ledger.holder = "a stage without that parameter"
+            try:
+                with gated(self._chain, trial), _NoDraws(trial):
+                    self._model(*call[0], **call[1])
+            except SplitError as error:
+                # What comes after the last block is not run in pieces, so it may look at values.
+                if not trial.done or "looks at the value" not in str(error):
+                    raise
+            finally:
+                self._ledger.piece = None
+        if not trial.done:
+            raise SplitError(
+                f"{self._chain.name}: forward called {trial.next} of {len(self._chain.keys)} blocks; allowed is a forward "
+                f"that calls each once, in order; change the forward"
+            )
+        if random.getstate() != state:
+            raise SplitError(
+                "forward: Python's random numbers are drawn outside the blocks, which every stage would draw for itself; "
+                "allowed are draws inside a block; move them there, or into the data"
+            )
+        self._handed[form.fingerprint, self._model.training] = trial.handed
+        return self._ledger.touched
+
+    def run(
+        self, form: CallForm, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int, holder: str
+    ) -> tuple[torch.Tensor, ...] | Any:
+        """Run pieces ``start`` to ``stop - 1``.
+
+        Args:
+            form: of the call.
+            call: positional and keyword arguments.
+            activations: what piece ``start - 1`` handed on; empty for piece 0.
+            start: first piece.
+            stop: behind the last piece.
+            holder: the stage, for messages.
+
+        Returns:
+            What piece ``stop - 1`` hands on; if it is the last piece, what the forward returned.
+
+        Raises:
+            SplitError: the forward needs something that this run does not have.
+        """
+        self._ledger.holder, self._ledger.strict = holder, start == 0
+        run = _Run(self, form, activations, start, stop)
+        used = [slot for slot in self._outside if any(start <= p < stop for p in self.pieces_of[slot.name])]
+        run.arriving = used
+        with self._standing_in(used if start == 0 else ()), gated(self._chain, run):
+            try:
+                output = self._model(*call[0], **call[1])
+            except Finished as finished:
+                return finished.activations
+            finally:
+                self._ledger.strict = False
+        if run.next != len(self._chain.keys) or stop != len(self.piece_names):
+            raise SplitError(
+                f"{self._chain.name}: forward called {run.next} of {len(self._chain.keys)} blocks; allowed is a forward that "
+                f"calls each once, in order, in every call; change the forward"
+            )
+        return output
+
+    def handed(self, form: CallForm, piece: int) -> list[str]:
+        """Where in the first block's arguments, or in a block's outputs, what ``piece`` hands on is."""
+        known = self._handed.get((form.fingerprint, self._model.training))
+        return (known or self._handed[form.fingerprint, not self._model.training])[piece]
+
+    @contextmanager
+    def _standing_in(self, shown: Sequence[Slot]) -> Iterator[None]:
+        """Show parameters outside the blocks only if they are in ``shown``; afterwards all slots are as at rest."""
+        known = {id(slot) for slot in shown}
+        hidden = [slot for slot in self._slots if slot.parameter is None]
+        hidden += [slot for slot in self._outside if slot.parameter is not None and id(slot) not in known]
+        for slot in hidden:
+            slot.stand_in()
+        try:
+            yield
+        finally:
+            for slot in hidden:
+                if slot.parameter is None:
+                    slot.hide()
+                else:
+                    slot.show()
+
+    @contextmanager
+    def _noting_modules(self) -> Iterator[None]:
+        """Note in which piece modules with buffers are called."""
+
+        def note(module: nn.Module, _: Any) -> None:
+            if self._ledger.piece is not None and id(module) not in self._inside:
+                self.buffer_piece[id(module)] = self._ledger.piece
+
+        handles = [
+            module.register_forward_pre_hook(note)
+            for module in self._model.modules()
+            if module._buffers and id(module) not in self._inside
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def name(self, index: int) -> str:
+        """A block's name."""
+        return self.piece_names[index + 1]
+
+    @property
+    def outlines(self) -> Outlines:
+        """Of the blocks."""
+        return self._outlines
+
+    @property
+    def ledger(self) -> Ledger:
+        """Of the absent values."""
+        return self._ledger
+
+
+class _Pass:
+    """One pass through the forward, block by block."""
+
+    def __init__(self, route: ForwardRoute, form: CallForm) -> None:
+        self.route, self.form, self.next = route, form, 0
+        self._surroundings = Surroundings()
+
+    def step(self, index: int) -> None:
+        if index != self.next:
+            what = "again" if index < self.next else f"before {self.route.name(self.next)}"
+            raise SplitError(
+                f"{place()}: forward calls {self.route.name(index)} {what}, allowed are blocks that are called once each, in "
+                f"order; change the forward"
+            )
+        self.next += 1
+        self._surroundings.check(self.route.name(index))
+
+
+class _Trial(_Pass):
+    """A pass without parameters that finds out what belongs where.
+
+    Attributes:
+        handed: for every piece, where in its tree of outputs there are absent values; for the first, among the first block's
+            arguments.
+        inside: a block is running.
+    """
+
+    def __init__(self, route: ForwardRoute, form: CallForm) -> None:
+        super().__init__(route, form)
+        self.handed: list[list[str]] = []
+        self.inside = False
+
+    @property
+    def done(self) -> bool:
+        return self.next == len(self.route.piece_names) - 2 and not self.inside
+
+    def block(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.step(index)
+        ledger = self.route.ledger
+        if index == 0:
+            args, kwargs = self._hand_on((args, kwargs), "what is computed before the blocks")
+            if not self.handed[0]:
+                raise SplitError(
+                    f"{self.route.name(0)}: none of its arguments comes from a parameter before it; allowed are blocks "
+                    f"behind an embedding or another layer; change the forward"
+                )
+        ledger.piece, self.inside = index + 1, True
+        outputs = self._hand_on(block(*args, **kwargs), f"the output of block {index}")
+        ledger.piece, self.inside = index + 2, False
+        return outputs
+
+    def _hand_on(self, tree: Any, name: str) -> Any:
+        pairs, spec = tree_flatten_with_path(tree)
+        self.handed.append([str(path) for path, leaf in pairs if isinstance(leaf, Absent)])
+        return tree_unflatten([leaf.handed_on(name) if isinstance(leaf, Absent) else leaf for _, leaf in pairs], spec)
+
+
+class _Run(_Pass):
+    """A pass through some pieces."""
+
+    def __init__(
+        self, route: ForwardRoute, form: CallForm, activations: tuple[torch.Tensor, ...], start: int, stop: int
+    ) -> None:
+        super().__init__(route, form)
+        self._activations, self._start, self._stop = activations, start, stop
+        self.arriving: list[Slot] = []
+
+    def block(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.step(index)
+        piece = index + 1
+        if index == 0 and self._stop == 1:
+            raise Finished(self._leaving((args, kwargs), 0))
+        if index == 0 and self._start == 1:
+            args, kwargs = self._replaced((args, kwargs))
+        if piece < self._start:
+            outputs = self.route.outlines.outputs(index, block, args, kwargs)
+            return self._replaced(outputs) if piece == self._start - 1 else outputs
+        outputs = block(*args, **kwargs)
+        if piece == self._stop - 1:
+            raise Finished(self._leaving(outputs, piece))
+        return outputs
+
+    def _leaving(self, tree: Any, piece: int) -> tuple[torch.Tensor, ...]:
+        leaves = {str(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
+        places = self.route.handed(self.form, piece)
+        if not all(isinstance(leaves.get(path), torch.Tensor) for path in places):
+            raise SplitError(
+                f"{self.route.piece_names[piece]}: returned another structure than when it was tried out, allowed is the same "
+                f"in every call; change the forward"
+            )
+        return tuple(leaves[path] for path in places)
+
+    def _replaced(self, tree: Any) -> Any:
+        """``tree`` with the activations in the places of what is absent; from here on everything is real."""
+        leaves, spec = tree_flatten(tree)
+        places = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Absent)]
+        if len(places) != len(self._activations):
+            raise SplitError(
+                f"{self.route.name(max(0, self._start - 2))}: got {len(self._activations)} activations from the stage before, "
+                f"allowed are {len(places)} as in this rank's own call; make the same call on every rank, and have blocks "
+                f"return tensors only (use_cache=False)"
+            )
+        for position, activation in zip(places, self._activations, strict=True):
+            leaves[position] = activation
+        for slot in self.arriving:
+            slot.show()
+        self.route.ledger.strict = True
+        return tree_unflatten(leaves, spec)
+
+
+class _NoDraws(TorchDispatchMode):
+    """Refuses random numbers that are drawn before the last block has ended, outside the blocks, and on no activation."""
+
+    def __init__(self, trial: _Trial) -> None:
+        super().__init__()
+        self._trial = trial
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not self._trial.inside and not self._trial.done:
+            values = tree_leaves((args, kwargs))
+            if not any(isinstance(value, Absent) for value in values):
+                raise SplitError(
+                    f"{place()}: {func} draws random numbers outside the blocks, which every stage would draw for itself; "
+                    f"allowed are draws inside a block and dropout of activations; move them there, or into the data"
+                )
+        return func(*args, **(kwargs or {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-_SAMPLES, _LENGTH = 2, 8
+_SAMPLES, _LENGTH, _MOST = 2, 8, 8
 
 
 def as_call(batch: Any) -> Call:
@@ -43,8 +43,18 @@ def own_example(model: nn.Module) -> Call | None:
     return as_call(inputs) if isinstance(inputs, (Mapping, Sequence)) and len(inputs) else None
 
 
-def guess(model: nn.Module) -> Call:
-    """A call with token indices for every argument that has to be given: int64 zeros [2, 8]."""
+def guesses(model: nn.Module) -> Iterator[Call]:
+    """Calls with token indices, int64 zeros [2, 8], for every argument that has to be given.
+
+    If that is one, it may also be a batch of several tensors.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return tuple(torch.zeros(_SAMPLES, _LENGTH, dtype=torch.int64) for _ in required), {}
+
+    def indices() -> torch.Tensor:
+        return torch.zeros(_SAMPLES, _LENGTH, dtype=torch.int64)
+
+    yield tuple(indices() for _ in required), {}
+    if len(required) == 1:
+        for count in range(2, _MOST + 1):
+            yield (tuple(indices() for _ in range(count)),), {}

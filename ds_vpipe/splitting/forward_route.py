@@ -39,7 +39,7 @@ class ForwardRoute:
     Attributes:
         piece_names: one per piece.
         pieces_of: the pieces that use each slot, by name.
-        buffer_piece: the piece that each module outside the blocks with buffers belongs to, by ``id``.
+        buffer_piece: the piece of each buffer, by ``id`` of its module and its name there.
     """
 
     def __init__(self, model: nn.Module, chain: Chain, slots: Sequence[Slot], ledger: Ledger) -> None:
@@ -54,20 +54,26 @@ class ForwardRoute:
         self._first_block = order.index(id(chain.blocks[0]))
         self._position = {module: position for position, module in enumerate(order)}
         self.pieces_of: dict[str, tuple[int, ...]] = {}
-        self.buffer_piece: dict[int, int] = {}
+        self.buffer_piece: dict[tuple[int, str], int] = {}
         self.assign({})
 
     def assign(self, touched: dict[str, set[int]]) -> None:
-        """Give every slot to the pieces that use it, or else by where it is registered."""
+        """Give every slot to the pieces that use it, or else by where it is registered.
+
+        If nothing is known, parameters of the modules around the blocks themselves belong to both ends.
+        """
+        around = {id(m) for m in self._model.modules() if any(p is self._chain.container for p in m.modules())}
         for slot in self._slots:
             own = self._by_place(slot.module)
             used = set(touched.get(str(slot.absent.slot), ()))
             if id(slot.module) in self._inside:
                 used.add(own)
+            if not touched and id(slot.module) in around and id(slot.module) not in self._inside:
+                used = {0, len(self.piece_names) - 1}
             self.pieces_of[slot.name] = tuple(sorted(used)) or (own,)
         for module in self._model.modules():
-            if module._buffers:
-                self.buffer_piece.setdefault(id(module), self._by_place(module))
+            for key in module._buffers:
+                self.buffer_piece.setdefault((id(module), key), self._by_place(module))
 
     def _by_place(self, module: nn.Module) -> int:
         last = len(self.piece_names) - 1
@@ -171,7 +177,7 @@ class ForwardRoute:
 
         def note(module: nn.Module, _: Any) -> None:
             if self._ledger.piece is not None and id(module) not in self._inside:
-                self.buffer_piece[id(module)] = self._ledger.piece
+                self.buffer_piece.update({(id(module), key): self._ledger.piece for key in module._buffers})
 
         handles = [
             module.register_forward_pre_hook(note)

@@ -35,7 +35,7 @@ class GraphRoute:
     Attributes:
         piece_names: one per piece.
         pieces_of: the pieces that use each slot, by name.
-        buffer_piece: the piece that each module with buffers belongs to, by ``id``.
+        buffer_piece: the piece of each buffer, by ``id`` of its module and its name there.
 
     Raises:
         SplitError: the model cannot be exported; says why.
@@ -64,7 +64,8 @@ class GraphRoute:
             for name in trained.used_attributes(piece, piece + 1):
                 used.setdefault(name, []).append(piece)
         self._tensors: dict[str, Callable[[], Any]] = {}
-        self.pieces_of, self.buffer_piece = {}, {}
+        self.pieces_of: dict[str, tuple[int, ...]] = {}
+        self.buffer_piece: dict[tuple[int, str], int] = {}
         places: dict[tuple[int, str], list[int]] = {}
         for slot in slots:
             places.setdefault((id(slot.module), slot.key), []).extend(used.get(slot.name, ()))
@@ -76,10 +77,7 @@ class GraphRoute:
             for key in module._buffers:
                 name = f"{prefix}.{key}" if prefix else key
                 self._tensors[name] = lambda module=module, key=key: module._buffers[key]
-                if name in used:
-                    self.buffer_piece[id(module)] = used[name][-1]
-            if module._buffers:
-                self.buffer_piece.setdefault(id(module), len(self.piece_names) - 1)
+                self.buffer_piece.setdefault((id(module), key), used.get(name, [len(self.piece_names) - 1])[-1])
 
     def check(self, form: CallForm, call: Call) -> None:
         """Compare a call with the example.
@@ -123,7 +121,9 @@ class _Exported:
         shapes = torch.export.ShapesCollection()
         for leaf in tree_leaves(example):
             if isinstance(leaf, torch.Tensor) and leaf.dim():
-                shapes[leaf] = dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO)
+                shapes[leaf] = {
+                    dim: torch.export.Dim.AUTO for dim, size in enumerate(leaf.shape) if size > 1
+                }
         args, kwargs = example
         try:
             dynamic = shapes.dynamic_shapes(model, args, kwargs)
@@ -149,7 +149,7 @@ class _Exported:
     def leaves(self, call: Call) -> list[Any]:
         """Leaves of a call in the order of the graph's inputs."""
         args, kwargs = call
-        order = self._in_spec.children_specs[1].context or []
+        order = self._in_spec.child(1).context or []
         return tree_flatten((args, {name: kwargs[name] for name in order}))[0]
 
     def check(self, call: Call) -> None:

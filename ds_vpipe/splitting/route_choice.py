@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from ds_vpipe.splitting.absent import Ledger, SplitError
-from ds_vpipe.splitting.call import CallForms, Packed
+from ds_vpipe.splitting.call import CallForms
 from ds_vpipe.splitting.chain import Chain, chains
-from ds_vpipe.splitting.example import Call, guess, own_example
+from ds_vpipe.splitting.example import Call, guesses, own_example
 from ds_vpipe.splitting.forward_route import ForwardRoute
 from ds_vpipe.splitting.graph_route import GraphRoute
 from ds_vpipe.splitting.materialisation import materialise_buffers
@@ -33,26 +33,38 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
     slots = slots_of(model, ledger)
     materialise_buffers(model, slots)
     given = example or own_example(model)
-    packed, form = CallForms().pack(*(given or guess(model)))
     reasons: list[str] = []
     for chain in chains(model):
         if len(chain.keys) + 2 < num_stages:
             reasons.append(_too_few(model, chain, num_stages))
             continue
         route = ForwardRoute(model, chain, slots, ledger)
-        try:
-            touched = route.try_out(form, form.rebuild(_tensors(packed)))
-        except SplitError as error:
-            reasons.append(str(error))
-            continue
-        except Exception as error:  # the user's code, with inputs that it may not like
-            if given is None:
-                return StageModel(model, route, slots)
-            reasons.append(f"{chain.name}: forward failed without parameters: {type(error).__name__}: {_first_line(error)}")
-            continue
-        route.assign(touched)
-        return StageModel(model, route, slots)
+        found = _try_out(route, chain, given, model)
+        if found is None:
+            return StageModel(model, route, slots)
+        reasons.append(found)
     return StageModel(model, _graph_route(model, slots, given, num_stages, reasons), slots)
+
+
+def _try_out(route: ForwardRoute, chain: Chain, given: Call | None, model: nn.Module) -> str | None:
+    """Find out which piece uses what; returns why the chain will not do, or None.
+
+    Without an example, and if no guess is to the forward's liking, pieces stay as modules are registered: every first real
+    call is tried out too, and refused if that was wrong.
+    """
+    refused = None
+    for call in guesses(model) if given is None else [given]:
+        packed, form = CallForms().pack(*call)
+        try:
+            route.assign(route.try_out(form, form.rebuild(packed[1:])))
+        except SplitError as error:
+            refused = refused or str(error)
+        except Exception as error:  # the user's code, with inputs that it may not like
+            if given is not None:
+                return f"{chain.name}: forward failed without parameters: {type(error).__name__}: {_first_line(error)}"
+        else:
+            return None
+    return refused
 
 
 def _graph_route(
@@ -67,13 +79,9 @@ def _graph_route(
         )
     packed, form = CallForms().pack(*given)
     try:
-        return GraphRoute(model, slots, form, form.rebuild(_tensors(packed)), num_stages)
+        return GraphRoute(model, slots, form, form.rebuild(packed[1:]), num_stages)
     except SplitError as error:
         raise SplitError("; and ".join([*reasons[:1], str(error)])) from None
-
-
-def _tensors(packed: Packed) -> Packed:
-    return packed[1:]
 
 
 def _too_few(model: nn.Module, chain: Chain, num_stages: int) -> str:

@@ -125,15 +125,18 @@ class StageModel:
                 members[piece].add((id(slot.module), slot.key))
         for module in self.model.modules():
             for key in module._buffers:
-                members[self._route.buffer_piece[id(module)]].add((id(module), key))
+                members[self._route.buffer_piece[id(module), key]].add((id(module), key))
         for piece, found in zip(self.pieces, members, strict=True):
             piece.hold(self.model if piece.index in self._kept else None, frozenset(found))
 
     # As a module
 
     def apply(self, function: Callable[..., Any]) -> None:
-        """As ``Module._apply``, to everything that the stage has, and to the types and devices of what it has not."""
-        self.model._apply(function)
+        """As ``Module._apply``, to everything that the stage has, and to the types and devices of what it has not.
+
+        Parameters on the meta device stay there until :meth:`release`.
+        """
+        self.model._apply(lambda tensor: tensor if tensor.is_meta else function(tensor))
         for slot in self._slots:
             if slot.parameter is not None:
                 slot.parameter = slot.module._parameters[slot.key]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ds_vpipe.errors import VPipeConfigError
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_DERIVED = "what is computed from"
 _VALUE_FREE = {
     torch.ops.aten.zeros_like.default,
     torch.ops.aten.ones_like.default,
@@ -165,9 +166,9 @@ class Absent(torch.Tensor):
         if isinstance(target, Absent):
             target.made_in, target.carried = target.ledger.piece, False
             return target
+        origin = first.origin if first.origin.startswith(_DERIVED) else f"{_DERIVED} {first.origin}"
         return tree_map(
-            lambda value: Absent(value, device, first.ledger, first.origin) if isinstance(value, torch.Tensor) else value,
-            made,
+            lambda value: Absent(value, device, first.ledger, origin) if isinstance(value, torch.Tensor) else value, made
         )
 
 

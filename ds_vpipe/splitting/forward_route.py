@@ -245,7 +245,7 @@ class _Trial(_Pass):
         self.step(index)
         ledger = self.route.ledger
         if index == 0:
-            args, kwargs = self._hand_on((args, kwargs), "what is computed before the blocks")
+            args, kwargs = self._hand_on((args, kwargs), "the input of the first block")
             if not self.handed[0]:
                 raise SplitError(
                     f"{self.route.name(0)}: none of its arguments comes from a parameter before it; allowed are blocks "

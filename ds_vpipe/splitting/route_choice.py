@@ -43,6 +43,8 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
         if found is None:
             return StageModel(model, route, slots)
         reasons.append(found)
+    if reasons and example is None:
+        raise SplitError(reasons[0])
     return StageModel(model, _graph_route(model, slots, given, num_stages, reasons), slots)
 
 
@@ -71,8 +73,6 @@ def _graph_route(
     model: nn.Module, slots: list[Slot], given: Call | None, num_stages: int, reasons: list[str]
 ) -> GraphRoute:
     if given is None:
-        if reasons:
-            raise SplitError(reasons[0])
         raise SplitError(
             f"{type(model).__name__}: has no list of two or more blocks of one class to split between, allowed without one is a "
             f"model with an example of its inputs; give initialize() training_data, or the model dummy_inputs"

@@ -57,6 +57,11 @@ class StageModel:
         """Names of the pieces."""
         return list(self._route.piece_names)
 
+    @property
+    def num_pieces(self) -> int:
+        """How many pieces there are."""
+        return len(self.pieces)
+
     def trained_sizes(self) -> list[int]:
         """Numbers of elements of the trained parameters of each piece."""
         sizes: list[dict[int, int]] = [{} for _ in self.pieces]
@@ -160,20 +165,19 @@ class StageModel:
         """
         packed, form = self._forms.pack(args, kwargs)
         tried = (form.fingerprint, self.model.training)
-        if tried not in self._tried:
-            self._try_out(form, packed)
+        if isinstance(self._route, GraphRoute):
+            self._route.check(form, form.rebuild(packed[1:]))
+        elif tried not in self._tried:
+            self._try_out(self._route, form, packed)
             self._tried.add(tried)
         return packed
 
-    def _try_out(self, form: CallForm, packed: Packed) -> None:
+    def _try_out(self, route: ForwardRoute, form: CallForm, packed: Packed) -> None:
         device = next((slot.absent.device for slot in self._slots), torch.device("cpu"))
         call = form.rebuild(tuple(tensor.to(device) for tensor in packed[1:] if tensor is not None))
-        if isinstance(self._route, GraphRoute):
-            self._route.check(form, call)
-            return
-        touched = self._route.try_out(form, call)
+        touched = route.try_out(form, call)
         for slot in self._slots:
-            known = self._route.pieces_of[slot.name]
+            known = route.pieces_of[slot.name]
             new = touched.get(str(slot.absent.slot), set()) - set(known)
             if not new:
                 continue
@@ -185,7 +189,7 @@ class StageModel:
                         f"show, allowed is {self.piece_names[known[0]]} (piece {known[0]}); give initialize() training_data "
                         f"whose samples are like the batches"
                     )
-            self._route.pieces_of[slot.name] = tuple(sorted({*known, *new}))
+            route.pieces_of[slot.name] = tuple(sorted({*known, *new}))
 
     def run(self, value: Packed, start: int, stop: int) -> Any:
         """Run pieces ``start`` to ``stop - 1``, which the stage keeps.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ds_vpipe.refusal import Refusal
 from ds_vpipe.splitting.absent import SplitError
 from ds_vpipe.splitting.call import Packed
 from ds_vpipe.splitting.example import Call, from_data
+from ds_vpipe.splitting.piece import Piece
 from ds_vpipe.splitting.route_choice import split_in_process
 from ds_vpipe.splitting.stage_model import StageModel
 
@@ -24,8 +25,8 @@ from ds_vpipe.splitting.stage_model import StageModel
 class SplitModule(VPipeModule):
     """A ``PipelineModule`` whose layers are the pieces of a plain module; made by :func:`split_model`.
 
-    Its input is what :meth:`pack` returns, its output on the last stage the loss. It has no ``loss_fn``: the user's forward
-    computes the loss.
+    Its input is what :meth:`pack` returns, its output on the last stage the loss. It has no ``loss_fn``: the user's
+    forward computes the loss.
 
     Args:
         stage: the model in pieces.
@@ -48,6 +49,8 @@ class SplitModule(VPipeModule):
         )
 
     stage_model: StageModel
+    forward_funcs: list[Piece]
+    fwd_map: dict[str, int]
 
     @property
     def user_module(self) -> torch.nn.Module:
@@ -70,6 +73,15 @@ class SplitModule(VPipeModule):
         """Drop what belongs to other stages; before the optimizer is built, after the last change of the split."""
         self.stage_model.release(torch.device(get_accelerator().device_name(self.local_rank)))
         self._synchronize_tied_weights()
+
+    def own_parameters(self, given: Iterable[Any]) -> list[Any]:
+        """Of parameters of the whole model, or of groups of them, what this stage has, in the same order.
+
+        Args:
+            given: what a script passes as ``model_parameters``; groups are dicts with ``"params"``, and stay even if
+                nothing remains in them.
+        """
+        return self.stage_model.own_parameters(given)
 
     # As a list of layers
 
@@ -123,7 +135,7 @@ class SplitModule(VPipeModule):
             self.forward_funcs.append(pieces[number])
             self.add_module(str(number), pieces[number])
         for parameter in self.parameters():
-            parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+            parameter.ds_pipe_replicated = False
 
     def _count_layer_params(self) -> list[int]:
         return self.stage_model.trained_sizes()
@@ -161,11 +173,13 @@ class SplitModule(VPipeModule):
                 comms[name] = {"ranks": ranks, "group": group, "weight_attr": [attribute], "module": self.user_module}
                 if self.global_rank != ranks[0]:
                     weight = PipelineModule._recursive_getattr(self.user_module, attribute)
-                    weight.ds_pipe_replicated = True  # type: ignore[attr-defined]
+                    weight.ds_pipe_replicated = True
         return comms
 
     def _synchronize_tied_weights(self) -> None:
-        weights = [self._recursive_getattr(self.user_module, comm["weight_attr"][0]) for comm in self.tied_comms.values()]
+        weights = [
+            self._recursive_getattr(self.user_module, comm["weight_attr"][0]) for comm in self.tied_comms.values()
+        ]
         if not any(weight.is_meta for weight in weights):  # else they get their values later
             super()._synchronize_tied_weights()
 

@@ -145,6 +145,9 @@ class OldBert(nn.Module):
         self.bias = nn.Parameter(torch.zeros(VOCABULARY))
         self.head = "last"
 
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
+
     def forward(
         self, batch: Any, ids: Any = None, types: Any = None, mask: Any = None, labels: Any = None, follows: Any = None,
         chunks: int = 0, want: bool = False,
@@ -229,7 +232,9 @@ CASES: dict[str, tuple[Callable[..., nn.Module], tuple[Any, ...], dict[str, Any]
 }  # fmt: skip
 OWN: dict[str, tuple[Callable[..., nn.Module], tuple[Any, ...], dict[str, Any]]] = {
     "head behind": (lambda: _built(lambda: Wrapped(False)), (tokens(1), padding(), tokens(2)), {}),
-    "head before": (lambda: _built(lambda: Wrapped(True)), (tokens(1),), {"attention_mask": padding(), "tgt_tokens": tokens(2)}),
+    "head before": (
+        lambda: _built(lambda: Wrapped(True)), (tokens(1),), {"attention_mask": padding(), "tgt_tokens": tokens(2)},
+    ),
     "old BERT": (lambda: _built(OldBert), (list(_OLD),), {}),
 }  # fmt: skip
 GRAPHS: dict[str, tuple[Callable[..., nn.Module], tuple[Any, ...], dict[str, Any]]] = {

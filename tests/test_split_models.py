@@ -96,7 +96,9 @@ def test_a_stage_has_its_own_parameters_only(name: str) -> None:
     seen: set[str] = set()
     for stage in split.models:
         names = {n for n, _ in stage.model.named_parameters()}
-        assert {id(p) for p in stage.model.parameters()} == {id(p) for piece in stage.pieces for p in piece.parameters()}
+        assert {id(p) for p in stage.model.parameters()} == {
+            id(p) for piece in stage.pieces for p in piece.parameters()
+        }
         assert not (names & seen) - tied
         seen |= names
     everything = sum(p.numel() for p in model.parameters())

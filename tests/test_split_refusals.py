@@ -134,7 +134,9 @@ def test_collected_hidden_states_are_not_silently_incomplete() -> None:
     with refusal("test_split_refusals.py:", "piece 1 has made"):
         split_in_process(Collecting(), 2)
     model = Collecting()  # with an example there is another way
-    split = Stages(model, (6, split_in_process(copy.deepcopy(model), 2, ((tokens(1),), {})).num_pieces - 6), ((tokens(1),), {}))
+    split = Stages(
+        model, (6, split_in_process(copy.deepcopy(model), 2, ((tokens(1),), {})).num_pieces - 6), ((tokens(1),), {})
+    )
     assert torch.equal(split.forward(tokens(1)), model(tokens(1)))
 
 

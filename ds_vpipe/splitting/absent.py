@@ -67,8 +67,8 @@ class Ledger:
         """
         if written:
             raise SplitError(
-                f"{place()}: {func} writes {absent[0].origin} into a tensor, and {self.holder} does not have that value; "
-                f"allowed before the blocks is to compute new tensors; use the form that does not work in place"
+                f"{place()}: {func} writes {absent[0].origin} into a tensor, and {self.holder} does not have that "
+                f"value; allowed before the blocks is to compute new tensors; use the form that does not work in place"
             )
         if self.strict and meets_present:
             raise SplitError(
@@ -85,8 +85,8 @@ class Ledger:
             self.touched.setdefault(value.slot, set()).add(piece)
         elif value.made_in != piece and not (value.carried and value.made_in == piece - 1):
             raise SplitError(
-                f"{place()}: {func} in piece {piece} needs {value.origin}, which piece {value.made_in} has made; allowed "
-                f"is what the piece before hands on, the output of a block; change the forward to use the last "
+                f"{place()}: {func} in piece {piece} needs {value.origin}, which piece {value.made_in} has made; "
+                f"allowed is what the piece before hands on, the output of a block; change the forward to use the last "
                 f"block's output only"
             )
 
@@ -115,14 +115,14 @@ class Absent(torch.Tensor):
         cls, bare: torch.Tensor, device: torch.device, ledger: Ledger, origin: str, slot: str | None = None
     ) -> Absent:
         """Stand for a tensor like ``bare`` on ``device``."""
-        made: Absent = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Absent = torch.Tensor._make_wrapper_subclass(
             cls, bare.shape, strides=bare.stride(), dtype=bare.dtype, device=device
         )
         made.bare, made.ledger, made.origin, made.slot = bare, ledger, origin, slot
         made.made_in, made.carried = ledger.piece, False
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Absent({self.origin}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -137,7 +137,7 @@ class Absent(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         absent = [tensor for tensor in tensors if isinstance(tensor, Absent)]
@@ -168,7 +168,8 @@ class Absent(torch.Tensor):
             return target
         origin = first.origin if first.origin.startswith(_DERIVED) else f"{_DERIVED} {first.origin}"
         return tree_map(
-            lambda value: Absent(value, device, first.ledger, origin) if isinstance(value, torch.Tensor) else value, made
+            lambda value: Absent(value, device, first.ledger, origin) if isinstance(value, torch.Tensor) else value,
+            made,
         )
 
 

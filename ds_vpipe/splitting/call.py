@@ -1,8 +1,8 @@
 """Calls of a user's forward as flat tuples of tensors, which travel from stage to stage, and back.
 
 Values that are no tensors, keywords and nesting do not travel: every rank makes the same calls, so each knows them. A
-tuple begins with an empty tensor whose shape is a fingerprint of all that. It costs no transfer and no look at values on
-a device, and tells a rank which of the calls that it has packed this is.
+tuple begins with an empty tensor whose shape is a fingerprint of all that. It costs no transfer and no look at values
+on a device, and tells a rank which of the calls that it has packed this is.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class CallForms:
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 raise SplitError(
-                    f"forward: got an argument of type {type(leaf).__name__}, allowed are tensors, numbers, strings, None, "
-                    f"and dicts, lists and tuples of them; pass what the model needs of it as tensors"
+                    f"forward: got an argument of type {type(leaf).__name__}, allowed are tensors, numbers, strings, "
+                    f"None, and dicts, lists and tuples of them; pass what the model needs of it as tensors"
                 )
         form = CallForm(spec, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
         form = self._known.setdefault(form.fingerprint, form)
@@ -83,12 +83,15 @@ class CallForms:
         """
         mark = value[0] if isinstance(value, tuple) and value else None
         if not isinstance(mark, torch.Tensor) or mark.dim() != 2 or mark.numel():
-            raise SplitError("pipeline input: got something that pack() has not made; allowed is its result; call it first")
+            raise SplitError(
+                "pipeline input: got something that pack() has not made; allowed is its result; call it first"
+            )
         form = self._known.get(mark.shape[1])
         if form is None:
             raise SplitError(
-                "forward: got a call from the first stage with other keywords, nesting or plain values than this rank's "
-                "own calls; allowed is the same call on every rank; make the script pass the same arguments everywhere"
+                "forward: got a call from the first stage with other keywords, nesting or plain values than this "
+                "rank's own calls; allowed is the same call on every rank; make the script pass the same arguments "
+                "everywhere"
             )
         return form
 

@@ -49,7 +49,9 @@ def guesses(model: nn.Module) -> Iterator[Call]:
     If that is one, it may also be a batch of several tensors.
     """
     parameters = inspect.signature(model.forward).parameters.values()
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
 
     def indices() -> torch.Tensor:
         return torch.zeros(_SAMPLES, _LENGTH, dtype=torch.int64)

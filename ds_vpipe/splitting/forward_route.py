@@ -3,7 +3,8 @@
 Pieces are the code before the first block, each block, and the code after the last one; code between two blocks
 belongs to the later one. A run of pieces ``start`` to ``stop - 1`` calls the user's forward with the call's own
 arguments: until the activations are put in, parameters are absent and blocks are skipped; after the last block of the
-run the forward is ended. What depends only on the arguments, such as attention masks, is therefore computed on each stage.
+run the forward is ended. What depends only on the arguments, such as attention masks, is therefore computed on each
+stage.
 """
 
 from __future__ import annotations
@@ -101,13 +102,13 @@ class ForwardRoute:
                 self._ledger.piece = None
         if not trial.done:
             raise SplitError(
-                f"{self._chain.name}: forward called {trial.next} of {len(self._chain.keys)} blocks; allowed is a forward "
-                f"that calls each once, in order; change the forward"
+                f"{self._chain.name}: forward called {trial.next} of {len(self._chain.keys)} blocks; allowed is a "
+                f"forward that calls each once, in order; change the forward"
             )
         if random.getstate() != state:
             raise SplitError(
-                "forward: Python's random numbers are drawn outside the blocks, which every stage would draw for itself; "
-                "allowed are draws inside a block; move them there, or into the data"
+                "forward: Python's random numbers are drawn outside the blocks, which every stage would draw for "
+                "itself; allowed are draws inside a block; move them there, or into the data"
             )
         self._handed[form.fingerprint, self._model.training] = trial.handed
         return self._ledger.touched
@@ -144,8 +145,8 @@ class ForwardRoute:
                 self._ledger.strict = False
         if run.next != len(self._chain.keys) or stop != len(self.piece_names):
             raise SplitError(
-                f"{self._chain.name}: forward called {run.next} of {len(self._chain.keys)} blocks; allowed is a forward that "
-                f"calls each once, in order, in every call; change the forward"
+                f"{self._chain.name}: forward called {run.next} of {len(self._chain.keys)} blocks; allowed is a "
+                f"forward that calls each once, in order, in every call; change the forward"
             )
         return output
 
@@ -216,8 +217,8 @@ class _Pass:
         if index != self.next:
             what = "again" if index < self.next else f"before {self.route.name(self.next)}"
             raise SplitError(
-                f"{place()}: forward calls {self.route.name(index)} {what}, allowed are blocks that are called once each, in "
-                f"order; change the forward"
+                f"{place()}: forward calls {self.route.name(index)} {what}, allowed are blocks that are called once "
+                f"each, in order; change the forward"
             )
         self.next += 1
         self._surroundings.check(self.route.name(index))
@@ -227,8 +228,8 @@ class _Trial(_Pass):
     """A pass without parameters that finds out what belongs where.
 
     Attributes:
-        handed: for every piece, where in its tree of outputs there are absent values; for the first, among the first block's
-            arguments.
+        handed: for every piece, where in its tree of outputs there are absent values; for the first, among the first
+            block's arguments.
         inside: a block is running.
     """
 
@@ -292,8 +293,8 @@ class _Run(_Pass):
         places = self.route.handed(self.form, piece)
         if not all(isinstance(leaves.get(path), torch.Tensor) for path in places):
             raise SplitError(
-                f"{self.route.piece_names[piece]}: returned another structure than when it was tried out, allowed is the same "
-                f"in every call; change the forward"
+                f"{self.route.piece_names[piece]}: returned another structure than when it was tried out, allowed is "
+                f"the same in every call; change the forward"
             )
         return tuple(leaves[path] for path in places)
 
@@ -303,9 +304,9 @@ class _Run(_Pass):
         places = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Absent)]
         if len(places) != len(self._activations):
             raise SplitError(
-                f"{self.route.name(max(0, self._start - 2))}: got {len(self._activations)} activations from the stage before, "
-                f"allowed are {len(places)} as in this rank's own call; make the same call on every rank, and have blocks "
-                f"return tensors only (use_cache=False)"
+                f"{self.route.name(max(0, self._start - 2))}: got {len(self._activations)} activations from the stage "
+                f"before, allowed are {len(places)} as in this rank's own call; make the same call on every rank, and "
+                f"have blocks return tensors only (use_cache=False)"
             )
         for position, activation in zip(places, self._activations, strict=True):
             leaves[position] = activation
@@ -316,7 +317,7 @@ class _Run(_Pass):
 
 
 class _NoDraws(TorchDispatchMode):
-    """Refuses random numbers that are drawn before the last block has ended, outside the blocks, and on no activation."""
+    """Refuses random numbers that are drawn outside the blocks, before the last one has ended, and on no activation."""
 
     def __init__(self, trial: _Trial) -> None:
         super().__init__()
@@ -327,7 +328,8 @@ class _NoDraws(TorchDispatchMode):
             values = tree_leaves((args, kwargs))
             if not any(isinstance(value, Absent) for value in values):
                 raise SplitError(
-                    f"{place()}: {func} draws random numbers outside the blocks, which every stage would draw for itself; "
-                    f"allowed are draws inside a block and dropout of activations; move them there, or into the data"
+                    f"{place()}: {func} draws random numbers outside the blocks, which every stage would draw for "
+                    f"itself; allowed are draws inside a block and dropout of activations; move them there, or into "
+                    "the data"
                 )
         return func(*args, **(kwargs or {}))

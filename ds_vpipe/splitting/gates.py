@@ -79,9 +79,9 @@ class Surroundings:
         """
         if _autograd_state() != self._expected:
             raise SplitError(
-                f"{name}: called inside a checkpointed function or with gradients switched off, allowed are blocks that "
-                f"are called directly; switch the model's own activation checkpointing of several blocks off and use "
-                f"vpipe.recompute_ratio"
+                f"{name}: called inside a checkpointed function or with gradients switched off, allowed are blocks "
+                f"that are called directly; switch the model's own activation checkpointing of several blocks off and "
+                f"use vpipe.recompute_ratio"
             )
 
 

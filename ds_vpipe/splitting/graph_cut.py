@@ -1,7 +1,7 @@
 """An exported graph as a list of pieces that run one after the other.
 
-A piece begins where the graph first uses the parameters of another module. Nodes that depend on the call's arguments alone
-are no part of any piece: whoever needs them computes them. Cuts that more than one tensor would have to
+A piece begins where the graph first uses the parameters of another module. Nodes that depend on the call's arguments
+alone are no part of any piece: whoever needs them computes them. Cuts that more than one tensor would have to
 cross, inside residual connections for example, are left out as long as enough pieces remain.
 """
 
@@ -133,8 +133,8 @@ class CutGraph:
     def part(self, start: int, stop: int) -> tuple[fx.GraphModule, list[str]]:
         """Pieces ``start`` to ``stop - 1`` as a function, and the attributes that it takes first.
 
-        It takes values of those attributes, then the call's leaves, then what piece ``start - 1`` hands on. It returns what
-        piece ``stop - 1`` hands on, or after the last piece the leaves of the model's output.
+        It takes values of those attributes, then the call's leaves, then what piece ``start - 1`` hands on. It returns
+        what piece ``stop - 1`` hands on, or after the last piece the leaves of the model's output.
         """
         bounds = self.bounds()
         last = stop == len(bounds) - 1

@@ -7,7 +7,7 @@ where the export says they may.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,8 @@ class GraphRoute:
         trained.thin(pieces)
         if len(trained.names) < pieces:
             raise SplitError(
-                f"{type(model).__name__}: got {pieces} stages, allowed are 1 to {len(trained.names)}, as many as it has modules "
-                f"with parameters; use fewer stages"
+                f"{type(model).__name__}: got {pieces} stages, allowed are 1 to {len(trained.names)}, as many as it "
+                f"has modules with parameters; use fewer stages"
             )
         self._same = evaluated.keep([cut.label for cut in trained.cuts])
         self.piece_names = trained.names
@@ -63,20 +63,20 @@ class GraphRoute:
         for piece in range(len(self.piece_names)):
             for name in trained.used_attributes(piece, piece + 1):
                 used.setdefault(name, []).append(piece)
-        self._tensors: dict[str, Callable[[], Any]] = {}
+        self._tensors: dict[str, tuple[dict[str, Any], str]] = {}
         self.pieces_of: dict[str, tuple[int, ...]] = {}
         self.buffer_piece: dict[tuple[int, str], int] = {}
         places: dict[tuple[int, str], list[int]] = {}
         for slot in slots:
             places.setdefault((id(slot.module), slot.key), []).extend(used.get(slot.name, ()))
-            self._tensors[slot.name] = lambda slot=slot: slot.module._parameters[slot.key]
+            self._tensors[slot.name] = slot.module._parameters, slot.key
         for slot in slots:
             found = places[id(slot.module), slot.key]
             self.pieces_of[slot.name] = tuple(sorted(set(found))) or (len(self.piece_names) - 1,)
         for prefix, module in model.named_modules(remove_duplicate=False):
             for key in module._buffers:
                 name = f"{prefix}.{key}" if prefix else key
-                self._tensors[name] = lambda module=module, key=key: module._buffers[key]
+                self._tensors[name] = module._buffers, key
                 self.buffer_piece.setdefault((id(module), key), used.get(name, [len(self.piece_names) - 1])[-1])
 
     def check(self, form: CallForm, call: Call) -> None:
@@ -87,13 +87,14 @@ class GraphRoute:
         """
         if form.fingerprint != self._form.fingerprint:
             raise SplitError(
-                f"{type(self._model).__name__}: got a call with other keywords, nesting or plain values than the example "
-                f"that it was exported with, allowed are calls like the example; make all calls alike"
+                f"{type(self._model).__name__}: got a call with other keywords, nesting or plain values than the "
+                f"example that it was exported with, allowed are calls like the example; make all calls alike"
             )
         if not self._model.training and not self._same:
             raise SplitError(
-                f"{type(self._model).__name__}: called in evaluation mode, in which its exported graph uses its modules in "
-                f"another order than in training; allowed are calls in training mode; evaluate a saved checkpoint"
+                f"{type(self._model).__name__}: called in evaluation mode, in which its exported graph uses its "
+                f"modules in another order than in training; allowed are calls in training mode; evaluate a saved "
+                "checkpoint"
             )
         self._graphs[self._model.training].check(call)
 
@@ -106,11 +107,17 @@ class GraphRoute:
         if key not in self._parts:
             self._parts[key] = graph.cut.part(start, stop)
         part, attributes = self._parts[key]
-        values = [self._tensors[name]() if name in self._tensors else graph.constant(name, call) for name in attributes]
+        values = [self._value(graph, name, call) for name in attributes]
         outputs = part(*values, *graph.leaves(call), *map(_unpacked, activations))
         if stop == len(self.piece_names):
             return graph.output(outputs)
         return tuple(map(_packed, outputs))
+
+    def _value(self, graph: _Exported, name: str, call: Call) -> Any:
+        if name not in self._tensors:
+            return graph.constant(name, call)
+        store, key = self._tensors[name]
+        return store[key]
 
 
 class _Exported:
@@ -121,9 +128,7 @@ class _Exported:
         shapes = torch.export.ShapesCollection()
         for leaf in tree_leaves(example):
             if isinstance(leaf, torch.Tensor) and leaf.dim():
-                shapes[leaf] = {
-                    dim: torch.export.Dim.AUTO for dim, size in enumerate(leaf.shape) if size > 1
-                }
+                shapes[leaf] = {dim: torch.export.Dim.AUTO for dim, size in enumerate(leaf.shape) if size > 1}
         args, kwargs = example
         try:
             dynamic = shapes.dynamic_shapes(model, args, kwargs)
@@ -132,17 +137,15 @@ class _Exported:
             module = exported.module()
         except Exception as error:  # whatever export raises means the same to the user
             raise SplitError(
-                f"{type(model).__name__}: torch.export cannot trace its forward: {_one_line(error)}; allowed is a forward "
-                f"without branches on values of tensors; change it, or train without a vpipe block"
+                f"{type(model).__name__}: torch.export cannot trace its forward: {_one_line(error)}; allowed is a "
+                f"forward without branches on values of tensors; change it, or train without a vpipe block"
             ) from None
         graph = module.graph
-        info = graph._codegen.pytree_info
+        info: Any = graph._codegen.pytree_info  # type: ignore[attr-defined]
         self._in_spec, self._out_spec = info.in_spec, info.out_spec
         self._guards = getattr(module, "_guards_fn", None)
         self._module = module
-        self._constants = {
-            str(n.target): _attribute(module, str(n.target)) for n in graph.nodes if n.op == "get_attr"
-        }
+        self._constants = {str(n.target): _attribute(module, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
         self._constants = {name: value for name, value in self._constants.items() if name not in set(names)}
         self.cut = CutGraph.of(graph, names)
 
@@ -159,8 +162,9 @@ class _Exported:
             self._guards(*self.leaves(call))
         except (AssertionError, RuntimeError) as error:
             raise SplitError(
-                f"forward: got inputs that the exported graph does not allow: {_one_line(error)}; allowed are shapes like "
-                f"the example's; pass batches of two or more samples in the example, and inputs of the same kind later"
+                f"forward: got inputs that the exported graph does not allow: {_one_line(error)}; allowed are shapes "
+                f"like the example's; pass batches of two or more samples in the example, and inputs of the same kind "
+                "later"
             ) from None
 
     def constant(self, name: str, call: Call) -> Any:

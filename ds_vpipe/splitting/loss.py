@@ -11,7 +11,7 @@ from ds_vpipe.splitting.absent import SplitError
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """The scalar that training minimises: ``output`` itself, its ``loss``, or the first of a tuple; None if there is none."""
+    """The scalar that training minimises: ``output`` itself, its ``loss``, the first of a tuple, or None."""
     if isinstance(output, Mapping):
         output = output.get("loss")
     elif hasattr(output, "loss"):
@@ -33,7 +33,8 @@ def loss_of(output: Any, model: str) -> torch.Tensor:
     if loss is None:
         raise SplitError(
             f"{model}: forward returned {_describe(output)} without a loss, allowed is a scalar, alone, as .loss or "
-            f'["loss"], or first of a tuple; pass the labels to the model, or wrap it in a module that computes the loss'
+            f'["loss"], or first of a tuple; pass the labels to the model, or wrap it in a module that computes the '
+            'loss'
         )
     return loss
 

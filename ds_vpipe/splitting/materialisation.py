@@ -91,6 +91,7 @@ def _initialise(module: nn.Module, initialise: Callable[[nn.Module], Any] | None
         initialise(module)
     elif not callable(reset):
         raise SplitError(
-            f"{name}: is on the meta device, and {type(module).__name__} has no reset_parameters(), allowed are modules that "
-            f"can initialise themselves, or models with _init_weights(module); add one, or build the model on the CPU"
+            f"{name}: is on the meta device, and {type(module).__name__} has no reset_parameters(), allowed are "
+            f"modules that can initialise themselves, or models with _init_weights(module); add one, or build the "
+            "model on the CPU"
         )

@@ -51,8 +51,8 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
 def _try_out(route: ForwardRoute, chain: Chain, given: Call | None, model: nn.Module) -> str | None:
     """Find out which piece uses what; returns why the chain will not do, or None.
 
-    Without an example, and if no guess is to the forward's liking, pieces stay as modules are registered: every first real
-    call is tried out too, and refused if that was wrong.
+    Without an example, and if no guess is to the forward's liking, pieces stay as modules are registered: every first
+    real call is tried out too, and refused if that was wrong.
     """
     refused = None
     for call in guesses(model) if given is None else [given]:
@@ -74,8 +74,8 @@ def _graph_route(
 ) -> GraphRoute:
     if given is None:
         raise SplitError(
-            f"{type(model).__name__}: has no list of two or more blocks of one class to split between, allowed without one is a "
-            f"model with an example of its inputs; give initialize() training_data, or the model dummy_inputs"
+            f"{type(model).__name__}: has no list of two or more blocks of one class to split between, allowed without "
+            f"one is a model with an example of its inputs; give initialize() training_data, or the model dummy_inputs"
         )
     packed, form = CallForms().pack(*given)
     try:
@@ -86,11 +86,10 @@ def _graph_route(
 
 def _too_few(model: nn.Module, chain: Chain, num_stages: int) -> str:
     return (
-        f"{type(model).__name__}: got {num_stages} stages, allowed are 1 to {len(chain.keys) + 2}, the {len(chain.keys)} blocks of "
-        f"{chain.name} and what is before and behind them; use fewer stages"
+        f"{type(model).__name__}: got {num_stages} stages, allowed are 1 to {len(chain.keys) + 2}, the "
+        f"{len(chain.keys)} blocks of {chain.name} and what is before and behind them; use fewer stages"
     )
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
-

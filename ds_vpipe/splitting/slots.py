@@ -1,8 +1,8 @@
 """The places in a model where parameters are, each of which shows the parameter or an absent value in its stead.
 
-At rest an absent parameter is a plain attribute, so that ``parameters()`` and ``state_dict()`` know nothing of it. While
-the user's forward runs it is among the module's parameters, because code such as ``next(self.parameters()).dtype`` is
-common.
+At rest an absent parameter is a plain attribute, so that ``parameters()`` and ``state_dict()`` know nothing of it.
+While the user's forward runs it is among the module's parameters, because code such as
+``next(self.parameters()).dtype`` is common.
 """
 
 from __future__ import annotations

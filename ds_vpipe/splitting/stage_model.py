@@ -1,6 +1,7 @@
 """A user's model as one stage has it: some pieces with their parameters, and a forward that runs those.
 
-Between pieces go, in this order, the mark of the call's form, the tensors among the call's arguments and the activations.
+Between pieces go, in this order, the mark of the call's form, the tensors among the call's arguments and the
+activations.
 """
 
 from __future__ import annotations
@@ -117,6 +118,21 @@ class StageModel:
         materialise(self.model, self._slots, device or torch.device("cpu"))
         self._refresh()
 
+    def own_parameters(self, given: Iterable[Any]) -> list[Any]:
+        """Of parameters of the whole model, or of groups of them, what this stage has, in the same order.
+
+        A parameter that was on the meta device is replaced by the one that has its values.
+        """
+        here = {slot.tie: slot.parameter for slot in self._slots if slot.parameter is not None}
+        here |= {id(parameter): parameter for parameter in here.values()}
+        found: list[Any] = []
+        for item in given:
+            if isinstance(item, dict):
+                found.append({**item, "params": self.own_parameters(_members(item["params"]))})
+            elif id(item) in here:
+                found.append(here[id(item)])
+        return found
+
     def name_here(self, tie: str) -> str | None:
         """A name under which the stage has a tied parameter; None if it has not."""
         names = self.ties()[tie]
@@ -131,8 +147,8 @@ class StageModel:
         for module in self.model.modules():
             for key in module._buffers:
                 members[self._route.buffer_piece[id(module), key]].add((id(module), key))
-        for piece, found in zip(self.pieces, members, strict=True):
-            piece.hold(self.model if piece.index in self._kept else None, frozenset(found))
+        for made, found in zip(self.pieces, members, strict=True):
+            made.hold(self.model if made.index in self._kept else None, frozenset(found))
 
     # As a module
 
@@ -157,8 +173,8 @@ class StageModel:
     def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packed:
         """A call of the user's forward as the input of the first piece: a flat tuple of tensors.
 
-        Every rank packs every call before it runs its part of it: the tuple of the first stage says only by a fingerprint
-        what else there is in the call.
+        Every rank packs every call before it runs its part of it: the tuple of the first stage says only by a
+        fingerprint what else there is in the call.
 
         Raises:
             SplitError: the call cannot be run in pieces.
@@ -185,9 +201,9 @@ class StageModel:
             for piece in new:
                 if (piece if self._stage_of is None else self._stage_of(piece)) not in holders:
                     raise SplitError(
-                        f"{slot.name}: used by {self.piece_names[piece]} (piece {piece}), which the example of a call did not "
-                        f"show, allowed is {self.piece_names[known[0]]} (piece {known[0]}); give initialize() training_data "
-                        f"whose samples are like the batches"
+                        f"{slot.name}: used by {self.piece_names[piece]} (piece {piece}), which the example of a call "
+                        f"did not show, allowed is {self.piece_names[known[0]]} (piece {known[0]}); give initialize() "
+                        f"training_data whose samples are like the batches"
                     )
             route.pieces_of[slot.name] = tuple(sorted({*known, *new}))
 
@@ -200,7 +216,8 @@ class StageModel:
             stop: behind the last piece.
 
         Returns:
-            The input of piece ``stop``, or the loss, without dimensions. Without gradients a call without a loss gives None.
+            The input of piece ``stop``, or the loss, without dimensions. Without gradients a call without a loss gives
+            None.
 
         Raises:
             SplitError: the forward does something that cannot be run in pieces, or returns no loss.
@@ -221,6 +238,10 @@ class StageModel:
         """What the forward returned the last time without gradients, whole; then forget it."""
         output, self.last_output = self.last_output, None
         return tree_map_only(torch.Tensor, torch.Tensor.detach, output) if tree_leaves(output) else output
+
+
+def _members(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def _kinds(model: nn.Module, names: list[str]) -> list[str]:

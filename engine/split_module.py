@@ -9,6 +9,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
+from torch._dynamo import OptimizedModule
 
 from ds_vpipe.engine.interleaving import interleave
 from ds_vpipe.engine.repartition import VPipeModule
@@ -147,9 +148,12 @@ class SplitModule(VPipeModule):
         return self
 
     def train(self, mode: bool = True) -> SplitModule:
-        """Set the mode of the user's model."""
+        """Set the mode of the user's model, once and not once per piece."""
         self.stage_model.train(mode)
-        return super().train(mode)
+        self.training = mode
+        for piece in self.forward_funcs:
+            piece.training = mode
+        return self
 
     # Tied weights
 
@@ -226,6 +230,8 @@ def split_model(
     """
     if isinstance(model, PipelineModule):
         raise SplitError(f"model: got a {type(model).__name__}, allowed is a plain module; pass a pipeline as it is")
+    if isinstance(model, OptimizedModule):
+        raise SplitError("model: got a module of torch.compile, allowed is a plain one; pass the one it was made from")
     if example is None and training_data is not None:
         example = from_data(training_data, collate_fn)
     stages = num_stages if topology is None else topology.get_dim("pipe")

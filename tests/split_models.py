@@ -144,6 +144,8 @@ class OldBert(nn.Module):
         self.decoder.weight = self.embeddings.words.weight
         self.bias = nn.Parameter(torch.zeros(VOCABULARY))
         self.head = "last"
+        self.register_buffer("seen", torch.ones(2))
+        self.register_buffer("unsaved", torch.ones(2), persistent=False)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
@@ -157,6 +159,8 @@ class OldBert(nn.Module):
         extended = mask.unsqueeze(1).unsqueeze(2).to(dtype=next(self.parameters()).dtype)
         extended = (1.0 - extended) * -10000.0
         embedded = self.embeddings(ids, types)
+        if self.head == "early":
+            embedded = embedded + self.relation.weight[0]
         everything = self.head == "all"
         layers = self.encoder(embedded, extended, everything, chunks, want)
         hidden = torch.stack(layers).mean(0) if everything else layers[-1]

@@ -9,6 +9,10 @@ import torch
 from split_models import CASES, GRAPHS, OWN, Stages, pass_through
 from torch import Tensor, nn
 
+from ds_vpipe.profiles.profiler import profile_layers
+from ds_vpipe.splitting.absent import SplitError
+from ds_vpipe.splitting.route_choice import split_in_process
+
 ALL = {**CASES, **OWN, **GRAPHS}
 PARTITIONS = {2: (2, 4), 3: (1, 3, 2), 4: (2, 1, 2, 1)}
 GRAPH_PARTITIONS = {"perceptron": {2: (2, 3), 3: (1, 3, 1)}, "convolutions": {2: (4, 2), 3: (1, 3, 2)}}
@@ -141,11 +145,60 @@ def test_evaluation_without_labels_and_other_shapes() -> None:
         assert torch.equal(split.models[-1].take_output().logits, model(**shorter).logits)
 
 
+def test_collected_hidden_states_are_counted_on_every_stage() -> None:
+    build, _, kwargs = CASES["BertForMaskedLM"]
+    model = build()
+    split = Stages(model, (1, 3, 2))
+    with torch.no_grad():
+        split.forward(**kwargs, output_hidden_states=True)
+        split.forward(**kwargs, output_hidden_states=True)
+        wanted = model(**kwargs, output_hidden_states=True).hidden_states
+    found = split.models[-1].take_output().hidden_states
+    assert len(found) == len(wanted)
+    assert torch.equal(found[-1], wanted[-1])
+    with pytest.raises(SplitError):
+        found[1].sum().item()
+
+
+def test_blocks_that_checkpoint_themselves() -> None:
+    build, args, kwargs = CASES["GPT2LMHeadModel"]
+    model: Any = build(dropout=0.3)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    check(model, Stages(model, (2, 4)), args, kwargs)
+
+
+def test_pieces_are_profiled_like_layers() -> None:
+    build, args, kwargs = CASES["BertForPreTraining"]
+    stage = split_in_process(build(), 2)
+    value = stage.pack(args, kwargs)
+    for piece in stage.pieces:
+        value = piece(value)
+    profile, _ = profile_layers(stage.pieces, stage.pack(args, kwargs), micro_batches=1, warm_up=0)
+    assert [layer.name for layer in profile.layers] == ["Piece"] * 6
+    sizes = [layer.parameter_bytes for layer in profile.layers]
+    assert sizes == [4 * size for size in stage.trained_sizes()]
+    assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in profile.layers)
+
+
 def test_shapes_of_exported_graphs_may_change() -> None:
     build, args, kwargs = GRAPHS["perceptron"]
     model = build()
     split = Stages(model, (1, 3, 1), example=(args, kwargs))
     check(model, split, (torch.randn(5, 12),), {"y": torch.tensor([0, 1, 2, 3, 4])})
+
+
+def test_random_numbers_of_inputs_are_drawn_once() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noisy = nn.functional.dropout(x, 0.5)
+            return (self.second(torch.relu(self.first(noisy))) + noisy).mean()
+
+    model, arguments = Noisy(), (torch.randn(3, 12),)
+    check(model, Stages(model, (2, 1), example=(arguments, {})), arguments, {})
 
 
 def test_running_statistics_are_those_of_the_whole_model() -> None:

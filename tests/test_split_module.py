@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +138,8 @@ def test_number_of_stages() -> None:
             stages_in(ds_config, "uniform")
 
 
-def test_a_pipeline_is_not_split_again() -> None:
+def test_models_that_split_model_does_not_take() -> None:
     with pytest.raises(VPipeConfigError, match="num_stages"):
-        split_model(copy.deepcopy(bert()))
+        split_model(bert())
+    with pytest.raises(VPipeConfigError, match=r"torch\.compile"):
+        split_model(torch.compile(bert()), 2)  # type: ignore[arg-type]

@@ -116,6 +116,10 @@ def test_a_head_that_is_switched_to_all_hidden_states_later() -> None:
     split = Stages(OldBert(), (2, 4))
     split.forward(list(BATCH))
     for stage in split.models:
+        stage.model.head = "early"
+    with refusal("split_models.py:", "needs", "relation.weight"):
+        split.forward(list(BATCH))
+    for stage in split.models:
         stage.model.head = "all"
     with refusal("split_models.py:", "needs"):  # no new form of a call, so it is the run itself that sees it
         split.forward(list(BATCH))

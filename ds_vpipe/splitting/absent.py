@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ds_vpipe.errors import VPipeConfigError
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_MOST_RESULTS = 4096
 _DERIVED = "what is computed from"
 _VALUE_FREE = {
     torch.ops.aten.zeros_like.default,
@@ -58,6 +59,22 @@ class Ledger:
         self.holder = "this stage"
         self.piece: int | None = None
         self.touched: dict[str, set[int]] = {}
+        self._results: dict[Any, Any] = {}
+
+    def bare_result(self, func: Any, args: Any, kwargs: dict[str, Any], in_place: bool) -> Any:
+        """What ``func`` gives on the meta device; the same is not computed twice.
+
+        Shapes repeat from micro-batch to micro-batch, and operations on the meta device take longer than a look-up.
+        """
+        if in_place:
+            return func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
+        key = (func, spec, *map(_outline, leaves))
+        if key not in self._results:
+            if len(self._results) == _MOST_RESULTS:
+                self._results.clear()
+            self._results[key] = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
+        return self._results[key]
 
     def note(self, func: Any, absent: list[Absent], written: bool, meets_present: bool) -> None:
         """See one operation.
@@ -154,7 +171,7 @@ class Absent(torch.Tensor):
             kwargs["device"] = torch.device("meta")
         kwargs.pop("pin_memory", None)
         try:
-            made = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
+            made = first.ledger.bare_result(func, args, kwargs, target is not None)
         except (RuntimeError, NotImplementedError) as error:
             if not _needs_values(func, error):
                 raise
@@ -177,6 +194,13 @@ def _bare(value: Any) -> Any:
     if isinstance(value, Absent):
         return value.bare
     return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _outline(value: Any) -> Any:
+    """What the result of an operation may depend on; numbers with their type, which decides that of the result."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    return type(value), value if value.__hash__ is not None else repr(value)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:

@@ -73,7 +73,8 @@ class CallForms:
         form = CallForm(spec, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
         form = self._known.setdefault(form.fingerprint, form)
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return (torch.empty(0, form.fingerprint, dtype=torch.uint8), *tensors), form
+        samples = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 1)
+        return (torch.empty(samples, 0, form.fingerprint, dtype=torch.uint8), *tensors), form
 
     def form_of(self, value: Packed) -> CallForm:
         """The form of a tuple that has arrived.
@@ -82,11 +83,11 @@ class CallForms:
             SplitError: this rank has made no such call.
         """
         mark = value[0] if isinstance(value, tuple) and value else None
-        if not isinstance(mark, torch.Tensor) or mark.dim() != 2 or mark.numel():
+        if not isinstance(mark, torch.Tensor) or mark.dim() != 3 or mark.numel():
             raise SplitError(
                 "pipeline input: got something that pack() has not made; allowed is its result; call it first"
             )
-        form = self._known.get(mark.shape[1])
+        form = self._known.get(mark.shape[2])
         if form is None:
             raise SplitError(
                 "forward: got a call from the first stage with other keywords, nesting or plain values than this "

@@ -34,7 +34,7 @@ def loss_of(output: Any, model: str) -> torch.Tensor:
         raise SplitError(
             f"{model}: forward returned {_describe(output)} without a loss, allowed is a scalar, alone, as .loss or "
             f'["loss"], or first of a tuple; pass the labels to the model, or wrap it in a module that computes the '
-            'loss'
+            "loss"
         )
     return loss
 

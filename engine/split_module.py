@@ -185,7 +185,8 @@ class SplitModule(VPipeModule):
             self._recursive_getattr(self.user_module, comm["weight_attr"][0]) for comm in self.tied_comms.values()
         ]
         if not any(weight.is_meta for weight in weights):  # else they get their values later
-            super()._synchronize_tied_weights()
+            with torch.no_grad():
+                super()._synchronize_tied_weights()
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
         """Tied weights of this stage with the groups that reduce their gradients."""

@@ -19,7 +19,7 @@ from ds_vpipe.errors import VPipeConfigError
 
 UPDATES = 5
 ADAMW = OPTIMIZERS["AdamW"][0]
-PARTITION = (2, 4)
+BF16 = {"extra": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}}
 
 
 def model(kind: str, tied: bool) -> nn.Module:
@@ -34,7 +34,7 @@ def call(kind: str, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (), {**kwargs, "input_ids": tokens(100 + index), "labels": tokens(200 + index)}
 
 
-def train(kind: str, tied: bool, partition: list[int], settings: dict[str, Any], folder: str | None, meta: bool) -> Any:
+def train(kind: str, tied: bool, partition: Any, settings: dict[str, Any], folder: str | None, meta: bool) -> Any:
     import ds_vpipe
 
     if meta:
@@ -43,12 +43,15 @@ def train(kind: str, tied: bool, partition: list[int], settings: dict[str, Any],
     else:
         whole = model(kind, tied)
     split = split_model(whole, 2, partition="uniform", example=call(kind, 0) if kind in GRAPHS else None)
-    ds_config = cases.config(1, ADAMW, {"partition": partition, **settings})
+    extra = settings.pop("extra", {})
+    ds_config = cases.config(1, ADAMW, {"partition": partition, **settings}, **extra)
     ds_config["train_micro_batch_size_per_gpu"] = 3
     engine = ds_vpipe.initialize(model=split, config=ds_config)[0]
     held = sum(p.numel() for p in engine.module.parameters()), any(p.is_meta for p in split.user_module.parameters())
     if folder is not None and meta:
         engine.load_checkpoint(folder)
+
+    split.pack(*call(kind, 0))  # a rank that reads no data has to know the form of the calls too
 
     def data() -> Iterator[Any]:
         index = 0
@@ -121,12 +124,31 @@ def test_synchronous_training_is_the_whole_models(
 
 
 @pytest.mark.mp
+def test_two_parts_on_every_stage(worlds: Worlds) -> None:
+    settings = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2, "extra": {}}
+    ranks = worlds.run(2, train, "bert", True, [1, 2, 1, 2], settings, None, False)
+    wanted, losses = whole_run("bert", True)
+    assert "bert.encoder.layer.2.output.dense.weight" in ranks[0]["parameters"]
+    assert difference(merged(ranks), {name: wanted[name] for name in merged(ranks)}) <= 1e-5
+    assert ranks[0]["losses"] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.mp
 def test_asynchronous_training_uses_the_versions_of_the_schedule(worlds: Worlds) -> None:
     ranks = worlds.run(2, train, "bert", False, [3, 3], {}, None, False)
     first_stage = dict.fromkeys(ranks[0]["parameters"], 1)
     wanted, losses = whole_run("bert", False, first_stage)
     assert difference(merged(ranks), {name: wanted[name] for name in merged(ranks)}) <= 1e-5
     assert ranks[1]["losses"] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.mp
+def test_bf16_with_zero_1(worlds: Worlds) -> None:
+    """Tied weights, asynchronously; what is absent has the type of what is there, or masks would not fit."""
+    ranks = worlds.run(2, train, "bert", True, "type:BertLayer", BF16, None, False)
+    assert {value.dtype for value in merged(ranks).values()} == {torch.bfloat16}
+    _, losses = whole_run("bert", True)
+    assert ranks[0]["losses"] == pytest.approx(losses, rel=0.1)
 
 
 def test_number_of_stages() -> None:

@@ -26,6 +26,7 @@ from ds_vpipe.config import StageSettings, VPipeConfig, block_of, refuse_unsuppo
 from ds_vpipe.engine.interleaving import InterleavedMixin, recompute_parts
 from ds_vpipe.engine.recompute import apply_recompute
 from ds_vpipe.engine.repartition import repartition, stage_counts
+from ds_vpipe.engine.split_module import SplitModule
 from ds_vpipe.engine.stage_grid import StageLocalGrid
 from ds_vpipe.errors import VPipeConfigError
 
@@ -81,6 +82,8 @@ def prepare(
         config, plan = _planned(config, ds_config, model)
     settings = config.resolve(model.num_stages, model._num_layers)
     parameters = _split(model, settings, optimizer, parameters)
+    if isinstance(model, SplitModule):
+        model.release()
     if config.sync_mode == "asp" and model.num_stages > 1:
         grid = StageLocalGrid(model.mpu())
         model.mpu = lambda: grid

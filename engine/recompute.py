@@ -11,12 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.utils import set_random_seed
 from torch.utils.checkpoint import checkpoint
+
+
+@runtime_checkable
+class RunsSeveral(Protocol):
+    """A module that runs consecutive layers of ``forward_funcs`` together at less cost than one by one."""
+
+    def run_several(self, start: int, stop: int, value: Any) -> Any:
+        """Run layers ``start`` to ``stop - 1``."""
 
 
 def recomputed_layers(ratio: float, num_layers: int) -> int:
@@ -61,6 +69,8 @@ def _alias_free(value: Any) -> Any:
 
 
 def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:
+    if isinstance(module, RunsSeveral) and start < stop:
+        return module.run_several(start, stop, value)
     numbers = layer_numbers(module)
     for position in range(start, stop):
         module.curr_layer = numbers[position]

@@ -8,7 +8,7 @@ model is the same before and after.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from deepspeed import comm as dist
@@ -18,6 +18,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from ds_vpipe.engine.interleaving import InterleavedMixin, interleave
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds, resolve_partition
+from ds_vpipe.splitting.piece import Piece
 
 
 class VPipeModule(PipelineModule):
@@ -30,6 +31,14 @@ class VPipeModule(PipelineModule):
     def _partition_layers(self, method: str | Sequence[int] = "uniform") -> None:
         self.parts = bounds(stage_counts(self, method))
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+
+
+@runtime_checkable
+class Resplittable(Protocol):
+    """A module that still has all its layers here and can be split anew without moving any."""
+
+    def split_anew(self, counts: Sequence[int], virtual_stages: int = 1) -> bool:
+        """Give every part the number of layers in ``counts``; False if it was so already."""
 
 
 def stage_counts(module: PipelineModule, method: str | Sequence[int], virtual_stages: int = 1) -> tuple[int, ...]:
@@ -48,6 +57,8 @@ def stage_counts(module: PipelineModule, method: str | Sequence[int], virtual_st
 def _type_name(spec: Any) -> str:
     if isinstance(spec, LayerSpec):
         return str(spec.typename.__name__)
+    if isinstance(spec, Piece):
+        return spec.kind
     return type(spec).__name__ if isinstance(spec, torch.nn.Module) else str(getattr(spec, "__name__", type(spec)))
 
 
@@ -65,6 +76,8 @@ def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: i
             "model: got a PipelineModule that an engine has split into virtual stages before; allowed is a new one; "
             "build the module again"
         )
+    if isinstance(module, Resplittable):
+        return module.split_anew(counts, virtual_stages)
     old, new = list(module.parts), bounds(counts)
     if old == new and virtual_stages == 1:
         return False

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,17 @@ class _Owned:
     ahead: deque[list[torch.Tensor]] = field(default_factory=deque)
 
 
+@runtime_checkable
+class TiesItself(Protocol):
+    """A module whose layers share parameters without being ``TiedLayerSpec``."""
+
+    def tied_layers(self) -> dict[str, list[int]]:
+        """Layers that use each tied parameter, by key; ``tied_comms`` has the parameter."""
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage of a layer."""
+
+
 def tied_parameters(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:
     """Of the layers that ``key`` ties, which this stage has, what is tied; their other parameters are not."""
     names: list[str] = []
@@ -69,6 +80,8 @@ def tied_parameters(module: PipelineModule, key: str) -> list[torch.nn.Parameter
 def tied_stages(module: PipelineModule) -> dict[str, tuple[int, ...]]:
     """Stages of every tied key that spans more than one, owner first; the same on all ranks."""
     stages: dict[str, set[int]] = {}
+    if isinstance(module, TiesItself):
+        stages = {key: {module.stage_owner(index) for index in layers} for key, layers in module.tied_layers().items()}
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
             stages.setdefault(spec.key, set()).add(module.stage_owner(index))

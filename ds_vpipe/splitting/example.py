@@ -1,0 +1,62 @@
+"""Examples of a call of a model's forward, to try out how it can be split."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+_SAMPLES, _LENGTH, _MOST = 2, 8, 8
+
+
+def as_call(batch: Any) -> Call:
+    """A batch as scripts hand it to a model: a dict by keywords, a tuple or list by position, anything else alone."""
+    if isinstance(batch, Mapping):
+        return (), {str(name): value for name, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def from_data(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> Call | None:
+    """A call with the first samples of a data set; None if it has no samples by index.
+
+    Args:
+        data: what ``initialize(training_data=...)`` was given.
+        collate: makes a batch of samples; by default as a data loader does.
+    """
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
+        return None
+    samples = [data[index % len(data)] for index in range(_SAMPLES)]
+    return as_call((collate or default_collate)(samples))
+
+
+def own_example(model: nn.Module) -> Call | None:
+    """A call with the model's ``dummy_inputs``, as Hugging Face's have them; None if there are none."""
+    inputs = getattr(model, "dummy_inputs", None)
+    return as_call(inputs) if isinstance(inputs, (Mapping, Sequence)) and len(inputs) else None
+
+
+def guesses(model: nn.Module) -> Iterator[Call]:
+    """Calls with token indices, int64 zeros [2, 8], for every argument that has to be given.
+
+    If that is one, it may also be a batch of several tensors.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+
+    def indices() -> torch.Tensor:
+        return torch.zeros(_SAMPLES, _LENGTH, dtype=torch.int64)
+
+    yield tuple(indices() for _ in required), {}
+    if len(required) == 1:
+        for count in range(2, _MOST + 1):
+            yield (tuple(indices() for _ in range(count)),), {}

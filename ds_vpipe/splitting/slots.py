@@ -1,0 +1,81 @@
+"""The places in a model where parameters are, each of which shows the parameter or an absent value in its stead.
+
+At rest an absent parameter is a plain attribute, so that ``parameters()`` and ``state_dict()`` know nothing of it.
+While the user's forward runs it is among the module's parameters, because code such as
+``next(self.parameters()).dtype`` is common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_vpipe.splitting.absent import Absent, Ledger
+
+
+class Slot:
+    """One name of one parameter in a model.
+
+    Attributes:
+        name: as in the model's ``state_dict()``.
+        module: that the parameter is registered in.
+        key: its name there.
+        parameter: None once it has been dropped.
+        absent: stands for it.
+    """
+
+    def __init__(self, name: str, module: nn.Module, key: str, parameter: nn.Parameter, absent: Absent) -> None:
+        self.name, self.module, self.key = name, module, key
+        self.parameter: nn.Parameter | None = parameter
+        self.tie = id(parameter)
+        self.size = parameter.numel()
+        self.trained = parameter.requires_grad
+        self.absent = absent
+
+    def show(self) -> None:
+        """Let the module have its parameter."""
+        self.module.__dict__.pop(self.key, None)
+        self.module._parameters[self.key] = self.parameter
+
+    def hide(self) -> None:
+        """Let the module have no parameter, but the attribute."""
+        self.module._parameters[self.key] = None
+        self.module.__dict__[self.key] = self.absent
+
+    def stand_in(self) -> None:
+        """Let the module have the absent value as a parameter."""
+        self.module.__dict__.pop(self.key, None)
+        self.module._parameters[self.key] = self.absent  # type: ignore[assignment]
+
+    def convert(self, function: Callable[[torch.Tensor], Any]) -> None:
+        """Change type and device of the absent value, as ``Module._apply`` does with parameters."""
+        old, changed = self.absent, function(self.absent)
+        if isinstance(changed, Absent):
+            self.absent = Absent(changed.bare, changed.device, changed.ledger, old.origin, old.slot)
+        if self.module.__dict__.get(self.key) is old:
+            self.module.__dict__[self.key] = self.absent
+
+
+def slots_of(model: nn.Module, ledger: Ledger) -> list[Slot]:
+    """All slots in the order of ``model.state_dict()``; a shared parameter has several.
+
+    Args:
+        model: with all its parameters.
+        ledger: of the absent values, which are where the parameters are, or on the CPU for those on the meta device.
+    """
+    found: list[Slot] = []
+    absent: dict[tuple[int, str], Absent] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name, where = f"{prefix}.{key}" if prefix else key, (id(module), key)
+            if where not in absent:
+                bare = torch.empty_like(parameter, device="meta", requires_grad=False)
+                device = torch.device("cpu") if parameter.is_meta else parameter.device
+                absent[where] = Absent(bare, device, ledger, f"parameter {name}", name)
+            found.append(Slot(name, module, key, parameter, absent[where]))
+    return found

@@ -1,0 +1,249 @@
+"""A user's model as one stage has it: some pieces with their parameters, and a forward that runs those.
+
+Between pieces go, in this order, the mark of the call's form, the tensors among the call's arguments and the
+activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ds_vpipe.splitting.absent import SplitError
+from ds_vpipe.splitting.call import CallForm, CallForms, Packed
+from ds_vpipe.splitting.forward_route import ForwardRoute
+from ds_vpipe.splitting.graph_route import GraphRoute
+from ds_vpipe.splitting.loss import find_loss, loss_of
+from ds_vpipe.splitting.materialisation import materialise
+from ds_vpipe.splitting.piece import Piece
+from ds_vpipe.splitting.slots import Slot
+
+
+class StageModel:
+    """Pieces of a model.
+
+    Args:
+        model: with all its parameters. It is changed: it keeps those of the stage.
+        route: runs its pieces.
+        slots: its parameters.
+
+    Attributes:
+        model: the user's.
+        pieces: all of them; those that are not kept have no parameters.
+        last_output: what the forward returned the last time without gradients, on the last stage.
+    """
+
+    def __init__(self, model: nn.Module, route: ForwardRoute | GraphRoute, slots: list[Slot]) -> None:
+        self.model, self._route, self._slots = model, route, slots
+        self._forms = CallForms()
+        self._tried: set[tuple[int, bool]] = set()
+        self._spare: dict[int, nn.Parameter] = {}
+        self._spare_buffers: dict[tuple[int, str], tuple[nn.Module, torch.Tensor]] = {}
+        self._kept: frozenset[int] = frozenset()
+        self._released = False
+        self._stage_of: Callable[[int], int] | None = None
+        self.last_output: Any = None
+        kinds = _kinds(model, route.piece_names)
+        self.pieces = [Piece(self, index, kind) for index, kind in enumerate(kinds)]
+        self.keep(range(len(self.pieces)))
+
+    # Which pieces
+
+    @property
+    def piece_names(self) -> list[str]:
+        """Names of the pieces."""
+        return list(self._route.piece_names)
+
+    @property
+    def num_pieces(self) -> int:
+        """How many pieces there are."""
+        return len(self.pieces)
+
+    def trained_sizes(self) -> list[int]:
+        """Numbers of elements of the trained parameters of each piece."""
+        sizes: list[dict[int, int]] = [{} for _ in self.pieces]
+        for slot in self._slots:
+            for piece in self._route.pieces_of[slot.name]:
+                if slot.trained:
+                    sizes[piece][slot.tie] = slot.size
+        return [sum(found.values()) for found in sizes]
+
+    def ties(self) -> dict[str, dict[int, str]]:
+        """Parameters that several pieces use, by their first name: for every piece, a name that it uses it by."""
+        uses: dict[int, dict[int, str]] = {}
+        first: dict[int, str] = {}
+        for slot in self._slots:
+            first.setdefault(slot.tie, slot.name)
+            for piece in self._route.pieces_of[slot.name]:
+                uses.setdefault(slot.tie, {}).setdefault(piece, slot.name)
+        return {first[tie]: dict(sorted(found.items())) for tie, found in uses.items() if len(found) > 1}
+
+    def keep(self, pieces: Iterable[int], stage_of: Callable[[int], int] | None = None) -> None:
+        """Have the parameters of these pieces only. Others are put aside until :meth:`release`.
+
+        Args:
+            pieces: to keep.
+            stage_of: the stage of every piece, for parameters that turn out to be used elsewhere.
+
+        Raises:
+            SplitError: the parameters of the others have been released.
+        """
+        if self._released:
+            raise SplitError("model: got another split after training has begun, allowed is one before; build it again")
+        self._kept, self._stage_of = frozenset(pieces), stage_of
+        for slot in self._slots:
+            parameter = self._spare.pop(id(slot), None)
+            slot.parameter = slot.parameter if parameter is None else parameter
+            if self._kept.isdisjoint(self._route.pieces_of[slot.name]):
+                assert slot.parameter is not None
+                self._spare[id(slot)] = slot.parameter
+                slot.parameter = None
+                slot.hide()
+            else:
+                slot.show()
+        self._refresh()
+
+    def release(self, device: torch.device | None = None) -> None:
+        """Drop the parameters of all pieces that are not kept, and give values to those on the meta device.
+
+        Args:
+            device: where to, by default the CPU.
+        """
+        self._released = True
+        self._spare.clear()
+        materialise(self.model, self._slots, device or torch.device("cpu"))
+        self._refresh()
+
+    def own_parameters(self, given: Iterable[Any]) -> list[Any]:
+        """Of parameters of the whole model, or of groups of them, what this stage has, in the same order.
+
+        A parameter that was on the meta device is replaced by the one that has its values.
+        """
+        here = {slot.tie: slot.parameter for slot in self._slots if slot.parameter is not None}
+        here |= {id(parameter): parameter for parameter in here.values()}
+        found: list[Any] = []
+        for item in given:
+            if isinstance(item, dict):
+                found.append({**item, "params": self.own_parameters(_members(item["params"]))})
+            elif id(item) in here:
+                found.append(here[id(item)])
+        return found
+
+    def name_here(self, tie: str) -> str | None:
+        """A name under which the stage has a tied parameter; None if it has not."""
+        names = self.ties()[tie]
+        return next((names[piece] for piece in sorted(self._kept) if piece in names), None)
+
+    def _refresh(self) -> None:
+        """Give the pieces what the model has now."""
+        members: list[set[tuple[int, str]]] = [set() for _ in self.pieces]
+        for slot in self._slots:
+            for piece in self._route.pieces_of[slot.name]:
+                members[piece].add((id(slot.module), slot.key))
+        for module in self.model.modules():
+            for key in module._buffers:
+                members[self._route.buffer_piece[id(module), key]].add((id(module), key))
+        for made, found in zip(self.pieces, members, strict=True):
+            made.hold(self.model if made.index in self._kept else None, frozenset(found))
+
+    # As a module
+
+    def apply(self, function: Callable[..., Any]) -> None:
+        """As ``Module._apply``, to everything that the stage has, and to the types and devices of what it has not.
+
+        Parameters on the meta device stay there until :meth:`release`.
+        """
+        self.model._apply(lambda tensor: tensor if tensor.is_meta else function(tensor))
+        for slot in self._slots:
+            if slot.parameter is not None:
+                slot.parameter = slot.module._parameters[slot.key]
+            slot.convert(function)
+        self._refresh()
+
+    def train(self, mode: bool = True) -> None:
+        """Set the model's mode."""
+        self.model.train(mode)
+
+    # Calls
+
+    def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Packed:
+        """A call of the user's forward as the input of the first piece: a flat tuple of tensors.
+
+        Every rank packs every call before it runs its part of it: the tuple of the first stage says only by a
+        fingerprint what else there is in the call.
+
+        Raises:
+            SplitError: the call cannot be run in pieces.
+        """
+        packed, form = self._forms.pack(args, kwargs)
+        tried = (form.fingerprint, self.model.training)
+        if isinstance(self._route, GraphRoute):
+            self._route.check(form, form.rebuild(packed[1:]))
+        elif tried not in self._tried:
+            self._try_out(self._route, form, packed)
+            self._tried.add(tried)
+        return packed
+
+    def _try_out(self, route: ForwardRoute, form: CallForm, packed: Packed) -> None:
+        device = next((slot.absent.device for slot in self._slots), torch.device("cpu"))
+        call = form.rebuild(tuple(tensor.to(device) for tensor in packed[1:] if tensor is not None))
+        touched = route.try_out(form, call)
+        for slot in self._slots:
+            known = route.pieces_of[slot.name]
+            new = touched.get(str(slot.absent.slot), set()) - set(known)
+            if not new:
+                continue
+            holders = {piece if self._stage_of is None else self._stage_of(piece) for piece in known}
+            for piece in new:
+                if (piece if self._stage_of is None else self._stage_of(piece)) not in holders:
+                    raise SplitError(
+                        f"{slot.name}: used by {self.piece_names[piece]} (piece {piece}), which the example of a call "
+                        f"did not show, allowed is {self.piece_names[known[0]]} (piece {known[0]}); give initialize() "
+                        f"training_data whose samples are like the batches"
+                    )
+            route.pieces_of[slot.name] = tuple(sorted({*known, *new}))
+
+    def run(self, value: Packed, start: int, stop: int) -> Any:
+        """Run pieces ``start`` to ``stop - 1``, which the stage keeps.
+
+        Args:
+            value: what :meth:`pack` returned for the first piece, and what piece ``start - 1`` returned for others.
+            start: first piece.
+            stop: behind the last piece.
+
+        Returns:
+            The input of piece ``stop``, or the loss, without dimensions. Without gradients a call without a loss gives
+            None.
+
+        Raises:
+            SplitError: the forward does something that cannot be run in pieces, or returns no loss.
+        """
+        form = self._forms.form_of(value)
+        behind = 1 + form.num_tensors
+        call, activations = form.rebuild(value[1:behind]), value[behind:]
+        holder = f"the stage with pieces {start} to {stop - 1}"
+        output = self._route.run(form, call, activations, start, stop, holder)  # type: ignore[arg-type]
+        if stop < len(self.pieces):
+            return (*value[:behind], *output)
+        if torch.is_grad_enabled():
+            return loss_of(output, type(self.model).__name__)
+        self.last_output = output
+        return find_loss(output)
+
+    def take_output(self) -> Any:
+        """What the forward returned the last time without gradients, whole; then forget it."""
+        output, self.last_output = self.last_output, None
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, output) if tree_leaves(output) else output
+
+
+def _members(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _kinds(model: nn.Module, names: list[str]) -> list[str]:
+    modules = dict(model.named_modules())
+    return [type(modules[name]).__name__ if name in modules else name for name in names]

@@ -1,0 +1,221 @@
+"""Models in pieces compute what they compute whole, and have the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from split_models import CASES, GRAPHS, OWN, Stages, pass_through
+from torch import Tensor, nn
+
+from ds_vpipe.profiles.profiler import profile_layers
+from ds_vpipe.splitting.absent import SplitError
+from ds_vpipe.splitting.route_choice import split_in_process
+
+ALL = {**CASES, **OWN, **GRAPHS}
+PARTITIONS = {2: (2, 4), 3: (1, 3, 2), 4: (2, 1, 2, 1)}
+GRAPH_PARTITIONS = {"perceptron": {2: (2, 3), 3: (1, 3, 1)}, "convolutions": {2: (4, 2), 3: (1, 3, 2)}}
+
+
+def check(model: nn.Module, stages: Stages, args: Any, kwargs: Any) -> None:
+    """Same loss, bit for bit; same gradients, those of tied weights up to the order of addition."""
+    torch.manual_seed(11)
+    wanted, gradients = pass_through(model, args, kwargs)
+    torch.manual_seed(11)
+    loss = stages.forward(*args, **kwargs)
+    assert torch.equal(loss, wanted)
+    stages.backward(loss)
+    found = stages.gradients()
+    assert found.keys() == gradients.keys()
+    tied = stages.models[0].ties()
+    for name, value in gradients.items():
+        if name in tied:
+            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)
+        else:
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("partition", PARTITIONS.values(), ids=str)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_hugging_face(name: str, partition: tuple[int, ...], attention: str) -> None:
+    build, args, kwargs = CASES[name]
+    model = build(attention=attention)
+    check(model, Stages(model, partition), args, kwargs)
+
+
+@pytest.mark.parametrize("partition", [*PARTITIONS.values(), (5, 1), (1, 5), (1, 1, 1, 1, 1, 1), (6,)], ids=str)
+@pytest.mark.parametrize("name", OWN)
+def test_models_of_ones_own(name: str, partition: tuple[int, ...]) -> None:
+    build, args, kwargs = OWN[name]
+    model = build()
+    check(model, Stages(model, partition), args, kwargs)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_exported_graphs(name: str, stages: int) -> None:
+    build, args, kwargs = GRAPHS[name]
+    model = build()
+    split = Stages(model, GRAPH_PARTITIONS[name][stages], example=(args, kwargs))
+    check(model, split, args, kwargs)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+@pytest.mark.parametrize("name", ["BertForPreTraining", "GPT2LMHeadModel", "perceptron"])
+def test_recomputation_with_dropout(name: str, ratio: float) -> None:
+    build, args, kwargs = ALL[name]
+    model = build(dropout=0.3)
+    partition = GRAPH_PARTITIONS[name][2] if name in GRAPHS else (3, 3)
+    check(model, Stages(model, partition, example=(args, kwargs), recompute_ratio=ratio), args, kwargs)
+
+
+@pytest.mark.parametrize("name", ["BertForPreTraining", "RobertaForMaskedLM", "GPT2LMHeadModel", "perceptron"])
+def test_dropout_draws_the_same_numbers(name: str) -> None:
+    build, args, kwargs = ALL[name]
+    model = build(dropout=0.3)
+    partition = GRAPH_PARTITIONS[name][3] if name in GRAPHS else (1, 3, 2)
+    check(model, Stages(model, partition, example=(args, kwargs)), args, kwargs)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_stages_states_are_the_models(name: str) -> None:
+    build, args, kwargs = ALL[name]
+    model = build()
+    partition = GRAPH_PARTITIONS[name][3] if name in GRAPHS else (1, 3, 2)
+    found, wanted = Stages(model, partition, example=(args, kwargs)).state(), model.state_dict()
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_stage_has_its_own_parameters_only(name: str) -> None:
+    build, args, kwargs = ALL[name]
+    model = build()
+    partition = GRAPH_PARTITIONS[name][3] if name in GRAPHS else (1, 3, 2)
+    split = Stages(model, partition, example=(args, kwargs))
+    tied = {alias for uses in split.models[0].ties().values() for alias in uses.values()}
+    seen: set[str] = set()
+    for stage in split.models:
+        names = {n for n, _ in stage.model.named_parameters()}
+        assert {id(p) for p in stage.model.parameters()} == {
+            id(p) for piece in stage.pieces for p in piece.parameters()
+        }
+        assert not (names & seen) - tied
+        seen |= names
+    everything = sum(p.numel() for p in model.parameters())
+    assert all(sum(p.numel() for p in stage.model.parameters()) < everything for stage in split.models)
+    assert {n for n, _ in model.named_parameters()} <= seen
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "old BERT", "perceptron"])
+def test_evaluation_gives_the_whole_output(name: str) -> None:
+    build, args, kwargs = ALL[name]
+    model = build().eval()
+    split = Stages(model, GRAPH_PARTITIONS[name][2] if name in GRAPHS else (2, 4), example=(args, kwargs))
+    for stage in split.models:
+        stage.train(False)
+    with torch.no_grad():
+        wanted = model(*args, **kwargs)
+        loss = split.forward(*args, **kwargs)
+    output = split.models[-1].take_output()
+    wanted_loss = wanted[0] if isinstance(wanted, tuple) else wanted["loss"]
+    assert torch.equal(loss, wanted_loss)
+    assert type(output) is type(wanted)
+    if name == "BertForMaskedLM":
+        assert torch.equal(output.logits, wanted.logits)
+    assert split.models[-1].take_output() is None
+
+
+def test_evaluation_without_labels_and_other_shapes() -> None:
+    build, _, kwargs = CASES["BertForMaskedLM"]
+    model = build()
+    split = Stages(model, (1, 3, 2))
+    check(model, split, (), kwargs)
+    shorter = {key: value[:2, :7].contiguous() for key, value in kwargs.items()}
+    model.zero_grad()
+    for stage in split.models:
+        stage.model.zero_grad()
+    check(model, split, (), shorter)
+    del shorter["labels"]
+    with torch.no_grad():
+        assert split.forward(**shorter) is None
+        assert torch.equal(split.models[-1].take_output().logits, model(**shorter).logits)
+
+
+def test_collected_hidden_states_are_counted_on_every_stage() -> None:
+    build, _, kwargs = CASES["BertForMaskedLM"]
+    model = build()
+    split = Stages(model, (1, 3, 2))
+    with torch.no_grad():
+        split.forward(**kwargs, output_hidden_states=True)
+        split.forward(**kwargs, output_hidden_states=True)
+        wanted = model(**kwargs, output_hidden_states=True).hidden_states
+    found = split.models[-1].take_output().hidden_states
+    assert len(found) == len(wanted)
+    assert torch.equal(found[-1], wanted[-1])
+    with pytest.raises(SplitError):
+        found[1].sum().item()
+
+
+def test_blocks_that_checkpoint_themselves() -> None:
+    build, args, kwargs = CASES["GPT2LMHeadModel"]
+    model: Any = build(dropout=0.3)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    check(model, Stages(model, (2, 4)), args, kwargs)
+
+
+def test_pieces_are_profiled_like_layers() -> None:
+    build, args, kwargs = CASES["BertForPreTraining"]
+    stage = split_in_process(build(), 2)
+    value = stage.pack(args, kwargs)
+    for piece in stage.pieces:
+        value = piece(value)
+    profile, _ = profile_layers(stage.pieces, stage.pack(args, kwargs), micro_batches=1, warm_up=0)
+    assert [layer.name for layer in profile.layers] == ["Piece"] * 6
+    sizes = [layer.parameter_bytes for layer in profile.layers]
+    assert sizes == [4 * size for size in stage.trained_sizes()]
+    assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in profile.layers)
+
+
+def test_shapes_of_exported_graphs_may_change() -> None:
+    build, args, kwargs = GRAPHS["perceptron"]
+    model = build()
+    split = Stages(model, (1, 3, 1), example=(args, kwargs))
+    check(model, split, (torch.randn(5, 12),), {"y": torch.tensor([0, 1, 2, 3, 4])})
+
+
+def test_random_numbers_of_inputs_are_drawn_once() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noisy = nn.functional.dropout(x, 0.5)
+            return (self.second(torch.relu(self.first(noisy))) + noisy).mean()
+
+    model, arguments = Noisy(), (torch.randn(3, 12),)
+    check(model, Stages(model, (1, 1, 1), example=(arguments, {})), arguments, {})
+
+
+def test_running_statistics_are_those_of_the_whole_model() -> None:
+    build, args, kwargs = GRAPHS["convolutions"]
+    model = build()
+    split = Stages(model, (1, 3, 2), example=(args, kwargs))
+    split.forward(*args)
+    model(*args)
+    for key, value in model.state_dict().items():
+        assert torch.equal(split.state()[key], value), key
+
+
+def test_half_precision_reaches_what_is_absent() -> None:
+    build, args, kwargs = OWN["old BERT"]
+    model = build().to(torch.bfloat16)
+    split = Stages(build(), (1, 3, 2))
+    for stage in split.models:
+        stage.apply(Tensor.bfloat16)
+    assert {p.dtype for stage in split.models for p in stage.model.parameters()} == {torch.bfloat16}
+    check(model, split, args, kwargs)

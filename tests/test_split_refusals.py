@@ -1,0 +1,260 @@
+"""What cannot be split, or cannot be run in pieces, is refused in one line that says what, where and what to do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from split_models import OWN, OldBert, Stages, bert, gpt2, padding, tokens
+from torch import Tensor, nn
+from transformers import BertModel
+
+from ds_vpipe.splitting.absent import SplitError
+from ds_vpipe.splitting.route_choice import split_in_process
+
+BATCH = (tokens(1), tokens(2, 2, low=0), padding(), tokens(3, 2, (3,), 0), tokens(4))
+
+
+def refusal(*words: str) -> Any:
+    class Refused:
+        def __enter__(self) -> None:
+            self.context = pytest.raises(SplitError)
+            self.caught = self.context.__enter__()
+
+        def __exit__(self, *error: Any) -> bool:
+            done = bool(self.context.__exit__(*error))
+            message = str(self.caught.value)
+            assert "\n" not in message
+            assert "allowed" in message
+            for word in words:
+                assert word in message, message
+            return done
+
+    return Refused()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Small(nn.Module):
+    """Blocks of one class, and a forward that can do all that a pipeline cannot."""
+
+    def __init__(self, way: str = "plain") -> None:
+        super().__init__()
+        self.words, self.head, self.way = nn.Embedding(83, 8), nn.Linear(8, 3), way
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.register_buffer("table", torch.zeros(2, 8))
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.words(tokens)
+        if self.way == "noise":
+            tokens = torch.where(torch.rand(tokens.shape) < 0.5, tokens, 0)
+        if self.way == "branch" and x.sum() > 0:
+            x = -x
+        if self.way == "write":
+            self.table[:1] = x[:1, 0]
+        first = x
+        for block in self.blocks:
+            if self.way == "drop" and torch.rand([]) < 0.1:
+                continue
+            x = block(x)
+        if self.way == "twice":
+            x = self.blocks[0](x)
+        if self.way == "skip":
+            x = x + first
+        if self.way == "reversed":
+            x = self.blocks[1](self.blocks[2](x))
+        logits = self.head(x.mean(1))
+        return logits if labels is None else nn.functional.cross_entropy(logits, labels)
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("noise", ("test_split_refusals.py:", "aten.rand", "random numbers")),
+        ("branch", ("test_split_refusals.py:", "looks at the value", "words.weight")),
+        ("write", ("test_split_refusals.py:", "writes", "words.weight")),
+        ("drop", ("test_split_refusals.py:", "random numbers")),
+        ("twice", ("test_split_refusals.py:", "blocks.0 again")),
+        ("skip", ("test_split_refusals.py:", "computed from parameter words.weight", "piece 0")),
+    ],
+)
+def test_forwards_that_do_not_run_in_pieces(way: str, words: tuple[str, ...]) -> None:
+    with refusal(*words):
+        split_in_process(Small(way), 2)
+
+
+def test_the_same_forward_without_those_ways_is_split() -> None:
+    Stages(Small(), (2, 3)).forward(tokens(1), tokens(2, 3, (3,), 0))
+
+
+def old_bert(head: str) -> OldBert:
+    model = OldBert()
+    model.head = head
+    return model
+
+
+def test_a_head_over_all_hidden_states() -> None:
+    with refusal("split_models.py:", "aten.stack", "what the piece before hands on"):
+        split_in_process(old_bert("all"), 2)
+
+
+def test_a_head_on_the_embeddings() -> None:
+    with refusal("split_models.py:", "aten.add", "embeddings.words.weight"):
+        split_in_process(old_bert("embedded"), 2)
+
+
+def test_a_head_that_is_switched_to_all_hidden_states_later() -> None:
+    split = Stages(OldBert(), (2, 4))
+    split.forward(list(BATCH))
+    for stage in split.models:
+        stage.model.head = "early"
+    with refusal("split_models.py:", "needs", "relation.weight"):
+        split.forward(list(BATCH))
+    for stage in split.models:
+        stage.model.head = "all"
+    with refusal("split_models.py:", "needs"):  # no new form of a call, so it is the run itself that sees it
+        split.forward(list(BATCH))
+
+
+def test_collected_hidden_states_are_not_silently_incomplete() -> None:
+    class Collecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert = bert(BertModel)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            states = self.bert(input_ids, output_hidden_states=True).hidden_states
+            return torch.stack([state.mean() for state in states[1:-1]]).sum()
+
+    with refusal("test_split_refusals.py:", "piece 1 has made"):
+        split_in_process(Collecting(), 2)
+    model = Collecting()  # with an example there is another way
+    split = Stages(
+        model, (6, split_in_process(copy.deepcopy(model), 2, ((tokens(1),), {})).num_pieces - 6), ((tokens(1),), {})
+    )
+    assert torch.equal(split.forward(tokens(1)), model(tokens(1)))
+
+
+def test_without_a_loss() -> None:
+    split = Stages(bert(BertModel), (2, 4))
+    with refusal("BertModel", "without a loss", "labels"):
+        split.forward(input_ids=tokens(1))
+    split = Stages(bert(), (2, 4))
+    with refusal("BertForPreTraining", "prediction_logits", "without a loss"):
+        split.forward(input_ids=tokens(1))
+
+
+def test_blocks_in_a_checkpointed_function() -> None:
+    split = Stages(OldBert(), (3, 3))
+    with refusal("encoder.layer.0", "checkpoint", "recompute_ratio"):
+        split.forward(list(BATCH), chunks=2)
+
+
+def test_too_many_stages() -> None:
+    with refusal("7 stages", "1 to 6", "encoder.layer"):
+        split_in_process(bert(), 7)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if hidden.sum() > 0:
+            hidden = -hidden
+        return self.second(hidden).mean()
+
+
+def test_no_blocks_and_no_example() -> None:
+    with refusal("Branching", "no list of two or more blocks", "training_data"):
+        split_in_process(Branching(), 2)
+
+
+def test_control_flow_on_data_without_blocks() -> None:
+    with refusal("Branching", "torch.export", "data-dependent", "test_split_refusals.py"):
+        split_in_process(Branching(), 2, ((torch.randn(3, 4),), {}))
+
+
+def test_arguments_that_do_not_travel() -> None:
+    with refusal("type object", "tensors, numbers"):
+        Stages(OldBert(), (2, 4)).forward(list(BATCH), chunks=object())
+
+
+def test_other_calls_on_other_ranks() -> None:
+    split = Stages(Small(), (2, 3))
+    arguments = tokens(1), tokens(2, 3, (3,), 0)
+    value = split.models[0].run(split.models[0].pack(arguments, {}), 0, 2)
+    split.models[1].pack(arguments[:1], {})
+    with refusal("from the first stage", "same call on every rank"):
+        split.models[1].run(value, 2, 5)
+    with refusal("pack()"):
+        split.models[0].run(arguments, 0, 2)
+
+
+def test_calls_of_exported_graphs_that_are_unlike_the_example() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return (self.second(torch.relu(self.first(x))) * scale).mean()
+
+    split = Stages(Plain(), (1, 1), example=((torch.randn(3, 4),), {}))
+    split.forward(torch.randn(2, 4))
+    with refusal("Plain", "other keywords"):
+        split.forward(torch.randn(3, 4), scale=2.0)
+    with refusal("exported graph does not allow"):
+        split.forward(torch.randn(3, 5))
+
+
+def test_a_parameter_whose_use_the_example_did_not_show() -> None:
+    class Late(Small):
+        def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+            logits = super().forward(tokens)
+            if labels is None:
+                return logits
+            return nn.functional.cross_entropy(logits + self.words.weight[:3, :3].sum(), labels)
+
+    split = Stages(Late(), (2, 3), example=((tokens(1),), {}))
+    with refusal("words.weight", "tail", "training_data"):
+        split.forward(tokens(1), tokens(2, 3, (3,), 0))
+    assert Stages(Late(), (2, 3), example=((tokens(1), tokens(2, 3, (3,), 0)), {})).models[0].ties()
+
+
+def test_a_second_split_after_release() -> None:
+    split = Stages(gpt2(), (2, 4))
+    with refusal("after training has begun"):
+        split.models[0].keep([0])
+
+
+def test_blocks_used_twice_are_exported_with_an_example() -> None:
+    model = Small("twice")
+    example = ((tokens(1), tokens(2, 3, (3,), 0)), {})
+    split = Stages(model, (2, split_in_process(Small("twice"), 2, example).num_pieces - 2), example)
+    assert "blocks.0.linear.weight" in split.models[0].ties()
+    assert torch.equal(split.forward(*example[0]), model(*example[0]))
+
+
+def test_what_others_wrote_is_untouched_by_a_refusal() -> None:
+    build, args, kwargs = OWN["old BERT"]
+    split = Stages(build(), (2, 4))
+    names = [[n for n, _ in stage.model.named_parameters()] for stage in split.models]
+    kinds = [[type(m) for m in stage.model.modules()] for stage in split.models]
+    for stage in split.models:
+        stage.model.head = "embedded"
+    with refusal("needs"):
+        split.forward(*args, **kwargs)
+    assert [[n for n, _ in stage.model.named_parameters()] for stage in split.models] == names
+    assert [[type(m) for m in stage.model.modules()] for stage in split.models] == kinds

@@ -1,0 +1,245 @@
+"""Parts of splitting: calls as tuples, absent tensors, chains, pieces, parameters, models on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from split_models import CASES, OWN, OldBert, Perceptron, Stages, Wrapped, bert, gpt2, padding, pass_through, tokens
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ds_vpipe.splitting.absent import Absent, Ledger, SplitError
+from ds_vpipe.splitting.call import CallForms
+from ds_vpipe.splitting.chain import chains
+from ds_vpipe.splitting.example import as_call, from_data, guesses
+from ds_vpipe.splitting.route_choice import split_in_process
+
+
+class Batch(UserDict[str, Any]):
+    """As tokenizers return them."""
+
+
+def test_a_call_survives_packing() -> None:
+    forms = CallForms()
+    one, two, three = torch.ones(2), torch.zeros(3, dtype=torch.int64), torch.tensor(True)
+    args, kwargs = ([one, (two, None)], 3), {"z": Batch(a=three), "flag": True, "name": "x"}
+    packed, form = forms.pack(args, kwargs)
+    assert len(packed) == 4
+    assert packed[0] is not None
+    assert packed[0].numel() == 0
+    found_args, found_kwargs = forms.form_of(packed).rebuild(packed[1:])
+    assert found_args[0][0] is one
+    assert found_args[0][1][0] is two
+    assert (found_args[0][1][1], found_args[1]) == (None, 3)
+    assert type(found_kwargs["z"]) is Batch
+    assert found_kwargs["z"]["a"] is three
+    assert (found_kwargs["flag"], found_kwargs["name"]) == (True, "x")
+    assert forms.pack(args, dict(reversed(kwargs.items())))[1] is form
+
+
+def test_calls_that_differ_have_other_fingerprints() -> None:
+    calls: list[Any] = [
+        ((torch.ones(2),), {}), ((torch.ones(2), None), {}), ((torch.ones(2), 1), {}), ((torch.ones(2), True), {}),
+        ((torch.ones(2), 1.0), {}), ((torch.ones(2), "1"), {}), ((), {"x": torch.ones(2)}), ((), {"y": torch.ones(2)}),
+        (([torch.ones(2)],), {}), (((torch.ones(2),),), {}),
+    ]  # fmt: skip
+    forms = CallForms()
+    assert len({forms.pack(*call)[1].fingerprint for call in calls}) == len(calls)
+    assert forms.pack((torch.zeros(5, 5),), {})[1] is forms.pack((torch.ones(2),), {})[1]
+
+
+def absent(*shape: int, dtype: torch.dtype = torch.float32) -> Absent:
+    return Absent(torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"), Ledger(), "parameter w", "w")
+
+
+def test_absent_tensors_have_all_but_values() -> None:
+    weight = absent(4, 6)
+    made = nn.functional.linear(torch.ones(2, 6), weight)
+    assert isinstance(made, Absent)
+    assert (made.shape, made.dtype, made.device.type, made.is_meta) == ((2, 4), torch.float32, "cpu", False)
+    assert weight.to(torch.bfloat16).dtype == torch.bfloat16
+    assert isinstance(torch.nn.functional.dropout(made, 0.5, True), Absent)
+    ones = torch.ones_like(made)
+    assert not isinstance(ones, Absent)
+    assert torch.equal(ones, torch.ones(2, 4))
+    assert isinstance(copy.deepcopy(weight), Absent)
+    assert "parameter w" in repr(weight)
+
+
+def test_absent_dropout_draws_nothing() -> None:
+    before = torch.get_rng_state()
+    nn.functional.dropout(absent(4, 6), 0.5, True)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_absent_tensors_refuse_to_become_values() -> None:
+    weight = absent(4, 6)
+    with pytest.raises(
+        SplitError, match=r"test_splitting\.py:\d+: .*looks at the value of what is computed from parameter w"
+    ):
+        weight.sum().item()
+    with pytest.raises(SplitError, match="looks at the value"):
+        weight.nonzero()
+    with pytest.raises(SplitError, match="writes"):
+        torch.zeros(4, 6).add_(weight)
+    weight.ledger.strict = True
+    assert isinstance(weight + weight, Absent)
+    with pytest.raises(SplitError, match="needs parameter w"):
+        torch.ones(6) + weight
+
+
+def test_the_largest_chain_is_the_first() -> None:
+    assert [chain.name for chain in chains(bert())] == ["bert.encoder.layer"]
+    assert chains(gpt2())[0].name == "transformer.h"
+    assert chains(Perceptron()) == []
+
+
+def test_examples() -> None:
+    data = TensorDataset(torch.arange(6).view(3, 2), torch.arange(3))
+    found = from_data(data)
+    assert found is not None
+    assert torch.equal(found[0][0], torch.tensor([[0, 1], [2, 3]]))
+    assert found[1] == {}
+    assert from_data(iter([1])) is None
+    assert as_call({"a": 1}) == ((), {"a": 1})
+    assert [len(args) for args, _ in guesses(Wrapped(False))] == [3]
+    assert [len(args[0]) for args, _ in guesses(OldBert())] == [2, 2, 3, 4, 5, 6, 7, 8]  # the first is a tensor
+
+
+def test_pieces_without_any_example_that_works() -> None:
+    class Picky(OldBert):
+        def forward(self, batch: Any) -> Any:  # type: ignore[override]
+            return super().forward(batch["data"])
+
+    model = Picky()
+    nn.init.normal_(model.bias)
+    batch = {"data": OWN["old BERT"][1][0]}
+    split = Stages(model, (3, 3))
+    assert split.models[0].ties().keys() == {"embeddings.words.weight", "bias"}  # it cannot know who uses the bias
+    loss, gradients = pass_through(model, (batch,), {})
+    found = split.forward(batch)
+    split.backward(found)
+    assert torch.equal(found, loss)
+    assert split.gradients().keys() == gradients.keys()
+    for name, value in gradients.items():
+        torch.testing.assert_close(split.gradients()[name], value)
+
+
+def test_own_parameters_keep_their_groups() -> None:
+    model = bert()
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for n, p in model.named_parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    stage = split_in_process(model, 2)
+    stage.keep(range(2, 6))
+    stage.release()
+    own = stage.own_parameters(groups)
+    assert [group["weight_decay"] for group in own] == [0.1, 0.0]
+    assert {id(p) for group in own for p in group["params"]} == {id(p) for p in model.parameters()}
+    assert [p.dim() > 1 for p in own[0]["params"]] == [True] * len(own[0]["params"])
+    assert len(stage.own_parameters(model.parameters())) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("build", [bert, gpt2, OldBert])
+def test_models_on_the_meta_device(build: Any) -> None:
+    with torch.device("meta"):
+        model = build()
+    split = Stages(model, (2, 4))
+    wanted = {name: value.shape for name, value in build().state_dict().items()}
+    state = split.state()
+    assert {name: value.shape for name, value in state.items()} == wanted
+    for stage in split.models:
+        assert not any(t.is_meta for t in (*stage.model.parameters(), *stage.model.buffers()))
+        assert sum(p.numel() for p in stage.model.parameters()) < sum(p.numel() for p in model.parameters())
+    whole = build()
+    whole.load_state_dict({n: v.clone() for n, v in state.items()})
+    tie = "embeddings.words.weight" if build is OldBert else next(iter(split.models[0].ties()))
+    for stage in split.models:  # as the stages do at their start
+        for name, parameter in stage.model.named_parameters():
+            if name in split.models[0].ties()[tie].values():
+                parameter.data.copy_(whole.get_parameter(tie))
+    args, kwargs = (OWN["old BERT"] if build is OldBert else CASES["GPT2LMHeadModel"])[1:]
+    if build is bert:
+        args, kwargs = CASES["BertForPreTraining"][1:]
+    loss = split.forward(*args, **kwargs)
+    assert torch.equal(loss, pass_through(whole, args, kwargs)[0])
+    spread = [v.std().item() for n, v in state.items() if v.dim() == 2 and v.is_floating_point()]
+    assert min(spread) > 0.001  # initialised, not zeros
+
+
+def test_a_module_that_cannot_initialise_itself() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.blocks = nn.Embedding(9, 8), nn.ModuleList([Scale() for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.words(x)
+            for block in self.blocks:
+                x = block(x)
+            return x.mean()
+
+    with torch.device("meta"):
+        model = Model()
+    stage = split_in_process(model, 2)
+    stage.keep([0])
+    stage.release()  # the embedding can
+    with torch.device("meta"):
+        stage = split_in_process(Model(), 2)
+    stage.keep([1, 2, 3])
+    with pytest.raises(SplitError, match=r"blocks\.0\.scale: .*Scale has no reset_parameters"):
+        stage.release()
+
+
+def test_a_run_leaves_the_model_as_it_was() -> None:
+    build, args, kwargs = OWN["head before"]
+    split = Stages(build(), (1, 3, 2))
+    before = [[(n, id(p)) for n, p in stage.model.named_parameters()] for stage in split.models]
+    hooks = [[len(m._forward_pre_hooks) for m in stage.model.modules()] for stage in split.models]
+    split.forward(*args, **kwargs)
+    assert before == [[(n, id(p)) for n, p in stage.model.named_parameters()] for stage in split.models]
+    assert hooks == [[len(m._forward_pre_hooks) for m in stage.model.modules()] for stage in split.models]
+
+
+def test_blocks_that_hand_a_mask_on() -> None:
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            hidden, mask = pair
+            return hidden + torch.tanh(self.linear(hidden)) * mask, mask
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.steps, self.last = (
+                nn.Embedding(83, 8),
+                nn.Sequential(*[Step() for _ in range(3)]),
+                nn.Linear(8, 1),
+            )
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            hidden, mask = self.steps((self.words(ids), mask.unsqueeze(-1).float()))
+            return (self.last(hidden) * mask).mean()
+
+    model = Model()
+    split = Stages(model, (1, 2, 2))
+    for seed in (1, 2):  # other values of the same shapes
+        arguments = tokens(seed), padding().roll(seed, 0)
+        assert torch.equal(split.forward(*arguments), model(*arguments))
+        split.backward(split.forward(*arguments))

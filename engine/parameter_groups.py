@@ -83,5 +83,5 @@ def _refuse_other_parameters(what: str, groups: Iterable[dict[str, Any]], owned:
     if trained and given and not _kept(given, owned) and any(parameter.is_meta for parameter in given):
         raise VPipeConfigError(
             f"{what}: got parameters on the meta device, which are others once they have values; allowed are those of "
-            f'a model with values; name the optimizer in the DeepSpeed JSON: "optimizer": {{"type": ..., "params": ...}}'
+            f"a model with values; name the optimizer in the DeepSpeed JSON"
         )

@@ -8,8 +8,8 @@ from typing import Any
 
 import cases
 import reference
-import toy
 import torch
+import toy
 from torch import nn
 
 

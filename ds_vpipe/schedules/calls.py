@@ -33,8 +33,10 @@ class Round:
     """What a stage does with one micro-batch that it is handed.
 
     Attributes:
-        forward: in ``engine(...)``: one forward pass, and the wait for the gradient that the next pass needs. It is
-            waited for here because the loss of its micro-batch comes with it.
+        forward: in ``engine(...)``: one forward pass, and the wait for the gradient that the next pass needs, if the
+            next rank has sent it in an earlier round. It is waited for here because the loss of its micro-batch comes
+            with it. What the next rank sends in the same round is not, so that ranks may wait for each other between
+            any two calls, such as in an ``all_reduce`` of the loss.
         backward: in ``backward()``: the backward passes that are due, none while the pipeline is being filled.
         step: in ``step()``: the update, if they have ended a batch.
     """
@@ -63,7 +65,7 @@ def next_round(pipeline: Pipeline, rank: int, progress: Progress, exchanges: Exc
             backward.append(action)
         else:
             step.append(action)
-    if backward and backward[0].kind is Kind.RECV_GRAD:
+    if _gradient_is_due(pipeline, rank) and not waits_for_loss(pipeline, rank, progress):
         forward.append(backward.pop(0))
     return Round(tuple(forward), tuple(backward), tuple(step))
 
@@ -99,20 +101,30 @@ def filled_from(pipeline: Pipeline, progress: Progress) -> int:
 def waits_for_loss(pipeline: Pipeline, rank: int, progress: Progress) -> bool:
     """Whether ``rank`` waits for the loss of the micro-batch that it is handed now, ``progress.forwarded``.
 
-    It does while the pipeline is being filled: no gradient arrives in those rounds, with which the loss of an
-    earlier micro-batch could come. The last rank has the loss itself.
+    It does while the pipeline is being filled: no gradient has arrived yet, with which the loss of an earlier
+    micro-batch could come. The last rank has the loss itself.
     """
     ahead = progress.forwarded - filled_from(pipeline, progress)
-    return rank != pipeline.num_stages - 1 and ahead < pipeline.depths[rank]
+    return rank != pipeline.num_stages - 1 and ahead < _loss_delay(pipeline, rank)
 
 
 def loss_known(pipeline: Pipeline, rank: int, progress: Progress) -> int:
     """The newest micro-batch whose loss ``rank`` knows at the end of the forward portion, without any other wait.
 
     ``progress`` is where it stood before. Beyond the losses that it has waited for, it knows those of micro-batches
-    whose gradients have arrived, the newest ``W`` behind the one that it is handed.
+    whose gradients have arrived.
     """
-    handed, depth = progress.forwarded, pipeline.depths[rank]
+    handed, delay = progress.forwarded, _loss_delay(pipeline, rank)
     if rank == pipeline.num_stages - 1 or waits_for_loss(pipeline, rank, progress):
         return handed
-    return max(filled_from(pipeline, progress) + depth - 1, handed - depth)
+    return max(filled_from(pipeline, progress) + delay - 1, handed - delay)
+
+
+def _loss_delay(pipeline: Pipeline, rank: int) -> int:
+    """How far behind the newest micro-batch is whose gradient arrives in the forward portion of a round."""
+    return pipeline.depths[rank] + (0 if _gradient_is_due(pipeline, rank) else 1)
+
+
+def _gradient_is_due(pipeline: Pipeline, rank: int) -> bool:
+    """Whether the next rank runs ``B(n - W)`` in an earlier round than ``n``, once the pipeline is full."""
+    return rank < pipeline.num_stages - 1 and pipeline.depths[rank] > pipeline.depths[rank + 1]

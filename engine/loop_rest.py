@@ -2,8 +2,10 @@
 
 Between two rounds the stages are at different micro-batches. A drain runs the backward passes that are left, so that
 every stage has finished what was handed in; every rank comes to it at the same line and knows how much that is. A
-batch that is not complete keeps the gradients of its micro-batches and no update is made of them. After it the
-pipeline is filled again, micro-batch by micro-batch, with the versions that follow from where it was empty.
+mark goes from the first stage to the last, in the place of an activation, and back at the end: ranks that have been
+handed different numbers of micro-batches meet it where they do not expect it. A batch that is not complete keeps the
+gradients of its micro-batches and no update is made of them. After a drain the pipeline is filled again, with the
+versions that follow from where it was empty.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class LoopRestMixin(LoopRoundMixin):
         state.doing = "DRAIN"
         handed = state.progress.forwarded
         if neighbours.activations_in is not None:
-            message = neighbours.activations_in.receive("the mark of a drain")
+            message = neighbours.activations_in.receive("the mark of a drain from the first stage on")
             if message.kind is not Message.END or message.micro_batch != handed:
                 before = f"{message.micro_batch} micro-batches" if message.kind is Message.END else "more"
                 raise PipelineProtocolError(
@@ -99,6 +101,10 @@ class LoopRestMixin(LoopRoundMixin):
         if neighbours.activations_out is not None:
             neighbours.activations_out.send(Message.END, handed, torch.tensor([handed, handed, 0, 0]))
         self._carry_out_all(drain_actions(self.pipeline, self.stage_id, state.progress, self._exchanges))
+        if neighbours.gradients_in is not None:
+            neighbours.gradients_in.receive("the mark of a drain from the last stage on")
+        if neighbours.gradients_out is not None:
+            neighbours.gradients_out.send(Message.END, handed, None)
         state.progress = Progress(handed, handed, None, refill=handed)
         if self.ties is not None:
             self.ties.catch_up(handed // self.micro_batches)

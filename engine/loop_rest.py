@@ -11,6 +11,7 @@ versions that follow from where it was empty.
 from __future__ import annotations
 
 import atexit
+import gc
 import sys
 from typing import Any
 
@@ -151,6 +152,7 @@ class LoopRestMixin(LoopRoundMixin):
                 "ds_vpipe: the process group was destroyed with micro-batches in flight, which are not trained on all "
                 "stages; call engine.destroy() before"
             )
+            gc.freeze()  # collected while the interpreter goes down, graphs in flight would end it with torch's abort
             return
         failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if failed is not None:

@@ -73,7 +73,8 @@ def initialize(
 def _prepare_whole(given: dict[str, Any], model: Any, ds_config: dict[str, Any], block: dict[str, Any]) -> Prepared:
     """Split a plain module. What ``given`` names of its parameters is cut down once the engine is there."""
     given["model_parameters"] = listed(given.get("model_parameters"))
-    given["model"] = model if isinstance(model, PipelineModule) else split(model, ds_config, block)
+    if not isinstance(model, PipelineModule):
+        given["model"] = split(model, ds_config, block, given.get("training_data"), given.get("collate_fn"))
     return prepare(given["model"], ds_config, block, None, None)
 
 

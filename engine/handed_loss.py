@@ -1,19 +1,48 @@
 """The tensor that a training script gets as its loss.
 
-It is an ordinary tensor without dimensions, with a graph, so that a script may compute with it. On the last stage the
-graph is the model's: what the script hands to ``engine.backward()`` is what is differentiated. On the others it ends
-at the number, which came from the last stage. Everywhere the graph is behind a gate that is open in
-``engine.backward()`` only: a backward pass is the pipeline's, with the weights that its forward pass used.
+It is a tensor without dimensions, with a graph, so that a script may compute with it. On the last stage the graph is
+the model's: what the script hands to ``engine.backward()`` is what is differentiated. On the others it ends at the
+number, which came from the last stage. Everywhere the graph is behind a gate that is open in ``engine.backward()``
+only: a backward pass is the pipeline's, with the weights that its forward pass used.
+
+Scripts whose module returns its loss among other things take it out as ``outputs.loss``, ``outputs["loss"]`` or
+``outputs[0]``. No stage but the last has the other things, and which they are; so the tensor is its own ``loss``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ds_vpipe.errors import CallOrderError
+
+_ALONE = "a pipeline gives the loss alone; what else forward() returns is on the last stage, in evaluation"
+    "the engine of a pipeline returns the loss alone; what else forward() returns is on the last stage, in evaluation"
+)
+
+
+class LossTensor(torch.Tensor):
+    """A loss that can be taken out of itself as of a tuple, a dict or an object with ``loss``."""
+
+    @property
+    def loss(self) -> LossTensor:
+        """Itself."""
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        if self.dim() == 0 and isinstance(key, (int, str)):
+            if key in (0, "loss"):
+                return self
+            raise (KeyError if isinstance(key, str) else IndexError)(f"outputs[{key!r}]: {_ALONE}")
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self,)) if self.dim() == 0 else super().__iter__()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"outputs.{name}: {_ALONE}")
 
 
 class _Gate(torch.autograd.Function):
@@ -39,11 +68,11 @@ class HandedLoss:
     def __init__(self) -> None:
         self.open = self.used = False
 
-    def gated(self, loss: torch.Tensor) -> torch.Tensor:
+    def gated(self, loss: torch.Tensor) -> LossTensor:
         """The loss as the script gets it; ``loss`` is the model's, or a number from elsewhere."""
         source = loss if loss.requires_grad else loss.detach().clone().requires_grad_()
         with torch.enable_grad():
-            handed: torch.Tensor = _Gate.apply(source, self._enter)
+            handed: LossTensor = _Gate.apply(source, self._enter).as_subclass(LossTensor)
         return handed
 
     def _enter(self) -> None:

@@ -26,8 +26,9 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
     """DeepSpeed's engine of a plain module, as a pipeline.
 
     Built by :func:`ds_vpipe.initialize` from a module that is no ``PipelineModule``. The pipeline module has
-    ``pack(args, kwargs)``, which gives the first stage's input, and a loss as its last layer's output. Where it has
-    ``answer(loss)`` too, that makes of a loss what the module's ``forward`` would have returned.
+    ``pack(args, kwargs)``, which gives the first stage's input, and a loss as its last layer's output. It may have
+    ``own_parameters(given)``, which gives of the whole model's parameters the stage's own, and ``take_output()``, which
+    gives on the last stage everything that the module's ``forward`` has returned in an evaluation.
 
     Attributes:
         micro_steps, global_steps, global_samples: as the script counts, alike on all ranks at the same line. The
@@ -55,7 +56,8 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
 
         Returns:
             The loss: on the last stage of this micro-batch, on others of the newest one whose loss is known without
-            a wait; while the pipeline is being filled they wait for this one's.
+            a wait; while the pipeline is being filled they wait for this one's. In an evaluation this one's on all
+            stages, and on the last everything that the module returns.
 
         Raises:
             CallOrderError: ``backward()`` or ``step()`` is due.
@@ -64,7 +66,7 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
         self._refuse_after_failure("engine(...)")
         self._refuse_half_loaded("engine(...)")
         if not (self.module.training and torch.is_grad_enabled()):
-            return self._answer(self._evaluate(args, kwargs))
+            return self._evaluate(args, kwargs)
         self._order.expect("engine(...)")
         self._look_for_samplers()
         with self._aborting():
@@ -72,7 +74,7 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
             self._await_end()
             loss = self._run_forward(self._begin_round(packed))
         self._order.done("engine(...)")
-        return self._answer(loss)
+        return loss
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run the backward passes that are due on this stage; ``step()`` comes next.
@@ -141,10 +143,6 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
             CallOrderError: always.
         """
         raise CallOrderError("eval_batch(): the model was no PipelineModule; call engine(...) in eval() mode")
-
-    def _answer(self, loss: torch.Tensor | None) -> Any:
-        answer = getattr(self.module, "answer", None)
-        return loss if answer is None else answer(loss)
 
     def _look_for_samplers(self) -> None:
         if self._looked_for_samplers:

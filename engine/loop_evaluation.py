@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.engine.handed_loss import LossTensor
 from ds_vpipe.engine.loop_rest import LoopRestMixin
 from ds_vpipe.engine.results import random_states_kept
 
@@ -22,7 +23,7 @@ class LoopEvaluationMixin(LoopRestMixin):
         are put back afterwards.
 
         Returns:
-            The loss of the micro-batch on every rank; None on ranks of a module that returned none.
+            The loss of the micro-batch; on the last stage what the module returned, if that is more.
         """
         self.drain("evaluation")
         self.state.doing = "evaluation"
@@ -40,4 +41,8 @@ class LoopEvaluationMixin(LoopRestMixin):
             finally:
                 self.module.micro_offset, self.data_iterator = micro_offset, iterator
                 self.fwd_outputs = []
-        return loss
+        take_output = getattr(self.module, "take_output", None)
+        whole = take_output() if take_output is not None and self.is_last_stage() else None
+        if whole is not None and not isinstance(whole, torch.Tensor):
+            return whole
+        return loss.as_subclass(LossTensor) if isinstance(loss, torch.Tensor) else loss

@@ -9,7 +9,7 @@ import torch
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.engine import VPipeEngine
-from ds_vpipe.engine.parameter_groups import follow, restricted
+from ds_vpipe.engine.parameter_groups import by_identity, follow, restricted
 
 
 class LoopOptimizerMixin(VPipeEngine):
@@ -18,10 +18,11 @@ class LoopOptimizerMixin(VPipeEngine):
     _inside: bool
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        own = getattr(self.module, "own_parameters", None) or by_identity(self.module.parameters())
         if isinstance(client_optimizer, torch.optim.Optimizer):
-            follow(client_optimizer, self.module.parameters(), self._placeholder)
+            follow(client_optimizer, own, self._placeholder)
         else:
-            model_parameters = restricted(model_parameters, self.module.parameters(), self._placeholder)
+            model_parameters = restricted(model_parameters, own, self._placeholder)
         super()._configure_optimizer(client_optimizer, model_parameters)
         for optimizer in {id(o): o for o in (self.optimizer, self.basic_optimizer)}.values():
             optimizer.zero_grad = self._if_inside(optimizer.zero_grad)

@@ -70,7 +70,7 @@ class LoopRoundMixin(VPipeEngine):
 
     def _run_forward(self, micro_batch: int) -> torch.Tensor:
         """The forward portion of the round, and the loss that the script gets."""
-        self._carry_out_all(self._round.forward)
+        self._carry_out_actions(self._round.forward)
         if self.is_last_stage():
             loss = self.state.flights[micro_batch].loss
             assert loss is not None
@@ -84,26 +84,30 @@ class LoopRoundMixin(VPipeEngine):
         """The backward portion of the round; ``loss`` is what the script makes of the loss."""
         if self.is_last_stage():
             self.state.flights[self.state.progress.forwarded - 1].loss = loss
-        self._carry_out_all(self._round.backward)
+        self._carry_out_actions(self._round.backward)
 
     def _run_step(self) -> None:
         """The update of the stage that is due in the round, if there is one, and the script's counts."""
-        self._carry_out_all(self._round.step)
+        self._carry_out_actions(self._round.step)
         if self.is_gradient_accumulation_boundary():
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
         self._in_batch = (self._in_batch + 1) % self.micro_batches
         self.micro_steps += 1
 
-    def _carry_out_all(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            instruction = instr.INSTRUCTIONS[action.kind](action, self.stage_id)
-            self.state.doing = instruction
-            with self._inside_instruction():
-                if action.kind is Kind.STEP:
-                    self._carry_out_update(instruction)
-                else:
-                    self._carry_out(instruction)
+    def _carry_out_actions(self, actions: Iterable[Action]) -> None:
+        """Carry out a portion; afterwards the parameters are the newest, as the script expects them."""
+        try:
+            for action in actions:
+                instruction = instr.INSTRUCTIONS[action.kind](action, self.stage_id)
+                self.state.doing = instruction
+                with self._inside_instruction():
+                    if action.kind is Kind.STEP:
+                        self._carry_out_update(instruction)
+                    else:
+                        self._carry_out(instruction)
+        finally:
+            self.stashing_optimizer.load_new_params()
 
     def _carry_out_update(self, instruction: instr.StageInstruction) -> None:
         """An update and what is told of it, under the stage's own counts."""

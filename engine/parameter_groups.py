@@ -14,47 +14,34 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.errors import VPipeConfigError
+Own = Callable[[Iterable[Any]], list[Any]]
+"""Of parameters of the whole model those that the stage has, in the same order."""
 
-Parameters = Sequence[torch.nn.Parameter]
+Placeholder = Callable[[], torch.nn.Parameter]
 
 
-def follow(
-    optimizer: torch.optim.Optimizer,
-    stage_parameters: Iterable[torch.nn.Parameter],
-    placeholder: Callable[[], torch.nn.Parameter],
-) -> None:
-    """Leave in ``optimizer`` only what is in ``stage_parameters``; what it has kept for others is forgotten.
+def by_identity(stage_parameters: Iterable[torch.nn.Parameter]) -> Own:
+    """The stage's own are those among ``stage_parameters``."""
+    owned = {id(parameter) for parameter in stage_parameters}
+    return lambda parameters: [parameter for parameter in parameters if id(parameter) in owned]
 
-    Raises:
-        VPipeConfigError: the stage trains parameters, and none of them is there.
-    """
-    owned = _owned(stage_parameters)
-    _refuse_other_parameters("optimizer", optimizer.param_groups, owned)
+
+def follow(optimizer: torch.optim.Optimizer, own: Own, placeholder: Placeholder) -> None:
+    """Leave in ``optimizer`` only the stage's own; what it has kept for others is forgotten."""
     for group in optimizer.param_groups:
+        kept = own(group["params"])
+        there = {id(parameter) for parameter in kept}
         for parameter in group["params"]:
-            if id(parameter) not in owned:
+            if id(parameter) not in there:
                 optimizer.state.pop(parameter, None)
-        group["params"] = _kept(group["params"], owned) or [placeholder()]
+        group["params"] = kept or [placeholder()]
 
 
-def restricted(
-    model_parameters: Sequence[Any],
-    stage_parameters: Iterable[torch.nn.Parameter],
-    placeholder: Callable[[], torch.nn.Parameter],
-) -> list[Any]:
-    """``model_parameters``, a list of parameters or of groups of them, with what is in ``stage_parameters`` only.
-
-    Raises:
-        VPipeConfigError: the stage trains parameters, and none of them is there.
-    """
-    owned = _owned(stage_parameters)
+def restricted(model_parameters: Sequence[Any], own: Own, placeholder: Placeholder) -> list[Any]:
+    """``model_parameters``, a list of parameters or of groups of them, with the stage's own only."""
     if not any(isinstance(item, dict) for item in model_parameters):
-        _refuse_other_parameters("model_parameters", [{"params": model_parameters}], owned)
-        return _kept(model_parameters, owned) or [placeholder()]
-    groups = [{**group, "params": list(group["params"])} for group in model_parameters]
-    _refuse_other_parameters("model_parameters", groups, owned)
-    return [{**group, "params": _kept(group["params"], owned) or [placeholder()]} for group in groups]
+        return own(model_parameters) or [placeholder()]
+    return [{**group, "params": own(group["params"]) or [placeholder()]} for group in model_parameters]
 
 
 def listed(model_parameters: Any) -> list[Any] | None:
@@ -67,21 +54,3 @@ def listed(model_parameters: Any) -> list[Any] | None:
 
 def _list(parameters: Any) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-
-def _owned(parameters: Iterable[torch.nn.Parameter]) -> dict[int, torch.nn.Parameter]:
-    return {id(parameter): parameter for parameter in parameters}
-
-
-def _kept(parameters: Iterable[torch.nn.Parameter], owned: dict[int, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in parameters if id(parameter) in owned]
-
-
-def _refuse_other_parameters(what: str, groups: Iterable[dict[str, Any]], owned: dict[int, torch.nn.Parameter]) -> None:
-    trained = any(parameter.requires_grad for parameter in owned.values())
-    given = [parameter for group in groups for parameter in group["params"]]
-    if trained and given and not _kept(given, owned) and any(parameter.is_meta for parameter in given):
-        raise VPipeConfigError(
-            f"{what}: got parameters on the meta device, which are others once they have values; allowed are those of "
-            f"a model with values; name the optimizer in the DeepSpeed JSON"
-        )

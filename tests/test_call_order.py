@@ -75,6 +75,27 @@ def test_loss_is_an_ordinary_tensor() -> None:
     assert weight.grad is None
 
 
+def test_loss_is_taken_out_of_itself() -> None:
+    weight = torch.tensor(3.0, requires_grad=True)
+    handed = HandedLoss()
+    outputs = handed.gated(weight * 2)
+    first, *others = outputs
+    assert not others
+    for loss in (outputs.loss, outputs["loss"], outputs[0], first):
+        check_loss(loss)
+        assert loss.item() == 6
+    for wrong, kind in (
+        (lambda: outputs.logits, AttributeError),
+        (lambda: outputs[1], IndexError),
+        (lambda: outputs["logits"], KeyError),
+    ):
+        with pytest.raises(kind, match=r"gives the loss alone; .* is on the last stage, in evaluation"):
+            wrong()
+    handed.open = True
+    outputs.loss.backward()
+    assert weight.grad == 2
+
+
 def test_gate_lets_the_pipelines_backward_pass_through() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
     handed = HandedLoss()

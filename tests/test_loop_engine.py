@@ -406,7 +406,11 @@ def plain_module(ds_config: dict[str, Any], count: int) -> dict[str, Any]:
 
     import ds_vpipe
 
-    sys.modules["ds_vpipe.engine.split_module"] = SimpleNamespace(split_model=loops.split_by_hand)  # type: ignore[assignment]
+    def split_model(model: loops.Whole, stages: int, **_: Any) -> Any:
+        return loops.split_by_hand(model, stages)
+
+    by_hand = SimpleNamespace(split_model=split_model, stages_in=lambda *_: 2)
+    sys.modules["ds_vpipe.engine.split_module"] = by_hand  # type: ignore[assignment]
     try:
         whole = loops.Whole()
         data = [toy.micro_batch(number // 2) for number in range(2 * count)]

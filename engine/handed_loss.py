@@ -19,12 +19,15 @@ import torch
 from ds_vpipe.errors import CallOrderError
 
 _ALONE = "a pipeline gives the loss alone; what else forward() returns is on the last stage, in evaluation"
-    "the engine of a pipeline returns the loss alone; what else forward() returns is on the last stage, in evaluation"
-)
 
 
 class LossTensor(torch.Tensor):
     """A loss that can be taken out of itself as of a tuple, a dict or an object with ``loss``."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed from it is an ordinary tensor
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.detach(), format_spec)
 
     @property
     def loss(self) -> LossTensor:
@@ -39,7 +42,7 @@ class LossTensor(torch.Tensor):
         return super().__getitem__(key)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter((self,)) if self.dim() == 0 else super().__iter__()
+        return iter((self,))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"outputs.{name}: {_ALONE}")

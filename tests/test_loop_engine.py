@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -100,16 +102,22 @@ def resume(folder: str, ds_config: dict[str, Any], at: int) -> dict[str, Any]:
     engine = loops.engine(ds_config, 3, dropout=0.2)
     path, client_state = engine.load_checkpoint(folder)
     counts = engine.global_steps, engine.global_samples, engine.consumed_micro_batches
-    losses = loops.rounds(engine, engine.consumed_micro_batches, at + 8 - engine.consumed_micro_batches)
-    engine.drain()
-    resumed = loops.parameters(engine), engine.get_lr(), engine.global_steps
+
+    def go_on() -> tuple[dict[str, torch.Tensor], list[float], int]:
+        loops.rounds(engine, engine.consumed_micro_batches, at + 8 - engine.consumed_micro_batches)
+        engine.drain()
+        return loops.parameters(engine), engine.get_lr(), engine.global_steps
+
+    resumed = go_on()
+    loops.rounds(engine, at + 8, 1)  # a batch that is forgotten
+    engine.load_checkpoint(folder)
+    resumed_again = go_on()
     return {
         "folder": Path(path).parent.name,
         "epoch": client_state["epoch"],
         "counts": counts,
         "went_on": went_on,
-        "resumed": resumed,
-        "losses": losses,
+        "resumed": [resumed, resumed_again],
     }
 
 
@@ -120,16 +128,19 @@ def test_resumed_training_is_the_same(worlds: Worlds, tmp_path: Path) -> None:
     for report in worlds.run(3, resume, str(tmp_path), cases.config(2, ADAMW, BLOCK, **SCHEDULE), 6):
         assert (report["folder"], report["epoch"]) == ("global_step3", 3)
         assert report["counts"] == (3, 3 * 2 * toy.MICRO_BATCH, 6)
-        (parameters, *others), (wanted, *other_wanted) = report["resumed"], report["went_on"]
-        assert difference(parameters, wanted) == 0
-        assert others == other_wanted
+        wanted, *others_wanted = report["went_on"]
+        for parameters, *others in report["resumed"]:
+            assert difference(parameters, wanted) == 0
+            assert others == others_wanted
 
 
 def test_checkpoint_in_the_middle_of_a_batch(worlds: Worlds, tmp_path: Path) -> None:
     """It holds complete batches; going on keeps the batch's gradients, resuming begins it again."""
     for report in worlds.run(3, resume, str(tmp_path), cases.config(4, ADAMW, BLOCK), 6):
         assert report["counts"] == (1, 4 * toy.MICRO_BATCH, 4)
-        assert report["went_on"][2] == report["resumed"][2] == 3
+        first, again = report["resumed"]
+        assert report["went_on"][2] == first[2] == again[2] == 3
+        assert difference(first[0], again[0]) == 0
 
 
 def count(ds_config: dict[str, Any]) -> list[Any]:
@@ -169,6 +180,24 @@ def test_counts_are_the_scripts_on_all_ranks(worlds: Worlds) -> None:
         wanted += [before, before, before, after]
     for seen in worlds.run(3, count, cases.config(micro_batches, SGD, BLOCK)):
         assert seen == wanted
+
+
+def monitored(ds_config: dict[str, Any]) -> list[Any]:
+    engine = loops.engine(ds_config, 3)
+    events: list[Any] = []
+    if engine.is_first_stage():
+        engine.monitor = SimpleNamespace(enabled=True, write_events=events.extend)
+    loops.rounds(engine, 0, 7)
+    return [(samples, value) for name, value, samples in events if name == "Train/Samples/train_loss"]
+
+
+def test_monitors_are_told_of_the_stages_own_updates(worlds: Worlds) -> None:
+    """Stage 0 has run its backward passes of micro-batches 0 to 4 by then."""
+    wanted = replayed(3, 2, "SGD", counts=(4, 3, 3)).losses
+    events, *others = worlds.run(3, monitored, cases.config(2, SGD, BLOCK))
+    assert [samples for samples, _ in events] == [2 * toy.MICRO_BATCH, 4 * toy.MICRO_BATCH]
+    assert [value for _, value in events] == pytest.approx(wanted[:2], rel=1e-6)
+    assert others == [[], []]
 
 
 def misuse(ds_config: dict[str, Any]) -> dict[str, Any]:
@@ -401,9 +430,6 @@ def test_optimizer_object_with_zero_1_and_replicas(worlds: Worlds) -> None:
 
 def plain_module(ds_config: dict[str, Any], count: int) -> dict[str, Any]:
     """As scripts do it: the module, an iterator over its parameters, and DeepSpeed's loader for the data."""
-    import sys
-    from types import SimpleNamespace
-
     import ds_vpipe
 
     def split_model(model: loops.Whole, stages: int, **_: Any) -> Any:

@@ -24,7 +24,8 @@ _ALONE = "a pipeline gives the loss alone; what else forward() returns is on the
 class LossTensor(torch.Tensor):
     """A loss that can be taken out of itself as of a tuple, a dict or an object with ``loss``."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed from it is an ordinary tensor
+    # What is computed from it is an ordinary tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __format__(self, format_spec: str) -> str:
         return format(self.detach(), format_spec)

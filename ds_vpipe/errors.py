@@ -22,3 +22,7 @@ class PipelinePeerError(VPipeError):
 
 class PipelineProtocolError(VPipeError):
     """Stages disagree about what comes next; a defect in ds_vpipe or different code on different ranks."""
+
+
+class CallOrderError(VPipeError, AssertionError):
+    """A script's ``engine(...)``, ``backward()`` and ``step()`` do not follow each other as DeepSpeed demands."""

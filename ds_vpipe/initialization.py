@@ -10,13 +10,17 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from ds_vpipe.build_lock import limited_builds
 from ds_vpipe.config import block_of
 from ds_vpipe.engine.engine import VPipeEngine
+from ds_vpipe.engine.loop_engine import VPipeLoopEngine
 from ds_vpipe.engine.lr_schedule import LRSchedule
-from ds_vpipe.engine.preparation import prepare
+from ds_vpipe.engine.parameter_groups import listed
+from ds_vpipe.engine.preparation import Prepared, prepare
+from ds_vpipe.engine.whole_model import split
 from ds_vpipe.lr_policies import lr_policy
 
 
@@ -34,8 +38,10 @@ def initialize(
 
     With a ``"vpipe"`` block in the DeepSpeed configuration the engine is a
     :class:`~ds_vpipe.engine.engine.VPipeEngine` and ``model`` is split, recomputed and scheduled as the
-    block says. Without one this is ``deepspeed.initialize``. The ``"scheduler"`` may in both cases also be one of
-    :mod:`ds_vpipe.lr_policies`.
+    block says. A ``model`` that is no ``PipelineModule`` is made one, and the engine is a
+    :class:`~ds_vpipe.engine.loop_engine.VPipeLoopEngine`, which is called as DeepSpeed's for such a model; an
+    ``optimizer`` or ``model_parameters`` made of the whole model are cut down to the stage. Without the block this is
+    ``deepspeed.initialize``. The ``"scheduler"`` may in both cases also be one of :mod:`ds_vpipe.lr_policies`.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)``.
@@ -53,10 +59,23 @@ def initialize(
     block = None if ds_config is None else block_of(ds_config)
     if ds_config is None or block is None:
         return tuple(theirs(**given))
-    prepared = prepare(model, ds_config, block, optimizer, model_parameters)
-    given["model_parameters"] = prepared.model_parameters
-    with limited_builds(), _engine_class(functools.partial(VPipeEngine, prepared=prepared)):
+    if isinstance(model, PipelineModule) and not hasattr(model, "pack"):
+        prepared = prepare(model, ds_config, block, optimizer, model_parameters)
+        given["model_parameters"] = prepared.model_parameters
+        kind: type[VPipeEngine] = VPipeEngine
+    else:
+        prepared = _prepare_whole(given, model, ds_config, block)
+        kind = VPipeLoopEngine
+    with limited_builds(), _engine_class(functools.partial(kind, prepared=prepared)):
         return tuple(theirs(**given))
+
+
+def _prepare_whole(given: dict[str, Any], model: Any, ds_config: dict[str, Any], block: dict[str, Any]) -> Prepared:
+    """Split a plain module. What ``given`` names of its parameters is cut down once the engine is there."""
+    given["model_parameters"] = listed(given.get("model_parameters"))
+    if not isinstance(model, PipelineModule):
+        given["model"] = split(model, ds_config, block, given.get("training_data"), given.get("collate_fn"))
+    return prepare(given["model"], ds_config, block, None, None)
 
 
 def deepspeed_initialize() -> Any:

@@ -21,7 +21,7 @@ import dataclasses
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.observation import Observation, ObservationMixin
 from ds_vpipe.engine.preparation import Prepared, prepared_arguments
 from ds_vpipe.engine.ties import TiedWeights, tied_stages
-from ds_vpipe.engine.transport import abort_all
+from ds_vpipe.engine.transport import Sender, abort_all
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
 from ds_vpipe.schedules.checks import check_pipeline
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -232,9 +232,13 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         else:
             text = " ".join(str(error).split())
             self.state.failure = f"{self.neighbours.me} failed in {self.state.doing}: {type(error).__name__}: {text}"
-        links = () if self.ties is None else (*self.ties.weights_out, *self.ties.gradients_out)
-        abort_all((*self.neighbours.senders, *links), self.state.failure)
+        abort_all(tuple(self._links_to_abort()), self.state.failure)
         self._end_observation()
+
+    def _links_to_abort(self) -> Iterable[Sender]:
+        """The sending ends on whose other ends somebody may wait."""
+        links = () if self.ties is None else (*self.ties.weights_out, *self.ties.gradients_out)
+        return (*self.neighbours.senders, *links)
 
     def _finish_sends(self) -> None:
         """A stage that is done stays until its neighbours have what they still need of it."""

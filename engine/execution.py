@@ -131,8 +131,9 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
         self._expect(message.kind is Message.GRADIENT and message.micro_batch == self._number(index, part), message)
         # It has come the other way round, and so has everything that was sent before.
         self.neighbours.activations_out.release_through(self._number(index, part + 1))
-        gradients, report = message.tree
-        self.state.flights[self._key(index, part)].gradients = list(self._arrived(gradients))
+        gradients, report, told = message.tree
+        flight = self.state.flights[self._key(index, part)]
+        flight.gradients, flight.told = list(self._arrived(gradients)), told
         if report is not None:
             self.state.report = BatchReport.unpack(report)
 
@@ -162,7 +163,7 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
         report = self.state.report if (index + 1) % self.micro_batches == 0 else None
         words = None if report is None else report.pack()
         number = self._number(index, part - 1)
-        self.neighbours.gradients_out.send(Message.GRADIENT, number, (flight.input_gradients(), words))
+        self.neighbours.gradients_out.send(Message.GRADIENT, number, (flight.input_gradients(), words, flight.told))
 
     # Parts of them
 

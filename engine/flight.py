@@ -40,6 +40,7 @@ class Flight:
         outputs: tensors that a gradient will arrive for.
         gradients: those gradients, once received; None where the next stage did not use a tensor.
         loss: on the last stage.
+        told: the loss on its way to the first stage, where every micro-batch's is told and not a batch's mean alone.
         item: what was read, on the first stage, should it have to be admitted again.
     """
 
@@ -49,6 +50,7 @@ class Flight:
     outputs: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     loss: torch.Tensor | None = None
+    told: torch.Tensor | None = None
     item: Any = None
 
     def enter(self) -> Tree:

@@ -59,6 +59,7 @@ class Message(enum.IntEnum):
     NEWS = 7  # what updates told: after a batch's last gradient
     TIED = 8  # tied weights or their gradients
     QUIESCE = 9  # everything before it is dropped, here and there
+    LOSS = 10  # of one micro-batch, while the pipeline is being filled
 
 
 @dataclass(frozen=True, slots=True)

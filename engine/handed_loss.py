@@ -1,0 +1,88 @@
+"""The tensor that a training script gets as its loss.
+
+It is a tensor without dimensions, with a graph, so that a script may compute with it. On the last stage the graph is
+the model's: what the script hands to ``engine.backward()`` is what is differentiated. On the others it ends at the
+number, which came from the last stage. Everywhere the graph is behind a gate that is open in ``engine.backward()``
+only: a backward pass is the pipeline's, with the weights that its forward pass used.
+
+Scripts whose module returns its loss among other things take it out as ``outputs.loss``, ``outputs["loss"]`` or
+``outputs[0]``. No stage but the last has the other things, and which they are; so the tensor is its own ``loss``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ds_vpipe.errors import CallOrderError
+
+_ALONE = "a pipeline gives the loss alone; what else forward() returns is on the last stage, in evaluation"
+
+
+class LossTensor(torch.Tensor):
+    """A loss that can be taken out of itself as of a tuple, a dict or an object with ``loss``."""
+
+    # What is computed from it is an ordinary tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.detach(), format_spec)
+
+    @property
+    def loss(self) -> LossTensor:
+        """Itself."""
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        if self.dim() == 0 and isinstance(key, (int, str)):
+            if key in (0, "loss"):
+                return self
+            raise (KeyError if isinstance(key, str) else IndexError)(f"outputs[{key!r}]: {_ALONE}")
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self,))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"outputs.{name}: {_ALONE}")
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, enter: Callable[[], None]) -> torch.Tensor:
+        ctx.enter = enter
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.enter()
+        return gradients[0], None
+
+
+class HandedLoss:
+    """What becomes of one micro-batch's loss between ``engine(...)`` and its backward pass.
+
+    Attributes:
+        open: a backward pass of the pipeline is under way.
+        used: it has come through here.
+    """
+
+    def __init__(self) -> None:
+        self.open = self.used = False
+
+    def gated(self, loss: torch.Tensor) -> LossTensor:
+        """The loss as the script gets it; ``loss`` is the model's, or a number from elsewhere."""
+        source = loss if loss.requires_grad else loss.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            handed: LossTensor = _Gate.apply(source, self._enter).as_subclass(LossTensor)
+        return handed
+
+    def _enter(self) -> None:
+        if not self.open:
+            raise CallOrderError(
+                "loss.backward(): called on what engine(...) returned; allowed is engine.backward(loss), which runs "
+                "the backward pass that is due on every stage"
+            )
+        self.used = True

@@ -1,0 +1,156 @@
+"""The engine for scripts that loop ``loss = engine(**batch); engine.backward(loss); engine.step()``.
+
+It carries out the same stage programs as :class:`~ds_vpipe.engine.engine.VPipeEngine`, in the portions of
+:mod:`ds_vpipe.schedules.calls`: round ``n`` of the script hands in micro-batch ``n``. A script sees the same on all
+ranks at the same line, whatever their stages have done by then: micro-batches and updates are counted as they are
+handed in. What needs all stages at the same micro-batch (evaluation, checkpoints, the end of the script) drains the
+pipeline first.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import torch
+from deepspeed.utils import logger
+
+from ds_vpipe.engine.call_order import check_loss
+from ds_vpipe.engine.loop_evaluation import LoopEvaluationMixin
+from ds_vpipe.engine.loop_optimizers import LoopOptimizerMixin
+from ds_vpipe.engine.world_samplers import remedy, world_sampler
+from ds_vpipe.errors import CallOrderError, VPipeConfigError
+
+
+class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
+    """DeepSpeed's engine of a plain module, as a pipeline.
+
+    Built by :func:`ds_vpipe.initialize` from a module that is no ``PipelineModule``. The pipeline module has
+    ``pack(args, kwargs)``, which gives the first stage's input, and a loss as its last layer's output. It may have
+    ``own_parameters(given)``, which gives of the whole model's parameters the stage's own, and ``take_output()``, which
+    gives on the last stage everything that the module's ``forward`` has returned in an evaluation.
+
+    Attributes:
+        micro_steps, global_steps, global_samples: as the script counts, alike on all ranks at the same line. The
+            stage's own updates are ``stashing_optimizer.latest_version``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.pipeline.virtual_stages > 1:
+            raise VPipeConfigError(
+                f'vpipe.schedule: got "{self.pipeline.schedule}" for a module that is called micro-batch by '
+                f'micro-batch; allowed: "1f1b" and "gpipe"; write "1f1b" and remove vpipe.virtual_stages'
+            )
+        self._looked_for_samplers = self.num_stages == 1 or self.global_rank != 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand in a micro-batch and run this stage's forward pass of it.
+
+        In ``eval()`` mode, or without gradients, evaluate it instead.
+
+        Args:
+            args: what the module's ``forward`` takes. Those of the first stage's rank are used, of the others the
+                structure only.
+            kwargs: likewise.
+
+        Returns:
+            The loss: on the last stage of this micro-batch, on others of the newest one whose loss is known without
+            a wait; while the pipeline is being filled they wait for this one's. In an evaluation this one's on all
+            stages, and on the last everything that the module returns.
+
+        Raises:
+            CallOrderError: ``backward()`` or ``step()`` is due.
+            PipelinePeerError: another stage failed, is lost, or did not answer in time.
+        """
+        self._refuse_after_failure("engine(...)")
+        self._refuse_half_loaded("engine(...)")
+        if not (self.module.training and torch.is_grad_enabled()):
+            return self._evaluate(args, kwargs)
+        self._order.expect("engine(...)")
+        self._look_for_samplers()
+        with self._aborting():
+            packed = self.module.pack(args, kwargs)
+            self._await_end()
+            loss = self._run_forward(self._begin_round(packed))
+        self._order.done("engine(...)")
+        return loss
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Run the backward passes that are due on this stage; ``step()`` comes next.
+
+        On the last stage ``loss`` is differentiated, whatever the script has made of what ``engine(...)`` returned.
+
+        Returns:
+            The loss divided by the micro-batches of a batch, as DeepSpeed does.
+
+        Raises:
+            CallOrderError: another call is due, or ``loss`` is no scalar with a graph.
+            PipelinePeerError: another stage failed, is lost, or did not answer in time.
+        """
+        self._refuse_after_failure("backward()")
+        if self.optimizer is None:
+            raise CallOrderError(
+                "backward(): got no optimizer; name one in the DeepSpeed JSON, or pass one to initialize()"
+            )
+        for name, given, allowed in (("retain_graph", retain_graph, False), ("scale_wrt_gas", scale_wrt_gas, True)):
+            if bool(given) is not allowed:
+                raise CallOrderError(f"backward({name}): got {given}, allowed in a pipeline is {allowed}; leave it out")
+        check_loss(loss)
+        self._order.expect("backward()")
+        with self._aborting():
+            self._run_backward(loss)
+        self._order.done("backward()")
+        return loss.detach() / self.micro_batches
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Update this stage if a batch has ended here, and count the micro-batch.
+
+        Raises:
+            CallOrderError: another call is due.
+            PipelinePeerError: another stage failed, is lost, or did not answer in time.
+        """
+        self._refuse_after_failure("step()")
+        self._order.expect("step()")
+        self._lr_kwargs = lr_kwargs
+        with self._aborting():
+            self._run_step()
+        self._order.done("step()")
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
+        """Refused: stages are at different micro-batches.
+
+        Raises:
+            CallOrderError: always.
+        """
+        raise CallOrderError(
+            f"set_gradient_accumulation_boundary({is_boundary}): batches end where the schedule has it; allowed is "
+            f"gradient_accumulation_steps in the DeepSpeed JSON; call step() after every backward() and leave this out"
+        )
+
+    def train_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: a plain module has no iterator of its own.
+
+        Raises:
+            CallOrderError: always.
+        """
+        raise CallOrderError("train_batch(): the model was no PipelineModule; call engine(...), backward() and step()")
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: a plain module has no iterator of its own.
+
+        Raises:
+            CallOrderError: always.
+        """
+        raise CallOrderError("eval_batch(): the model was no PipelineModule; call engine(...) in eval() mode")
+
+    def _look_for_samplers(self) -> None:
+        if self._looked_for_samplers:
+            return
+        self._looked_for_samplers = True
+        sampler = world_sampler(sys._getframe(1), self.dp_world_size)
+        if sampler is not None:
+            logger.warning(f"ds_vpipe: {remedy(sampler, self.dp_world_size, self.num_stages)}")
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        """Nothing: the script loops over ``training_dataloader`` itself, on every rank."""

@@ -1,0 +1,74 @@
+"""How the loss of a micro-batch comes back to a script on every stage that loops over calls of the engine.
+
+Once the pipeline is full it comes with the gradient of its micro-batch, stage by stage, and costs nothing. While the
+pipeline is being filled there are no gradients: then the last stage sends it to every stage that waits, on a link for
+that alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_vpipe.engine.link import Peer
+from ds_vpipe.engine.transport import Receiver, Sender
+from ds_vpipe.engine.wire import Message
+from ds_vpipe.errors import PipelineProtocolError
+
+_PREFETCH = 2
+_UNDER_WAY = 8  # losses that a stage may not have received yet; it asks for each in the round in which it is sent
+
+
+class LossLinks:
+    """Links from the last stage of a pipeline to all others.
+
+    Args:
+        grid: DeepSpeed's process grid.
+        timeout_s: limit of every wait, in seconds.
+        device: where the stage computes.
+
+    Attributes:
+        senders: on the last stage, by the stage at the other end.
+    """
+
+    def __init__(self, grid: Any, timeout_s: float, device: torch.device) -> None:
+        stage, last = grid.get_stage_id(), grid.pipe_parallel_size - 1
+        me = Peer(stage, grid.get_global_rank())
+        self._me = me
+        self.senders: dict[int, Sender] = {}
+        self._receiver: Receiver | None = None
+        # All ranks name all groups in the same order, as torch wants it; only the members of a group connect.
+        for ranks in grid.pipe_groups:
+            for other, rank in enumerate(ranks[:-1]):
+                group = dist.new_group([rank, ranks[-1]], backend="gloo", timeout=timedelta(seconds=timeout_s))
+                if me.rank == ranks[-1]:
+                    pin = device.type == "cuda"
+                    self.senders[other] = Sender(group, me, Peer(other, rank), _PREFETCH, timeout_s, pin=pin)
+                elif me.rank == rank:
+                    self._receiver = Receiver(group, me, Peer(last, ranks[-1]), _PREFETCH, timeout_s)
+
+    def tell(self, micro_batch: int, loss: torch.Tensor, stages: Iterable[int]) -> None:
+        """Start sending the loss of ``micro_batch``, a tensor without dimensions, to ``stages``."""
+        for stage in stages:
+            self.senders[stage].send(Message.LOSS, micro_batch, loss)
+            self.senders[stage].keep_latest(_UNDER_WAY)
+
+    def wait(self, micro_batch: int) -> torch.Tensor:
+        """The loss of ``micro_batch`` from the last stage.
+
+        Raises:
+            PipelinePeerError: a stage failed, is lost, or did not answer in time.
+        """
+        assert self._receiver is not None
+        message = self._receiver.receive(f"the loss of micro-batch {micro_batch}")
+        if message.kind is not Message.LOSS or message.micro_batch != micro_batch:
+            raise PipelineProtocolError(
+                f"{self._me} expected the loss of micro-batch {micro_batch}, got {message.kind.name}"
+                f"{message.micro_batch}: do all ranks run the same script with the same configuration?"
+            )
+        loss: torch.Tensor = message.tree
+        return loss

@@ -1,0 +1,44 @@
+"""From the plain module that a script hands to ``initialize()`` to a pipeline module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+
+from ds_vpipe.refusal import Refusal
+
+
+def split(
+    model: torch.nn.Module,
+    ds_config: Mapping[str, Any],
+    block: Mapping[str, Any],
+    training_data: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> PipelineModule:
+    """Make a pipeline of ``model``; all ranks call this, with or without a process group.
+
+    Args:
+        model: whose forward returns the loss.
+        ds_config: the DeepSpeed JSON, which says how many stages there are.
+        block: its ``"vpipe"`` block.
+        training_data: as given to ``initialize()``; its first samples are an example of a call.
+        collate_fn: likewise.
+
+    Raises:
+        VPipeConfigError: the model cannot be split, or nothing says into how many stages, or not into so many.
+    """
+    from ds_vpipe.engine.split_module import split_model, stages_in  # type: ignore[import-not-found]
+
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    stages, ranks = stages_in(ds_config, block.get("partition"), block.get("virtual_stages", 1)), dist.get_world_size()
+    if ranks % stages:
+        allowed = f"a number of stages that divides the {ranks} ranks"
+        raise Refusal("pipeline.stages", stages, allowed, "change it, or start another number of ranks").error()
+    pipeline: PipelineModule = split_model(model, stages, training_data=training_data, collate_fn=collate_fn)
+    return pipeline

@@ -11,6 +11,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
+from ds_vpipe.engine.split_module import split_model, stages_in
 from ds_vpipe.refusal import Refusal
 
 
@@ -33,8 +34,6 @@ def split(
     Raises:
         VPipeConfigError: the model cannot be split, or nothing says into how many stages, or not into so many.
     """
-    from ds_vpipe.engine.split_module import split_model, stages_in  # type: ignore[import-not-found]
-
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     stages, ranks = stages_in(ds_config, block.get("partition"), block.get("virtual_stages", 1)), dist.get_world_size()
     if ranks % stages:

@@ -46,7 +46,7 @@ class Courier:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._tasks,), name="ds_vpipe-courier", daemon=True)
         self._thread.start()
-        self._end = weakref.finalize(self, self._tasks.put, None)
+        self._end = weakref.finalize(self, _end, self._tasks, self._thread)  # at the latest when the interpreter ends
 
     def submit(self, task: Task) -> None:
         """Let the thread do ``task``; after :meth:`stop` it is done at once."""
@@ -65,9 +65,14 @@ class Courier:
 
     def stop(self) -> None:
         """Finish what was submitted and end the thread."""
-        if self._end.alive:
-            self._end()
-            self._thread.join()
+        self._end()
+
+
+def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
+    # A thread that is in the midst of torch when the interpreter goes down takes the process with it.
+    tasks.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 def _work(tasks: queue.SimpleQueue[Task | None]) -> None:

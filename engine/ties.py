@@ -69,6 +69,10 @@ class TiesItself(Protocol):
 
 def tied_parameters(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:
     """Of the layers that ``key`` ties, which this stage has, what is tied; their other parameters are not."""
+    comms = module.tied_comms
+    if isinstance(module, TiesItself):
+        holder = comms[key]["module"]
+        return [PipelineModule._recursive_getattr(holder, name) for name in comms[key]["weight_attr"]]
     names: list[str] = []
     for spec in module._layer_specs:
         if isinstance(spec, TiedLayerSpec) and spec.key == key:

@@ -44,28 +44,44 @@ class Courier:
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._tasks,), name="ds_vpipe-courier", daemon=True)
+        self._errors: list[BaseException] = []
+        arguments = (self._tasks, self._errors)
+        self._thread = threading.Thread(target=_work, args=arguments, name="ds_vpipe-courier", daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._tasks, self._thread)  # at the latest when the interpreter ends
 
     def submit(self, task: Task) -> None:
-        """Let the thread do ``task``; after :meth:`stop` it is done at once."""
+        """Let the thread do ``task``; after :meth:`stop` it is done at once.
+
+        Raises:
+            BaseException: what an earlier task has raised.
+        """
+        self._raise()
         if self._end.alive:
             self._tasks.put(task)
         else:
             task()
 
     def settle(self) -> None:
-        """Wait until everything submitted is done."""
+        """Wait until everything submitted is done.
+
+        Raises:
+            BaseException: what a task has raised.
+        """
         if self._end.alive:
             done = threading.Lock()
             done.acquire()
             self._tasks.put(done.release)
             done.acquire()
+        self._raise()
 
     def stop(self) -> None:
         """Finish what was submitted and end the thread."""
         self._end()
+
+    def _raise(self) -> None:
+        if self._errors:
+            raise self._errors.pop()
 
 
 def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
@@ -75,7 +91,10 @@ def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> Non
         thread.join()
 
 
-def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
+def _work(tasks: queue.SimpleQueue[Task | None], errors: list[BaseException]) -> None:
     while (task := tasks.get()) is not None:
-        task()
+        try:
+            task()
+        except BaseException as error:  # else whoever settles would wait for ever
+            errors.append(error)
         del task  # and what it holds, while the next one is waited for

@@ -106,6 +106,12 @@ def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: i
     owners = [_owner(old, index) for index in range(len(specs))], [_owner(new, i) % stages for i in range(len(specs))]
     _check_layers(module, built, tied, now, owners)
     _move_states(module, built, tied, now, owners)
+    complete(module, virtual_stages, numbers, ends)
+    return True
+
+
+def complete(module: Any, virtual_stages: int, numbers: list[int], ends: list[int]) -> None:
+    """What a pipeline module does once its layers are there: parts, tied weights, activation checkpointing."""
     if virtual_stages > 1:
         interleave(module, numbers, ends)
     module.tied_comms = module._index_tied_modules()
@@ -113,7 +119,6 @@ def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: i
     if module.activation_checkpoint_interval > 0:
         module.is_checkpointable_results_interval = None
         module._precompute_checkpointable_values()
-    return True
 
 
 def _is_tied(spec: Any) -> bool:

@@ -11,8 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from torch._dynamo import OptimizedModule
 
-from ds_vpipe.engine.interleaving import interleave
-from ds_vpipe.engine.repartition import VPipeModule
+from ds_vpipe.engine.repartition import VPipeModule, complete
 from ds_vpipe.partition import bounds
 from ds_vpipe.refusal import Refusal
 from ds_vpipe.splitting.absent import SplitError
@@ -116,13 +115,7 @@ class SplitModule(VPipeModule):
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
         self._hold(numbers)
         self.to(get_accelerator().device_name(self.local_rank))
-        if virtual_stages > 1:
-            interleave(self, numbers, ends)
-        self.tied_comms = self._index_tied_modules()
-        self._synchronize_tied_weights()
-        if self.activation_checkpoint_interval > 0:
-            self.is_checkpointable_results_interval = None
-            self._precompute_checkpointable_values()
+        complete(self, virtual_stages, numbers, ends)
         return True
 
     def _build(self) -> None:

@@ -7,6 +7,8 @@ import threading
 import time
 import weakref
 
+import pytest
+
 from ds_vpipe.engine.courier import Courier, Immediate
 
 
@@ -46,6 +48,17 @@ def test_after_its_end_tasks_are_done_at_once() -> None:
     courier.submit(lambda: done.append(threading.get_ident()))
     courier.settle()
     assert done == [1, threading.get_ident()]
+
+
+def test_an_error_is_told_and_nobody_waits_for_ever() -> None:
+    courier, done = Courier(), []
+    courier.submit(lambda: done[0])
+    with pytest.raises(IndexError):
+        courier.settle()
+    courier.submit(lambda: done.append(1))
+    courier.settle()
+    assert done == [1]
+    courier.stop()
 
 
 def test_the_thread_ends_with_the_courier() -> None:

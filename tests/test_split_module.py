@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from test_exactness import OPTIMIZERS, adamw, difference
 from torch import Tensor, nn
 from worlds import Worlds
 
+from ds_vpipe.engine.engine import VPipeEngine
+from ds_vpipe.engine.preparation import prepare
 from ds_vpipe.engine.split_module import split_model, stages_in
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.initialization import _engine_class, deepspeed_initialize
 
 UPDATES = 5
 ADAMW = OPTIMIZERS["AdamW"][0]
@@ -35,8 +39,6 @@ def call(kind: str, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def train(kind: str, tied: bool, partition: Any, settings: dict[str, Any], folder: str | None, meta: bool) -> Any:
-    import ds_vpipe
-
     if meta:
         with torch.device("meta"):
             whole = model(kind, tied)
@@ -46,7 +48,11 @@ def train(kind: str, tied: bool, partition: Any, settings: dict[str, Any], folde
     extra = settings.pop("extra", {})
     ds_config = cases.config(1, ADAMW, {"partition": partition, **settings}, **extra)
     ds_config["train_micro_batch_size_per_gpu"] = 3
-    engine = ds_vpipe.initialize(model=split, config=ds_config)[0]
+    # initialize() gives the engine for loops; the pieces have to work in the other one as well.
+    prepared = prepare(split, ds_config, ds_config["vpipe"], None, None)
+    given = {"model": split, "model_parameters": prepared.model_parameters, "config": ds_config}
+    with _engine_class(partial(VPipeEngine, prepared=prepared)):
+        engine = deepspeed_initialize()(**given)[0]
     held = sum(p.numel() for p in engine.module.parameters()), any(p.is_meta for p in split.user_module.parameters())
     if folder is not None and meta:
         engine.load_checkpoint(folder)

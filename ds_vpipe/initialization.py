@@ -14,7 +14,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
 from ds_vpipe.build_lock import limited_builds
-from ds_vpipe.config import block_of
+from ds_vpipe.config import VPipeConfig, block_of
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.loop_engine import VPipeLoopEngine
 from ds_vpipe.engine.lr_schedule import LRSchedule
@@ -72,6 +72,7 @@ def initialize(
 
 def _prepare_whole(given: dict[str, Any], model: Any, ds_config: dict[str, Any], block: dict[str, Any]) -> Prepared:
     """Split a plain module. What ``given`` names of its parameters is cut down once the engine is there."""
+    VPipeConfig.parse(block)  # what is wrong with it is said before there are process groups
     given["model_parameters"] = listed(given.get("model_parameters"))
     if not isinstance(model, PipelineModule):
         given["model"] = split(model, ds_config, block, given.get("training_data"), given.get("collate_fn"))

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
 from ds_vpipe.engine.split_module import split_model, stages_in
+from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.refusal import Refusal
 
 
@@ -32,8 +33,12 @@ def split(
         collate_fn: likewise.
 
     Raises:
-        VPipeConfigError: the model cannot be split, or nothing says into how many stages, or not into so many.
+        VPipeConfigError: the model is no module or cannot be split, or nothing says into how many stages, or not into
+            so many.
     """
+    if not isinstance(model, torch.nn.Module):
+        given = type(model).__name__
+        raise VPipeConfigError(f"initialize(model): got {given}, allowed is a torch.nn.Module; pass the model to train")
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     stages, ranks = stages_in(ds_config, block.get("partition"), block.get("virtual_stages", 1)), dist.get_world_size()
     if ranks % stages:

@@ -133,6 +133,10 @@ def test_wrong_block(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert main([str(script)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith('[rank 1] ds_vpipe: vpipe.sync_mod: got "asp"; unknown key, did you mean "sync_mode"?')
+    config.write_text(json.dumps({"train_batch_size": 1, "vpipe": {}}))
+    assert main([str(script)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("got NoneType, allowed is a torch.nn.Module; pass the model to train")
 
 
 def test_other_errors_and_exits_are_the_scripts_own(script: Path) -> None:

@@ -33,9 +33,9 @@ def main(argv: list[str]) -> int:
 
     from ds_vpipe.build_lock import limited_builds
     from ds_vpipe.errors import VPipeConfigError, VPipeError
-    from ds_vpipe.initialization import initialize
+    from ds_vpipe.initialization import deepspeed_initialize, initialize
 
-    deepspeed.initialize = functools.wraps(deepspeed.initialize)(initialize)
+    deepspeed.initialize = functools.wraps(deepspeed_initialize())(initialize)
     sys.argv = [str(script), *argv[:position], *argv[position + 1 :]]
     sys.path[0] = str(script.resolve().parent)
     try:

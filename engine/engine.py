@@ -32,6 +32,7 @@ from ds_vpipe.config import StageSettings, VPipeConfig
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.activation_checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.admission import Agreement
+from ds_vpipe.engine.backend_threads import outlive_backend_threads
 from ds_vpipe.engine.checkpoints import CheckpointMixin
 from ds_vpipe.engine.draining import EndOfData
 from ds_vpipe.engine.evaluation import EvaluationMixin
@@ -101,6 +102,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         self._feed = MicroBatchFeed()
         self._agreement = Agreement(self.grid, self.vpipe_config.peer_timeout_s)
         self._observation = Observation(self)
+        outlive_backend_threads()
         atexit.register(_at_exit, weakref.ref(self))
 
     # Batches

@@ -48,13 +48,14 @@ class EmbeddingAttentionLayer(nn.Module):
     """Pipeline layer 0: embeddings and the first attention sub-layer."""
 
     embeddings_type: type[nn.Module] = BertEmbeddings
+    attention_type: type[nn.Module] = BertAttention
 
     def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__()
         self.config = config
         with seeded(seed):
             self.embeddings = self.embeddings_type(config)
-            self.attention = BertAttention(config)
+            self.attention = self.attention_type(config)
             initialise(self, config)
 
     def forward(self, inputs: ModelInput) -> Boundary:
@@ -76,11 +77,13 @@ class EmbeddingAttentionLayer(nn.Module):
 class AttentionLayer(nn.Module):
     """Pipeline layers 2, 4, ...: the attention sub-layer of one encoder layer."""
 
+    attention_type: type[nn.Module] = BertAttention
+
     def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__()
         self.config = config
         with seeded(seed):
-            self.attention = BertAttention(config)
+            self.attention = self.attention_type(config)
             initialise(self, config)
 
     def forward(self, inputs: Boundary) -> Boundary:
@@ -93,11 +96,14 @@ class AttentionLayer(nn.Module):
 class FeedForwardLayer(nn.Module):
     """Pipeline layers 1, 3, ...: the feed-forward sub-layer of one encoder layer."""
 
+    intermediate_type: type[nn.Module] = BertIntermediate
+    output_type: type[nn.Module] = BertOutput
+
     def __init__(self, config: EncoderConfig, seed: int) -> None:
         super().__init__()
         with seeded(seed):
-            self.intermediate = BertIntermediate(config)
-            self.output = BertOutput(config)
+            self.intermediate = self.intermediate_type(config)
+            self.output = self.output_type(config)
             initialise(self, config)
 
     def forward(self, inputs: Boundary) -> Boundary:

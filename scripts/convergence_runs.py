@@ -1,0 +1,183 @@
+"""Trainings that ``bench_convergence.py`` compares: what an arm is, one run of it, and the file of all results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "nadam": {"nadam": True},
+    "feedback": {"error_feedback": True},
+    "prediction": {"weight_prediction": True},
+    "rescheduling": {"lr_rescheduling": {"num_steps": 500}},
+    "nadam+feedback": {"nadam": True, "error_feedback": True},
+    "nadam+prediction": {"nadam": True, "weight_prediction": True},
+    "nadam+rescheduling": {"nadam": True, "lr_rescheduling": {"num_steps": 500}},
+}
+SYNCHRONOUS = ("adamw", "nadam")
+WARM_UP = 100
+POSITIONS = 4  # deviations of other weights
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is compared. ``stages`` 1 is synchronous, with ``method`` an optimizer; else ``method`` is a mitigation."""
+
+    stages: int
+    micro_batches: int
+    method: str
+
+    def __str__(self) -> str:
+        if self.stages == 1:
+            return f"synchronous {self.method}"
+        return f"K={self.stages} M={self.micro_batches} {self.method}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: its key in the file of results."""
+
+    stages: int
+    micro_batches: int
+    method: str
+    rate: float
+    seed: int
+    updates: int
+    setting: str
+
+    def __str__(self) -> str:
+        arm = Arm(self.stages, self.micro_batches, self.method)
+        return f"{arm}, rate {self.rate:g}, seed {self.seed}, {self.updates} updates"
+
+
+def model(options: argparse.Namespace, seed: int) -> list[Any]:
+    """A small BERT in the pipeline's layers.
+
+    LayerNorm comes before the sub-layers, and positions begin as sinusoids (Vaswani et al., Attention Is All You Need,
+    2017, section 3.5) a few times as large as other weights. Both shorten the time in which a model of this size
+    knows nothing but the frequencies of tokens.
+    """
+    import torch
+
+    from ds_vpipe.models.bert.pre_layer_norm import pre_layer_norm_bert_layers
+    from ds_vpipe.models.bert.sizes import bert_config
+
+    config = bert_config("tiny", options.vocabulary)
+    config.num_hidden_layers = options.layers
+    config.hidden_size, config.intermediate_size = options.hidden, 4 * options.hidden
+    layers = [spec.build() for spec in pre_layer_norm_bert_layers(config, seed=seed)]
+    weight = layers[0].embeddings.position_embeddings.weight
+    position = torch.arange(weight.size(0)).unsqueeze(1)
+    angle = position * torch.exp(torch.arange(0, weight.size(1), 2) * (-math.log(1e4) / weight.size(1)))
+    waves = torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)
+    weight.data.copy_(POSITIONS * config.initializer_range * math.sqrt(2) * waves)
+    return layers
+
+
+def samples(seed: int, options: argparse.Namespace) -> Any:
+    """Samples to train on and held-out ones."""
+    from ds_vpipe.models.bert.samples import PairSamples, spans_of, split_documents
+    from ds_vpipe.models.bert.text_corpus import text_corpus
+    from ds_vpipe.models.bert.wordpiece import TokenCorpus
+
+    corpus = TokenCorpus.load(text_corpus(options.text, None, options.vocabulary, builder=True))
+    length = options.sequence
+    predictions = max(1, int(options.masked * length))
+    return [
+        PairSamples(corpus, spans_of(corpus, documents, length), length, predictions, seeds, options.masked)
+        for documents, seeds in zip(split_documents(corpus), (seed, 0), strict=True)
+    ]
+
+
+def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+    """Train and validate; returns the run with its curve of (updates, validation loss) and its seconds."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from ds_vpipe.lr_policies import ConstantWarmupLR
+    from ds_vpipe.models.bert.batches import MicroBatches
+    from ds_vpipe.models.bert.sample import IGNORED_LABEL
+    from ds_vpipe.partition import uniform_partition
+    from ds_vpipe.replay import Replay
+
+    torch.set_num_threads(1)
+    begin = time.monotonic()
+    training, held_out = samples(run.seed, options)
+    batches = MicroBatches(training, options.batch // run.micro_batches, replica=0, replicas=1, seed=run.seed)
+    validation = MicroBatches(held_out, options.batch, replica=0, replicas=1, seed=0, shuffle=False)
+    layers = model(options, run.seed)
+
+    def loss(outputs: Any, labels: Any) -> torch.Tensor:
+        return cross_entropy(outputs[0].flatten(0, 1), labels[0].flatten(), ignore_index=IGNORED_LABEL)
+
+    def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if run.stages == 1 and run.method == "nadam":
+            return torch.optim.NAdam(
+                parameters, run.rate, betas=(0.99, 0.999), weight_decay=0.01, decoupled_weight_decay=True
+            )
+        return torch.optim.AdamW(parameters, run.rate, weight_decay=0.01)
+
+    replay = Replay(
+        layers,
+        uniform_partition(len(layers), run.stages),
+        run.micro_batches,
+        optimizer,
+        loss,
+        staleness=METHODS[run.method] if run.stages > 1 else None,
+        clip=1.0,
+        factor=ConstantWarmupLR(warmup_num_steps=WARM_UP).factor,
+    )
+    stream = batches.range(0, run.updates * run.micro_batches)
+    curve = []
+    for update in range(1, run.updates + 1):
+        replay.train_batch(stream)
+        if update % options.validate_every == 0 or update == run.updates:
+            curve.append((update, replay.evaluate(validation.range(0, options.validation // options.batch))))
+    return {**asdict(run), "curve": curve, "seconds": time.monotonic() - begin}
+
+
+def results(path: Path) -> dict[Run, dict[str, Any]]:
+    """What has been computed already."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return {Run(**{name: row[name] for name in Run.__dataclass_fields__}): row for row in rows}
+
+
+def compute(runs: Iterable[Run], options: argparse.Namespace) -> dict[Run, dict[str, Any]]:
+    """Train what is missing, several at a time, and return everything."""
+    known = results(options.output)
+    missing = [run for run in dict.fromkeys(runs) if run not in known]
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=4) as pool:
+        for row in pool.imap_unordered(_train, [(run, options) for run in missing]):
+            with options.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            (run,) = (run for run in missing if asdict(run).items() <= row.items())
+            print(f"{row['curve'][-1][1]:.4f}  {row['seconds']:5.0f} s  {run}", flush=True)
+    return results(options.output)
+
+
+def _train(job: tuple[Run, argparse.Namespace]) -> dict[str, Any]:
+    return train(*job)
+
+
+def loss_at(row: dict[str, Any], update: int) -> float:
+    """The validation loss of a run after an update that was validated."""
+    return dict(map(tuple, row["curve"]))[update]
+
+
+def updates_to(row: dict[str, Any], loss: float) -> float | None:
+    """After how many updates a run has come to a loss, linearly between validations; None if it never has."""
+    before = (0, math.inf)
+    for update, found in row["curve"]:
+        if found <= loss:
+            share = (before[1] - loss) / (before[1] - found) if math.isfinite(before[1]) else 1.0
+            return before[0] + share * (update - before[0])
+        before = (update, found)
+    return None

@@ -187,19 +187,19 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
     def _aggregate_total_loss(self) -> torch.Tensor:
         if self.state.report is None:
             raise PipelineProtocolError(f"{self.neighbours.me}: batch without a loss")
-        losses = self.state.report.losses.to(self.device, torch.float32)
-        self.dp_group_loss = losses[0].clone()
+        losses = torch.from_numpy(self.state.report.losses).to(self.device, torch.float32)
+        self.dp_group_loss, mean, *additional = losses.unbind()
         names = self.module.get_additional_losses()
         if names is None and len(losses) == 2:
             self.agg_additional_losses = None
         elif len(names or ()) == len(losses) - 2:
-            self.agg_additional_losses = OrderedDict(zip(names, losses[2:].clone(), strict=True))
+            self.agg_additional_losses = OrderedDict(zip(names, additional, strict=True))
         else:
             raise VPipeError(
                 f"get_additional_losses(): got {sorted(names or ())} on {self.neighbours.me}, {len(losses) - 2} losses "
                 f"on the last stage; return the same names on every stage, with zeros where they are not computed"
             )
-        return losses[1].clone()
+        return mean
 
     def _plan(self) -> None:
         """What all stages do from here on, and whether it can be done."""

@@ -19,7 +19,6 @@ from ds_vpipe.engine.flight import Flight
 from ds_vpipe.engine.interleaving import InterleavedMixin
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.report import BatchReport
-from ds_vpipe.engine.statistics import COLUMNS
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.schedules.actions import Action
@@ -192,8 +191,7 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
 
     def _new_report(self, batch_loss: BatchLoss) -> BatchReport:
         scale = 1.0 if self.loss_scaling is None else self.loss_scaling.scale
-        statistics = torch.zeros(self.num_stages, COLUMNS, dtype=torch.float64)
-        return BatchReport(batch_loss.means(), scale, statistics)
+        return BatchReport(batch_loss.means(), scale, self.num_stages)
 
     def _vertical_version(self, index: int) -> int | None:
         if not self._vertical:

@@ -49,7 +49,7 @@ class Observation:
     def __init__(self, engine: Any) -> None:
         links = links_by_kind(engine.neighbours, engine.ties)
         self.meter = StageMeter(engine.stage_id, links, lambda: engine.stashing_optimizer, engine.key_of, engine.device)
-        self.records: list[StageStatistics] = []
+        self.rows: Sequence[Sequence[float]] = ()
         self.mean = StatisticsMean()
         self.observers: list[Observer] = [CommsRecord(links)]
         if engine.wall_clock_breakdown():
@@ -78,12 +78,12 @@ class Observation:
             self.memory = PeakMemory(engine.device, weights)
         self.ended = False
 
-    def carry_out(self, action: Action, instruction: Callable[[], None]) -> None:
-        """Run ``instruction``, which is what ``action`` means, under observation."""
+    def carry_out(self, action: Action, method: Callable[..., None], *args: Any) -> None:
+        """Call ``method``, which is what ``action`` means, under observation."""
         for observer in self.observers:
             observer.before(action)
         try:
-            instruction()
+            method(*args)
         finally:
             for observer in reversed(self.observers):
                 observer.after(action)
@@ -107,7 +107,7 @@ class ObservationMixin(PipelineEngine):
 
         The records are those of this rank's pipeline; other replicas have their own. Empty before the first batch.
         """
-        return list(self._observation.records)
+        return [StageStatistics.from_row(row) for row in self._observation.rows]
 
     def save_timeline(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
         """Write what this rank has recorded; with ``timeline.enabled`` it is also done when the engine ends.
@@ -142,23 +142,24 @@ class ObservationMixin(PipelineEngine):
 
     def _carry_out(self, instruction: StageInstruction) -> None:
         action, method = instruction.action, self._INSTRUCTION_MAP[type(instruction)]
-        self._observation.carry_out(action, lambda: method(self, **instruction.kwargs))
+        part = self.stage_id if action.part is None else action.part
+        self._observation.carry_out(action, method, self, action.index, part)
         ends_batch = action.kind is Kind.BACKWARD and (action.index + 1) % self.micro_batches == 0
-        if ends_batch and action.part in (None, self.stage_id):  # the last of this stage's parts
+        if ends_batch and part == self.stage_id:  # the last of this stage's parts
             self._close_record(batch=action.index // self.micro_batches)
 
     def _close_record(self, batch: int) -> None:
         """Put this stage's record into the report that goes on to the previous stage."""
-        record = self._observation.meter.close(batch)
-        self._observation.records = [record]
+        row = self._observation.meter.close(batch).row()
+        self._observation.rows = [row]
         if self.state.report is None:
             return  # the caller will find out
         if self._observation.recorder is not None:
             self._observation.recorder.loss(batch, float(self.state.report.losses[1]))
         rows = self.state.report.statistics
-        rows[self.stage_id] = record.row()
+        rows[self.stage_id] = row
         if self.is_first_stage():
-            self._observation.records = [StageStatistics.from_row(row) for row in rows.tolist()]
+            self._observation.rows = rows.tolist()
             if self.global_rank == 0:
                 self._observation.mean.add(rows)
 

@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ds_vpipe.engine.memory_report import peak_memory
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.transport import Receiver, Sender
 from ds_vpipe.schedules.actions import Action, Kind
+
+Rows = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +81,9 @@ class StageStatistics:
         work = self.load_s + self.forward_s + self.backward_s + self.reduce_s + self.update_s + self.send_s
         return work / (work + self.wait_s) if work else 0.0
 
-    def row(self) -> torch.Tensor:
-        """As numbers: ``[COLUMNS]``, fp64."""
-        return torch.tensor([getattr(self, field.name) for field in _FIELDS], dtype=torch.float64)
+    def row(self) -> list[float]:
+        """As ``COLUMNS`` numbers."""
+        return [getattr(self, name) for name in _NAMES]
 
     @classmethod
     def from_row(cls, row: Iterable[float]) -> StageStatistics:
@@ -92,9 +95,8 @@ class StageStatistics:
 
 
 _FIELDS = dataclasses.fields(StageStatistics)
-_ADDED = torch.tensor(
-    [field.name.endswith("_s") or field.name in ("bytes_sent", "bytes_received") for field in _FIELDS]
-)
+_NAMES = [field.name for field in _FIELDS]
+_ADDED = np.array([name.endswith("_s") or name in ("bytes_sent", "bytes_received") for name in _NAMES])
 
 _PEAK_INTERVAL_S = 0.1
 COLUMNS = len(_FIELDS)
@@ -120,7 +122,14 @@ class StageMeter:
         key_of: Callable[[Action], int],
         device: torch.device,
     ) -> None:
-        self._stage, self._links, self._optimizer, self._device = stage, links, optimizer, device
+        self._stage, self._optimizer, self._device = stage, optimizer, device
+        waits = ((Kind.RECV_ACT,), (Kind.RECV_GRAD,), (Kind.RECV_TIED, Kind.RECV_TIED_GRAD))
+        self._waits = [
+            [link for kind in kinds for link in links[kind] if isinstance(link, Receiver)] for kinds in waits
+        ]
+        every = {id(link): link for found in links.values() for link in found}.values()
+        self._senders = [link for link in every if isinstance(link, Sender)]
+        self._receivers = [link for link in every if isinstance(link, Receiver)]
         self._key_of = key_of
         self._seconds = dict.fromkeys(Kind, 0.0)
         self._staleness = self._versions = 0
@@ -180,18 +189,10 @@ class StageMeter:
 
     def _counters(self) -> tuple[float, ...]:
         """Seconds waited for the previous and the next stage and for ties, bytes sent and received, since the start."""
-
-        def waited(*kinds: Kind) -> float:
-            links = (link for kind in kinds for link in self._links[kind])
-            return sum(link.waited_s for link in links if isinstance(link, Receiver))
-
-        links = {id(link): link for found in self._links.values() for link in found}.values()
         return (
-            waited(Kind.RECV_ACT),
-            waited(Kind.RECV_GRAD),
-            waited(Kind.RECV_TIED, Kind.RECV_TIED_GRAD),
-            sum(link.bytes_sent for link in links if isinstance(link, Sender)),
-            sum(link.bytes_received for link in links if isinstance(link, Receiver)),
+            *(sum(link.waited_s for link in found) for found in self._waits),
+            sum(link.bytes_sent for link in self._senders),
+            sum(link.bytes_received for link in self._receivers),
         )
 
 
@@ -199,22 +200,22 @@ class StatisticsMean:
     """Records of all stages, averaged over batches: seconds and bytes as the mean, everything else as the most."""
 
     def __init__(self) -> None:
-        self._sum: torch.Tensor | None = None
+        self._sum: Rows | None = None
         self._count = 0
 
-    def add(self, rows: torch.Tensor) -> None:
+    def add(self, rows: Rows) -> None:
         """One batch's records, ``[K, COLUMNS]``."""
         if self._sum is None:
             self._sum = rows
         else:
-            self._sum = torch.where(_ADDED, self._sum + rows, torch.maximum(self._sum, rows))
+            self._sum = np.where(_ADDED, self._sum + rows, np.maximum(self._sum, rows))
         self._count += 1
 
     def take(self) -> list[StageStatistics]:
         """The mean of what was added since the last call, by stage; empty if nothing was."""
         if self._sum is None:
             return []
-        rows = torch.where(_ADDED, self._sum / self._count, self._sum).tolist()
+        rows = np.where(_ADDED, self._sum / self._count, self._sum).tolist()
         self._sum, self._count = None, 0
         return [StageStatistics.from_row(row) for row in rows]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import numpy as np
 import pytest
 import torch
 import toy
@@ -32,9 +33,9 @@ def record(stage: int = 0, batch: int = 0, **values: Any) -> StageStatistics:
 def test_a_record_is_a_row_of_numbers_and_back() -> None:
     one = record(3, 7, forward_s=0.25, bytes_sent=2**40 + 1, staleness=2, peak_memory_bytes=3)
     row = one.row()
-    assert row.shape == (COLUMNS,)
-    assert StageStatistics.from_row(row.tolist()) == one
-    assert isinstance(StageStatistics.from_row(row.tolist()).bytes_sent, int)
+    assert len(row) == COLUMNS
+    assert StageStatistics.from_row(row) == one
+    assert isinstance(StageStatistics.from_row(row).bytes_sent, int)
 
 
 def test_mean_adds_seconds_and_bytes_and_keeps_the_most_of_the_rest() -> None:
@@ -43,7 +44,7 @@ def test_mean_adds_seconds_and_bytes_and_keeps_the_most_of_the_rest() -> None:
     first = [record(0, 4, forward_s=1.0, staleness=3), record(1, 4, bytes_sent=10, versions=2)]
     second = [record(0, 5, forward_s=3.0, staleness=1), record(1, 5, bytes_sent=30, versions=1)]
     for records in (first, second):
-        mean.add(torch.stack([r.row() for r in records]))
+        mean.add(np.array([r.row() for r in records]))
     assert mean.take() == [
         record(0, 5, forward_s=2.0, staleness=3),
         record(1, 5, bytes_sent=20, versions=2),

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from deepspeed.comm import comm as ds_comm
 
-from ds_vpipe.engine.transport import Receiver, Sender
+from ds_vpipe.engine.receiver import Receiver
+from ds_vpipe.engine.sender import Sender
 from ds_vpipe.schedules.actions import Action, Kind
 
 

@@ -44,8 +44,8 @@ from ds_vpipe.engine.module_walks import training_by_list
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.observation import Observation, ObservationMixin
 from ds_vpipe.engine.preparation import Prepared, prepared_arguments
+from ds_vpipe.engine.sender import Sender, abort_all
 from ds_vpipe.engine.ties import TiedWeights, tied_stages
-from ds_vpipe.engine.transport import Sender, abort_all
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
 from ds_vpipe.schedules.checks import check_pipeline
 from ds_vpipe.schedules.pipeline import Pipeline

@@ -1,4 +1,20 @@
-"""What both ends of a link between two stages have to know: who they are, which messages fit, what a failure means."""
+"""Asynchronous point-to-point links between neighbouring stages.
+
+Each direction between two stages has a process group of its own, so that the two never queue behind
+each other and a wait that fails cannot poison the links to other stages. Sends never block: gloo hands
+them to the receiver when it is ready. Receives are posted ``prefetch`` messages ahead, because a gloo
+send is a rendezvous: it moves only once its receive is posted.
+
+A posted receive must be at least as long as its message. Both ends therefore follow one rule: the
+buffer for message ``n`` is as long as the longest of messages ``0 .. n - prefetch``, which are those
+that the receiver has seen when it posts it. A longer message is announced in its place by a small one
+and follows on its own; this happens only when messages grow.
+
+Every wait has a limit and a name: a timeout, a lost peer and a peer's own failure all end it with a
+:class:`~ds_vpipe.errors.PipelinePeerError`, which says who waited, for what, and from whom.
+
+Here is what both ends have to know: who they are, which messages fit, what a failure means.
+"""
 
 from __future__ import annotations
 

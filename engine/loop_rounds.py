@@ -15,7 +15,7 @@ from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.handed_loss import HandedLoss
 from ds_vpipe.engine.loss_links import LossLinks
 from ds_vpipe.engine.losses import BatchLoss
-from ds_vpipe.engine.transport import Sender
+from ds_vpipe.engine.sender import Sender
 from ds_vpipe.errors import CallOrderError, VPipeError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.calls import Round, next_round, waits_for_loss

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ds_vpipe.engine.link import Peer
-from ds_vpipe.engine.transport import Receiver, Sender
+from ds_vpipe.engine.receiver import Receiver
+from ds_vpipe.engine.sender import Sender
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.errors import PipelineProtocolError
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from ds_vpipe.engine.courier import Courier
 from ds_vpipe.engine.link import Channel, Peer
+from ds_vpipe.engine.receiver import Receiver
+from ds_vpipe.engine.sender import Sender
 from ds_vpipe.engine.ties import TiedWeights
-from ds_vpipe.engine.transport import Receiver, Sender
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.rendezvous import ACTIVATIONS, Link, posted_receives

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from ds_vpipe.engine.memory_report import peak_memory
+from ds_vpipe.engine.receiver import Receiver
+from ds_vpipe.engine.sender import Sender
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
-from ds_vpipe.engine.transport import Receiver, Sender
 from ds_vpipe.schedules.actions import Action, Kind
 
 Rows = np.ndarray[Any, np.dtype[np.float64]]

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from ds_vpipe.engine.link import Peer
-from ds_vpipe.engine.transport import Receiver, Sender
+from ds_vpipe.engine.receiver import Receiver
+from ds_vpipe.engine.sender import Sender
 from ds_vpipe.engine.wire import Message
 from ds_vpipe.schedules.schedule import news_delay, updates_known
 

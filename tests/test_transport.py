@@ -24,7 +24,8 @@ def link(prefetch: int, timeout_s: float = TIMEOUT_S, courier: bool = False) -> 
 
     from ds_vpipe.engine.courier import Courier, Immediate
     from ds_vpipe.engine.link import Peer
-    from ds_vpipe.engine.transport import Receiver, Sender
+    from ds_vpipe.engine.receiver import Receiver
+    from ds_vpipe.engine.sender import Sender
 
     group = dist.new_group([0, 1], backend="gloo")
     here, there = Peer(3, 0), Peer(4, 1)
@@ -53,18 +54,18 @@ def content(size: int, number: int) -> tuple[Any, ...]:
 
 def exchange(prefetch: int, sizes: list[int], courier: bool) -> int:
     """Send messages of ``sizes`` and check each; returns how many had to be announced."""
-    from ds_vpipe.engine import transport as module
+    from ds_vpipe.engine import sender as module
     from ds_vpipe.engine.wire import Message
 
     announced: list[int] = []
-    transport: Any = module
-    original = transport.announcement
+    sender: Any = module
+    original = sender.announcement
 
     def counted(size: int) -> torch.Tensor:
         announced.append(size)
         return original(size)
 
-    transport.announcement = counted
+    sender.announcement = counted
     try:
         end = link(prefetch, courier=courier)
         if rank() == 0:
@@ -94,7 +95,7 @@ def exchange(prefetch: int, sizes: list[int], courier: bool) -> int:
             assert torch.equal(bools, wanted[2]), number
         return 0
     finally:
-        transport.announcement = original
+        sender.announcement = original
 
 
 def exchange_all(prefetch: int, all_sizes: list[list[int]], courier: bool) -> list[int]:
@@ -120,7 +121,8 @@ def two_channels(count: int) -> list[list[int]]:
     import torch.distributed as dist
 
     from ds_vpipe.engine.link import Channel, Peer
-    from ds_vpipe.engine.transport import Receiver, Sender
+    from ds_vpipe.engine.receiver import Receiver
+    from ds_vpipe.engine.sender import Sender
     from ds_vpipe.engine.wire import Message
 
     group, here, there = dist.new_group([0, 1], backend="gloo"), Peer(3, 0), Peer(4, 1)
@@ -163,7 +165,7 @@ def test_buffers_are_recycled_once_delivered(worlds: Worlds) -> None:
 
 
 def abort(reason: str, prefetch: int) -> Any:
-    from ds_vpipe.engine.transport import abort_all
+    from ds_vpipe.engine.sender import abort_all
     from ds_vpipe.engine.wire import Message
 
     end = link(prefetch)
@@ -236,7 +238,7 @@ def outlive(sends: int) -> str:
     import torch.distributed as dist
 
     from ds_vpipe.engine.link import Peer
-    from ds_vpipe.engine.transport import Receiver
+    from ds_vpipe.engine.receiver import Receiver
     from ds_vpipe.engine.wire import Message
 
     group = dist.new_group([0, 1], backend="gloo")
@@ -250,7 +252,7 @@ def outlive(sends: int) -> str:
         barrier()
         barrier()
         return ""
-    from ds_vpipe.engine.transport import Sender, abort_all
+    from ds_vpipe.engine.sender import Sender, abort_all
 
     end = Sender(group, Peer(3, 0), Peer(4, 1), 1, 5.0)
     end.send(Message.ACTIVATION, 0, torch.ones(3))
@@ -302,7 +304,9 @@ def through_a_fake_accelerator() -> list[str]:
     """What a link does with streams, in order; there is no accelerator here."""
     from contextlib import contextmanager
 
-    from ds_vpipe.engine import transport
+    from ds_vpipe.engine import sender
+    from ds_vpipe.engine.link import Peer
+    from ds_vpipe.engine.receiver import Receiver
     from ds_vpipe.engine.wire import Message, Packer
 
     log: list[str] = []
@@ -339,24 +343,24 @@ def through_a_fake_accelerator() -> list[str]:
         log.append("off")
 
     fakes = {(torch.cuda, "Stream"): Copies, (torch.cuda, "current_stream"): Stage, (torch.cuda, "stream"): on}
-    fakes[transport, "Packer"] = Logged
+    fakes[sender, "Packer"] = Logged
     kept = {(place, name): getattr(place, name) for place, name in fakes}
     for (place, name), fake in fakes.items():
         setattr(place, name, fake)
     try:
-        here, there = transport.Peer(3, 0), transport.Peer(4, 1)
+        here, there = Peer(3, 0), Peer(4, 1)
         import torch.distributed as dist
 
         from ds_vpipe.engine.courier import Courier
 
         group = dist.new_group([0, 1], backend="gloo")
         if rank() == 0:
-            end = transport.Sender(group, here, there, 1, TIMEOUT_S, pin=True, runner=Courier())
+            end = sender.Sender(group, here, there, 1, TIMEOUT_S, pin=True, runner=Courier())
             start, end._start = end._start, lambda *message: log.append("send") or start(*message)
             end.send(Message.ACTIVATION, 0, torch.ones(3))
             end.flush()
         else:
-            assert transport.Receiver(group, there, here, 1, TIMEOUT_S).receive("RECV_ACT0").tree.tolist() == [1, 1, 1]
+            assert Receiver(group, there, here, 1, TIMEOUT_S).receive("RECV_ACT0").tree.tolist() == [1, 1, 1]
     finally:
         for (place, name), original in kept.items():
             setattr(place, name, original)

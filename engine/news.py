@@ -31,8 +31,8 @@ class StageNews:
 
     @property
     def table(self) -> torch.Tensor:
-        """``[K, 2]``, fp64, as it is sent to neighbours and kept in checkpoints."""
-        return self._table
+        """A copy, ``[K, 2]``, fp64: it is on its way to a neighbour while the next update changes the table."""
+        return self._table.clone()
 
     def tell(self, *, overflow: bool, norm: float) -> None:
         """Enter this stage's own update: whether it was skipped, its unscaled gradient norm."""
@@ -61,7 +61,7 @@ class StageNews:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"table": self._table.clone(), "heard": self._overflows_heard}
+        return {"table": self.table, "heard": self._overflows_heard}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state`."""

@@ -11,7 +11,7 @@ Scripts whose module returns its loss among other things take it out as ``output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,11 @@ import torch
 from ds_vpipe.errors import CallOrderError
 
 _ALONE = "a pipeline gives the loss alone; what else forward() returns is on the last stage, in evaluation"
+
+_LAST_ONLY = (
+    "what forward() returns in an evaluation without a loss is on the last stage only; use it where "
+    "engine.is_last_stage(), or pass labels, whose loss all stages get"
+)
 
 
 class LossTensor(torch.Tensor):
@@ -49,6 +54,19 @@ class LossTensor(torch.Tensor):
         raise AttributeError(f"outputs.{name}: {_ALONE}")
 
 
+class OutputElsewhere:
+    """What an evaluation without a loss returns on all stages but the last."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"outputs.{name}: {_LAST_ONLY}")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise LookupError(f"outputs[{key!r}]: {_LAST_ONLY}")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise LookupError(f"outputs: {_LAST_ONLY}")
+
+
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, enter: Callable[[], None]) -> torch.Tensor:
@@ -59,6 +77,29 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.enter()
         return gradients[0], None
+
+
+def check_graph(loss: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Refuse a loss with terms made of parameters: other stages would know nothing of them.
+
+    Raises:
+        CallOrderError: ``loss`` depends on one of the ``parameters`` past what the engine handed out.
+    """
+    nodes, seen = [loss.grad_fn], set()
+    leaves: set[int] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or isinstance(node, _Gate._backward_cls):
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(id(leaf))
+        nodes += [following for following, _ in node.next_functions]
+    if leaves and not leaves.isdisjoint(id(parameter) for parameter in parameters):
+        raise CallOrderError(
+            "backward(loss): got a loss with terms made of parameters, which are of one stage only; allowed is what is "
+            "computed from what engine(...) returned; put such terms into the model's forward, or use weight_decay"
+        )
 
 
 class HandedLoss:

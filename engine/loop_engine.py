@@ -16,6 +16,7 @@ import torch
 from deepspeed.utils import logger
 
 from ds_vpipe.engine.call_order import check_loss
+from ds_vpipe.engine.handed_loss import check_graph
 from ds_vpipe.engine.loop_evaluation import LoopEvaluationMixin
 from ds_vpipe.engine.loop_optimizers import LoopOptimizerMixin
 from ds_vpipe.engine.world_samplers import remedy, world_sampler
@@ -85,7 +86,8 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
             The loss divided by the micro-batches of a batch, as DeepSpeed does.
 
         Raises:
-            CallOrderError: another call is due, or ``loss`` is no scalar with a graph.
+            CallOrderError: another call is due, or ``loss`` is no scalar with a graph, or depends on parameters of
+                the stage other than by what ``engine(...)`` returned.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self._refuse_after_failure("backward()")
@@ -98,6 +100,8 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
                 raise CallOrderError(f"backward({name}): got {given}, allowed in a pipeline is {allowed}; leave it out")
         check_loss(loss)
         self._order.expect("backward()")
+        if self.num_stages > 1:
+            check_graph(loss, self.module.parameters())
         with self._aborting():
             self._run_backward(loss)
         self._order.done("backward()")
@@ -107,7 +111,7 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
         """Update this stage if a batch has ended here, and count the micro-batch.
 
         Raises:
-            CallOrderError: another call is due.
+            CallOrderError: another call is due, or gradients have been changed since ``backward()``.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self._refuse_after_failure("step()")

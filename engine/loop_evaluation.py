@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.engine.handed_loss import LossTensor
+from ds_vpipe.engine.handed_loss import LossTensor, OutputElsewhere
 from ds_vpipe.engine.loop_rest import LoopRestMixin
 from ds_vpipe.engine.results import random_states_kept
 
@@ -23,9 +23,14 @@ class LoopEvaluationMixin(LoopRestMixin):
         are put back afterwards.
 
         Returns:
-            The loss of the micro-batch; on the last stage what the module returned, if that is more.
+            The loss of the micro-batch; on the last stage what the module returned, if that is more or has no loss.
         """
         self.drain("evaluation")
+        # Buffers and weights that an evaluation touches are used in training afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._evaluated(args, kwargs)
+
+    def _evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.state.doing = "evaluation"
         micro_offset, iterator = self.module.micro_offset, self.data_iterator
         self._compute_loss, self.eval_return_logits = True, False
@@ -43,6 +48,6 @@ class LoopEvaluationMixin(LoopRestMixin):
                 self.fwd_outputs = []
         take_output = getattr(self.module, "take_output", None)
         whole = take_output() if take_output is not None and self.is_last_stage() else None
-        if whole is not None and not isinstance(whole, torch.Tensor):
-            return whole
-        return loss.as_subclass(LossTensor) if isinstance(loss, torch.Tensor) else loss
+        if isinstance(loss, torch.Tensor) and (whole is None or isinstance(whole, torch.Tensor)):
+            return loss.as_subclass(LossTensor)
+        return OutputElsewhere() if whole is None else whole

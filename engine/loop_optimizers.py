@@ -24,8 +24,9 @@ class LoopOptimizerMixin(VPipeEngine):
         else:
             model_parameters = restricted(model_parameters, own, self._placeholder)
         super()._configure_optimizer(client_optimizer, model_parameters)
-        for optimizer in {id(o): o for o in (self.optimizer, self.basic_optimizer)}.values():
-            optimizer.zero_grad = self._if_inside(optimizer.zero_grad)
+        holders = (self.optimizer, self.basic_optimizer, self.module, getattr(self.module, "user_module", None))
+        for holder in {id(found): found for found in holders if found is not None}.values():
+            holder.zero_grad = self._if_inside(holder.zero_grad)
 
     def zero_grad(self) -> None:
         """Nothing: ``step()`` drops the gradients of a batch when it ends on this stage, not where it does so for the

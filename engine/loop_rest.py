@@ -46,7 +46,9 @@ class LoopRestMixin(LoopRoundMixin):
         self._refuse_after_failure(what)
         self._order.expect_between(what)
         if not self._resting:
-            with self._aborting():
+            # Wherever the script asks for it, these are passes and updates of training.
+            plain = torch.autocast(self.device.type, enabled=False)
+            with self._aborting(), torch.inference_mode(False), torch.enable_grad(), plain:
                 self._drain()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
@@ -59,6 +61,7 @@ class LoopRestMixin(LoopRoundMixin):
         self.drain("load_checkpoint()")
         found = super().load_checkpoint(*args, **kwargs)
         if found[0] is not None:
+            self._rates.forget()
             self._begin_batch()
             self._own_counts = self.global_steps, self.global_samples
         return found
@@ -163,3 +166,9 @@ class LoopRestMixin(LoopRoundMixin):
                 self.drain("the end of the script")
             except Exception as error:
                 logger.error(f"ds_vpipe: the last micro-batches are not trained on all stages: {error}")
+        else:
+            logger.warning(
+                "ds_vpipe: the script ended between engine(...) and engine.step(), so that the micro-batches in flight "
+                "are not trained on all stages; call engine.backward(loss) and engine.step() first"
+            )
+            gc.freeze()

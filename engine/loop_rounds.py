@@ -15,6 +15,7 @@ from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.handed_loss import HandedLoss
 from ds_vpipe.engine.loss_links import LossLinks
 from ds_vpipe.engine.losses import BatchLoss
+from ds_vpipe.engine.script_rates import ScriptRates
 from ds_vpipe.engine.sender import Sender
 from ds_vpipe.errors import CallOrderError, VPipeError
 from ds_vpipe.schedules.actions import Action, Kind
@@ -45,6 +46,8 @@ class LoopRoundMixin(VPipeEngine):
         self._in_batch = 0  # micro-batches of the script's batch that have had their step()
         self._own_counts = (0, 0)
         self._lr_kwargs: dict[str, Any] | None = None
+        self._rates = ScriptRates()
+        self._written: list[tuple[torch.Tensor, int]] = []
         self._loss_links = LossLinks(self.grid, self.vpipe_config.peer_timeout_s, self.device)
         self._feed.next_call(itertools.repeat((None, None)))  # labels travel with the inputs
 
@@ -85,15 +88,31 @@ class LoopRoundMixin(VPipeEngine):
         if self.is_last_stage():
             self.state.flights[self.state.progress.forwarded - 1].loss = loss
         self._carry_out_actions(self._round.backward)
+        if self.num_stages > 1:
+            gradients = (parameter.grad for parameter in self.module.parameters())
+            self._written = [(gradient, gradient._version) for gradient in gradients if gradient is not None]
 
     def _run_step(self) -> None:
         """The update of the stage that is due in the round, if there is one, and the script's counts."""
+        self._refuse_other_gradients()
+        ends_batch = self.is_gradient_accumulation_boundary()
+        if ends_batch and self.lr_scheduler is None and self.optimizer is not None:
+            self._rates.hand_in(self.optimizer.param_groups)
         self._carry_out_actions(self._round.step)
-        if self.is_gradient_accumulation_boundary():
+        if ends_batch:
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
         self._in_batch = (self._in_batch + 1) % self.micro_batches
         self.micro_steps += 1
+
+    def _refuse_other_gradients(self) -> None:
+        """Nobody but the engine writes into gradients, which are of another batch on every stage, and in part."""
+        if any(gradient._version != version for gradient, version in self._written):
+            raise CallOrderError(
+                "step(): got gradients that were changed after backward(), allowed are those of backward(), which need "
+                'not be of a whole batch on this stage; clip by "gradient_clipping" in the DeepSpeed JSON'
+            )
+        self._written = []
 
     def _carry_out_actions(self, actions: Iterable[Action]) -> None:
         """Carry out a portion; afterwards the parameters are the newest, as the script expects them."""
@@ -114,7 +133,8 @@ class LoopRoundMixin(VPipeEngine):
         seen_by_script = self.global_steps, self.global_samples
         self.global_steps, self.global_samples = self._own_counts
         try:
-            self._carry_out(instruction)
+            with self._rates.of_next_update(self.optimizer.param_groups):
+                self._carry_out(instruction)
             self.agg_train_loss = self._aggregate_total_loss()
             if self.global_rank == 0 and self.monitor.enabled:
                 event = ("Train/Samples/train_loss", self.agg_train_loss.item(), self.global_samples)

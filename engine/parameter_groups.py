@@ -31,6 +31,9 @@ def follow(optimizer: torch.optim.Optimizer, own: Own, placeholder: Placeholder)
     for group in optimizer.param_groups:
         kept = own(group["params"])
         there = {id(parameter) for parameter in kept}
+        if "param_names" in group:
+            named = zip(group["param_names"], group["params"], strict=True)
+            group["param_names"] = [name for name, parameter in named if own([parameter])] or ["placeholder"]
         for parameter in group["params"]:
             if id(parameter) not in there:
                 optimizer.state.pop(parameter, None)

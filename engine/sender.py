@@ -113,8 +113,11 @@ class Sender:
             # neighbour's does not need what the neighbour computed ahead. Whoever waits for the peer
             # will find out.
             outgoing.error = error
-        self._capacity.sent(packed.size)
-        outgoing.handed_over = True
+            if outgoing.uncopied:
+                raise
+        finally:
+            self._capacity.sent(packed.size)
+            outgoing.handed_over = True
 
     def copied(self) -> None:
         """Wait until everything sent so far has been copied, so that its tensors may be changed; mostly it has been.

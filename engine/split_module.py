@@ -9,6 +9,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
+from deepspeed.utils import logger
 from torch._dynamo import OptimizedModule
 
 from ds_vpipe.engine.repartition import VPipeModule, complete
@@ -89,12 +90,21 @@ class SplitModule(VPipeModule):
         """Run layers ``start`` to ``stop - 1`` of ``forward_funcs``, consecutive in the model, in one forward."""
         return self.stage_model.run(value, self.forward_funcs[start].index, self.forward_funcs[stop - 1].index + 1)
 
-    def forward(self, forward_input: Any) -> Any:
-        """Run this stage's pieces."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run this stage's pieces.
+
+        Raises:
+            SplitError: this is a call of the user's forward, which no stage can run alone.
+        """
+        if kwargs or len(args) != 1 or not isinstance(args[0], tuple):
+            raise SplitError(
+                "engine.module(...): a stage has only a part of the model, allowed is to call engine(...) on every "
+                "rank; do that, in eval() mode to evaluate"
+            )
         if self.activation_checkpoint_interval > 0:
-            return super().forward(forward_input)
+            return super().forward(args[0])
         self.micro_offset += 1
-        return self.run_several(0, len(self.forward_funcs), forward_input)
+        return self.run_several(0, len(self.forward_funcs), args[0])
 
     def split_anew(self, counts: Sequence[int], virtual_stages: int = 1) -> bool:
         """Give every part the number of pieces in ``counts``; False if it was so already. Before :meth:`release`.
@@ -135,6 +145,23 @@ class SplitModule(VPipeModule):
         return self.stage_model.trained_sizes()
 
     # As a module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "stage_model" not in self.__dict__:
+                raise
+        return getattr(self.user_module, name)  # scripts expect the model that they have made
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's model's, of this stage alone: other parameters are missing."""
+        if self.num_stages > 1:
+            logger.warning(
+                f"ds_vpipe: state_dict() of the module has stage {self.stage_id} of {self.num_stages} alone; call "
+                f"engine.save_checkpoint() on every rank, and python -m ds_vpipe.export for the whole model"
+            )
+        return self.user_module.state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SplitModule:
         self.stage_model.apply(fn)

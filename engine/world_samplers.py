@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -61,7 +62,10 @@ def _candidates(frame: FrameType | None) -> Iterator[Any]:
 def _attributes(value: Any) -> Iterator[Any]:
     if isinstance(value, (type, ModuleType, FunctionType, nn.Module)) or type(value).__module__.startswith(_LIBRARIES):
         return
-    yield from list(getattr(value, "__dict__", {}).values())
+    attributes: list[Any] = []
+    with suppress(Exception):  # objects that answer for others may raise anything
+        attributes += vars(value).values()
+    yield from attributes
 
 
 def _sampler(value: Any) -> DistributedSampler[Any] | None:

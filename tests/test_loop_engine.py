@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import cases
 import loops
@@ -435,9 +435,7 @@ def plain_module(ds_config: dict[str, Any], count: int) -> dict[str, Any]:
     def split_model(model: loops.Whole, stages: int, **_: Any) -> Any:
         return loops.split_by_hand(model, stages)
 
-    by_hand = SimpleNamespace(split_model=split_model, stages_in=lambda *_: 2)
-    sys.modules["ds_vpipe.engine.split_module"] = by_hand  # type: ignore[assignment]
-    try:
+    with mock.patch.multiple("ds_vpipe.engine.whole_model", split_model=split_model, stages_in=lambda *_: 2):
         whole = loops.Whole()
         data = [toy.micro_batch(number // 2) for number in range(2 * count)]
         samples = [(tokens[number % 2], labels[number % 2]) for number, (tokens, labels) in enumerate(data)]
@@ -447,8 +445,6 @@ def plain_module(ds_config: dict[str, Any], count: int) -> dict[str, Any]:
             training_data=samples,
             config=ds_config,
         )
-    finally:
-        del sys.modules["ds_vpipe.engine.split_module"]
     loader.num_local_io_workers = 0  # workers of tests have no children
     losses = []
     for batch in loader:

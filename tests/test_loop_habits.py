@@ -1,0 +1,215 @@
+"""What scripts do beside forward, backward and step: it means what it would mean without a pipeline, or is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import cases
+import pytest
+import torch
+from test_exactness import difference
+from torch import nn
+from worlds import CaseFailed, Worlds
+
+from ds_vpipe.engine.parameter_groups import by_identity, follow
+from ds_vpipe.engine.script_rates import ScriptRates
+
+STAGES, MICRO_BATCHES, ROUNDS = 2, 2, 10
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+class Plain(nn.Module):
+    """A user's model: ids [4, 6] and labels to a loss, without labels to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=13)
+        self.embedding = nn.Embedding(13, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+        self.head = nn.Linear(8, 13)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 13, (4, 6), generator=generator), torch.randint(0, 13, (4, 6), generator=generator)
+
+
+def config(micro_batches: int = MICRO_BATCHES, **block: Any) -> dict[str, Any]:
+    made = cases.config(micro_batches, SGD, {"peer_timeout_s": 30, **block}, pipeline={"stages": STAGES})
+    return {**made, "train_micro_batch_size_per_gpu": 4}
+
+
+def built(ds_config: dict[str, Any], **given: Any) -> tuple[Any, Plain]:
+    import ds_vpipe
+
+    torch.manual_seed(0)
+    model = Plain()
+    given = {name: make(model) for name, make in given.items()}
+    return ds_vpipe.initialize(model=model, config=ds_config, **given)[0], model
+
+
+def trained(ds_config: dict[str, Any], habit: str = "") -> dict[str, Any]:
+    """Train with a habit of scripts; returns this stage's parameters."""
+    engine, model = built(ds_config)
+    for number in range(ROUNDS):
+        loss = engine(*batch(number))
+        loss = loss + 0.1 * sum(p.square().sum() for p in engine.parameters()) if habit == "decay" else loss
+        engine.backward(loss)
+        if habit == "clip":
+            torch.nn.utils.clip_grad_norm_(engine.parameters(), 0.1)
+        ends_batch = engine.is_gradient_accumulation_boundary()
+        if habit == "rates" and ends_batch:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = rate(engine.global_steps)
+        engine.step()
+        if ends_batch and habit == "zero_grad":
+            model.zero_grad()
+            engine.module.zero_grad(set_to_none=True)
+        if number == 4 and habit in ("evaluate", "infer", "autocast"):
+            mode = {"evaluate": torch.no_grad, "infer": torch.inference_mode, "autocast": torch.no_grad}[habit]
+            engine.eval()
+            with mode(), torch.autocast("cpu", torch.bfloat16, enabled=habit == "autocast"):
+                engine(*batch(100))
+            engine.train()
+    engine.drain()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def rate(update: int) -> float:
+    return 0.2 - 0.03 * update
+
+
+def scheduled(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """The rates of a scheduler that the engine steps."""
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: rate(update) / 0.1)
+
+    engine, model = built(ds_config, lr_scheduler=lambda _: scheduler)
+    for number in range(ROUNDS):
+        loss = engine(*batch(number))
+        engine.backward(loss)
+        engine.step()
+    engine.drain()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def whole(worlds: Worlds, work: Callable[..., Any], *args: Any) -> dict[str, torch.Tensor]:
+    found = {name: value for rank in worlds.run(STAGES, work, *args) for name, value in rank.items()}
+    assert found.keys() == dict(Plain().named_parameters()).keys()
+    return found
+
+
+@pytest.mark.mp
+def test_gradients_in_flight_are_not_dropped(worlds: Worlds) -> None:
+    """Where a batch ends for the script it is in the midst of a batch on other stages."""
+    assert difference(whole(worlds, trained, config(), "zero_grad"), whole(worlds, trained, config())) == 0
+
+
+@pytest.mark.mp
+def test_an_evaluation_in_any_mode_changes_no_more_than_its_drain(worlds: Worlds) -> None:
+    wanted = whole(worlds, trained, config(), "evaluate")
+    for habit in ("infer", "autocast"):
+        assert difference(whole(worlds, trained, config(), habit), wanted) == 0, habit
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_rates_that_the_script_sets_are_the_batches(worlds: Worlds, micro_batches: int) -> None:
+    wanted = whole(worlds, scheduled, config(micro_batches))
+    assert difference(whole(worlds, trained, config(micro_batches), "rates"), wanted) == 0
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize(
+    ("habit", "line"),
+    [
+        (
+            "clip",
+            'step(): got gradients that were changed after backward(), .* "gradient_clipping" in the DeepSpeed JSON',
+        ),
+        ("decay", "backward(loss): got a loss with terms made of parameters, .* or use weight_decay"),
+    ],
+)
+def test_what_one_stage_cannot_do_alone_is_refused(worlds: Worlds, habit: str, line: str) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(STAGES, trained, config(), habit)
+    start, _, end = line.partition(" .* ")
+    assert any(start in text and end in text and "\n" not in text for text in failed.value.errors.values())
+
+
+def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """What a script gets of the engine and its module without labels."""
+    engine, model = built(ds_config)
+    engine.eval()
+    with torch.inference_mode():
+        output = engine(batch(0)[0])
+    told = {"output": output.clone() if isinstance(output, torch.Tensor) else _error(lambda: output.shape)}
+    told |= {"index": "" if isinstance(output, torch.Tensor) else _error(lambda: output[0])}
+    return {
+        **told,
+        "vocabulary": engine.module.config.vocab_size,
+        "names": list(engine.module.state_dict()),
+        "own": list(model.state_dict()),
+        "called": _error(lambda: engine.module(*batch(0))),
+        "unknown": _error(lambda: engine.module.nothing),
+    }
+
+
+def _error(call: Callable[[], Any]) -> str:
+    with pytest.raises((AttributeError, LookupError, RuntimeError, ValueError)) as raised:
+        call()
+    return str(raised.value)
+
+
+@pytest.mark.mp
+def test_the_module_is_the_users_but_for_other_stages(worlds: Worlds) -> None:
+    first, last = worlds.run(STAGES, outputs, config())
+    torch.manual_seed(0)
+    torch.testing.assert_close(last["output"], Plain()(batch(0)[0]).detach())
+    assert first["output"].startswith("outputs.shape: what forward() returns in an evaluation without a loss is on the")
+    assert first["index"].startswith("'outputs[0]: ") or first["index"].startswith("outputs[0]: ")
+    for rank in (first, last):
+        assert rank["vocabulary"] == 13
+        assert rank["names"] == rank["own"]
+        assert rank["called"].startswith("engine.module(...): a stage has only a part of the model")
+        assert "nothing" in rank["unknown"]
+    assert sorted(first["names"] + last["names"]) == sorted(Plain().state_dict())
+
+
+def test_names_in_groups_follow_their_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(list(model.named_parameters()), lr=0.1)
+    follow(optimizer, by_identity(model[1].parameters()), lambda: nn.Parameter(torch.zeros(1)))
+    assert optimizer.param_groups[0]["param_names"] == ["1.weight", "1.bias"]
+    follow(optimizer, by_identity(model[0].parameters()), lambda: nn.Parameter(torch.zeros(1)))
+    assert len(optimizer.param_groups[0]["param_names"]) == len(optimizer.param_groups[0]["params"]) == 1
+
+
+def test_rates_wait_for_their_batch() -> None:
+    rates, groups = ScriptRates(), [{"lr": 1.0, "params": []}]
+    for value in (1.0, 2.0):
+        groups[0]["lr"] = value
+        rates.hand_in(groups)
+    groups[0]["lr"] = 3.0
+    seen = []
+    for _ in range(3):
+        with rates.of_next_update(groups):
+            seen.append(groups[0]["lr"])
+    assert seen == [1.0, 2.0, 3.0]
+    assert math.isclose(groups[0]["lr"], 3.0)
+    rates.hand_in(groups)
+    rates.forget()
+    groups[0]["lr"] = 4.0
+    with rates.of_next_update(groups):
+        assert groups[0]["lr"] == 4.0

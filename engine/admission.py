@@ -101,6 +101,22 @@ class Agreement:
             raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
         return values
 
+    def of_first_rank(self, value: Any) -> Any:
+        """The ``value`` that rank 0 passes; all ranks call it, between batches only.
+
+        Raises:
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        values = [value]
+        if self._everyone is None:
+            return value
+        try:
+            dist.broadcast_object_list(values, 0, group=self._everyone)
+        except RuntimeError as error:
+            what = "the first rank to name the folder of a checkpoint"
+            raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
+        return values[0]
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """A block of work with files that all ranks do, between batches: if it fails on one it fails on all.

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deepspeed.utils import logger
+
 from ds_vpipe.engine import rank_state
 from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.checkpoint_folders import clean, put_in_place, put_own_in_place, recover
@@ -55,7 +57,8 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin, MitigationMixin):
         """As DeepSpeed's; all ranks call it, between any two batches.
 
         Micro-batches in flight are set back and trained afterwards. The folder appears under its name, and
-        ``latest`` names it, only when it is complete.
+        ``latest`` names it, only when it is complete. It is the first rank's: scripts that put the time into the name
+        of a folder have another one on a rank that started a second later.
 
         Raises:
             VPipeError: files cannot be written; the checkpoint before is still there, and training may go on.
@@ -67,7 +70,14 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin, MitigationMixin):
         self.quiesce()
         self._equalize_scale()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        mine = str(save_dir), tag
+        save_dir, tag = self._agreement.of_first_rank(mine)
         folder = Path(save_dir, tag)
+        if mine != (save_dir, tag):
+            logger.warning(
+                f"ds_vpipe: save_checkpoint: got the folder {str(Path(*mine))!r} on rank {self.global_rank} and "
+                f"{str(folder)!r} on rank 0, which is used; allowed is one folder; give all ranks the same"
+            )
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         what = f"save_checkpoint({str(folder)!r})"
         with self._agreement.together(what):

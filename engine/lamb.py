@@ -47,6 +47,7 @@ class Lamb(torch.optim.Optimizer):
         if amsgrad:
             raise ValueError("optimizer.params.amsgrad: got true, allowed is false; LAMB has no AMSGrad variant")
         self._eps_inside_sqrt = eps_inside_sqrt
+        self._ratios: list[torch.Tensor] = []
         super().__init__(
             params,
             {
@@ -74,12 +75,17 @@ class Lamb(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._ratios.clear()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             divisor = _clip_divisor([p.grad for p in parameters], group["max_grad_norm"])
             for parameter in parameters:
                 self._update(parameter, divisor, group)
         return loss
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Trust ratios of the last update, one per tensor that had a gradient, as ``FusedLamb`` gives them."""
+        return [ratio.item() for ratio in self._ratios]
 
     def _update(self, parameter: torch.Tensor, divisor: torch.Tensor | None, group: dict[str, Any]) -> None:
         """Needs two tensors of the parameter's size at most."""
@@ -110,6 +116,7 @@ class Lamb(torch.optim.Optimizer):
             (weight_norm / direction_norm).clamp(group["min_coeff"], group["max_coeff"]),
             torch.ones_like(weight_norm),
         )
+        self._ratios.append(ratio)
         parameter.sub_(direction.mul_(ratio * group["lr"]))
 
 

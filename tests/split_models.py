@@ -76,6 +76,17 @@ class Wrapped(nn.Module):
         return nn.functional.cross_entropy(logits.view(-1, VOCABULARY), tgt_tokens.view(-1), ignore_index=0)
 
 
+class Derived(Wrapped):
+    """As one that derives from Hugging Face's base class: it inherits an example of another forward than its own."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+
+    @property
+    def dummy_inputs(self) -> dict[str, Tensor]:
+        return {"input_ids": tokens(1)}
+
+
 class OldLayer(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -174,6 +185,28 @@ class OldBert(nn.Module):
         return (loss + nn.functional.cross_entropy(self.relation(pooled), follows.view(-1)),)
 
 
+class NormedEncoder(OldEncoder):
+    """With a norm behind the blocks that is registered before them."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        layer = self._modules.pop("layer")
+        self.last = nn.LayerNorm(hidden)
+        self.layer = layer
+
+    def forward(self, *args: Any) -> Any:
+        *states, hidden = super().forward(*args)
+        return [*states, self.last(hidden)]
+
+
+class PreNorm(OldBert):
+    """Takes a batch whose labels nobody could make up: a guess runs through the blocks, but its loss fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = NormedEncoder(32)
+
+
 class Perceptron(nn.Module):
     """A model without a list of blocks."""
 
@@ -240,6 +273,8 @@ OWN: dict[str, tuple[Callable[..., nn.Module], tuple[Any, ...], dict[str, Any]]]
         lambda: _built(lambda: Wrapped(True)), (tokens(1),), {"attention_mask": padding(), "tgt_tokens": tokens(2)},
     ),
     "old BERT": (lambda: _built(OldBert), (list(_OLD),), {}),
+    "norm registered first": (lambda: _built(PreNorm), (_OLD,), {}),
+    "inherited example": (lambda: _built(Derived), (tokens(1), padding(), tokens(2)), {}),
 }  # fmt: skip
 GRAPHS: dict[str, tuple[Callable[..., nn.Module], tuple[Any, ...], dict[str, Any]]] = {
     "perceptron": (

@@ -52,6 +52,31 @@ def test_saved_in_flight_loads_everywhere(
         assert 1e-4 < report["moved"] < 1
 
 
+def save_where_each_thinks(directory: str) -> tuple[float, Any, list[str]]:
+    """As scripts do that put the time into a folder's name; returns what a checkpoint of the first rank's differs by."""
+    engine = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"}), 2)
+    engine.train_batch(toy.data())
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds_vpipe.engine.checkpoints.logger.warning", said.append)
+        engine.save_checkpoint(f"{directory}/at{engine.global_rank}", tag=f"from{engine.global_rank}")
+    saved = cases.parameters(engine)
+    engine.train_batch(toy.data(start=engine.consumed_micro_batches))
+    engine.load_checkpoint(f"{directory}/at0")
+    found = difference(cases.parameters(engine), saved)
+    engine.destroy()
+    cases.close_groups()
+    return found, sorted(path.name for path in Path(directory).iterdir()), said
+
+
+def test_ranks_that_name_different_folders_save_in_the_first_ranks(worlds: Worlds, tmp_path: Path) -> None:
+    first, second = worlds.run(2, save_where_each_thinks, str(tmp_path))
+    assert first == (0, ["at0"], [])
+    assert second[:2] == (0, ["at0"])
+    assert len(second[2]) == 1
+    assert f"got the folder '{tmp_path}/at1/from1' on rank 1 and '{tmp_path}/at0/from0' on rank 0" in second[2][0]
+
+
 def save_universal(directory: str, ds_config: dict[str, Any]) -> Any:
     engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
     iterator = toy.data(replica=engine.grid.data_parallel_id)

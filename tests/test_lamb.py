@@ -153,6 +153,21 @@ def test_groups_have_settings_of_their_own() -> None:
         np.testing.assert_allclose(parameter.detach().numpy(), wanted, rtol=1e-12, atol=1e-14)
 
 
+def test_coefficients_of_the_last_update() -> None:
+    """Scripts that ask DeepSpeed's FusedLamb for them get the ratios that the last update used, tensor by tensor."""
+    parameters = start()
+    parameters.append(torch.nn.Parameter(torch.ones(2)))  # without a gradient
+    optimizer = Lamb(parameters, lr=0.5, bias_correction=False, betas=(0.0, 0.0), eps=0.0, max_coeff=2.0)
+    assert optimizer.get_lamb_coeffs() == []
+    train(optimizer, parameters[:-1], range(1))
+    before = [parameter.detach().clone() for parameter in parameters]
+    train(optimizer, parameters[:-1], range(1, 2))
+    ratios = optimizer.get_lamb_coeffs()
+    assert len(ratios) == len(SHAPES)
+    for ratio, old, new, gradient in zip(ratios, before[:-1], parameters[:-1], gradients(1), strict=True):
+        torch.testing.assert_close(new.detach(), old - 0.5 * ratio * gradient.sign())
+
+
 def test_closure_and_betas_from_json() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = Lamb([parameter], betas=[0.9, 0.99])  # type: ignore[arg-type]

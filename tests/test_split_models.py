@@ -211,11 +211,18 @@ def test_running_statistics_are_those_of_the_whole_model() -> None:
         assert torch.equal(split.state()[key], value), key
 
 
-def test_half_precision_reaches_what_is_absent() -> None:
+@pytest.mark.parametrize("way", ["apply", "data"])
+def test_half_precision_reaches_what_is_absent(way: str) -> None:
+    """Both as ``Module.bfloat16()`` does it and as DeepSpeed does, which sets the data of each parameter that is there;
+    the mask has the type of the first parameter, which only the first stage has."""
     build, args, kwargs = OWN["old BERT"]
     model = build().to(torch.bfloat16)
     split = Stages(build(), (1, 3, 2))
     for stage in split.models:
-        stage.apply(Tensor.bfloat16)
+        if way == "apply":
+            stage.apply(Tensor.bfloat16)
+        else:
+            for parameter in stage.model.parameters():
+                parameter.data = parameter.data.bfloat16()
     assert {p.dtype for stage in split.models for p in stage.model.parameters()} == {torch.bfloat16}
     check(model, split, args, kwargs)

@@ -38,9 +38,19 @@ def from_data(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> C
 
 
 def own_example(model: nn.Module) -> Call | None:
-    """A call with the model's ``dummy_inputs``, as Hugging Face's have them; None if there are none."""
+    """A call with the model's ``dummy_inputs``, as Hugging Face's have them; None if its forward does not take them.
+
+    A class that derives from one of theirs inherits it, whatever its own forward takes.
+    """
     inputs = getattr(model, "dummy_inputs", None)
-    return as_call(inputs) if isinstance(inputs, (Mapping, Sequence)) and len(inputs) else None
+    if not isinstance(inputs, (Mapping, Sequence)) or not len(inputs):
+        return None
+    args, kwargs = as_call(inputs)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return None
+    return args, kwargs
 
 
 def guesses(model: nn.Module) -> Iterator[Call]:

@@ -79,8 +79,14 @@ class ForwardRoute:
         last = len(self.piece_names) - 1
         return self._inside.get(id(module), 0 if self._position[id(module)] < self._first_block else last)
 
-    def try_out(self, form: CallForm, call: Call) -> dict[str, set[int]]:
+    def try_out(self, form: CallForm, call: Call, *, to_the_end: bool = True) -> dict[str, set[int]]:
         """Run a call without any parameter and return which pieces use which slots.
+
+        Args:
+            form: of the call.
+            call: positional and keyword arguments.
+            to_the_end: else the forward may fail once the last block has run, as a loss does whose labels are made up;
+                what it has used by then is returned.
 
         Raises:
             SplitError: the pieces cannot be run one after the other; says why.
@@ -96,6 +102,9 @@ class ForwardRoute:
             except SplitError as error:
                 # What comes after the last block is not run in pieces, so it may look at values.
                 if not trial.done or "looks at the value" not in str(error):
+                    raise
+            except Exception:
+                if to_the_end or not trial.done:
                     raise
             finally:
                 self._ledger.piece = None

@@ -32,33 +32,39 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
     ledger = Ledger()
     slots = slots_of(model, ledger)
     materialise_buffers(model, slots)
-    given = example or own_example(model)
     reasons: list[str] = []
     for chain in chains(model):
         if len(chain.keys) + 2 < num_stages:
             reasons.append(_too_few(model, chain, num_stages))
             continue
         route = ForwardRoute(model, chain, slots, ledger)
-        found = _try_out(route, chain, given, model)
+        found = _try_out(route, chain, example, model)
         if found is None:
             return StageModel(model, route, slots)
         reasons.append(found)
     if reasons and example is None:
         raise SplitError(reasons[0])
-    return StageModel(model, _graph_route(model, slots, given, num_stages, reasons), slots)
+    return StageModel(model, _graph_route(model, slots, example or own_example(model), num_stages, reasons), slots)
 
 
 def _try_out(route: ForwardRoute, chain: Chain, given: Call | None, model: nn.Module) -> str | None:
     """Find out which piece uses what; returns why the chain will not do, or None.
 
-    Without an example, and if no guess is to the forward's liking, pieces stay as modules are registered: every first
-    real call is tried out too, and refused if that was wrong.
+    Without an example, and if neither the model's own nor a guess is to the forward's liking, pieces stay as modules
+    are registered: every first real call is tried out too, and refused if that was wrong.
     """
+    if given is not None:
+        calls = [(given, True)]
+    else:
+        own = own_example(model)
+        known = [*([] if own is None else [own]), *guesses(model)]
+        # One that the whole forward likes tells more than one that only its loss does not.
+        calls = [(call, to_the_end) for to_the_end in (True, False) for call in known]
     refused = None
-    for call in guesses(model) if given is None else [given]:
+    for call, to_the_end in calls:
         packed, form = CallForms().pack(*call)
         try:
-            route.assign(route.try_out(form, form.rebuild(packed[1:])))
+            route.assign(route.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end))
         except SplitError as error:
             refused = refused or str(error)
         except Exception as error:  # the user's code, with inputs that it may not like

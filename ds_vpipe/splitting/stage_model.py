@@ -179,6 +179,7 @@ class StageModel:
         Raises:
             SplitError: the call cannot be run in pieces.
         """
+        self._follow_types()
         packed, form = self._forms.pack(args, kwargs)
         tried = (form.fingerprint, self.model.training)
         if isinstance(self._route, GraphRoute):
@@ -187,6 +188,22 @@ class StageModel:
             self._try_out(self._route, form, packed)
             self._tried.add(tried)
         return packed
+
+    def _follow_types(self) -> None:
+        """Give what is absent the types of what is here: DeepSpeed casts parameters one by one, not by ``apply``.
+
+        Of the types that parameters with the same type at first have now, an absent one gets the first.
+        """
+        changed: dict[torch.dtype, torch.dtype] = {}
+        for slot in self._slots:
+            if slot.parameter is not None and slot.parameter.dtype is not slot.absent.dtype:
+                changed.setdefault(slot.absent.dtype, slot.parameter.dtype)
+        if not changed:
+            return
+        for slot in self._slots:
+            here = slot.parameter
+            wanted = changed.get(slot.absent.dtype, slot.absent.dtype) if here is None else here.dtype
+            slot.convert(lambda absent, wanted=wanted: absent.to(wanted))
 
     def _try_out(self, route: ForwardRoute, form: CallForm, packed: Packed) -> None:
         device = next((slot.absent.device for slot in self._slots), torch.device("cpu"))

@@ -37,7 +37,7 @@ _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": BLOC
 def bert(kind: Any = BertForPreTraining, dropout: float = 0.0, attention: str = "sdpa", **changes: Any) -> nn.Module:
     rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     config = BertConfig(**_SIZES, **rates, intermediate_size=48, max_position_embeddings=16, **changes)
-    return _built(lambda: kind._from_config(config, attn_implementation=attention))
+    return built(lambda: kind._from_config(config, attn_implementation=attention))
 
 
 def roberta_config(dropout: float = 0.0) -> RobertaConfig:
@@ -47,7 +47,7 @@ def roberta_config(dropout: float = 0.0) -> RobertaConfig:
 
 
 def roberta(kind: Any = RobertaForMaskedLM, dropout: float = 0.0, attention: str = "sdpa") -> nn.Module:
-    return _built(lambda: kind._from_config(roberta_config(dropout), attn_implementation=attention))
+    return built(lambda: kind._from_config(roberta_config(dropout), attn_implementation=attention))
 
 
 def gpt2(kind: Any = GPT2LMHeadModel, dropout: float = 0.0, attention: str = "sdpa") -> nn.Module:
@@ -55,7 +55,7 @@ def gpt2(kind: Any = GPT2LMHeadModel, dropout: float = 0.0, attention: str = "sd
         vocab_size=VOCABULARY, n_embd=32, n_layer=BLOCKS, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0,
         pad_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
-    return _built(lambda: kind._from_config(config, attn_implementation=attention))
+    return built(lambda: kind._from_config(config, attn_implementation=attention))
 
 
 class Wrapped(nn.Module):
@@ -199,6 +199,20 @@ class NormedEncoder(OldEncoder):
         return [*states, self.last(hidden)]
 
 
+class Writing(OldBert):
+    """Writes into its arguments: before the blocks, and into the labels behind them."""
+
+    def forward(self, batch: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        ids, types, mask, follows, labels = batch
+        ids.add_(1)
+        hidden = self.encoder(self.embeddings(ids, types), (mask[:, None, None] - 1.0) * 10000.0, False, 0, False)[-1]
+        labels.sub_(2).clamp_(0, VOCABULARY)
+        words = nn.functional.linear(self.norm(torch.tanh(self.transform(hidden))), self.decoder.weight) + self.bias
+        pooled = self.relation(torch.tanh(self.pooler(hidden[:, 0])))
+        loss = nn.functional.cross_entropy(words.view(-1, VOCABULARY), labels.view(-1))
+        return loss + nn.functional.cross_entropy(pooled, follows)
+
+
 class PreNorm(OldBert):
     """Takes a batch whose labels nobody could make up: a guess runs through the blocks, but its loss fails."""
 
@@ -268,29 +282,29 @@ CASES: dict[str, tuple[Callable[..., nn.Module], tuple[Any, ...], dict[str, Any]
     "GPT2ForSequenceClassification": (lambda **k: gpt2(GPT2ForSequenceClassification, **k), (), {**_TEXT, **_CLASS}),
 }  # fmt: skip
 OWN: dict[str, tuple[Callable[..., nn.Module], tuple[Any, ...], dict[str, Any]]] = {
-    "head behind": (lambda: _built(lambda: Wrapped(False)), (tokens(1), padding(), tokens(2)), {}),
+    "head behind": (lambda: built(lambda: Wrapped(False)), (tokens(1), padding(), tokens(2)), {}),
     "head before": (
-        lambda: _built(lambda: Wrapped(True)), (tokens(1),), {"attention_mask": padding(), "tgt_tokens": tokens(2)},
+        lambda: built(lambda: Wrapped(True)), (tokens(1),), {"attention_mask": padding(), "tgt_tokens": tokens(2)},
     ),
-    "old BERT": (lambda: _built(OldBert), (list(_OLD),), {}),
-    "norm registered first": (lambda: _built(PreNorm), (_OLD,), {}),
-    "inherited example": (lambda: _built(Derived), (tokens(1), padding(), tokens(2)), {}),
+    "old BERT": (lambda: built(OldBert), (list(_OLD),), {}),
+    "norm registered first": (lambda: built(PreNorm), (_OLD,), {}),
+    "inherited example": (lambda: built(Derived), (tokens(1), padding(), tokens(2)), {}),
 }  # fmt: skip
 GRAPHS: dict[str, tuple[Callable[..., nn.Module], tuple[Any, ...], dict[str, Any]]] = {
     "perceptron": (
-        lambda dropout=0.0: _built(lambda: Perceptron(dropout)),
+        lambda dropout=0.0: built(lambda: Perceptron(dropout)),
         (torch.randn(SAMPLES, 12, generator=torch.Generator().manual_seed(1)),),
         {"y": tokens(2, 5, (SAMPLES,), 0)},
     ),
     "convolutions": (
-        lambda: _built(Convolutions),
+        lambda: built(Convolutions),
         (torch.randn(SAMPLES, 1, 8, 8, generator=torch.Generator().manual_seed(1)), tokens(2, 5, (SAMPLES,), 0)),
         {},
     ),
 }
 
 
-def _built(build: Callable[[], nn.Module]) -> nn.Module:
+def built(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build().train()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from split_models import CASES, GRAPHS, OWN, Stages, pass_through
+from split_models import CASES, GRAPHS, OWN, SAMPLES, Stages, Writing, built, padding, pass_through, tokens
 from torch import Tensor, nn
 
 from ds_vpipe.profiles.profiler import profile_layers
@@ -209,6 +210,25 @@ def test_running_statistics_are_those_of_the_whole_model() -> None:
     model(*args)
     for key, value in model.state_dict().items():
         assert torch.equal(split.state()[key], value), key
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_forwards_that_write_into_their_arguments(ratio: float) -> None:
+    """Every stage, every recomputation and the first call, which is tried out, begin with what the script gave. What
+    arrives in one message is in one buffer, so that all of it is taken for changed where a part of it is."""
+    model = built(Writing)
+    batch = (tokens(1, 80), tokens(2, 2, low=0), padding(), tokens(3, 2, (SAMPLES,), 0), tokens(4))
+    torch.manual_seed(11)
+    wanted, gradients = pass_through(model, (copy.deepcopy(batch),), {})
+    stages = Stages(model, (2, 2, 2), recompute_ratio=ratio)
+    for _ in range(2):
+        given = copy.deepcopy(batch)
+        loss = stages.forward(given)
+        assert torch.equal(loss, wanted)
+        assert all(torch.equal(one, other) for one, other in zip(given, batch, strict=True))
+    stages.backward(loss)
+    for name, value in stages.gradients().items():
+        torch.testing.assert_close(value, gradients[name], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("way", ["apply", "data"])

@@ -181,6 +181,16 @@ def test_no_blocks_and_no_example() -> None:
         split_in_process(Branching(), 2)
 
 
+def test_a_batch_that_the_forward_does_not_take() -> None:
+    """As where the script computes the loss itself; a model with a list of blocks is called with made-up indices."""
+    pair = (torch.randn(3, 4), torch.zeros(3))
+    with refusal("Branching", "2 by position", "forward(x: ", "wrap the model"):
+        split_in_process(Branching(), 2, (pair, {}))
+    with refusal("Branching", "with the values labels, x for forward"):
+        split_in_process(Branching(), 2, ((), {"x": pair[0], "labels": pair[1]}))
+    assert split_in_process(Small(), 2, ((*pair, *pair), {})).num_pieces == 5
+
+
 def test_control_flow_on_data_without_blocks() -> None:
     with refusal("Branching", "torch.export", "data-dependent", "test_split_refusals.py"):
         split_in_process(Branching(), 2, ((torch.randn(3, 4),), {}))

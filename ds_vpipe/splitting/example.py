@@ -45,12 +45,17 @@ def own_example(model: nn.Module) -> Call | None:
     inputs = getattr(model, "dummy_inputs", None)
     if not isinstance(inputs, (Mapping, Sequence)) or not len(inputs):
         return None
-    args, kwargs = as_call(inputs)
+    call = as_call(inputs)
+    return call if takes(model, call) else None
+
+
+def takes(model: nn.Module, call: Call) -> bool:
+    """Whether the signature of the model's forward allows a call; its types are not looked at."""
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        inspect.signature(model.forward).bind(*call[0], **call[1])
     except TypeError:
-        return None
-    return args, kwargs
+        return False
+    return True
 
 
 def guesses(model: nn.Module) -> Iterator[Call]:

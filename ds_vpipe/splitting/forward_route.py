@@ -40,12 +40,14 @@ class ForwardRoute:
         piece_names: one per piece.
         pieces_of: the pieces that use each slot, by name.
         buffer_piece: the piece of each buffer, by ``id`` of its module and its name there.
+        cut_short: the last trial ended before the forward did.
     """
 
     def __init__(self, model: nn.Module, chain: Chain, slots: Sequence[Slot], ledger: Ledger) -> None:
         self._model, self._chain, self._slots, self._ledger = model, chain, slots, ledger
         self.piece_names = ["front", *chain.names(), "tail"]
         self._outlines = Outlines()
+        self.cut_short = False
         self._handed: dict[tuple[int, bool], list[list[str]]] = {}
         inside = {id(m): i + 1 for i, block in enumerate(chain.blocks) for m in block.modules()}
         self._inside = inside
@@ -92,6 +94,7 @@ class ForwardRoute:
             SplitError: the pieces cannot be run one after the other; says why.
         """
         state = random.getstate()
+        self.cut_short = True
         with torch.no_grad(), torch.random.fork_rng(devices=[]), self._standing_in(()), self._noting_modules():
             trial = Trial(self, form)
             self._ledger.piece, self._ledger.strict, self._ledger.touched = 0, False, {}
@@ -99,6 +102,7 @@ class ForwardRoute:
             try:
                 with gated(self._chain, trial), NoDraws(trial):
                     self._model(*call[0], **call[1])
+                self.cut_short = False
             except SplitError as error:
                 # What comes after the last block is not run in pieces, so it may look at values.
                 if not trial.done or "looks at the value" not in str(error):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
 
 from ds_vpipe.splitting.absent import Ledger, SplitError
 from ds_vpipe.splitting.call import CallForms
 from ds_vpipe.splitting.chain import Chain, chains
-from ds_vpipe.splitting.example import Call, guesses, own_example
+from ds_vpipe.splitting.example import Call, guesses, own_example, takes
 from ds_vpipe.splitting.forward_route import ForwardRoute
 from ds_vpipe.splitting.graph_route import GraphRoute
 from ds_vpipe.splitting.materialisation import materialise_buffers
@@ -21,7 +23,8 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
     Args:
         model: a plain module.
         num_stages: the least number of pieces.
-        example: positional and keyword arguments of a call; by default the model's ``dummy_inputs``.
+        example: positional and keyword arguments of a call; by default, and if the forward does not take those, the
+            model's ``dummy_inputs``.
 
     Returns:
         The model in pieces.
@@ -33,6 +36,8 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
     slots = slots_of(model, ledger)
     materialise_buffers(model, slots)
     reasons: list[str] = []
+    unfit = None if example is None or takes(model, example) else _unfit(model, example)
+    example = None if unfit else example
     for chain in chains(model):
         if len(chain.keys) + 2 < num_stages:
             reasons.append(_too_few(model, chain, num_stages))
@@ -44,7 +49,10 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
         reasons.append(found)
     if reasons and example is None:
         raise SplitError(reasons[0])
-    return StageModel(model, _graph_route(model, slots, example or own_example(model), num_stages, reasons), slots)
+    given = example or own_example(model)
+    if unfit and given is None:
+        raise SplitError(unfit)
+    return StageModel(model, _graph_route(model, slots, given, num_stages, reasons), slots)
 
 
 def _try_out(route: ForwardRoute, chain: Chain, given: Call | None, model: nn.Module) -> str | None:
@@ -94,6 +102,16 @@ def _too_few(model: nn.Module, chain: Chain, num_stages: int) -> str:
     return (
         f"{type(model).__name__}: got {num_stages} stages, allowed are 1 to {len(chain.keys) + 2}, the "
         f"{len(chain.keys)} blocks of {chain.name} and what is before and behind them; use fewer stages"
+    )
+
+
+def _unfit(model: nn.Module, example: Call) -> str:
+    args, kwargs = example
+    given = [f"{len(args)} by position"] * bool(args) + sorted(kwargs)
+    return (
+        f"{type(model).__name__}: got a batch of training_data with the values {', '.join(given)} for "
+        f"forward{inspect.signature(model.forward)}, allowed is a forward that takes them, the labels too, and returns "
+        f"the loss; wrap the model in a module that computes the loss"
     )
 
 

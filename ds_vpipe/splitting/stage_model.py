@@ -41,6 +41,7 @@ class StageModel:
         self.model, self._route, self._slots = model, route, slots
         self._forms = CallForms()
         self._tried: set[tuple[int, bool]] = set()
+        self._written: dict[int, set[int]] = {}
         self._spare: dict[int, nn.Parameter] = {}
         self._spare_buffers: dict[tuple[int, str], tuple[nn.Module, torch.Tensor]] = {}
         self._kept: frozenset[int] = frozenset()
@@ -207,8 +208,12 @@ class StageModel:
 
     def _try_out(self, route: ForwardRoute, form: CallForm, packed: Packed) -> None:
         device = next((slot.absent.device for slot in self._slots), torch.device("cpu"))
-        call = form.rebuild(tuple(tensor.to(device) for tensor in packed[1:] if tensor is not None))
-        touched = route.try_out(form, call)
+        # Every run has to find what the script gave, so that none may write into it.
+        copies = [tensor.to(device).clone() for tensor in packed[1:] if tensor is not None]
+        marks = [tensor._version for tensor in copies]
+        touched = route.try_out(form, form.rebuild(tuple(copies)))
+        written = {at for at, copy in enumerate(copies) if route.cut_short or copy._version != marks[at]}
+        self._written.setdefault(form.fingerprint, set()).update(written)
         for slot in self._slots:
             known = route.pieces_of[slot.name]
             new = touched.get(str(slot.absent.slot), set()) - set(known)
@@ -241,7 +246,9 @@ class StageModel:
         """
         form = self._forms.form_of(value)
         behind = 1 + form.num_tensors
-        call, activations = form.rebuild(value[1:behind]), value[behind:]
+        written = self._written.get(form.fingerprint, ())
+        given = (t.clone() if at in written and t is not None else t for at, t in enumerate(value[1:behind]))
+        call, activations = form.rebuild(tuple(given)), value[behind:]
         holder = f"the stage with pieces {start} to {stop - 1}"
         output = self._route.run(form, call, activations, start, stop, holder)  # type: ignore[arg-type]
         if stop < len(self.pieces):

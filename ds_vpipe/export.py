@@ -30,7 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def full_state_dict(
     checkpoint: PipelineCheckpoint, dtype: torch.dtype = torch.float32, *, by_layer: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Weights and buffers of the whole model.
+    """Weights and buffers of the whole model. Those of a plain module have the names of its own ``state_dict()``.
 
     Args:
         checkpoint: where from.
@@ -41,7 +41,7 @@ def full_state_dict(
     Raises:
         VPipeError: weights are missing, or master weights cannot be told apart.
     """
-    masters = checkpoint.masters()
+    masters, copies = checkpoint.masters(), checkpoint.copies
     unique: dict[str, torch.Tensor] = {}
 
     def add(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -57,6 +57,9 @@ def full_state_dict(
         tie = checkpoint.ties.get(index)
         for name, tensor in checkpoint.layer(index).items():
             here, tied = f"{index}.{name}", f"tied_modules.{tie}.{name}"
+            if copies is not None:
+                result[here if by_layer else name] = add(copies.get(here, here), tensor)
+                continue
             own = here if tie is None or tied in checkpoint.free else tied
             if own is here and tied in masters:
                 raise VPipeError(
@@ -65,7 +68,7 @@ def full_state_dict(
                 )
             result[here if by_layer else own] = add(own, tensor)
     for name, master in masters.items():
-        if name not in unique:  # parameters outside of the layers' files: only the optimizer has them
+        if name not in unique and name not in (copies or ()):  # parameters outside of the layers' files: only the optimizer has them
             result[name] = add(name, master)
     lost = [name for name in checkpoint.trained if name.startswith("tied_modules.") and name not in unique]
     if lost:
@@ -120,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--names",
         choices=("module", "layers"),
         default="module",
-        help="tied layers once, as tied_modules.KEY.NAME, or as LAYER.NAME in each place",
+        help="of a plain module its own, else LAYER.NAME with tied layers once, as tied_modules.KEY.NAME; or LAYER.NAME "
+        "in each place",
     )
     given = parser.parse_args(argv)
     try:

@@ -56,6 +56,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
         ties=ties,
         aliases={name: own for name, own in aliases.items() if name != own and name not in free},
         free={own: name for name, own in free.items()},
+        copies=module.copies() if hasattr(module, "copies") else None,
     )
 
 

@@ -22,6 +22,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import logger
 
+from ds_vpipe.batch_sizes import refuse_batch_sizes
 from ds_vpipe.config import StageSettings, VPipeConfig, block_of, refuse_unsupported
 from ds_vpipe.engine.interleaving import InterleavedMixin, recompute_parts
 from ds_vpipe.engine.recompute import apply_recompute
@@ -72,6 +73,8 @@ def prepare(
             f"schedule of its own, so build a PipelineModule or remove the block"
         )
     refuse_unsupported(ds_config, config, model.num_stages)
+    replicas = max(1, model.topology().get_dim("data"))
+    refuse_batch_sizes(ds_config, replicas * model.num_stages, model.num_stages)
     if config.virtual_stages > 1 and model.activation_checkpoint_interval > 0:
         raise VPipeConfigError(
             f"PipelineModule(activation_checkpoint_interval): got {model.activation_checkpoint_interval}, allowed with "

@@ -181,6 +181,15 @@ class SplitModule(VPipeModule):
         """Pieces that use each tied parameter, by its first name."""
         return {name: list(uses) for name, uses in self.stage_model.ties().items()}
 
+    def copies(self) -> dict[str, str]:
+        """Names in the pieces' files of parameters that an earlier piece has too, with the name in that one's."""
+        return {
+            f"{piece}.{name}": f"{min(names)}.{names[min(names)]}"
+            for names in self.stage_model.ties().values()
+            for piece, name in names.items()
+            if piece != min(names)
+        }
+
     def _index_tied_modules(self) -> dict[str, Any]:
         comms: dict[str, Any] = {}
         for name, layers in sorted(self.tied_layers().items()):

@@ -472,6 +472,10 @@ def test_refusals_at_start(worlds: Worlds) -> None:
         for text in failed.value.errors.values():
             assert text.startswith(f"VPipeConfigError: zero_optimization.stage: got {stage}; ")
             assert text.endswith("; use stage 1")
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, loops.train, cases.config(1, SGD, {}, train_batch_size=2 * toy.MICRO_BATCH), 2, 1)
+    for text in failed.value.errors.values():
+        assert text.startswith(f"VPipeConfigError: train_batch_size: got {2 * toy.MICRO_BATCH}; 2 ranks in 2 stages are")
     interleaved = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
     with pytest.raises(CaseFailed) as failed:
         worlds.run(2, loops.train, cases.config(2, SGD, interleaved), 2, 1)

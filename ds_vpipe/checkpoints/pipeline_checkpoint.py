@@ -111,6 +111,11 @@ class PipelineCheckpoint:
                     differing.add(full)
         return differing
 
+    @property
+    def copies(self) -> Mapping[str, str] | None:
+        """:attr:`StageLayout.copies`."""
+        return self.layouts[0].copies if self.layouts else None
+
     @cached_property
     def _index(self) -> dict[str, int]:
         """Stage of each parameter; of a tied one's the first, which owns it, of a loss function's the last."""

@@ -39,6 +39,8 @@ class StageLayout:
         aliases: further names of shared parameters, with the name that ``groups`` has.
         free: parameters of tied layers that are not tied themselves: the name that ``groups`` has, which is that of
             their layer, with the module's, under which every stage has one of its own.
+        copies: of a plain module in pieces, whose layers have the names of the module itself: names of tied parameters
+            in later pieces, with the first one's. None for a ``PipelineModule``.
     """
 
     stage: int
@@ -50,6 +52,7 @@ class StageLayout:
     ties: Mapping[int, str]
     aliases: Mapping[str, str]
     free: Mapping[str, str]
+    copies: Mapping[str, str] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -70,12 +73,13 @@ class StageLayout:
             "ties": dict(self.ties),
             "aliases": dict(self.aliases),
             "free": dict(self.free),
+            "copies": None if self.copies is None else dict(self.copies),
         }
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> StageLayout:
-        """The inverse of :meth:`plain`; other keys are ignored."""
-        known = {name: values[name] for name in cls.__dataclass_fields__}
+        """The inverse of :meth:`plain`; other keys are ignored, and ``copies`` may be missing."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values or name != "copies"}
         known["bounds"] = tuple(known["bounds"])
         known["groups"] = [[(name, tuple(shape)) for name, shape in group] for group in known["groups"]]
         return cls(**known)

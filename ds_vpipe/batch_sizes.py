@@ -1,0 +1,38 @@
+"""The three batch sizes of a DeepSpeed JSON, of which two say the third.
+
+Their relation holds for the number of replicas, which is that of ranks over stages. A JSON that gave all three for
+plain data parallelism on the same ranks is therefore wrong for a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from ds_vpipe.refusal import Refusal
+
+_TOTAL = "train_batch_size"
+_PARTS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def refuse_batch_sizes(ds_config: Mapping[str, Any], ranks: int, num_stages: int) -> None:
+    """Refuse batch sizes that contradict each other on ``ranks / num_stages`` replicas.
+
+    Raises:
+        VPipeConfigError: they do; one line says what to write.
+    """
+    total = ds_config.get(_TOTAL)
+    given = {key: ds_config[key] for key in _PARTS if ds_config.get(key) is not None}
+    if not given or not all(type(value) is int and value > 0 for value in (total, *given.values())):
+        return  # nothing to compare, or for DeepSpeed to refuse
+    replicas = ranks // num_stages
+    unit = prod(given.values()) * replicas
+    if total == unit or (len(given) < len(_PARTS) and total % unit == 0):
+        return
+    factors = " x ".join([*(f"{key} {value}" for key, value in given.items()), f"{replicas} replicas"])
+    whole = len(given) == len(_PARTS)
+    allowed = f"{'' if whole else 'a multiple of '}{unit}, which is {factors}"
+    reason = f"{ranks} ranks in {num_stages} stages are {replicas} replicas"
+    remedy = f"write {unit}, or remove the key" if whole else f"change it, or {next(iter(given))}"
+    raise Refusal(_TOTAL, total, allowed, remedy, reason).error()

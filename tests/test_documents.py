@@ -24,6 +24,7 @@ BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Beginning of a document's name and a command, and the test that runs it; sizes are smaller there where they are large.
 RUN_BY = {
     r"(README|docs/(tuning|migrating))\.md: python -m ds_vpipe ": "test_documents",
+    r"docs/migrating\.md: deepspeed --module ds_vpipe\.run train\.py": "test_plain_scripts",
     r"docs/multinode\.md: python -m ds_vpipe doctor --hostfile": "test_multinode",
     r"docs/multinode\.md: deepspeed --hostfile": "test_multinode",
     r"docs/multinode\.md: (sbatch|srun) .*scripts/(bert\.sbatch|slurm_rank\.sh)": "test_slurm",

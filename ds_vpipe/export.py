@@ -68,7 +68,8 @@ def full_state_dict(
                 )
             result[here if by_layer else own] = add(own, tensor)
     for name, master in masters.items():
-        if name not in unique and name not in (copies or ()):  # parameters outside of the layers' files: only the optimizer has them
+        # Parameters outside of the layers' files: only the optimizer has them.
+        if name not in unique and name not in (copies or ()):
             result[name] = add(name, master)
     lost = [name for name in checkpoint.trained if name.startswith("tied_modules.") and name not in unique]
     if lost:
@@ -123,8 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--names",
         choices=("module", "layers"),
         default="module",
-        help="of a plain module its own, else LAYER.NAME with tied layers once, as tied_modules.KEY.NAME; or LAYER.NAME "
-        "in each place",
+        help="of a plain module its own, else LAYER.NAME with tied layers once, as tied_modules.KEY.NAME; or "
+        "LAYER.NAME in each place",
     )
     given = parser.parse_args(argv)
     try:

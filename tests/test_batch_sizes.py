@@ -15,7 +15,10 @@ TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 @pytest.mark.parametrize(
     ("ds_config", "allowed"),
     [
-        ({TOTAL: 64, MICRO: 4, STEPS: 2}, f"16, which is {MICRO} 4 x {STEPS} 2 x 2 replicas; write 16, or remove the key"),
+        (
+            {TOTAL: 64, MICRO: 4, STEPS: 2},
+            f"16, which is {MICRO} 4 x {STEPS} 2 x 2 replicas; write 16, or remove the key",
+        ),
         ({TOTAL: 20, MICRO: 4}, f"a multiple of 8, which is {MICRO} 4 x 2 replicas; change it, or {MICRO}"),
         ({TOTAL: 9, STEPS: 3}, f"a multiple of 6, which is {STEPS} 3 x 2 replicas; change it, or {STEPS}"),
     ],

@@ -53,7 +53,7 @@ def test_saved_in_flight_loads_everywhere(
 
 
 def save_where_each_thinks(directory: str) -> tuple[float, Any, list[str]]:
-    """As scripts do that put the time into a folder's name; returns what a checkpoint of the first rank's differs by."""
+    """As scripts do that put the time into a folder's name: the difference that loading makes, folders, warnings."""
     engine = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"}), 2)
     engine.train_batch(toy.data())
     said: list[str] = []

@@ -127,6 +127,24 @@ def test_asynchronous_training_is_the_references(
     assert difference(found, stock[script]) > 1e-4, "asynchronous updates are not those of DeepSpeed"
 
 
+def test_half_precision_with_and_without_zero(stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """Tied weights clipped by the whole model's norm: DeepSpeed has another optimizer with ZeRO-1, and both agree."""
+    found = []
+    for zero in (0, 1):
+        block = {"partition": PARTITIONS["masked_lm"][2], "gradient_clipping_scope": "delayed_global"}
+        extra = {"bf16": {"enabled": True}, "zero_optimization": {"stage": zero}, "gradient_clipping": 0.1}
+        extra["zero_allow_untested_optimizer"] = True
+        ds_config = {**CONFIGS["masked_lm"], **extra, "pipeline": {"stages": 2}, "vpipe": block}
+        folder = tmp_path / str(zero)
+        assert launch(folder, "masked_lm", ds_config, 2).count("trained 20 steps") == 2
+        found.append(saved(folder))
+    (decoder,) = COPIES["masked_lm"]
+    assert torch.equal(found[1][decoder], found[1]["bert.embeddings.word_embeddings.weight"])
+    assert {value.dtype for value in found[1].values()} == {torch.bfloat16}
+    assert difference(*found) <= 2e-3
+    assert difference(found[1], stock["masked_lm"]) > 5e-3, "clipped more than DeepSpeed alone has"
+
+
 def test_resuming(stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     """Stopped after an epoch and started again, the example ends where it does in one go."""
     ds_config = {**CONFIGS["pretraining"], "pipeline": {"stages": 2}, "vpipe": {"sync_mode": "bsp"}}

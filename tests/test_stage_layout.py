@@ -22,8 +22,8 @@ NAMES = ["0.weight", "0.bias", "2.weight", "10.weight", "10.bias"]
 
 def test_layout_survives_as_plain_values(tmp_path: Any) -> None:
     layout = StageLayout(
-        1, (0, 2, 5), 2, 0, 1, [[("2.weight", (4, 3)), ("3.scale", ())], []], {0: "word", 4: "word"}, {"3.b": "3.a"}, {},
-        {"4.b": "0.a"},
+        1, (0, 2, 5), 2, 0, 1, [[("2.weight", (4, 3)), ("3.scale", ())], []], {0: "word", 4: "word"}, {"3.b": "3.a"},
+        {}, {"4.b": "0.a"},
     )  # fmt: skip
     torch.save({LAYOUT_KEY: {**layout.plain(), "position": 7}}, tmp_path / "file")
     read = torch.load(tmp_path / "file", weights_only=True)

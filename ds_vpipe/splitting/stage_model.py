@@ -203,8 +203,7 @@ class StageModel:
             return
         for slot in self._slots:
             here = slot.parameter
-            wanted = changed.get(slot.absent.dtype, slot.absent.dtype) if here is None else here.dtype
-            slot.convert(lambda absent, wanted=wanted: absent.to(wanted))
+            slot.convert(_to(changed.get(slot.absent.dtype, slot.absent.dtype) if here is None else here.dtype))
 
     def _try_out(self, route: ForwardRoute, form: CallForm, packed: Packed) -> None:
         device = next((slot.absent.device for slot in self._slots), torch.device("cpu"))
@@ -262,6 +261,10 @@ class StageModel:
         """What the forward returned the last time without gradients, whole; then forget it."""
         output, self.last_output = self.last_output, None
         return tree_map_only(torch.Tensor, torch.Tensor.detach, output) if tree_leaves(output) else output
+
+
+def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype)
 
 
 def _members(params: Any) -> list[Any]:

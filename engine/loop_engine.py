@@ -10,6 +10,7 @@ pipeline first.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -120,6 +121,15 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
         with self._aborting():
             self._run_step()
         self._order.done("step()")
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This stage's parameters, by their names in the script's model after ``module.``, as with DeepSpeed."""
+        whole = getattr(self.module, "user_module", None)
+        if whole is None or not recurse:
+            return super().named_parameters(prefix, recurse, remove_duplicate)
+        return whole.named_parameters(f"{prefix}.module" if prefix else "module", recurse, remove_duplicate)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
         """Refused: stages are at different micro-batches.

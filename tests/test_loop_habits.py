@@ -160,6 +160,7 @@ def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
         **told,
         "vocabulary": engine.module.config.vocab_size,
         "names": list(engine.module.state_dict()),
+        "parameters": [name for name, _ in engine.named_parameters()],
         "own": list(model.state_dict()),
         "called": _error(lambda: engine.module(*batch(0))),
         "unknown": _error(lambda: engine.module.nothing),
@@ -182,6 +183,7 @@ def test_the_module_is_the_users_but_for_other_stages(worlds: Worlds) -> None:
     for rank in (first, last):
         assert rank["vocabulary"] == 13
         assert rank["names"] == rank["own"]
+        assert rank["parameters"] == [f"module.{name}" for name in rank["own"]]
         assert rank["called"].startswith("engine.module(...): a stage has only a part of the model")
         assert "nothing" in rank["unknown"]
     assert sorted(first["names"] + last["names"]) == sorted(Plain().state_dict())

@@ -36,7 +36,7 @@ PARTITIONS = {
     "pretraining": {2: [3, 3], 4: [2, 2, 1, 1]},
 }
 COPIES = {"masked_lm": ["cls.predictions.decoder.weight"]}  # further names of tied weights, on the last stage
-STEPS = {"masked_lm": 20, "wrapped_encoder": 20, "pretraining": 12}
+STEPS = {"masked_lm": 20, "wrapped_encoder": 20, "pretraining": 20}
 
 
 def launch(folder: Path, script: str, ds_config: dict[str, Any], ranks: int, *arguments: str) -> str:
@@ -149,5 +149,15 @@ def test_resuming(stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> 
     """Stopped after an epoch and started again, the example ends where it does in one go."""
     ds_config = {**CONFIGS["pretraining"], "pipeline": {"stages": 2}, "vpipe": {"sync_mode": "bsp"}}
     launch(tmp_path, "pretraining", ds_config, 2, "--epochs", "1")
-    assert "trained 12 steps" in launch(tmp_path, "pretraining", ds_config, 2, "--resume")
+    assert "trained 20 steps" in launch(tmp_path, "pretraining", ds_config, 2, "--resume")
     assert difference(saved(tmp_path), stock["pretraining"]) <= 1e-5
+
+
+def test_resuming_asynchronously(tmp_path: Path) -> None:
+    """The same, against a run that has not been stopped; both drain at the end of the first epoch."""
+    ds_config = {**CONFIGS["pretraining"], "pipeline": {"stages": 2}, "vpipe": {}}
+    stopped, through = tmp_path / "stopped", tmp_path / "through"
+    launch(stopped, "pretraining", ds_config, 2, "--epochs", "1")
+    assert "trained 20 steps" in launch(stopped, "pretraining", ds_config, 2, "--resume")
+    assert "trained 20 steps" in launch(through, "pretraining", ds_config, 2)
+    assert difference(saved(stopped), saved(through)) == 0

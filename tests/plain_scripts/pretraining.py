@@ -14,10 +14,10 @@ class Samples(Dataset):
 
     def __init__(self, epoch: int) -> None:
         generator = torch.Generator().manual_seed(epoch)
-        self.ids = torch.randint(5, 97, (48, 16), generator=generator)
+        self.ids = torch.randint(5, 97, (80, 16), generator=generator)
         chosen = torch.rand(self.ids.shape, generator=generator) < 0.3
         self.labels = torch.where(chosen, self.ids, -100)
-        self.next = torch.randint(0, 2, (48,), generator=generator)
+        self.next = torch.randint(0, 2, (80,), generator=generator)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -74,8 +74,12 @@ def engine(
     parameters: Callable[[nn.Module], Any] | None = None,
 ) -> Any:
     """An engine as ``ds_vpipe.initialize`` gives it for :class:`Whole`; the optimizer is made of the whole model."""
+    import deepspeed
+
     import ds_vpipe
 
+    if "fp16" in ds_config:
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True  # it is, only slow
     whole = Whole(dropout)
     made = None if optimizer is None else optimizer(whole)
     return ds_vpipe.initialize(

@@ -12,6 +12,7 @@ from typing import Any
 import plain_reference
 import pytest
 import torch
+from worlds import free_port
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tests" / "plain_scripts"
@@ -44,7 +45,8 @@ def launch(folder: Path, script: str, ds_config: dict[str, Any], ranks: int, *ar
     folder.mkdir(exist_ok=True)
     (folder / "ds.json").write_text(json.dumps(ds_config), encoding="utf-8")
     module = ["--module", "ds_vpipe.run"] if "vpipe" in ds_config else []
-    command = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(ranks), *module]
+    command = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(ranks)]
+    command += ["--master_port", str(free_port()), *module]
     command += [str(SCRIPTS / f"{script}.py"), "--deepspeed_config", "ds.json", "--output", "saved", *arguments]
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu",

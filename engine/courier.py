@@ -81,7 +81,9 @@ class Courier:
 
     def _raise(self) -> None:
         if self._errors:
-            raise self._errors.pop()
+            first = self._errors[0]
+            self._errors.clear()  # what follows from the first one must not keep its news from the neighbours
+            raise first
 
 
 def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:

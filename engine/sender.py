@@ -167,8 +167,8 @@ class Sender:
 
     def wait_for_all(self, deadline: float) -> None:
         """Like :meth:`flush`, but until ``deadline`` (``time.monotonic()``) at most and without an error."""
-        self._runner.settle()
         with suppress(RuntimeError):
+            self._runner.settle()
             while self._outgoing:
                 for work in self._outgoing.popleft().works:  # gloo reports a completion once: wait only once
                     work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))

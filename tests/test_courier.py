@@ -90,3 +90,20 @@ def test_immediate() -> None:
     runner.submit(lambda: done.append(threading.get_ident()))
     runner.settle()
     assert done == [threading.get_ident()]
+
+
+def test_only_the_first_of_several_errors_is_told() -> None:
+    """The others follow from it, and would be raised where a stage tells its neighbours of the first."""
+    courier, gate = Courier(), threading.Event()
+
+    def fail(text: str) -> None:
+        gate.wait()
+        raise ValueError(text)
+
+    courier.submit(lambda: fail("first"))
+    courier.submit(lambda: fail("second"))
+    gate.set()
+    with pytest.raises(ValueError, match="first"):
+        courier.settle()
+    courier.settle()
+    courier.stop()

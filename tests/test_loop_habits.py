@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -150,7 +151,8 @@ def test_what_one_stage_cannot_do_alone_is_refused(worlds: Worlds, habit: str, l
 
 def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
     """What a script gets of the engine and its module without labels."""
-    engine, model = built(ds_config)
+    with mock.patch("ds_vpipe.engine.engine.outlive_backend_threads") as outlive:
+        engine, model = built(ds_config)
     engine.eval()
     with torch.inference_mode():
         output = engine(batch(0)[0])
@@ -158,6 +160,7 @@ def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
     told |= {"index": "" if isinstance(output, torch.Tensor) else _error(lambda: output[0])}
     return {
         **told,
+        "outlives": outlive.called,
         "vocabulary": engine.module.config.vocab_size,
         "names": list(engine.module.state_dict()),
         "parameters": [name for name, _ in engine.named_parameters()],
@@ -182,6 +185,7 @@ def test_the_module_is_the_users_but_for_other_stages(worlds: Worlds) -> None:
     assert first["index"].startswith("'outputs[0]: ") or first["index"].startswith("outputs[0]: ")
     for rank in (first, last):
         assert rank["vocabulary"] == 13
+        assert rank["outlives"]
         assert rank["names"] == rank["own"]
         assert rank["parameters"] == [f"module.{name}" for name in rank["own"]]
         assert rank["called"].startswith("engine.module(...): a stage has only a part of the model")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vpipe.schedules.schedule import default_depths, update_delays
+from ds_vpipe.schedules.schedule import default_depths, update_delays, version_used
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 from ds_vpipe.staleness.settings import Staleness, refuse_delays
 
@@ -100,7 +100,7 @@ class ReplayedStage:
             return self._newest
         into = into or [torch.empty_like(value) for value in self._newest]
         if self._mitigation is not None:
-            self._mitigation.predict(self.parameters, into)
+            self._mitigation.predict(self.parameters, into, self.updates)
         elif into:
             torch._foreach_copy_(into, self._newest)
         return into
@@ -169,6 +169,7 @@ class Replay:
             raise ValueError(f"depths: got {list(depths)}, allowed is one of each of the {len(partition)} stages")
         self._depths = [depths[0] if vertical else depth for depth in depths]
         settings = Staleness.model_validate(staleness) if isinstance(staleness, dict) else staleness
+        self._synchronous_updates = 0 if settings is None else settings.synchronous_updates
         delays = update_delays(self._depths, micro_batches)
         refuse_delays(settings, delays)
         parts = [list(layers[start:stop]) for start, stop in pairwise(accumulate(partition, initial=0))]
@@ -193,9 +194,10 @@ class Replay:
         if len(items) < self.micro_batches:
             raise StopIteration
         first, total = self.batches * self.micro_batches, 0.0
+        refill = min(self.batches, self._synchronous_updates) * self.micro_batches
         for micro_batch, (inputs, labels) in enumerate(items, first):
             for stage, depth in zip(self.stages, self._depths, strict=True):
-                stage.point_to(max(0, micro_batch - depth) // self.micro_batches)
+                stage.point_to(version_used(micro_batch, depth, self.micro_batches, refill))
             loss = self.loss_fn(self._forward(inputs), labels)
             (loss / self.micro_batches).backward()
             total += float(loss.detach())

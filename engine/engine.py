@@ -151,11 +151,16 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             raise
 
     def _train_schedule(self) -> PipeSchedule:
-        if not self.asynchronous:
+        if self._drains_after(self.global_steps):
             batch_end = (self.state.progress.completed // self.micro_batches + 1) * self.micro_batches
             if self.state.progress.limit is None:
                 self.state.progress = dataclasses.replace(self.state.progress, limit=batch_end)
         return instr.StageSchedule(self.pipeline, self.stage_id, self.state.progress, self._exchanges)
+
+    def _drains_after(self, batch: int) -> bool:
+        """Whether the pipeline is to be empty after a batch, numbered from 0 since the start of training."""
+        staleness = self.vpipe_config.staleness
+        return not self.asynchronous or (staleness is not None and batch < staleness.synchronous_updates)
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         if not isinstance(pipe_schedule, instr.StageSchedule):

@@ -66,6 +66,11 @@ class LoopRestMixin(LoopRoundMixin):
             self._own_counts = self.global_steps, self.global_samples
         return found
 
+    def _run_step(self) -> None:
+        super()._run_step()
+        if not self._in_batch and self.asynchronous and self._drains_after(self.global_steps - 1):
+            self._drain()
+
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's; all ranks call it, between two batches. Drains.
 

@@ -17,8 +17,11 @@ from ds_vpipe.engine.versions import Weights, WeightVersions
 class Predictor(Protocol):
     """Anything that foresees weights."""
 
-    def predict(self, parameters: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-        """Write the weights that passes are to use, made from ``parameters``, into tensors of the same shapes."""
+    def predict(self, parameters: Sequence[torch.Tensor], into: Sequence[torch.Tensor], version: int) -> None:
+        """Write the weights that passes are to use, made from ``parameters``, into tensors of the same shapes.
+
+        ``version`` is how many updates ``parameters`` have had.
+        """
 
 
 class PredictedVersions(WeightVersions):
@@ -74,7 +77,7 @@ class PredictedVersions(WeightVersions):
     def _predicted(self) -> Weights:
         """A prediction from the true weights, which the parameters must refer to."""
         target = self._spare.pop() if self._spare else self._allocate(self._true)
-        self._predictor.predict(self.parameters, target.parameter_views)
+        self._predictor.predict(self.parameters, target.parameter_views, self._latest)
         return target
 
     def _refer_to(self, weights: Weights) -> None:

@@ -94,6 +94,8 @@ class Replay:
     staleness: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.on_time = self.staleness.get("synchronous_updates", 0)
+        self.refills = (*self.refills, *(batch * self.micro_batches for batch in range(self.on_time + 1)))
         self.layers = [layer.to(self.dtype).float() for layer in self.layers]
         self.stage_of = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
         self.copies = {copy: owner for owner, *copies in self.ties for copy in copies}
@@ -244,8 +246,9 @@ class Replay:
         delay, parameters = self.delay(stage), self.owned[stage]
         before = [parameter.detach().clone() for parameter in parameters]
         rates = [group["lr"] for group in optimizer.param_groups]
-        if delay and "lr_rescheduling" in self.staleness:
-            share = min(batch / self.staleness["lr_rescheduling"]["num_steps"], 1)
+        late = batch - self.on_time
+        if delay and "lr_rescheduling" in self.staleness and late >= 0:
+            share = min(late / self.staleness["lr_rescheduling"]["num_steps"], 1)
             for group in optimizer.param_groups:
                 group["lr"] /= delay ** (1 - share)
         optimizer.step()
@@ -253,14 +256,15 @@ class Replay:
             group["lr"] = rate
         changes = [parameter.detach() - old for parameter, old in zip(parameters, before, strict=True)]
         last, self.changes[stage] = self.changes[stage], changes
-        if delay and "error_feedback" in self.staleness and last is not None:
+        if delay and "error_feedback" in self.staleness and last is not None and late >= 0:
             for parameter, change, earlier in zip(parameters, changes, last, strict=True):
                 parameter.data += change - earlier
 
     def predicted(self) -> list[Weights]:
         """The newest weights and ``delay`` times what the last update changed."""
         new, old = self.history[-1], self.history[-2]
-        delays = [self.delay(stage) for stage in self.stage_of]
+        late = len(self.history) > self.on_time
+        delays = [self.delay(stage) if late else 0 for stage in self.stage_of]
         return [
             {n: w[n] + delay * (w[n] - before[n]) for n in w} if delay else w
             for w, before, delay in zip(new, old, delays, strict=True)

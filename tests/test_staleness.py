@@ -64,7 +64,7 @@ def random_gradients(count: int) -> list[list[float]]:
 def test_prediction_is_the_future_weight_for_a_constant_gradient(delay: int) -> None:
     weights, mitigation, parameter = run(sgd, [(0.5, 0.25)] * 10, delay, weight_prediction=True)
     foreseen = torch.empty(2)
-    mitigation.predict([parameter], [foreseen])
+    mitigation.predict([parameter], [foreseen], 6)
     assert torch.equal(foreseen, weights[-1] - delay * LR * torch.tensor([0.5, 0.25]))
     later, *_ = run(sgd, [(0.5, 0.25)] * (10 + delay), 0)
     assert torch.equal(foreseen, later[-1])
@@ -80,7 +80,7 @@ def test_prediction_extrapolates_a_moving_average() -> None:
     for change in changes[1:]:
         average = 0.75 * average + 0.25 * change
     foreseen = torch.empty(2)
-    mitigation.predict([parameter], [foreseen])
+    mitigation.predict([parameter], [foreseen], 6)
     torch.testing.assert_close(foreseen, weights[-1] + 2.0 * 3 * average)
 
 
@@ -88,9 +88,9 @@ def test_prediction_without_an_update_is_a_copy() -> None:
     parameters = [weight(1.0), weight(2.0)]
     mitigation = StalenessMitigation(sgd(parameters), settings_of(weight_prediction=True), 3)
     into = [torch.zeros(1), torch.zeros(1)]
-    mitigation.predict(parameters, into)
+    mitigation.predict(parameters, into, 0)
     assert [float(value) for value in into] == [1.0, 2.0]
-    mitigation.predict([], [])
+    mitigation.predict([], [], 0)
 
 
 def test_feedback_telescopes_on_a_linear_loss() -> None:
@@ -190,7 +190,7 @@ def test_scale_zero_is_no_change(methods: dict[str, Any]) -> None:
     weights, mitigation, parameter = run(adamw, gradients, 1, **methods)
     assert all(torch.equal(got, want) for got, want in zip(weights, wanted, strict=True))
     foreseen = torch.empty(2)
-    mitigation.predict([parameter], [foreseen])
+    mitigation.predict([parameter], [foreseen], 6)
     assert torch.equal(foreseen, weights[-1])
 
 
@@ -217,8 +217,8 @@ def test_state_goes_through_a_checkpoint_of_the_optimizer(methods: dict[str, Any
         optimizer.step()
     assert torch.equal(parameter.detach(), wanted[-1])
     foreseen, known = torch.empty(2), torch.empty(2)
-    mitigation.predict([parameter], [foreseen])
-    judge.predict([straight], [known])
+    mitigation.predict([parameter], [foreseen], 6)
+    judge.predict([straight], [known], 6)
     assert torch.equal(foreseen, known)
 
 

@@ -37,6 +37,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "rescheduling": ("SGD", RESCHEDULING),
     "nadam, prediction, rescheduling": ("AdamW", {"nadam": True, "weight_prediction": True, **RESCHEDULING}),
     "nadam, feedback": ("AdamW", {"nadam": True, "error_feedback": True}),
+    "a synchronous beginning": ("SGD", {"synchronous_updates": 5}),
+    "the same with prediction": ("SGD", {"synchronous_updates": 5, "weight_prediction": True, **RESCHEDULING}),
+    "the same with feedback": ("AdamW", {"synchronous_updates": 5, "nadam": True, "error_feedback": True}),
 }
 
 

@@ -17,6 +17,10 @@ lr_rescheduling
     The learning rate of update t is multiplied with tau ** -(1 - min(t / T, 1)), technique 1 of PipeMare
     (Yang et al., MLSys 2021).
 
+With ``synchronous_updates`` the first N updates of training are of gradients that are not late, which is up to whoever
+orders passes. Here it means that error feedback adds nothing to them, that weights are not predicted before update N,
+and that t counts from there.
+
 What they need from one update to the next is kept in the base optimizer's state, per parameter, so that it is saved,
 resharded and loaded with everything else there, and master weights are treated like any others.
 """
@@ -51,7 +55,7 @@ class StalenessMitigation:
 
     Attributes:
         delay: as given; may change between updates.
-        updates: updates done, for learning-rate rescheduling; whoever counts them sets it.
+        updates: updates done; whoever counts them sets it before a step.
 
     Raises:
         VPipeConfigError: NAdam's direction for an optimizer that has no moments.
@@ -78,23 +82,28 @@ class StalenessMitigation:
         return self._settings.weight_prediction is not None
 
     @torch.no_grad()
-    def predict(self, parameters: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    def predict(self, parameters: Sequence[torch.Tensor], into: Sequence[torch.Tensor], version: int) -> None:
         """Write the weights that passes are to use into tensors of the same shapes.
 
         Args:
             parameters: the base optimizer's, or others, which are only copied.
             into: gets the prediction; none of it shares memory with ``parameters``.
+            version: updates that ``parameters`` have had.
         """
         if not parameters:
             return
         torch._foreach_copy_(list(into), list(parameters))
         prediction = self._settings.weight_prediction
-        distance = 0.0 if prediction is None else prediction.scale * self.delay
+        distance = 0.0 if prediction is None or self._in_time(version) else prediction.scale * self.delay
         known = [self._optimizer.state.get(p, {}).get(LAST_UPDATE) for p in parameters]
         pairs = [(target, update) for target, update in zip(into, known, strict=True) if update is not None]
         if pairs and distance:
             targets, updates = zip(*pairs, strict=True)
             torch._foreach_add_(list(targets), list(updates), alpha=distance)
+
+    def _in_time(self, updates: int) -> bool:
+        """Whether gradients at the version after so many updates are not late, as the pipeline drains for them."""
+        return updates < self._settings.synchronous_updates
 
     def _step(self, base: Any, *args: Any, **kwargs: Any) -> Any:
         if self.delay == 0:
@@ -124,7 +133,7 @@ class StalenessMitigation:
             state = self._optimizer.state[parameter]
             if feedback is not None:
                 previous = state.get(PREVIOUS_CHANGE)
-                if previous is not None:
+                if previous is not None and not self._in_time(self.updates):
                     parameter.add_(change - previous, alpha=feedback.scale)
                 state[PREVIOUS_CHANGE] = change
             elif prediction is not None:
@@ -135,13 +144,13 @@ class StalenessMitigation:
     def _rescheduled(self) -> Iterator[None]:
         """The learning rates of this update."""
         rescheduling = self._settings.lr_rescheduling
-        if rescheduling is None:
+        if rescheduling is None or self._in_time(self.updates):
             yield
             return
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * rescheduling.factor(self.updates, self.delay)
+            group["lr"] = rate * rescheduling.factor(self.updates - self._settings.synchronous_updates, self.delay)
         try:
             yield
         finally:

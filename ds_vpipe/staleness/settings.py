@@ -73,7 +73,11 @@ class LRRescheduling(_Settings):
     num_steps: int = Field(ge=1)
 
     def factor(self, updates: int, delay: int) -> float:
-        """What the learning rate is multiplied with after ``updates`` updates: delay ** -(1 - min(updates / T, 1)).
+        """What the learning rate is multiplied with: delay ** -(1 - min(updates / T, 1)).
+
+        Args:
+            updates: made asynchronously so far.
+            delay: that of the stage, in updates.
 
         Source: PipeMare (Yang et al., MLSys 2021), technique 1.
         """
@@ -81,12 +85,19 @@ class LRRescheduling(_Settings):
 
 
 class Staleness(_Settings):
-    """Mitigations in use; each is off unless named. ``true`` stands for an object without keys."""
+    """Mitigations in use; each is off unless named. ``true`` stands for an object without keys.
+
+    Attributes:
+        synchronous_updates: so many updates at the beginning of training are made as ``sync_mode: "bsp"`` makes them,
+            with the pipeline drained at the end of every batch. No gradient is late then; the others but ``nadam``
+            begin afterwards. Source: PipeMare (Yang et al., MLSys 2021), technique 3.
+    """
 
     nadam: NAdam | None = None
     error_feedback: ErrorFeedback | None = None
     weight_prediction: WeightPrediction | None = None
     lr_rescheduling: LRRescheduling | None = None
+    synchronous_updates: int = Field(default=0, ge=0)
 
     @property
     def kept_weights(self) -> int:
@@ -125,7 +136,8 @@ KEYS: dict[str, tuple[str, ...]] = {
 
 HELP: dict[str, tuple[str, str]] = {
     "staleness": (
-        'an object with nadam, error_feedback, weight_prediction or lr_rescheduling, with sync_mode "asp" only',
+        "an object with nadam, error_feedback, weight_prediction, lr_rescheduling or synchronous_updates, "
+        'with sync_mode "asp" only',
         'name what to use, such as {"nadam": true}, or remove the key',
     ),
     "staleness.nadam": ("true, false or an object", "write true for betas [0.99, 0.999]"),
@@ -143,6 +155,7 @@ HELP: dict[str, tuple[str, str]] = {
     "staleness.weight_prediction.scale": ("a number >= 0", "give such as 1"),
     "staleness.weight_prediction.smoothing": ("a number in [0, 1)", "give such as 0.9, or 0 for none"),
     "staleness.lr_rescheduling": ('an object {"num_steps": ...}', 'write such as {"num_steps": 1000}'),
+    "staleness.synchronous_updates": ("an int >= 0", "give the updates until the loss has begun to fall, such as 1000"),
     "staleness.lr_rescheduling.num_steps": ("an int >= 1", "give the updates over which the learning rate recovers"),
 }
 """Key -> (what it accepts, what to do about a value that it does not accept), as in :mod:`ds_vpipe.config_help`."""

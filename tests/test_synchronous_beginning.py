@@ -1,0 +1,131 @@
+"""Updates at the beginning of an asynchronous training that are made synchronously."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import cases
+import loops
+import pytest
+import reference
+import test_ties
+import toy
+from test_exactness import LAYERS, OPTIMIZERS, difference
+from test_resume import resume_everywhere
+from worlds import Worlds
+
+from ds_vpipe.partition import uniform_partition
+from ds_vpipe.schedules.schedule import default_depths
+
+pytestmark = pytest.mark.mp
+
+STAGES, BATCHES, ON_TIME = 3, 10, 4
+COUNTS = uniform_partition(LAYERS, STAGES)
+SGD, ADAMW = OPTIMIZERS["SGD"][0], OPTIMIZERS["AdamW"][0]
+
+
+def block(updates: int, **more: Any) -> dict[str, Any]:
+    return {"partition": "uniform", "staleness": {"synchronous_updates": updates}, **more}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_as_long_as_it_lasts_it_is_synchronous_training(worlds: Worlds, micro_batches: int) -> None:
+    """Bit for bit, with an optimizer that has moments, however deep the pipeline is."""
+    blocks: list[dict[str, Any]] = [
+        {"partition": "uniform", "sync_mode": "bsp"},
+        block(BATCHES),
+        block(BATCHES, stage_to_depth_map=[4, 2, 0], weight_sync="vertical"),
+        block(ON_TIME),
+    ]
+    configs = [cases.config(micro_batches, ADAMW, each) for each in blocks]
+    ranks = worlds.run(STAGES, cases.train_each, configs, STAGES, BATCHES)
+    bsp, asp, deep, short = (cases.merged([rank[position] for rank in ranks]) for position in range(len(blocks)))
+    assert difference(asp, bsp) == 0
+    assert difference(deep, bsp) == 0
+    assert difference(short, bsp) > 1e-4
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_against_the_reference(worlds: Worlds, micro_batches: int) -> None:
+    """Versions, and what stages know of each other's norms, go on from where the pipeline drained last."""
+    rows: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"weight_sync": "vertical"}, {"vertical": True}),
+        ({"gradient_clipping_scope": "delayed_global"}, {"clip": 0.3, "scope": "delayed_global"}),
+    ]
+    configs = [
+        cases.config(micro_batches, SGD, block(ON_TIME, **more), gradient_clipping=options.get("clip", 0.0))
+        for more, options in rows
+    ]
+    ranks = worlds.run(STAGES, cases.train_each, configs, STAGES, BATCHES)
+    sgd, depths = OPTIMIZERS["SGD"][1], default_depths(STAGES)
+    for position, (more, options) in enumerate(rows):
+        staleness = {"synchronous_updates": ON_TIME}
+        reports = [rank[position] for rank in ranks]
+        wanted, losses = reference.replay(COUNTS, depths, micro_batches, BATCHES, sgd, staleness=staleness, **options)
+        assert difference(cases.merged(reports), wanted) <= 1e-6, more
+        for report in reports:
+            assert report["losses"] == pytest.approx(losses, rel=1e-5), more
+
+
+def test_tied_weights(worlds: Worlds) -> None:
+    reports, counts = test_ties.run(worlds, 2, 1, BATCHES, {"staleness": {"synchronous_updates": ON_TIME}})
+    wanted = test_ties.replayed(counts, default_depths(2), 1, staleness={"synchronous_updates": ON_TIME}).run(BATCHES)
+    for report in reports:
+        assert report["losses"] == pytest.approx(wanted.losses, rel=1e-5)
+
+
+def train_two_parts(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """The data end in the middle of a batch, and once more."""
+    engine, losses = cases.engine(ds_config, STAGES), []
+    for stop in (5, 16):
+        iterator = toy.data(stop)
+        with contextlib.suppress(StopIteration):
+            while True:
+                losses.append(float(engine.train_batch(iterator)))
+    report = {"parameters": cases.parameters(engine), "losses": losses, "steps": engine.global_steps}
+    engine.destroy()
+    return report
+
+
+def test_data_that_end_meanwhile(worlds: Worlds) -> None:
+    """Two batches of the first data, eight of the others; what is left over is no batch."""
+    reports = worlds.run(STAGES, train_two_parts, cases.config(2, SGD, block(ON_TIME)))
+    order = [0, 1, 2, 3, *range(16)]
+    wanted, losses = reference.replay(
+        COUNTS, default_depths(STAGES), 2, 10, OPTIMIZERS["SGD"][1],
+        order=order, staleness={"synchronous_updates": ON_TIME},
+    )  # fmt: skip
+    assert difference(cases.merged(reports), wanted) <= 1e-6
+    for report in reports:
+        assert report["steps"] == 10
+        assert report["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_resumed_bit_for_bit(worlds: Worlds, tmp_path: Path, micro_batches: int) -> None:
+    """Before, at and after the end of the synchronous updates, with methods that begin there."""
+    staleness = {"synchronous_updates": 3, "nadam": True, "weight_prediction": {"smoothing": 0.5}}
+    config = cases.config(micro_batches, ADAMW, {"partition": "uniform", "staleness": staleness})
+    for wrong in worlds.run(STAGES, resume_everywhere, str(tmp_path), config, STAGES, (2, 3, 4)):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_scripts_that_loop(worlds: Worlds, micro_batches: int) -> None:
+    """Every stage has made the update when ``step()`` returns, as long as it lasts."""
+    rounds = BATCHES * micro_batches
+    configs = [cases.config(micro_batches, SGD, block(updates)) for updates in (ON_TIME, BATCHES)]
+    ranks = worlds.run(STAGES, loops.train_each, configs, STAGES, rounds)
+    for position, updates in enumerate((ON_TIME, BATCHES)):
+        run = loops.Replay(
+            COUNTS, default_depths(STAGES), micro_batches, OPTIMIZERS["SGD"][1],
+            staleness={"synchronous_updates": updates},
+        )  # fmt: skip
+        run.run(BATCHES)
+        reports = [rank[position] for rank in ranks]
+        assert difference(cases.merged(reports), run.parameters()) <= 1e-6
+        assert [report["latest"] for report in reports] == [BATCHES] * STAGES
+        assert reports[-1]["losses"] == pytest.approx(run.each, rel=1e-5)

@@ -7,13 +7,14 @@ A DeepSpeed JSON selects one like DeepSpeed's own schedules; the learning rate t
 With n the number of an update, counted from 1, w = ``warmup_num_steps``, T = ``total_num_steps``, the learning rate of
 update n is that of the optimizer times n / w while n < w, and after that times
 
-==================  ====================================================================
+===================== =================================================================
 ``ConstantWarmupLR``  1
 ``PolyWarmupLR``      (1 - n / T) ** ``degree``; 0.5 unless given
 ``LinearWarmupLR``    (T - n) / (T - w)
 ``CosineWarmupLR``    (1 + cos(pi (n - w) / (T - w))) / 2
+``TrapezoidWarmupLR`` 1, and in the last d = ``decay_num_steps`` updates (T - n) / d
 ``StepWarmupLR``      ``gamma`` ** ((n - 1) // ``step_size``)
-==================  ====================================================================
+===================== =================================================================
 
 and 0 after update T, where there is a T. The polynomial is that of NVIDIA's BERT, which vPipe's runs use: it counts
 from the first update and not from the end of the warm-up, so that the rate falls by a step there.
@@ -110,17 +111,37 @@ class CosineWarmupLR(_EndingPolicy):
         return 0.5 * (1.0 + math.cos(math.pi * self.progress(update)))
 
 
+class TrapezoidWarmupLR(_EndingPolicy):
+    """Constant, then a straight line to 0: warmup-stable-decay (Haegele et al., NeurIPS 2024)."""
+
+    decay_num_steps: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _decay_begins(self) -> Self:
+        if self.warmup_num_steps + self.decay_num_steps > self.total_num_steps:
+            raise PydanticCustomError("long_decay", "decay begins in the warm-up", {})
+        return self
+
+    def after_warmup(self, update: int) -> float:
+        """1, at the end (T - n) / d."""
+        return min(1.0, max(0.0, (self.total_num_steps - update) / self.decay_num_steps))
+
+
 LR_POLICIES: dict[str, type[LRPolicy]] = {
-    policy.__name__: policy for policy in (ConstantWarmupLR, PolyWarmupLR, LinearWarmupLR, CosineWarmupLR, StepWarmupLR)
+    policy.__name__: policy
+    for policy in (ConstantWarmupLR, PolyWarmupLR, LinearWarmupLR, CosineWarmupLR, TrapezoidWarmupLR, StepWarmupLR)
 }
 
 _ALLOWED = {
     "warmup_num_steps": "an int >= 0, less than total_num_steps",
     "total_num_steps": "an int >= 1, the updates of the whole run",
+    "decay_num_steps": "an int >= 1, with warmup_num_steps not more than total_num_steps",
     "degree": "a number > 0",
     "step_size": "an int >= 1, updates between two falls",
     "gamma": "a number in (0, 1]",
 }
+
+_TOO_LONG = {"long_warmup": "warmup_num_steps", "long_decay": "decay_num_steps"}
 
 
 def lr_policy(ds_config: dict[str, Any]) -> LRPolicy | None:
@@ -141,9 +162,9 @@ def lr_policy(ds_config: dict[str, Any]) -> LRPolicy | None:
     except ValidationError as error:
         details = error.errors(include_url=False)[0]
     path = details["loc"]
-    if not path and details["type"] != "long_warmup":
+    if not path and details["type"] not in _TOO_LONG:
         raise Refusal("scheduler.params", given, f"an object with {keys}", "give one").error()
-    key = str(path[0]) if path else "warmup_num_steps"
+    key = str(path[0]) if path else _TOO_LONG[details["type"]]
     full_key = f"scheduler.params.{key}"
     if details["type"] == "missing":
         raise Refusal(full_key, None, _ALLOWED[key], f"add the key, which {name} needs").error()

@@ -23,6 +23,10 @@ CLOSED_FORMS: dict[str, tuple[dict[str, Any], Any]] = {
         {"total_num_steps": TOTAL},
         lambda n: (1 + math.cos(math.pi * (n - WARMUP) / (TOTAL - WARMUP))) / 2,
     ),
+    "TrapezoidWarmupLR": (
+        {"total_num_steps": TOTAL, "decay_num_steps": 10},
+        lambda n: 1.0 if n < 30 else (TOTAL - n) / 10,
+    ),
     "StepWarmupLR": ({"step_size": 10, "gamma": 0.5}, lambda n: 0.5 ** ((n - 1) // 10)),
 }
 
@@ -72,6 +76,12 @@ def test_published_warm_up_of_vpipe() -> None:
             {"total_num_steps": 5, "warmup_num_steps": 5},
             "warmup_num_steps: got 5; allowed: an int >=",
         ),
+        (
+            "TrapezoidWarmupLR",
+            {"total_num_steps": 5, "warmup_num_steps": 2, "decay_num_steps": 4},
+            "scheduler.params.decay_num_steps: got 4; allowed: an int >= 1, with warmup_num_steps not more than",
+        ),
+        ("TrapezoidWarmupLR", {"total_num_steps": 5}, "scheduler.params.decay_num_steps: got null; allowed: an int"),
         (
             "StepWarmupLR",
             {"step_size": 3, "gamma": 1.5},

@@ -1,16 +1,16 @@
-#!/usr/bin/env python
 """What asynchronous training costs in quality, and what mitigations of staleness bring back.
 
 ``python scripts/bench_convergence.py`` trains a small BERT on the docstrings of the installed packages, or on
 ``--text``, by :class:`ds_vpipe.replay.Replay`, whose updates are the engine's bit for bit: synchronously with each
 optimizer, and as an asynchronous pipeline of K stages with M = 1 and M = K and each mitigation. Every arm sees the same
 samples per update. Its learning rate is found on the first seed, each trained in full: from the middle of ``--rates``
-on, for as long as a neighbour is better. The other seeds are trained with that. Asynchronous arms go on for
-some updates, which shows when they come to the synchronous loss.
+on, for as long as a neighbour is better. The other seeds are trained with that. An update of an asynchronous pipeline
+takes less time, so the arms of ``--longer-methods`` are trained for ``--longer`` updates too, with the rates found.
 
 Every run is one line of ``--output``; a line that is there is not computed again, so that a run that was stopped goes
-on, and one with more seeds, arms or rates adds to it. The table and the picture are made of that file. ``--throughput``
-takes what ``bench_schedule.py --json`` has measured, for the time that an arm takes.
+on, and one with more seeds, arms or rates adds to it. The table and the picture are made of all of that file that is of
+the same model, data and schedule. ``--throughput`` takes what ``bench_schedule.py --json`` has measured, for the time
+that an arm takes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ import argparse
 import json
 import os
 import statistics
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from convergence_runs import METHODS, SYNCHRONOUS, Arm, Run, compute, loss_at, updates_to
+from convergence_runs import METHODS, SYNCHRONOUS, Arm, Run, compute, final_loss, results, staleness, updates_to
 
 
 def arms(options: argparse.Namespace) -> list[Arm]:
     """The arms that were asked for; error feedback only where no stage is more than one update late."""
-    found = [Arm(1, 1, optimizer) for optimizer in SYNCHRONOUS]
+    found = [Arm(1, 1, optimizer, options.updates) for optimizer in options.synchronous]
     for stages in options.stages:
-        found += [Arm(stages, 1, method) for method in options.methods if "feedback" not in method]
-        found += [Arm(stages, stages, method) for method in options.methods_of_full_batches]
+        found += [Arm(stages, 1, method, options.updates) for method in options.methods if "feedback" not in method]
+        found += [Arm(stages, stages, method, options.updates) for method in options.methods_of_full_batches]
     return found
 
 
@@ -44,7 +45,7 @@ def next_rate(losses: dict[float, float], rates: list[float]) -> float | None:
 
 
 def speeds(path: Path | None) -> dict[tuple[int, int], float]:
-    """How many times as fast as DeepSpeed's engine an asynchronous pipeline is, by K and M."""
+    """How many times as fast as DeepSpeed's engine an asynchronous pipeline of default depth is, by K and M."""
     rows = [] if path is None else [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rates = {
         (row["stages"], row["micro_batches"], row["arm"]): row["rate"]
@@ -54,33 +55,53 @@ def speeds(path: Path | None) -> dict[tuple[int, int], float]:
     return {
         (stages, micro_batches): rate / rates[stages, micro_batches, "stock"]
         for (stages, micro_batches, arm), rate in rates.items()
-        if arm == "asp-deeper" and (stages, micro_batches, "stock") in rates
+        if arm == "asp" and (stages, micro_batches, "stock") in rates
     }
 
 
+def time_of(arm: Arm, updates: float, whole: int, speed: float) -> float:
+    """Time of an asynchronous arm's first ``updates``, of that which DeepSpeed's engine takes for ``whole``."""
+    synchronous = min(updates, staleness(arm.method, whole).get("synchronous_updates", 0))
+    return (synchronous + (updates - synchronous) / speed) / whole
+
+
+def choose(rows: list[dict[str, Any]]) -> dict[Arm, list[dict[str, Any]]]:
+    """The runs of every arm with its best rate: of the first seed, of those that most seeds have been trained with."""
+    of_rate: dict[Arm, dict[float, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        arm = Arm(row["stages"], row["micro_batches"], row["method"], row["updates"])
+        of_rate[arm][row["rate"]][row["seed"]] = row
+    chosen = {}
+    for arm in sorted(of_rate, key=lambda a: (a.stages, a.micro_batches, a.updates, a.method)):
+        tried = [seeds for seeds in of_rate[arm].values() if 0 in seeds]
+        seeds = min(tried, key=lambda seeds: (-len(seeds), final_loss(seeds[0])))
+        chosen[arm] = [seeds[seed] for seed in sorted(seeds)]
+    return chosen
+
+
 def table(chosen: dict[Arm, list[dict[str, Any]]], updates: int, faster: dict[tuple[int, int], float]) -> list[str]:
-    """Mean and spread of the losses after ``updates``, the gap to synchronous, the share of it that a method closes."""
-    losses = {arm: [loss_at(row, updates) for row in rows] for arm, rows in chosen.items()}
+    """Mean and spread of the final losses, the gap to synchronous, the share of it that a method closes, times."""
+    losses = {arm: [final_loss(row) for row in rows] for arm, rows in chosen.items()}
     mean = {arm: statistics.mean(values) for arm, values in losses.items()}
-    best = min(loss for arm, loss in mean.items() if arm.stages == 1)
+    best = min((loss for arm, loss in mean.items() if arm.stages == 1), default=min(mean.values()))
     lines = [
-        "| arm | rate | validation loss | lowest .. highest | gap | gap closed | updates to the synchronous loss | "
-        "time to it, of DeepSpeed's |",
-        "|---|---|---|---|---|---|---|---|",
+        "| arm | updates | rate | seeds | validation loss | lowest .. highest | gap | gap closed | "
+        "time, of DeepSpeed's | time to the synchronous loss |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for arm, rows in chosen.items():
-        plain = mean.get(Arm(arm.stages, arm.micro_batches, "none"), best)
+        plain = mean.get(Arm(arm.stages, arm.micro_batches, "none", updates), best)
         closed = f"{(plain - mean[arm]) / (plain - best):.0%}" if arm.method != "none" and plain > best else ""
-        reached = [updates_to(row, best) for row in rows]
-        when = "" if arm.stages == 1 else f"not by every seed in {rows[0]['updates']}"
-        time = ""
-        if None not in reached and arm.stages > 1:
-            took = statistics.mean(reached)  # type: ignore[type-var]
-            speed = faster.get((arm.stages, arm.micro_batches))
-            when, time = f"{took:.0f}", "" if speed is None else f"{took / updates / speed:.0%}"
+        speed, time, reached_in = faster.get((arm.stages, arm.micro_batches)), "", ""
+        if arm.stages > 1 and speed is not None:
+            reached = [updates_to(row, best) for row in rows]
+            time = f"{time_of(arm, arm.updates, updates, speed):.0%}"
+            times = [time_of(arm, at, updates, speed) for at in reached if at is not None]
+            reached_in = f"{statistics.mean(times):.0%}" if len(times) == len(rows) else f"{len(times)} of {len(rows)}"
         lines.append(
-            f"| {arm} | {rows[0]['rate']:g} | {mean[arm]:.4f} | {min(losses[arm]):.4f} .. {max(losses[arm]):.4f} | "
-            f"{mean[arm] / best - 1:+.2%} | {closed} | {when} | {time} |"
+            f"| {arm} | {arm.updates} | {rows[0]['rate']:g} | {len(rows)} | {mean[arm]:.4f} | "
+            f"{min(losses[arm]):.4f} .. {max(losses[arm]):.4f} | {mean[arm] / best - 1:+.2%} | {closed} | "
+            f"{time} | {reached_in} |"
         )
     return lines
 
@@ -90,15 +111,17 @@ def draw(chosen: dict[Arm, list[dict[str, Any]]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    stages = sorted({arm.stages for arm in chosen if arm.stages > 1})
+    stages = sorted({arm.stages for arm in chosen if arm.stages > 1}) or [1]
     figure = Figure(figsize=(5 * len(stages), 4), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, count in zip(figure.subplots(1, len(stages), sharey=True, squeeze=False)[0], stages, strict=True):
         for arm, rows in chosen.items():
             if arm.stages in (1, count):
                 updates = [update for update, _ in rows[0]["curve"]]
-                means = [statistics.mean(loss_at(row, update) for row in rows) for update in updates]
-                axes.plot(updates, means, "--" if arm.stages == 1 else "-", label=str(arm))
+                means = [
+                    statistics.mean(losses) for losses in zip(*([y for _, y in r["curve"]] for r in rows), strict=True)
+                ]
+                axes.plot(updates, means, "--" if arm.stages == 1 else "-", label=f"{arm}, {arm.updates}")
         axes.set_title(f"K = {count}")
         axes.set_xlabel("updates")
         axes.legend(fontsize=7)
@@ -110,7 +133,10 @@ def main() -> None:
     """Parse the command line, train what is missing, print the table and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8, 16], help="K")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["none", "nadam"], help="M = 1")
+    parser.add_argument("--synchronous", nargs="*", choices=SYNCHRONOUS, default=list(SYNCHRONOUS), help="optimizers")
+    parser.add_argument(
+        "--methods", nargs="*", choices=METHODS, default=["none", "nadam", "nadam+beginning"], help="M = 1"
+    )
     parser.add_argument(
         "--methods-of-full-batches", nargs="*", choices=METHODS, default=["none", "feedback"], help="M = K"
     )
@@ -119,11 +145,13 @@ def main() -> None:
         "--rates",
         type=float,
         nargs="+",
-        default=[3.5e-4, 5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3],
+        default=[5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3],
         help="learning rates to choose from, in order",
     )
     parser.add_argument("--updates", type=int, default=3000)
-    parser.add_argument("--more", type=int, default=600, help="updates of asynchronous arms beyond --updates")
+    parser.add_argument("--longer", type=int, default=3900, help="updates of the arms that are trained longer too")
+    parser.add_argument("--longer-methods", nargs="*", choices=METHODS, default=["nadam+beginning"], help="M = 1")
+    parser.add_argument("--decay", type=float, default=0.3, help="share of the updates in which the rate falls to 0")
     parser.add_argument("--batch", type=int, default=64, help="samples per update")
     parser.add_argument("--sequence", type=int, default=16, help="tokens per sample")
     parser.add_argument("--masked", type=float, default=0.4, help="share of the tokens that is predicted")
@@ -143,23 +171,28 @@ def main() -> None:
     text = "docstrings" if options.text is None else " ".join(map(str, options.text))
     setting = (
         f"{options.layers}x{options.hidden} pre-LayerNorm, vocabulary {options.vocabulary}, "
-        f"{options.batch}x{options.sequence}, {options.masked:g} masked, {options.validation} held out, {text}"
+        f"{options.batch}x{options.sequence}, {options.masked:g} masked, {options.validation} held out, {text}, "
+        f"{options.updates} updates, decay {options.decay:g}"
     )
     compared = arms(options)
 
     def run(arm: Arm, rate: float, seed: int) -> Run:
-        updates = options.updates + (options.more if arm.stages > 1 else 0)
-        return Run(arm.stages, arm.micro_batches, arm.method, rate, seed, updates, setting)
+        return Run(arm.stages, arm.micro_batches, arm.method, arm.updates, rate, seed, setting)
 
     tried: dict[Arm, dict[float, float]] = {arm: {} for arm in compared}
     while missing := {arm: rate for arm in compared if (rate := next_rate(tried[arm], options.rates)) is not None}:
         done = compute([run(arm, rate, 0) for arm, rate in missing.items()], options)
         for arm, rate in missing.items():
-            tried[arm][rate] = loss_at(done[run(arm, rate, 0)], options.updates)
+            tried[arm][rate] = final_loss(done[run(arm, rate, 0)])
     best = {arm: min(losses, key=lambda rate, losses=losses: losses[rate]) for arm, losses in tried.items()}  # type: ignore[misc]
-    runs = {arm: [run(arm, best[arm], seed) for seed in range(options.seeds)] for arm in compared}
-    done = compute([one for of_arm in runs.values() for one in of_arm], options)
-    report({arm: [done[one] for one in of_arm] for arm, of_arm in runs.items()}, options)
+    best |= {
+        Arm(arm.stages, 1, arm.method, options.longer): best[arm]
+        for arm in compared
+        if arm.stages > 1 and arm.micro_batches == 1 and arm.method in options.longer_methods
+    }
+    compute([run(arm, rate, seed) for seed in range(options.seeds) for arm, rate in best.items()], options)
+    rows = [row for one, row in results(options.output).items() if one.setting == setting]
+    report(choose(rows), options)
 
 
 def report(chosen: dict[Arm, list[dict[str, Any]]], options: argparse.Namespace) -> None:

@@ -21,7 +21,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "nadam+feedback": {"nadam": True, "error_feedback": True},
     "nadam+prediction": {"nadam": True, "weight_prediction": True},
     "nadam+rescheduling": {"nadam": True, "lr_rescheduling": {"num_steps": 500}},
+    "beginning": {"synchronous_updates": None},
+    "nadam+beginning": {"nadam": True, "synchronous_updates": None},
+    "nadam+prediction+beginning": {"nadam": True, "weight_prediction": True, "synchronous_updates": None},
 }
+"""The ``"staleness"`` of a block; None is a number that depends on how long is trained."""
+
 SYNCHRONOUS = ("adamw", "nadam")
 WARM_UP = 100
 POSITIONS = 4  # deviations of other weights
@@ -34,6 +39,7 @@ class Arm:
     stages: int
     micro_batches: int
     method: str
+    updates: int
 
     def __str__(self) -> str:
         if self.stages == 1:
@@ -48,14 +54,23 @@ class Run:
     stages: int
     micro_batches: int
     method: str
+    updates: int
     rate: float
     seed: int
-    updates: int
     setting: str
 
+    @property
+    def arm(self) -> Arm:
+        """What it is a run of."""
+        return Arm(self.stages, self.micro_batches, self.method, self.updates)
+
     def __str__(self) -> str:
-        arm = Arm(self.stages, self.micro_batches, self.method)
-        return f"{arm}, rate {self.rate:g}, seed {self.seed}, {self.updates} updates"
+        return f"{self.arm}, {self.updates} updates, rate {self.rate:g}, seed {self.seed}"
+
+
+def staleness(method: str, updates: int) -> dict[str, Any]:
+    """The ``"staleness"`` object, where synchronous training takes so many ``updates``."""
+    return {key: updates // 5 if value is None else value for key, value in METHODS[method].items()}
 
 
 def model(options: argparse.Namespace, seed: int) -> list[Any]:
@@ -102,7 +117,7 @@ def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from torch.nn.functional import cross_entropy
 
-    from ds_vpipe.lr_policies import ConstantWarmupLR
+    from ds_vpipe.lr_policies import TrapezoidWarmupLR
     from ds_vpipe.models.bert.batches import MicroBatches
     from ds_vpipe.models.bert.sample import IGNORED_LABEL
     from ds_vpipe.partition import uniform_partition
@@ -131,9 +146,13 @@ def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         run.micro_batches,
         optimizer,
         loss,
-        staleness=METHODS[run.method] if run.stages > 1 else None,
+        staleness=staleness(run.method, options.updates) if run.stages > 1 else None,
         clip=1.0,
-        factor=ConstantWarmupLR(warmup_num_steps=WARM_UP).factor,
+        factor=TrapezoidWarmupLR(
+            warmup_num_steps=min(WARM_UP, run.updates // 2),
+            total_num_steps=run.updates,
+            decay_num_steps=max(1, round(options.decay * run.updates)),
+        ).factor,
     )
     stream = batches.range(0, run.updates * run.micro_batches)
     curve = []
@@ -167,9 +186,9 @@ def _train(job: tuple[Run, argparse.Namespace]) -> dict[str, Any]:
     return train(*job)
 
 
-def loss_at(row: dict[str, Any], update: int) -> float:
-    """The validation loss of a run after an update that was validated."""
-    return dict(map(tuple, row["curve"]))[update]
+def final_loss(row: dict[str, Any]) -> float:
+    """The validation loss at the end of a run."""
+    return float(row["curve"][-1][1])
 
 
 def updates_to(row: dict[str, Any], loss: float) -> float | None:

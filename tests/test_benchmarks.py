@@ -46,9 +46,14 @@ SMALL = {
     ),
     "bench_overhead.py": ("--tensors 32 --rounds 3", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
     "bench_convergence.py": (
-        "--stages 2 --methods none nadam --seeds 2 --rates 1e-3 2e-3 --updates 2 --more 1 --batch 4 --sequence 16 "
-        "--layers 1 --validate-every 2 --validation 4 --processes 1 --output out/runs.jsonl --text text.txt",
-        [r"synchronous adamw \| 0\.00[12] \| [\d.]+ \|", r"K=2 M=1 nadam \| .*\|", r"K=2 M=2 feedback \| .*\|"],
+        "--stages 2 --methods none nadam+beginning --seeds 2 --rates 1e-3 2e-3 --updates 5 --longer 6 --batch 4 "
+        "--sequence 16 --layers 1 --validate-every 3 --validation 4 --processes 1 --output out/runs.jsonl "
+        "--text text.txt",
+        [
+            r"synchronous adamw \| 5 \| 0\.00[12] \| 2 \| [\d.]+ \|",
+            r"K=2 M=1 nadam\+beginning \| 6 \| .*\|",
+            r"K=2 M=2 feedback \| 5 \| .*\|",
+        ],
     ),
     "bench_recorder.py": ("--micro-batches 3 --repetitions 1", [r"us per micro-batch: -?[\d.]+ us per action"]),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,35 +35,59 @@ def test_rates_are_tried_until_the_best_has_worse_neighbours(bench: Any) -> None
     assert climbed(bench, [7.0], lambda rate: rate) == [7]
 
 
-def run(curve: list[tuple[int, float]]) -> dict[str, Any]:
-    return {"curve": curve, "rate": 1e-3, "updates": curve[-1][0]}
+def row(bench: Any, arm: Any, rate: float, seed: int, curve: list[tuple[int, float]]) -> dict[str, Any]:
+    return {**asdict(arm), "rate": rate, "seed": seed, "curve": curve}
+
+
+def cells_of(lines: list[str]) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_table_compares_with_the_better_synchronous_arm(bench: Any) -> None:
     arm = bench.Arm
-    chosen = {
-        arm(1, 1, "adamw"): [run([(10, 3.0), (20, 2.0)]), run([(10, 3.0), (20, 2.0)])],
-        arm(1, 1, "nadam"): [run([(10, 3.0), (20, 2.5)])] * 2,
-        arm(4, 1, "none"): [run([(20, 2.4), (30, 2.1)]), run([(20, 2.2), (30, 2.0)])],
-        arm(4, 1, "nadam"): [run([(20, 2.1), (30, 1.9)]), run([(20, 2.1), (30, 1.7)])],
+    curves = {
+        arm(1, 1, "adamw", 20): [[(10, 3.0), (20, 2.0)]] * 2,
+        arm(1, 1, "nadam", 20): [[(10, 3.0), (20, 2.5)]],
+        arm(4, 1, "none", 20): [[(20, 2.4)], [(20, 2.2)]],
+        arm(4, 1, "nadam+beginning", 20): [[(10, 2.5), (20, 2.1)], [(10, 2.4), (20, 1.9)]],
+        arm(4, 1, "nadam+beginning", 30): [[(10, 2.5), (30, 1.5)], [(10, 2.5), (30, 1.5)]],
     }
-    lines = bench.table(chosen, 20, {(4, 1): 4.0})[2:]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["synchronous adamw", "0.001", "2.0000", "2.0000 .. 2.0000", "+0.00%", "", "", ""]
-    assert cells[1][4] == "+25.00%"
-    assert cells[2][2:] == ["2.3000", "2.2000 .. 2.4000", "+15.00%", "", "not by every seed in 30", ""]
-    # Down to 2.0 after 25 and 22.5 updates, each of which takes a quarter of the time.
-    assert cells[3][2:] == ["2.1000", "2.1000 .. 2.1000", "+5.00%", "67%", "24", "30%"]
+    chosen = {arm: [row(bench, arm, 1e-3, *seed) for seed in enumerate(each)] for arm, each in curves.items()}
+    cells = cells_of(bench.table(chosen, 20, {(4, 1): 4.0})[2:])
+    first = ["synchronous adamw", "20", "0.001", "2", "2.0000", "2.0000 .. 2.0000", "+0.00%", "", "", ""]
+    assert cells[0] == first
+    assert cells[1][6] == "+25.00%"
+    assert cells[2][4:] == ["2.3000", "2.2000 .. 2.4000", "+15.00%", "", "25%", "0 of 2"]
+    # Four updates of DeepSpeed's time and sixteen of a quarter of it; 2.0 is reached by the second seed alone.
+    assert cells[3][4:] == ["2.0000", "1.9000 .. 2.1000", "+0.00%", "100%", "40%", "1 of 2"]
+    # 2.0 after 20 of the 30 updates.
+    assert cells[4][4:] == ["1.5000", "1.5000 .. 1.5000", "-25.00%", "267%", "52%", "40%"]
+
+
+def test_rate_of_an_arm_is_its_best_on_the_first_seed(bench: Any) -> None:
+    arm, other = bench.Arm(4, 1, "none", 20), bench.Arm(1, 1, "adamw", 20)
+    rows = [
+        row(bench, arm, 1e-3, 0, [(20, 3.0)]),
+        row(bench, arm, 2e-3, 0, [(20, 2.0)]),
+        row(bench, arm, 2e-3, 1, [(20, 9.0)]),
+        row(bench, other, 1e-3, 0, [(20, 3.0)]),
+        row(bench, other, 2e-3, 0, [(20, 4.0)]),
+    ]
+    chosen = bench.choose(rows)
+    assert list(chosen) == [other, arm]
+    assert [(each["rate"], each["seed"]) for each in chosen[arm]] == [(2e-3, 0), (2e-3, 1)]
+    assert [each["rate"] for each in chosen[other]] == [1e-3]
 
 
 def test_speeds_are_those_of_fast_links_and_emulated_work(bench: Any, tmp_path: Path) -> None:
     common = {"stages": 4, "micro_batches": 1, "work": "emulated", "link": 0.0}
     rows = [
         {**common, "arm": "stock", "rate": 10.0},
-        {**common, "arm": "asp-deeper", "rate": 39.0},
-        {**common, "arm": "asp-deeper", "rate": 1.0, "link": 0.5},
-        {**common, "arm": "asp-deeper", "rate": 2.0, "work": "real"},
-        {**common, "arm": "asp-deeper", "rate": 3.0, "micro_batches": 8},
+        {**common, "arm": "asp", "rate": 39.0},
+        {**common, "arm": "asp-deeper", "rate": 50.0},
+        {**common, "arm": "asp", "rate": 1.0, "link": 0.5},
+        {**common, "arm": "asp", "rate": 2.0, "work": "real"},
+        {**common, "arm": "asp", "rate": 3.0, "micro_batches": 8},
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

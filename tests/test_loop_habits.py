@@ -166,6 +166,7 @@ def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
         "parameters": [name for name, _ in engine.named_parameters()],
         "own": list(model.state_dict()),
         "called": _error(lambda: engine.module(*batch(0))),
+        "by itself": _error(lambda: model(*batch(0))),
         "unknown": _error(lambda: engine.module.nothing),
     }
 
@@ -189,6 +190,7 @@ def test_the_module_is_the_users_but_for_other_stages(worlds: Worlds) -> None:
         assert rank["names"] == rank["own"]
         assert rank["parameters"] == [f"module.{name}" for name in rank["own"]]
         assert rank["called"].startswith("engine.module(...): a stage has only a part of the model")
+        assert rank["by itself"].startswith("Plain(...): called itself, and this rank has only one stage of it")
         assert "nothing" in rank["unknown"]
     assert sorted(first["names"] + last["names"]) == sorted(Plain().state_dict())
 

@@ -41,13 +41,14 @@ class ForwardRoute:
         pieces_of: the pieces that use each slot, by name.
         buffer_piece: the piece of each buffer, by ``id`` of its module and its name there.
         cut_short: the last trial ended before the forward did.
+        running: the model's forward is called here, and not by somebody else.
     """
 
     def __init__(self, model: nn.Module, chain: Chain, slots: Sequence[Slot], ledger: Ledger) -> None:
         self._model, self._chain, self._slots, self._ledger = model, chain, slots, ledger
         self.piece_names = ["front", *chain.names(), "tail"]
         self._outlines = Outlines()
-        self.cut_short = False
+        self.cut_short = self.running = False
         self._handed: dict[tuple[int, bool], list[list[str]]] = {}
         inside = {id(m): i + 1 for i, block in enumerate(chain.blocks) for m in block.modules()}
         self._inside = inside
@@ -100,7 +101,7 @@ class ForwardRoute:
             self._ledger.piece, self._ledger.strict, self._ledger.touched = 0, False, {}
             self._ledger.holder = "a stage without that parameter"
             try:
-                with gated(self._chain, trial), NoDraws(trial):
+                with gated(self._chain, trial), NoDraws(trial), self._running():
                     self._model(*call[0], **call[1])
                 self.cut_short = False
             except SplitError as error:
@@ -148,7 +149,7 @@ class ForwardRoute:
         run = Run(self, form, activations, start, stop)
         used = [slot for slot in self._outside if any(start <= p < stop for p in self.pieces_of[slot.name])]
         run.arriving = used
-        with self._standing_in(used if start == 0 else ()), gated(self._chain, run):
+        with self._standing_in(used if start == 0 else ()), gated(self._chain, run), self._running():
             try:
                 output = self._model(*call[0], **call[1])
             except Finished as finished:
@@ -161,6 +162,14 @@ class ForwardRoute:
                 f"forward that calls each once, in order, in every call; change the forward"
             )
         return output
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = False
 
     def handed(self, form: CallForm, piece: int) -> list[str]:
         """Where in the first block's arguments, or in a block's outputs, what ``piece`` hands on is."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_vpipe.splitting.absent import SplitError
+from ds_vpipe.splitting.alone import refuse_calls
 from ds_vpipe.splitting.call import CallForm, CallForms, Packed
 from ds_vpipe.splitting.forward_route import ForwardRoute
 from ds_vpipe.splitting.graph_route import GraphRoute
@@ -114,6 +115,8 @@ class StageModel:
         Args:
             device: where to, by default the CPU.
         """
+        if not self._released and len(self._kept) < len(self.pieces):
+            refuse_calls(self.model, self._route)
         self._released = True
         self._spare.clear()
         materialise(self.model, self._slots, device or torch.device("cpu"))

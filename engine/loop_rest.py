@@ -46,9 +46,7 @@ class LoopRestMixin(LoopRoundMixin):
         self._refuse_after_failure(what)
         self._order.expect_between(what)
         if not self._resting:
-            # Wherever the script asks for it, these are passes and updates of training.
-            plain = torch.autocast(self.device.type, enabled=False)
-            with self._aborting(), torch.inference_mode(False), torch.enable_grad(), plain:
+            with self._aborting():
                 self._drain()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
@@ -96,6 +94,12 @@ class LoopRestMixin(LoopRoundMixin):
     # Parts of them
 
     def _drain(self) -> None:
+        # Wherever the script asks for it, these are passes and updates of training.
+        plain = torch.autocast(self.device.type, enabled=False)
+        with torch.inference_mode(False), torch.enable_grad(), plain:
+            self._finish_all()
+
+    def _finish_all(self) -> None:
         state, neighbours = self.state, self.neighbours
         state.doing = "DRAIN"
         handed = state.progress.forwarded

@@ -66,13 +66,17 @@ def time_of(arm: Arm, updates: float, whole: int, speed: float) -> float:
 
 
 def choose(rows: list[dict[str, Any]]) -> dict[Arm, list[dict[str, Any]]]:
-    """The runs of every arm with its best rate: of the first seed, of those that most seeds have been trained with."""
+    """The runs of every arm with its best rate: of the first seed, of those that most seeds have been trained with.
+
+    Arms whose first seed has not been trained yet are left out.
+    """
     of_rate: dict[Arm, dict[float, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         arm = Arm(row["stages"], row["micro_batches"], row["method"], row["updates"])
         of_rate[arm][row["rate"]][row["seed"]] = row
     chosen = {}
-    for arm in sorted(of_rate, key=lambda a: (a.stages, a.micro_batches, a.updates, a.method)):
+    begun = (arm for arm, rates in of_rate.items() if any(0 in seeds for seeds in rates.values()))
+    for arm in sorted(begun, key=lambda a: (a.stages, a.micro_batches, a.updates, a.method)):
         tried = [seeds for seeds in of_rate[arm].values() if 0 in seeds]
         seeds = min(tried, key=lambda seeds: (-len(seeds), final_loss(seeds[0])))
         chosen[arm] = [seeds[seed] for seed in sorted(seeds)]
@@ -135,7 +139,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8, 16], help="K")
     parser.add_argument("--synchronous", nargs="*", choices=SYNCHRONOUS, default=list(SYNCHRONOUS), help="optimizers")
     parser.add_argument(
-        "--methods", nargs="*", choices=METHODS, default=["none", "nadam", "nadam+beginning"], help="M = 1"
+        "--methods", nargs="*", choices=METHODS, default=["none", "nadam", "nadam+sync20%"], help="M = 1"
     )
     parser.add_argument(
         "--methods-of-full-batches", nargs="*", choices=METHODS, default=["none", "feedback"], help="M = K"
@@ -150,7 +154,7 @@ def main() -> None:
     )
     parser.add_argument("--updates", type=int, default=3000)
     parser.add_argument("--longer", type=int, default=3900, help="updates of the arms that are trained longer too")
-    parser.add_argument("--longer-methods", nargs="*", choices=METHODS, default=["nadam+beginning"], help="M = 1")
+    parser.add_argument("--longer-methods", nargs="*", choices=METHODS, default=["nadam+sync20%"], help="M = 1")
     parser.add_argument("--decay", type=float, default=0.3, help="share of the updates in which the rate falls to 0")
     parser.add_argument("--batch", type=int, default=64, help="samples per update")
     parser.add_argument("--sequence", type=int, default=16, help="tokens per sample")
@@ -172,7 +176,7 @@ def main() -> None:
     setting = (
         f"{options.layers}x{options.hidden} pre-LayerNorm, vocabulary {options.vocabulary}, "
         f"{options.batch}x{options.sequence}, {options.masked:g} masked, {options.validation} held out, {text}, "
-        f"{options.updates} updates, decay {options.decay:g}"
+        f"{options.updates} updates, decay {options.decay:g}, validated every {options.validate_every}"
     )
     compared = arms(options)
 

@@ -21,11 +21,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "nadam+feedback": {"nadam": True, "error_feedback": True},
     "nadam+prediction": {"nadam": True, "weight_prediction": True},
     "nadam+rescheduling": {"nadam": True, "lr_rescheduling": {"num_steps": 500}},
-    "beginning": {"synchronous_updates": None},
-    "nadam+beginning": {"nadam": True, "synchronous_updates": None},
-    "nadam+prediction+beginning": {"nadam": True, "weight_prediction": True, "synchronous_updates": None},
+    "sync20%": {"synchronous_updates": 0.2},
+    "nadam+sync20%": {"nadam": True, "synchronous_updates": 0.2},
+    "nadam+sync40%": {"nadam": True, "synchronous_updates": 0.4},
 }
-"""The ``"staleness"`` of a block; None is a number that depends on how long is trained."""
+"""The ``"staleness"`` of a block; of ``synchronous_updates`` the share of the updates of synchronous training."""
 
 SYNCHRONOUS = ("adamw", "nadam")
 WARM_UP = 100
@@ -70,7 +70,10 @@ class Run:
 
 def staleness(method: str, updates: int) -> dict[str, Any]:
     """The ``"staleness"`` object, where synchronous training takes so many ``updates``."""
-    return {key: updates // 5 if value is None else value for key, value in METHODS[method].items()}
+    found = dict(METHODS[method])
+    if "synchronous_updates" in found:
+        found["synchronous_updates"] = round(found["synchronous_updates"] * updates)
+    return found
 
 
 def model(options: argparse.Namespace, seed: int) -> list[Any]:
@@ -187,8 +190,9 @@ def _train(job: tuple[Run, argparse.Namespace]) -> dict[str, Any]:
 
 
 def final_loss(row: dict[str, Any]) -> float:
-    """The validation loss at the end of a run."""
-    return float(row["curve"][-1][1])
+    """The validation loss at the end of a run, infinite if it has diverged."""
+    loss = float(row["curve"][-1][1])
+    return loss if math.isfinite(loss) else math.inf
 
 
 def updates_to(row: dict[str, Any], loss: float) -> float | None:

@@ -96,6 +96,7 @@ done
 printf '%s slots=2\n' "${ADDRESSES[@]}" >"$work/hostfile"
 mkdir "$work/run"
 variables=(OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu GLOO_SOCKET_IFNAME=eth0 "PATH=$PATH")
+[[ -z ${TORCH_EXTENSIONS_DIR:-} ]] || variables+=("TORCH_EXTENSIONS_DIR=$TORCH_EXTENSIONS_DIR")
 printf '%s\n' "${variables[@]}" >"$work/run/.deepspeed_env"
 python - "$work/config.json" <<'PYTHON'
 import json, sys

@@ -57,6 +57,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
     (
         "Staleness",
         [
+            ("`staleness`: synchronous_updates", "equal to the reference, and to bsp without clipping",
+             "test_synchronous_beginning.py::test_against_the_reference"),
             ("`staleness`: nadam, error_feedback, weight_prediction, lr_rescheduling", "equal to the replay",
              "test_staleness_engine.py::test_every_method_against_the_replay"),
             ("nadam, error_feedback, lr_rescheduling with FusedAdam, bf16, ZeRO-1", "on the master weights",

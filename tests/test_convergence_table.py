@@ -49,8 +49,8 @@ def test_table_compares_with_the_better_synchronous_arm(bench: Any) -> None:
         arm(1, 1, "adamw", 20): [[(10, 3.0), (20, 2.0)]] * 2,
         arm(1, 1, "nadam", 20): [[(10, 3.0), (20, 2.5)]],
         arm(4, 1, "none", 20): [[(20, 2.4)], [(20, 2.2)]],
-        arm(4, 1, "nadam+beginning", 20): [[(10, 2.5), (20, 2.1)], [(10, 2.4), (20, 1.9)]],
-        arm(4, 1, "nadam+beginning", 30): [[(10, 2.5), (30, 1.5)], [(10, 2.5), (30, 1.5)]],
+        arm(4, 1, "nadam+sync20%", 20): [[(10, 2.5), (20, 2.1)], [(10, 2.4), (20, 1.9)]],
+        arm(4, 1, "nadam+sync20%", 30): [[(10, 2.5), (30, 1.5)], [(10, 2.5), (30, 1.5)]],
     }
     chosen = {arm: [row(bench, arm, 1e-3, *seed) for seed in enumerate(each)] for arm, each in curves.items()}
     cells = cells_of(bench.table(chosen, 20, {(4, 1): 4.0})[2:])
@@ -67,11 +67,14 @@ def test_table_compares_with_the_better_synchronous_arm(bench: Any) -> None:
 def test_rate_of_an_arm_is_its_best_on_the_first_seed(bench: Any) -> None:
     arm, other = bench.Arm(4, 1, "none", 20), bench.Arm(1, 1, "adamw", 20)
     rows = [
+        row(bench, arm, 5e-4, 0, [(20, math.nan)]),
         row(bench, arm, 1e-3, 0, [(20, 3.0)]),
         row(bench, arm, 2e-3, 0, [(20, 2.0)]),
         row(bench, arm, 2e-3, 1, [(20, 9.0)]),
         row(bench, other, 1e-3, 0, [(20, 3.0)]),
         row(bench, other, 2e-3, 0, [(20, 4.0)]),
+        row(bench, other, 5e-4, 0, [(20, math.nan)]),
+        row(bench, bench.Arm(8, 1, "none", 20), 1e-3, 1, [(20, 1.0)]),
     ]
     chosen = bench.choose(rows)
     assert list(chosen) == [other, arm]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from worlds import CaseFailed, Worlds
 
 from ds_vpipe.engine.parameter_groups import by_identity, follow
 from ds_vpipe.engine.script_rates import ScriptRates
+from ds_vpipe.engine.split_module import split_model
 
 STAGES, MICRO_BATCHES, ROUNDS = 2, 2, 10
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -167,6 +169,8 @@ def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
         "own": list(model.state_dict()),
         "called": _error(lambda: engine.module(*batch(0))),
         "by itself": _error(lambda: model(*batch(0))),
+        "copy": _error(lambda: copy.deepcopy(model)(*batch(0))),
+        "split again": _error(lambda: split_model(model, STAGES)),
         "unknown": _error(lambda: engine.module.nothing),
     }
 
@@ -191,6 +195,8 @@ def test_the_module_is_the_users_but_for_other_stages(worlds: Worlds) -> None:
         assert rank["parameters"] == [f"module.{name}" for name in rank["own"]]
         assert rank["called"].startswith("engine.module(...): a stage has only a part of the model")
         assert rank["by itself"].startswith("Plain(...): called itself, and this rank has only one stage of it")
+        assert rank["copy"] == rank["by itself"]
+        assert rank["split again"].startswith("model: got a Plain of which an earlier initialize() has left one stage")
         assert "nothing" in rank["unknown"]
     assert sorted(first["names"] + last["names"]) == sorted(Plain().state_dict())
 

@@ -10,6 +10,7 @@ import cases
 import loops
 import pytest
 import reference
+import test_loop_engine
 import test_ties
 import toy
 from test_exactness import LAYERS, OPTIMIZERS, difference
@@ -129,3 +130,14 @@ def test_scripts_that_loop(worlds: Worlds, micro_batches: int) -> None:
         assert difference(cases.merged(reports), run.parameters()) <= 1e-6
         assert [report["latest"] for report in reports] == [BATCHES] * STAGES
         assert reports[-1]["losses"] == pytest.approx(run.each, rel=1e-5)
+
+
+def test_scripts_that_loop_resume_and_evaluate(worlds: Worlds, tmp_path: Path) -> None:
+    """Saved in the third of four synchronous batches, and after them."""
+    staleness = {"synchronous_updates": 4, "nadam": True}
+    ds_config = cases.config(2, ADAMW, {"partition": "uniform", "staleness": staleness})
+    for at in (6, 10):
+        for report in worlds.run(STAGES, test_loop_engine.resume, str(tmp_path / str(at)), ds_config, at):
+            for resumed in report["resumed"]:
+                assert difference(resumed[0], report["went_on"][0]) == 0
+                assert resumed[1:] == report["went_on"][1:]

@@ -7,6 +7,7 @@ import inspect
 from torch import nn
 
 from ds_vpipe.splitting.absent import Ledger, SplitError
+from ds_vpipe.splitting.alone import refuse_parts
 from ds_vpipe.splitting.call import CallForms
 from ds_vpipe.splitting.chain import Chain, chains
 from ds_vpipe.splitting.example import Call, guesses, own_example, takes
@@ -32,6 +33,7 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
     Raises:
         SplitError: it cannot be split; one line says why and where.
     """
+    refuse_parts(model)
     ledger = Ledger()
     slots = slots_of(model, ledger)
     materialise_buffers(model, slots)

@@ -88,9 +88,10 @@ class Staleness(_Settings):
     """Mitigations in use; each is off unless named. ``true`` stands for an object without keys.
 
     Attributes:
-        synchronous_updates: so many updates at the beginning of training are made as ``sync_mode: "bsp"`` makes them,
-            with the pipeline drained at the end of every batch. No gradient is late then; the others but ``nadam``
-            begin afterwards. Source: PipeMare (Yang et al., MLSys 2021), technique 3.
+        synchronous_updates: so many updates at the beginning of training are made with the pipeline drained at the end
+            of every batch, as in synchronous training. No gradient is late then; the others but ``nadam`` begin
+            afterwards. Clipping and loss scaling are those of asynchronous training all the time.
+            Source: PipeMare (Yang et al., MLSys 2021), technique 3.
     """
 
     nadam: NAdam | None = None

@@ -23,11 +23,13 @@ import math
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from bench_arms import ARMS, VIRTUAL, Case, refusal, slots, trainer
 from bench_link import EmulatedLinks
 from bench_plot import draw
+from bench_table import write
 from bench_work import ACTIVATION_BYTES, join, machine, micro_batch, start, tell
 
 
@@ -115,36 +117,31 @@ def describe(row: dict[str, Any], stock: float | None) -> str:
     )
 
 
-def work(rank: int, stages: int, port: int, shared: str, cases: list[Case], options: argparse.Namespace) -> None:
+def work(rank: int, stages: int, port: int, shared: str, case: Case, options: argparse.Namespace) -> None:
     """What each rank does; rank 0 prints."""
     printed = join(rank, stages, port, options.backend)
-    links = EmulatedLinks(shared, rank) if cases[0].link else None
-    for case in cases:
-        rows = measure(case, links, options)
-        if rank != 0:
-            continue
-        stock = next((row["rate"] for row in rows if row["arm"] == "stock"), None)
-        for row in rows:
-            tell(row, describe(row, stock), printed, options.json)
-        for arm in options.arms:
-            why = refusal(arm, case)
-            if why is not None:
-                print(f"{case.kind:8} K={stages} M={case.micro_batches:<2} | {arm:17} {why}", file=printed, flush=True)
+    rows = measure(case, EmulatedLinks(shared, rank) if case.link else None, options)
+    if rank != 0:
+        return
+    stock = next((row["rate"] for row in rows if row["arm"] == "stock"), None)
+    for row in rows:
+        tell(row, describe(row, stock), printed, options.json)
+    for arm in options.arms:
+        why = refusal(arm, case)
+        if why is not None:
+            print(f"{case.kind:8} K={stages} M={case.micro_batches:<2} | {arm:17} {why}", file=printed, flush=True)
 
 
-def cases_of(options: argparse.Namespace) -> dict[tuple[int, bool], list[Case]]:
-    """What is measured, by the number of ranks and whether their links are slow."""
-    found: dict[tuple[int, bool], list[Case]] = {}
+def cases_of(options: argparse.Namespace) -> Iterator[Case]:
+    """What is measured."""
     for stages in options.stages:
         for micro_batches in options.micro_batches:
-            found.setdefault((stages, False), []).append(Case("emulated", stages, micro_batches, options.stage_ms))
+            yield Case("emulated", stages, micro_batches, options.stage_ms)
     for link in options.links:
         for micro_batches in options.link_micro_batches:
-            case = Case("emulated", options.link_stages, micro_batches, options.stage_ms, link)
-            found.setdefault((options.link_stages, True), []).append(case)
+            yield Case("emulated", options.link_stages, micro_batches, options.stage_ms, link)
     for micro_batches in options.real_micro_batches:
-        found.setdefault((2, False), []).append(Case("real", 2, micro_batches, 0.0, device=options.device))
-    return found
+        yield Case("real", 2, micro_batches, 0.0, device=options.device)
 
 
 def main() -> None:
@@ -164,16 +161,21 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", help="append one JSON line per row to this file")
     parser.add_argument("--plot", help="draw the rows of --json to this file, PNG or SVG")
+    parser.add_argument("--table", help="write the rows of --json to this Markdown file, a row per case")
     options = parser.parse_args()
-    if options.plot and not options.json:
-        parser.error("--plot draws what is in --json: give both")
+    if (options.plot or options.table) and not options.json:
+        parser.error("--plot and --table show what is in --json: give it too")
 
     print(f"{machine()}, {options.backend}", flush=True)
-    for (stages, _), cases in cases_of(options).items():
+    for case in cases_of(options):
+        # Every process group of gloo has a thread that wakes a hundred times a second for as long as its process
+        # lives, so that processes that have had many engines measure something else.
         with tempfile.TemporaryDirectory() as shared:
-            start(work, stages, shared, cases, options)
+            start(work, case.stages, shared, case, options)
     if options.plot:
         draw(options.json, options.plot)
+    if options.table:
+        write(options.json, options.table)
 
 
 if __name__ == "__main__":

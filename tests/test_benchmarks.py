@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,8 @@ ARMS = [
 SMALL = {
     "bench_schedule.py": (
         "--stages 2 --micro-batches 1 4 --stage-ms 3 --links 0.5 --link-stages 2 --link-micro-batches 1 "
-        "--real-micro-batches 1 --seconds 0.02 --repetitions 1 --json out/rows.jsonl --plot out/efficiency.png",
+        "--real-micro-batches 1 --seconds 0.02 --repetitions 1 --json out/rows.jsonl --plot out/efficiency.png "
+        "--table out/rows.md",
         [
             *(rf"emulated K=2 M=4 .*\| {arm} +[\d.]+ micro-batches/s \| efficiency [\d.]+ +\|" for arm in ARMS),
             r"emulated K=2 M=1 +\| dualpipev +needs M >= 2K",
@@ -86,3 +88,21 @@ def test_a_small_run(script: str, tmp_path: Path) -> None:
 def test_every_benchmark_is_here() -> None:
     scripts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob("bench_*.py")}
     assert {name for name, text in scripts.items() if "__main__" in text} == set(SMALL)
+
+
+def test_table_has_a_row_per_case_and_a_column_per_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import bench_table
+
+    def row(arm: str, micro_batches: int, rate: float, link: float = 0.0) -> dict[str, Any]:
+        case = {"work": "emulated", "stages": 4, "micro_batches": micro_batches, "link": link, "stage_ms": 25.0}
+        return {**case, "arm": arm, "rate": rate, "efficiency": rate / 40}
+
+    rows = [row("stock", 8, 20), row("asp", 8, 36), row("stock", 1, 10), row("asp", 1, 30), row("asp", 8, 38)]
+    lines = bench_table.table([*rows, row("asp", 1, 20, link=0.5)])
+    assert lines[0] == "| work | K | M | stage, ms | stock | asp | fastest, x stock |"
+    assert lines[2:] == [
+        "| emulated | 4 | 1 | 25.0 | 0.250 | 0.750 | asp 3.00 |",
+        "| emulated | 4 | 8 | 25.0 | 0.500 | 0.950 | asp 1.90 |",
+        "| link 50% | 4 | 1 | 25.0 |  | 0.500 |  |",
+    ]

@@ -136,7 +136,7 @@ def draw(chosen: dict[Arm, list[dict[str, Any]]], path: Path) -> None:
 def main() -> None:
     """Parse the command line, train what is missing, print the table and draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", type=int, nargs="+", default=[4, 8, 16], help="K")
+    parser.add_argument("--stages", type=int, nargs="*", default=[4, 8, 16], help="K")
     parser.add_argument("--synchronous", nargs="*", choices=SYNCHRONOUS, default=list(SYNCHRONOUS), help="optimizers")
     parser.add_argument(
         "--methods", nargs="*", choices=METHODS, default=["none", "nadam", "nadam+sync20%"], help="M = 1"

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench_arms import ARMS
+
 Row = dict[str, Any]
 
 
@@ -15,7 +17,8 @@ def table(rows: list[Row]) -> list[str]:
     Args:
         rows: of :mod:`bench_schedule`; of several of one arm in one case the last counts.
     """
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    measured = {row["arm"] for row in rows}
+    arms = [arm for arm in ARMS if arm in measured]
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         key = (row["work"] != "emulated", row["link"], row["stages"], row["micro_batches"])

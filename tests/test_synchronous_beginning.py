@@ -132,7 +132,7 @@ def test_scripts_that_loop(worlds: Worlds, micro_batches: int) -> None:
         assert reports[-1]["losses"] == pytest.approx(run.each, rel=1e-5)
 
 
-def test_scripts_that_loop_resume_and_evaluate(worlds: Worlds, tmp_path: Path) -> None:
+def test_scripts_that_loop_resume(worlds: Worlds, tmp_path: Path) -> None:
     """Saved in the third of four synchronous batches, and after them."""
     staleness = {"synchronous_updates": 4, "nadam": True}
     ds_config = cases.config(2, ADAMW, {"partition": "uniform", "staleness": staleness})

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ds_vpipe.schedules.schedule import default_depths, update_delays, version_used
+from ds_vpipe.staleness.beginning import ALWAYS_FULL, Beginning, beginning
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 from ds_vpipe.staleness.settings import Staleness, refuse_delays
 
@@ -40,6 +41,7 @@ class ReplayedStage:
         staleness: what is done about that delay.
         clip: largest norm of the stage's gradient; 0 for no limit.
         factor: what the optimizer's learning rates are multiplied with in an update, numbered from 1.
+        beginning: when the pipeline drains.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ReplayedStage:
         staleness: Staleness | None = None,
         clip: float = 0.0,
         factor: Callable[[int], float] | None = None,
+        beginning: Beginning = ALWAYS_FULL,
     ) -> None:
         self.parameters = parameters
         self.optimizer = make_optimizer(parameters)
@@ -59,7 +62,7 @@ class ReplayedStage:
         self._factor = factor
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         late = staleness if delay > 0 else None
-        self._mitigation = None if late is None else StalenessMitigation(self.optimizer, late, delay)
+        self._mitigation = None if late is None else StalenessMitigation(self.optimizer, late, delay, beginning)
         self._newest = [parameter.data for parameter in parameters]
         self._versions: deque[list[torch.Tensor]] = deque(maxlen=delay + 1)  # the last is the newest
         self._versions.append(self._seen([]))
@@ -169,15 +172,15 @@ class Replay:
             raise ValueError(f"depths: got {list(depths)}, allowed is one of each of the {len(partition)} stages")
         self._depths = [depths[0] if vertical else depth for depth in depths]
         settings = Staleness.model_validate(staleness) if isinstance(staleness, dict) else staleness
-        self._synchronous_updates = 0 if settings is None else settings.synchronous_updates
         delays = update_delays(self._depths, micro_batches)
+        self._beginning = beginning(settings, max(delays))
         refuse_delays(settings, delays)
         parts = [list(layers[start:stop]) for start, stop in pairwise(accumulate(partition, initial=0))]
         owned = [_trainable(part) for part in parts]
         if len({id(p) for members in owned for p in members}) != sum(map(len, owned)):
             raise ValueError("layers: got a weight that two stages share, allowed are stages without; untie it")
         self.stages = [
-            ReplayedStage(members, make_optimizer, delay, settings, clip, factor)
+            ReplayedStage(members, make_optimizer, delay, settings, clip, factor, self._beginning)
             for members, delay in zip(owned, delays, strict=True)
         ]
 
@@ -194,7 +197,7 @@ class Replay:
         if len(items) < self.micro_batches:
             raise StopIteration
         first, total = self.batches * self.micro_batches, 0.0
-        refill = min(self.batches, self._synchronous_updates) * self.micro_batches
+        refill = self._beginning.filling(self.batches)[0] * self.micro_batches
         for micro_batch, (inputs, labels) in enumerate(items, first):
             for stage, depth in zip(self.stages, self._depths, strict=True):
                 stage.point_to(version_used(micro_batch, depth, self.micro_batches, refill))

@@ -225,6 +225,7 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin, MitigationMixin):
         self._plan()
         if self.mitigation is not None:
             self.mitigation.delay = self._delays(self.micro_batches)[self.stage_id]
+            self.mitigation.beginning = self.beginning
             self.stashing_optimizer = self._make_stashing_optimizer()
         self._restart_at(self.stashing_optimizer.latest_version)
 

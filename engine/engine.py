@@ -50,6 +50,7 @@ from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfi
 from ds_vpipe.schedules.checks import check_pipeline
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.schedule import Exchanges
+from ds_vpipe.staleness.beginning import beginning
 
 _EXIT_GRACE_S = 60.0
 
@@ -151,16 +152,18 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             raise
 
     def _train_schedule(self) -> PipeSchedule:
-        if self._drains_after(self.global_steps):
-            batch_end = (self.state.progress.completed // self.micro_batches + 1) * self.micro_batches
-            if self.state.progress.limit is None:
-                self.state.progress = dataclasses.replace(self.state.progress, limit=batch_end)
+        progress, drained = self.state.progress, self._drained_before(self.global_steps)
+        if drained is not None and progress.limit is None:
+            end = progress.completed // self.micro_batches + drained - self.global_steps
+            self.state.progress = dataclasses.replace(progress, limit=end * self.micro_batches)
         return instr.StageSchedule(self.pipeline, self.stage_id, self.state.progress, self._exchanges)
 
-    def _drains_after(self, batch: int) -> bool:
-        """Whether the pipeline is to be empty after a batch, numbered from 0 since the start of training."""
-        staleness = self.vpipe_config.staleness
-        return not self.asynchronous or (staleness is not None and batch < staleness.synchronous_updates)
+    def _drained_before(self, batch: int) -> int | None:
+        """The first batch after a given one before which the pipeline is to be empty; None if there is none.
+
+        Batches are numbered from 0 since the start of training.
+        """
+        return self.beginning.filling(batch)[1] if self.asynchronous else batch + 1
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         if not isinstance(pipe_schedule, instr.StageSchedule):
@@ -216,6 +219,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         check_pipeline(self.pipeline)
         self.depths = self.pipeline.depths
         self.depth = self.depths[self.stage_id]
+        self.beginning = beginning(config.staleness, max(self._delays(self.micro_batches)))
 
     def _make_ties(self) -> TiedWeights | None:
         if not self.asynchronous or not tied_stages(self.module):

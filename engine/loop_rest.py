@@ -66,8 +66,10 @@ class LoopRestMixin(LoopRoundMixin):
 
     def _run_step(self) -> None:
         super()._run_step()
-        if not self._in_batch and self.asynchronous and self._drains_after(self.global_steps - 1):
-            self._drain()
+        if self.asynchronous and not self._in_batch:
+            filled = self._drained_before(self.global_steps - 1)
+            if filled == self.global_steps:
+                self._drain()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's; all ranks call it, between two batches. Drains.

@@ -9,6 +9,7 @@ from ds_vpipe.engine.ties import tied_stages
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.schedule import update_delays
+from ds_vpipe.staleness.beginning import Beginning
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 from ds_vpipe.staleness.settings import refuse_delays
 
@@ -17,11 +18,13 @@ class MitigationMixin(PipelineEngine):
     """Which delay a stage has, and what it does about it.
 
     Attributes:
+        beginning: when the pipeline drains.
         mitigation: at stages with a delay, if the block asks for it, else None.
     """
 
     vpipe_config: VPipeConfig
     pipeline: Pipeline
+    beginning: Beginning
     mitigation: StalenessMitigation | None
 
     def _delays(self, micro_batches: int) -> tuple[int, ...]:
@@ -45,5 +48,5 @@ class MitigationMixin(PipelineEngine):
                 "have no updates of their own to predict from; allowed is a model without; remove one of the two"
             )
         # Made on all stages, so that all refuse what cannot be.
-        mitigation = StalenessMitigation(self.basic_optimizer, settings, delays[self.stage_id])
+        mitigation = StalenessMitigation(self.basic_optimizer, settings, delays[self.stage_id], self.beginning)
         return mitigation if delays[self.stage_id] > 0 else None

@@ -20,10 +20,15 @@ import json
 import os
 import statistics
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from convergence_runs import METHODS, SYNCHRONOUS, Arm, Run, compute, final_loss, results, staleness, updates_to
+
+from ds_vpipe.schedules.schedule import update_delay
+from ds_vpipe.staleness.beginning import beginning
+from ds_vpipe.staleness.settings import Staleness
 
 
 def arms(options: argparse.Namespace) -> list[Arm]:
@@ -44,25 +49,43 @@ def next_rate(losses: dict[float, float], rates: list[float]) -> float | None:
     return next((rate for rate in neighbours if rate not in losses), None)
 
 
-def speeds(path: Path | None) -> dict[tuple[int, int], float]:
-    """How many times as fast as DeepSpeed's engine an asynchronous pipeline of default depth is, by K and M."""
+@dataclass(frozen=True)
+class Pace:
+    """What an asynchronous pipeline takes, in units of what an update takes DeepSpeed's engine.
+
+    Attributes:
+        update: for an update while it is full.
+        drain: more for a drain and for being filled again, as after every batch of a synchronous pipeline.
+    """
+
+    update: float
+    drain: float
+
+
+def paces(path: Path | None) -> dict[tuple[int, int], Pace]:
+    """Measured paces of an asynchronous pipeline of default depth, by K and M."""
     rows = [] if path is None else [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rates = {
         (row["stages"], row["micro_batches"], row["arm"]): row["rate"]
         for row in rows
         if row["work"] == "emulated" and not row["link"]
     }
-    return {
-        (stages, micro_batches): rate / rates[stages, micro_batches, "stock"]
-        for (stages, micro_batches, arm), rate in rates.items()
-        if arm == "asp" and (stages, micro_batches, "stock") in rates
-    }
+    found = {}
+    for stages, micro_batches in sorted({(row["stages"], row["micro_batches"]) for row in rows}):
+        stock, bsp, asp = (rates.get((stages, micro_batches, arm)) for arm in ("stock", "bsp", "asp"))
+        if stock and bsp and asp:
+            found[stages, micro_batches] = Pace(stock / asp, stock / bsp - stock / asp)
+    return found
 
 
-def time_of(arm: Arm, updates: float, whole: int, speed: float) -> float:
+def time_of(arm: Arm, updates: float, whole: int, pace: Pace) -> float:
     """Time of an asynchronous arm's first ``updates``, of that which DeepSpeed's engine takes for ``whole``."""
-    synchronous = min(updates, staleness(arm.method, whole).get("synchronous_updates", 0))
-    return (synchronous + (updates - synchronous) / speed) / whole
+    settings = Staleness.model_validate(staleness(arm.method, whole))
+    begun = beginning(settings, update_delay(arm.stages - 1, arm.micro_batches))
+    drains, end = 0, begun.filling(0)[1]
+    while end is not None and end <= updates:
+        drains, end = drains + 1, begun.filling(end)[1]
+    return (updates * pace.update + drains * pace.drain) / whole
 
 
 def choose(rows: list[dict[str, Any]]) -> dict[Arm, list[dict[str, Any]]]:
@@ -83,7 +106,7 @@ def choose(rows: list[dict[str, Any]]) -> dict[Arm, list[dict[str, Any]]]:
     return chosen
 
 
-def table(chosen: dict[Arm, list[dict[str, Any]]], updates: int, faster: dict[tuple[int, int], float]) -> list[str]:
+def table(chosen: dict[Arm, list[dict[str, Any]]], updates: int, measured: dict[tuple[int, int], Pace]) -> list[str]:
     """Mean and spread of the final losses, the gap to synchronous, the share of it that a method closes, times."""
     losses = {arm: [final_loss(row) for row in rows] for arm, rows in chosen.items()}
     mean = {arm: statistics.mean(values) for arm, values in losses.items()}
@@ -96,11 +119,11 @@ def table(chosen: dict[Arm, list[dict[str, Any]]], updates: int, faster: dict[tu
     for arm, rows in chosen.items():
         plain = mean.get(Arm(arm.stages, arm.micro_batches, "none", updates), best)
         closed = f"{(plain - mean[arm]) / (plain - best):.0%}" if arm.method != "none" and plain > best else ""
-        speed, time, reached_in = faster.get((arm.stages, arm.micro_batches)), "", ""
-        if arm.stages > 1 and speed is not None:
+        pace, time, reached_in = measured.get((arm.stages, arm.micro_batches)), "", ""
+        if arm.stages > 1 and pace is not None:
             reached = [updates_to(row, best) for row in rows]
-            time = f"{time_of(arm, arm.updates, updates, speed):.0%}"
-            times = [time_of(arm, at, updates, speed) for at in reached if at is not None]
+            time = f"{time_of(arm, arm.updates, updates, pace):.0%}"
+            times = [time_of(arm, at, updates, pace) for at in reached if at is not None]
             reached_in = f"{statistics.mean(times):.0%}" if len(times) == len(rows) else f"{len(times)} of {len(rows)}"
         lines.append(
             f"| {arm} | {arm.updates} | {rows[0]['rate']:g} | {len(rows)} | {mean[arm]:.4f} | "
@@ -201,7 +224,7 @@ def main() -> None:
 
 def report(chosen: dict[Arm, list[dict[str, Any]]], options: argparse.Namespace) -> None:
     """Print the table, and write it and the picture beside the results."""
-    lines = table(chosen, options.updates, speeds(options.throughput))
+    lines = table(chosen, options.updates, paces(options.throughput))
     print("\n".join(lines))
     options.output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     draw(chosen, options.output.with_suffix(".png"))

@@ -30,7 +30,9 @@ from bench_arms import ARMS, VIRTUAL, Case, refusal, slots, trainer
 from bench_link import EmulatedLinks
 from bench_plot import draw
 from bench_table import write
-from bench_work import ACTIVATION_BYTES, join, machine, micro_batch, start, tell
+from bench_work import ACTIVATION_BYTES, close_groups, join, machine, micro_batch, start, tell
+
+SETTLING = 2  # batches before a measurement, in which buffers and connections are made
 
 
 def stage_seconds(case: Case) -> float:
@@ -54,41 +56,48 @@ def stage_seconds(case: Case) -> float:
     return float(slowest)
 
 
-def measure(case: Case, links: EmulatedLinks | None, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of a case, one per arm that can do it."""
+def train_for(batches: int, arm: str, case: Case, links: EmulatedLinks | None) -> float:
+    """Seconds that so many batches take on the slowest rank, once the pipeline has found its rhythm.
+
+    The pipeline is made for it and taken apart afterwards: no other one's threads share the cores with it.
+    """
     import torch
     import torch.distributed as dist
 
+    engine, train = trainer(arm, case)
+    if links is not None:
+        links.bytes_per_s = ACTIVATION_BYTES / (case.link * case.stage_ms / 1000)
+    settling = SETTLING + (math.ceil(4 * case.stages / case.micro_batches) if arm.startswith("asp") else 0)
+    dist.barrier()
+    for _ in range(settling):
+        train()
+    begin = time.perf_counter()
+    for _ in range(batches):
+        train()
+    if case.device == "cuda":
+        torch.cuda.synchronize()
+    slowest = torch.tensor([time.perf_counter() - begin])
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    if links is not None:
+        links.bytes_per_s = math.inf
+    if engine is not None:
+        engine.destroy()
+    del engine, train
+    close_groups()
+    return float(slowest)
+
+
+def measure(case: Case, links: EmulatedLinks | None, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of a case, one per arm that can do it."""
     able = [arm for arm in options.arms if refusal(arm, case) is None]
-    made = {arm: trainer(arm, case) for arm in able}
     rates: dict[str, list[float]] = {arm: [] for arm in able}
     seconds = []
     for repetition in range(options.repetitions):
         seconds.append(stage_seconds(case))
-        if links is not None:
-            links.bytes_per_s = ACTIVATION_BYTES / (case.link * case.stage_ms / 1000)
         for arm in able[repetition % len(able) :] + able[: repetition % len(able)]:
-            train = made[arm][1]
-            # A pipeline that all ranks have stopped in needs some batches to find its rhythm again.
-            settling = math.ceil(4 * case.stages / case.micro_batches) if arm.startswith("asp") else 1
             batches = max(2, math.ceil(options.seconds / (seconds[0] * slots(arm, case))))
-            dist.barrier()
-            for _ in range(settling):
-                train()
-            begin = time.perf_counter()
-            for _ in range(batches):
-                train()
-            if case.device == "cuda":
-                torch.cuda.synchronize()
-            mine = torch.tensor([time.perf_counter() - begin])
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-            rates[arm].append(batches * case.micro_batches / float(mine))
-    if links is not None:
-        links.bytes_per_s = math.inf
-    for engine, _ in made.values():
-        if engine is not None:
-            engine.destroy()
-    dist.barrier()
+            taken = train_for(batches, arm, case, links)
+            rates[arm].append(batches * case.micro_batches / taken)
     alone = statistics.median(seconds)
     return [
         {
@@ -168,8 +177,6 @@ def main() -> None:
 
     print(f"{machine()}, {options.backend}", flush=True)
     for case in cases_of(options):
-        # Every process group of gloo has a thread that wakes a hundred times a second for as long as its process
-        # lives, so that processes that have had many engines measure something else.
         with tempfile.TemporaryDirectory() as shared:
             start(work, case.stages, shared, case, options)
     if options.plot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -111,6 +112,22 @@ def join(rank: int, world: int, port: int, backend: str = "gloo") -> Any:
     printed, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology
     deepspeed.init_distributed(dist_backend=backend)
     return printed
+
+
+def close_groups() -> None:
+    """Close every process group but the world's, on all ranks together.
+
+    Each has a thread that wakes a hundred times a second for as long as anything knows the group, so that processes
+    that have had many engines measure something else.
+    """
+    import torch.distributed as dist
+
+    dist.barrier()
+    gc.collect()  # engines sit in reference cycles
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def free_port() -> int:

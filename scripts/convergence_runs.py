@@ -24,8 +24,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "sync20%": {"synchronous_updates": 0.2},
     "nadam+sync20%": {"nadam": True, "synchronous_updates": 0.2},
     "nadam+sync40%": {"nadam": True, "synchronous_updates": 0.4},
+    "nadam+warmup60%": {"nadam": True, "delay_warmup_updates": 0.6},
+    "nadam+sync20%+warmup20%": {"nadam": True, "synchronous_updates": 0.2, "delay_warmup_updates": 0.2},
+    "nadam+sync20%+warmup40%": {"nadam": True, "synchronous_updates": 0.2, "delay_warmup_updates": 0.4},
 }
-"""The ``"staleness"`` of a block; of ``synchronous_updates`` the share of the updates of synchronous training."""
+"""The ``"staleness"`` of a block; of counts of updates the share of those of synchronous training."""
 
 SYNCHRONOUS = ("adamw", "nadam")
 WARM_UP = 100
@@ -70,10 +73,8 @@ class Run:
 
 def staleness(method: str, updates: int) -> dict[str, Any]:
     """The ``"staleness"`` object, where synchronous training takes so many ``updates``."""
-    found = dict(METHODS[method])
-    if "synchronous_updates" in found:
-        found["synchronous_updates"] = round(found["synchronous_updates"] * updates)
-    return found
+    shares = ("synchronous_updates", "delay_warmup_updates")
+    return {key: round(value * updates) if key in shares else value for key, value in METHODS[method].items()}
 
 
 def model(options: argparse.Namespace, seed: int) -> list[Any]:

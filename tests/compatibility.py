@@ -57,6 +57,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
     (
         "Staleness",
         [
+            ("`staleness`: delay_warmup_updates", "equal to the reference",
+             "test_synchronous_beginning.py::test_against_the_reference"),
             ("`staleness`: synchronous_updates", "equal to the reference, and to bsp without clipping",
              "test_synchronous_beginning.py::test_against_the_reference"),
             ("`staleness`: nadam, error_feedback, weight_prediction, lr_rescheduling", "equal to the replay",

@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ class Replay:
 
     def __post_init__(self) -> None:
         self.on_time = self.staleness.get("synchronous_updates", 0)
-        self.refills = (*self.refills, *(batch * self.micro_batches for batch in range(self.on_time + 1)))
+        self.drained = self.drained_at_first()
+        self.refills = (*self.refills, *(batch * self.micro_batches for batch in self.drained))
         self.layers = [layer.to(self.dtype).float() for layer in self.layers]
         self.stage_of = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
         self.copies = {copy: owner for owner, *copies in self.ties for copy in copies}
@@ -120,6 +122,21 @@ class Replay:
 
     def parameter(self, place: Place) -> nn.Parameter:
         return self.layers[place[0]].get_parameter(place[1])
+
+    def drained_at_first(self) -> list[int]:
+        """Batches before which the pipeline is empty: all of the synchronous ones, then ever fewer."""
+        batches, warmup = list(range(self.on_time + 1)), self.staleness.get("delay_warmup_updates", 0)
+        most = max(self.delay(stage) for stage in range(len(self.counts)))
+        while warmup and most and batches[-1] - self.on_time < warmup:
+            share = Fraction(batches[-1] - self.on_time, warmup)
+            batches.append(batches[-1] + 2 + math.floor(share * most))
+        return batches
+
+    def late(self, batch: int, stage: int) -> int:
+        """By how many updates a gradient is late where the pipeline has been filled with that batch or before it."""
+        start = max(drained for drained in self.drained if drained <= batch)
+        ends = [drained for drained in self.drained if drained > batch]
+        return min([self.delay(stage), *(end - start - 1 for end in ends[:1])])
 
     def delay(self, stage: int) -> int:
         return math.ceil(self.depths[0 if self.vertical else stage] / self.micro_batches)
@@ -243,28 +260,26 @@ class Replay:
             self.heard = count
 
     def step(self, stage: int, optimizer: torch.optim.Optimizer, batch: int) -> None:
-        delay, parameters = self.delay(stage), self.owned[stage]
+        delay, late, parameters = self.delay(stage), self.late(batch, stage), self.owned[stage]
         before = [parameter.detach().clone() for parameter in parameters]
         rates = [group["lr"] for group in optimizer.param_groups]
-        late = batch - self.on_time
-        if delay and "lr_rescheduling" in self.staleness and late >= 0:
-            share = min(late / self.staleness["lr_rescheduling"]["num_steps"], 1)
+        if late and "lr_rescheduling" in self.staleness:
+            share = min((batch - self.on_time) / self.staleness["lr_rescheduling"]["num_steps"], 1)
             for group in optimizer.param_groups:
-                group["lr"] /= delay ** (1 - share)
+                group["lr"] /= late ** (1 - share)
         optimizer.step()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         changes = [parameter.detach() - old for parameter, old in zip(parameters, before, strict=True)]
         last, self.changes[stage] = self.changes[stage], changes
-        if delay and "error_feedback" in self.staleness and last is not None and late >= 0:
+        if delay and "error_feedback" in self.staleness and last is not None and late:
             for parameter, change, earlier in zip(parameters, changes, last, strict=True):
                 parameter.data += change - earlier
 
     def predicted(self) -> list[Weights]:
-        """The newest weights and ``delay`` times what the last update changed."""
+        """The newest weights, and what the last update changed as many times as they will be used late."""
         new, old = self.history[-1], self.history[-2]
-        late = len(self.history) > self.on_time
-        delays = [self.delay(stage) if late else 0 for stage in self.stage_of]
+        delays = [self.late(len(self.history) - 1, stage) for stage in self.stage_of]
         return [
             {n: w[n] + delay * (w[n] - before[n]) for n in w} if delay else w
             for w, before, delay in zip(new, old, delays, strict=True)

@@ -117,6 +117,7 @@ WRONG: list[tuple[object, str, object, str, str]] = [
     ({"staleness": {"nadam": {"betas": [0.9]}}}, "vpipe.staleness.nadam.betas", [0.9], "two numbers in [0, 1)", ""),
     ({"staleness": {"nadam": {"betas": [1, 0.9]}}}, "vpipe.staleness.nadam.betas", [1, 0.9], "two numbers", ""),
     ({"staleness": {"synchronous_updates": -1}}, "vpipe.staleness.synchronous_updates", -1, "an int >= 0", "give the"),
+    ({"staleness": {"delay_warmup_updates": -1}}, "vpipe.staleness.delay_warmup_updates", -1, "an int >= 0", "grow"),
     ({"staleness": {"synchronous_updates": True}}, "vpipe.staleness.synchronous_updates", True, "an int >= 0", ""),
     ({"staleness": {"synchronous_updates": 0.2}}, "vpipe.staleness.synchronous_updates", 0.2, "an int >= 0", ""),
     (

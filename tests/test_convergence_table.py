@@ -53,15 +53,25 @@ def test_table_compares_with_the_better_synchronous_arm(bench: Any) -> None:
         arm(4, 1, "nadam+sync20%", 30): [[(10, 2.5), (30, 1.5)], [(10, 2.5), (30, 1.5)]],
     }
     chosen = {arm: [row(bench, arm, 1e-3, *seed) for seed in enumerate(each)] for arm, each in curves.items()}
-    cells = cells_of(bench.table(chosen, 20, {(4, 1): 4.0})[2:])
+    cells = cells_of(bench.table(chosen, 20, {(4, 1): bench.Pace(0.25, 0.75)})[2:])
     first = ["synchronous adamw", "20", "0.001", "2", "2.0000", "2.0000 .. 2.0000", "+0.00%", "", "", ""]
     assert cells[0] == first
     assert cells[1][6] == "+25.00%"
     assert cells[2][4:] == ["2.3000", "2.2000 .. 2.4000", "+15.00%", "", "25%", "0 of 2"]
-    # Four updates of DeepSpeed's time and sixteen of a quarter of it; 2.0 is reached by the second seed alone.
+    # Twenty updates and four drains, (20 x 0.25 + 4 x 0.75) / 20; 2.0 is reached by the second seed alone.
     assert cells[3][4:] == ["2.0000", "1.9000 .. 2.1000", "+0.00%", "100%", "40%", "1 of 2"]
     # 2.0 after 20 of the 30 updates.
     assert cells[4][4:] == ["1.5000", "1.5000 .. 1.5000", "-25.00%", "267%", "52%", "40%"]
+
+
+def test_time_counts_every_drain(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fillings of 1, 1, 2, 3 and 4 batches (2 + floor(3 r / 6)), then none that ends."""
+    import convergence_runs
+
+    monkeypatch.setitem(convergence_runs.METHODS, "both", {"synchronous_updates": 0.1, "delay_warmup_updates": 0.3})
+    arm, pace = bench.Arm(4, 1, "both", 20), bench.Pace(0.25, 0.75)
+    times = [bench.time_of(arm, updates, 20, pace) * 20 for updates in (1, 2, 3.5, 4, 7, 11, 20)]
+    assert times == pytest.approx([1, 2, 2.375, 3.25, 4.75, 6.5, 8.75])
 
 
 def test_rate_of_an_arm_is_its_best_on_the_first_seed(bench: Any) -> None:
@@ -82,11 +92,12 @@ def test_rate_of_an_arm_is_its_best_on_the_first_seed(bench: Any) -> None:
     assert [each["rate"] for each in chosen[other]] == [1e-3]
 
 
-def test_speeds_are_those_of_fast_links_and_emulated_work(bench: Any, tmp_path: Path) -> None:
+def test_paces_are_those_of_fast_links_and_emulated_work(bench: Any, tmp_path: Path) -> None:
     common = {"stages": 4, "micro_batches": 1, "work": "emulated", "link": 0.0}
     rows = [
         {**common, "arm": "stock", "rate": 10.0},
-        {**common, "arm": "asp", "rate": 39.0},
+        {**common, "arm": "bsp", "rate": 8.0},
+        {**common, "arm": "asp", "rate": 40.0},
         {**common, "arm": "asp-deeper", "rate": 50.0},
         {**common, "arm": "asp", "rate": 1.0, "link": 0.5},
         {**common, "arm": "asp", "rate": 2.0, "work": "real"},
@@ -94,5 +105,5 @@ def test_speeds_are_those_of_fast_links_and_emulated_work(bench: Any, tmp_path: 
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    assert bench.speeds(path) == {(4, 1): pytest.approx(3.9)}
-    assert bench.speeds(None) == {}
+    assert bench.paces(path) == {(4, 1): bench.Pace(0.25, 1.0)}
+    assert bench.paces(None) == {}

@@ -39,6 +39,11 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "nadam, feedback": ("AdamW", {"nadam": True, "error_feedback": True}),
     "a synchronous beginning": ("SGD", {"synchronous_updates": 5}),
     "the same with prediction": ("SGD", {"synchronous_updates": 5, "weight_prediction": True, **RESCHEDULING}),
+    "a growing delay with prediction": (
+        "SGD",
+        {"synchronous_updates": 2, "delay_warmup_updates": 6, "weight_prediction": True, **RESCHEDULING},
+    ),
+    "a growing delay with feedback": ("AdamW", {"delay_warmup_updates": 5, "nadam": True, "error_feedback": True}),
     "the same with feedback": ("AdamW", {"synchronous_updates": 5, "nadam": True, "error_feedback": True}),
 }
 

@@ -1,4 +1,4 @@
-"""Updates at the beginning of an asynchronous training that are made synchronously."""
+"""Asynchronous trainings whose first updates are synchronous, and whose delay grows from there."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ pytestmark = pytest.mark.mp
 
 STAGES, BATCHES, ON_TIME = 3, 10, 4
 COUNTS = uniform_partition(LAYERS, STAGES)
+GROWING = {"synchronous_updates": 1, "delay_warmup_updates": 5}
+BEGINNINGS = [{"synchronous_updates": ON_TIME}, GROWING, {"delay_warmup_updates": 7}]
 SGD, ADAMW = OPTIMIZERS["SGD"][0], OPTIMIZERS["AdamW"][0]
 
 
+def began(staleness: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"partition": "uniform", "staleness": staleness, **more}
+
+
 def block(updates: int, **more: Any) -> dict[str, Any]:
-    return {"partition": "uniform", "staleness": {"synchronous_updates": updates}, **more}
+    return began({"synchronous_updates": updates}, **more)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -49,7 +55,8 @@ def test_as_long_as_it_lasts_it_is_synchronous_training(worlds: Worlds, micro_ba
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_against_the_reference(worlds: Worlds, micro_batches: int) -> None:
+@pytest.mark.parametrize("staleness", BEGINNINGS)
+def test_against_the_reference(worlds: Worlds, micro_batches: int, staleness: dict[str, int]) -> None:
     """Versions, and what stages know of each other's norms, go on from where the pipeline drained last."""
     rows: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
@@ -57,13 +64,12 @@ def test_against_the_reference(worlds: Worlds, micro_batches: int) -> None:
         ({"gradient_clipping_scope": "delayed_global"}, {"clip": 0.3, "scope": "delayed_global"}),
     ]
     configs = [
-        cases.config(micro_batches, SGD, block(ON_TIME, **more), gradient_clipping=options.get("clip", 0.0))
+        cases.config(micro_batches, SGD, began(staleness, **more), gradient_clipping=options.get("clip", 0.0))
         for more, options in rows
     ]
     ranks = worlds.run(STAGES, cases.train_each, configs, STAGES, BATCHES)
     sgd, depths = OPTIMIZERS["SGD"][1], default_depths(STAGES)
     for position, (more, options) in enumerate(rows):
-        staleness = {"synchronous_updates": ON_TIME}
         reports = [rank[position] for rank in ranks]
         wanted, losses = reference.replay(COUNTS, depths, micro_batches, BATCHES, sgd, staleness=staleness, **options)
         assert difference(cases.merged(reports), wanted) <= 1e-6, more
@@ -71,9 +77,10 @@ def test_against_the_reference(worlds: Worlds, micro_batches: int) -> None:
             assert report["losses"] == pytest.approx(losses, rel=1e-5), more
 
 
-def test_tied_weights(worlds: Worlds) -> None:
-    reports, counts = test_ties.run(worlds, 2, 1, BATCHES, {"staleness": {"synchronous_updates": ON_TIME}})
-    wanted = test_ties.replayed(counts, default_depths(2), 1, staleness={"synchronous_updates": ON_TIME}).run(BATCHES)
+@pytest.mark.parametrize("staleness", BEGINNINGS)
+def test_tied_weights(worlds: Worlds, staleness: dict[str, int]) -> None:
+    reports, counts = test_ties.run(worlds, 2, 1, BATCHES, {"staleness": staleness})
+    wanted = test_ties.replayed(counts, default_depths(2), 1, staleness=staleness).run(BATCHES)
     for report in reports:
         assert report["losses"] == pytest.approx(wanted.losses, rel=1e-5)
 
@@ -91,13 +98,14 @@ def train_two_parts(ds_config: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-def test_data_that_end_meanwhile(worlds: Worlds) -> None:
+@pytest.mark.parametrize("staleness", BEGINNINGS)
+def test_data_that_end_meanwhile(worlds: Worlds, staleness: dict[str, int]) -> None:
     """Two batches of the first data, eight of the others; what is left over is no batch."""
-    reports = worlds.run(STAGES, train_two_parts, cases.config(2, SGD, block(ON_TIME)))
+    reports = worlds.run(STAGES, train_two_parts, cases.config(2, SGD, began(staleness)))
     order = [0, 1, 2, 3, *range(16)]
     wanted, losses = reference.replay(
         COUNTS, default_depths(STAGES), 2, 10, OPTIMIZERS["SGD"][1],
-        order=order, staleness={"synchronous_updates": ON_TIME},
+        order=order, refills=(0, 4), staleness=staleness,
     )  # fmt: skip
     assert difference(cases.merged(reports), wanted) <= 1e-6
     for report in reports:
@@ -107,23 +115,26 @@ def test_data_that_end_meanwhile(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_resumed_bit_for_bit(worlds: Worlds, tmp_path: Path, micro_batches: int) -> None:
-    """Before, at and after the end of the synchronous updates, with methods that begin there."""
-    staleness = {"synchronous_updates": 3, "nadam": True, "weight_prediction": {"smoothing": 0.5}}
-    config = cases.config(micro_batches, ADAMW, {"partition": "uniform", "staleness": staleness})
-    for wrong in worlds.run(STAGES, resume_everywhere, str(tmp_path), config, STAGES, (2, 3, 4)):
-        assert wrong == []
+    """Before, at and after the end of the synchronous updates and of a filling, with methods that begin there."""
+    methods = {"nadam": True, "weight_prediction": {"smoothing": 0.5}}
+    for number, first in enumerate(({"synchronous_updates": 3}, {"synchronous_updates": 1, "delay_warmup_updates": 3})):
+        config = cases.config(micro_batches, ADAMW, began({**methods, **first}))
+        folder = str(tmp_path / str(number))
+        for wrong in worlds.run(STAGES, resume_everywhere, folder, config, STAGES, (2, 3, 4)):
+            assert wrong == []
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_scripts_that_loop(worlds: Worlds, micro_batches: int) -> None:
-    """Every stage has made the update when ``step()`` returns, as long as it lasts."""
+    """Every stage has made the update when ``step()`` returns where the pipeline is drained."""
     rounds = BATCHES * micro_batches
-    configs = [cases.config(micro_batches, SGD, block(updates)) for updates in (ON_TIME, BATCHES)]
+    beginnings = [{"synchronous_updates": BATCHES}, *BEGINNINGS]
+    configs = [cases.config(micro_batches, SGD, began(staleness)) for staleness in beginnings]
     ranks = worlds.run(STAGES, loops.train_each, configs, STAGES, rounds)
-    for position, updates in enumerate((ON_TIME, BATCHES)):
+    for position, staleness in enumerate(beginnings):
         run = loops.Replay(
             COUNTS, default_depths(STAGES), micro_batches, OPTIMIZERS["SGD"][1],
-            staleness={"synchronous_updates": updates},
+            staleness=staleness,
         )  # fmt: skip
         run.run(BATCHES)
         reports = [rank[position] for rank in ranks]

@@ -17,9 +17,9 @@ lr_rescheduling
     The learning rate of update t is multiplied with tau ** -(1 - min(t / T, 1)), technique 1 of PipeMare
     (Yang et al., MLSys 2021).
 
-With ``synchronous_updates`` the first N updates of training are of gradients that are not late, which is up to whoever
-orders passes. Here it means that error feedback adds nothing to them, that weights are not predicted before update N,
-and that t counts from there.
+Where the pipeline drains at the beginning of training (:mod:`ds_vpipe.staleness.beginning`), which is up to whoever
+orders passes, gradients are late by less, and tau is that: error feedback adds nothing to updates from gradients in
+time, weights are predicted no further than they are used, and t counts from the end of the synchronous updates.
 
 What they need from one update to the next is kept in the base optimizer's state, per parameter, so that it is saved,
 resharded and loaded with everything else there, and master weights are treated like any others.
@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.staleness.beginning import ALWAYS_FULL, Beginning
 from ds_vpipe.staleness.nadam import NAdamStep
 from ds_vpipe.staleness.settings import Staleness
 
@@ -52,17 +53,21 @@ class StalenessMitigation:
         optimizer: the base optimizer; its ``step`` is replaced on this instance.
         settings: what to do.
         delay: updates that this stage's gradients are late by, tau. With 0 the step is the optimizer's own.
+        beginning: when the pipeline drains; default: not at all.
 
     Attributes:
-        delay: as given; may change between updates.
+        delay, beginning: as given; may change between updates.
         updates: updates done; whoever counts them sets it before a step.
 
     Raises:
         VPipeConfigError: NAdam's direction for an optimizer that has no moments.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settings: Staleness, delay: int) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, settings: Staleness, delay: int, beginning: Beginning = ALWAYS_FULL
+    ) -> None:
         self.delay = delay
+        self.beginning = beginning
         self.updates = 0
         self._optimizer = optimizer
         self._settings = settings
@@ -94,16 +99,16 @@ class StalenessMitigation:
             return
         torch._foreach_copy_(list(into), list(parameters))
         prediction = self._settings.weight_prediction
-        distance = 0.0 if prediction is None or self._in_time(version) else prediction.scale * self.delay
+        distance = 0.0 if prediction is None else prediction.scale * self._late(version)
         known = [self._optimizer.state.get(p, {}).get(LAST_UPDATE) for p in parameters]
         pairs = [(target, update) for target, update in zip(into, known, strict=True) if update is not None]
         if pairs and distance:
             targets, updates = zip(*pairs, strict=True)
             torch._foreach_add_(list(targets), list(updates), alpha=distance)
 
-    def _in_time(self, updates: int) -> bool:
-        """Whether gradients at the version after so many updates are not late, as the pipeline drains for them."""
-        return updates < self._settings.synchronous_updates
+    def _late(self, updates: int) -> int:
+        """By how many updates gradients at the version after so many updates are late at most."""
+        return self.beginning.delay(updates, self.delay)
 
     def _step(self, base: Any, *args: Any, **kwargs: Any) -> Any:
         if self.delay == 0:
@@ -133,7 +138,7 @@ class StalenessMitigation:
             state = self._optimizer.state[parameter]
             if feedback is not None:
                 previous = state.get(PREVIOUS_CHANGE)
-                if previous is not None and not self._in_time(self.updates):
+                if previous is not None and self._late(self.updates) > 0:
                     parameter.add_(change - previous, alpha=feedback.scale)
                 state[PREVIOUS_CHANGE] = change
             elif prediction is not None:
@@ -144,13 +149,14 @@ class StalenessMitigation:
     def _rescheduled(self) -> Iterator[None]:
         """The learning rates of this update."""
         rescheduling = self._settings.lr_rescheduling
-        if rescheduling is None or self._in_time(self.updates):
+        done = self.updates - self._settings.synchronous_updates
+        if rescheduling is None or done < 0:
             yield
             return
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * rescheduling.factor(self.updates - self._settings.synchronous_updates, self.delay)
+            group["lr"] = rate * rescheduling.factor(done, self._late(self.updates))
         try:
             yield
         finally:

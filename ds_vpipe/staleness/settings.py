@@ -92,6 +92,8 @@ class Staleness(_Settings):
             of every batch, as in synchronous training. No gradient is late then; the others but ``nadam`` begin
             afterwards. Clipping and loss scaling are those of asynchronous training all the time.
             Source: PipeMare (Yang et al., MLSys 2021), technique 3.
+        delay_warmup_updates: over so many updates after those the pipeline drains ever less often, so that delays grow
+            from none to what the depths give: :mod:`ds_vpipe.staleness.beginning`.
     """
 
     nadam: NAdam | None = None
@@ -99,6 +101,7 @@ class Staleness(_Settings):
     weight_prediction: WeightPrediction | None = None
     lr_rescheduling: LRRescheduling | None = None
     synchronous_updates: int = Field(default=0, ge=0)
+    delay_warmup_updates: int = Field(default=0, ge=0)
 
     @property
     def kept_weights(self) -> int:
@@ -137,8 +140,8 @@ KEYS: dict[str, tuple[str, ...]] = {
 
 HELP: dict[str, tuple[str, str]] = {
     "staleness": (
-        "an object with nadam, error_feedback, weight_prediction, lr_rescheduling or synchronous_updates, "
-        'with sync_mode "asp" only',
+        "an object with nadam, error_feedback, weight_prediction, lr_rescheduling, synchronous_updates or "
+        'delay_warmup_updates, with sync_mode "asp" only',
         'name what to use, such as {"nadam": true}, or remove the key',
     ),
     "staleness.nadam": ("true, false or an object", "write true for betas [0.99, 0.999]"),
@@ -157,6 +160,7 @@ HELP: dict[str, tuple[str, str]] = {
     "staleness.weight_prediction.smoothing": ("a number in [0, 1)", "give such as 0.9, or 0 for none"),
     "staleness.lr_rescheduling": ('an object {"num_steps": ...}', 'write such as {"num_steps": 1000}'),
     "staleness.synchronous_updates": ("an int >= 0", "give the updates until the loss has begun to fall, such as 1000"),
+    "staleness.delay_warmup_updates": ("an int >= 0", "give the updates over which delays are to grow, such as 1000"),
     "staleness.lr_rescheduling.num_steps": ("an int >= 1", "give the updates over which the learning rate recovers"),
 }
 """Key -> (what it accepts, what to do about a value that it does not accept), as in :mod:`ds_vpipe.config_help`."""

@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 STEPS=16 KILL_AFTER=8
 NODES=("vpipe$$-0" "vpipe$$-1") ADDRESSES=(10.77.0.1 10.77.0.2)
-LIMIT=300 # seconds that any of the runs may take
+LIMIT=900 # seconds that any of the runs may take
 
 unable() {
     echo "multinode_test: not run: $1" >&2

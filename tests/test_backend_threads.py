@@ -30,7 +30,7 @@ started.wait()
 
 def end(kind: str) -> str:
     command = [sys.executable, "-c", SCRIPT, str(ROOT / "engine" / "backend_threads.py"), kind]
-    return subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 def test_they_come_to_their_end() -> None:

@@ -77,7 +77,7 @@ def test_a_small_run(script: str, tmp_path: Path) -> None:
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, str(ROOT / "scripts" / script), *options.split()]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     for line in lines:
         assert re.search(line, done.stdout), done.stdout

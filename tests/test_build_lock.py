@@ -50,7 +50,7 @@ def leave(lock: Path, age_s: float) -> None:
 def wait_for(lock: Path, limit_s: float, ends_after_s: float = 0.0) -> subprocess.CompletedProcess[str]:
     """A process that waits as torch does, while somebody builds for so long, or for ever."""
     command = [sys.executable, "-c", WAITS, str(lock), str(limit_s), str(ends_after_s)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
 def test_a_wait_without_end_ends(lock: Path) -> None:

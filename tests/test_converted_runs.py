@@ -73,7 +73,7 @@ def test_a_converted_run_trains(
     text = Path("out/launch.sh").read_text(encoding="utf-8")
     port = f"deepspeed --master_port {environment['MASTER_PORT']} --num_accelerators 4"
     Path("out/launch.sh").write_text(text.replace("deepspeed --num_accelerators 4", port), encoding="utf-8")
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert f"{updates} updates of {batch_size * micro_batches} samples, 4 stages" in run.stdout
     assert f"Finished {updates} updates" in run.stdout

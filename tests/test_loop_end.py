@@ -83,7 +83,7 @@ def run(folder: Path, end: str) -> list[subprocess.CompletedProcess[str]]:
     done = []
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=100)
+            output, _ = process.communicate(timeout=400)
             done.append(subprocess.CompletedProcess(process.args, process.returncode, output))
     finally:
         for process in processes:

@@ -47,7 +47,7 @@ def run(command: str, folder: Path) -> str:
         start_new_session=True,
     ) as started:  # fmt: skip
         try:
-            out, err = started.communicate(timeout=240)
+            out, err = started.communicate(timeout=900)
         except subprocess.TimeoutExpired:
             os.killpg(started.pid, signal.SIGKILL)
             raise

@@ -16,7 +16,7 @@ LINKS = {"ds_vpipe/engine": "../engine", "ds_vpipe/models": "../models"}
 
 
 def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400)
 
 
 @pytest.mark.parametrize("name", ["engine", "models"])

@@ -52,7 +52,7 @@ def launch(folder: Path, script: str, ds_config: dict[str, Any], ranks: int, *ar
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }  # fmt: skip
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 

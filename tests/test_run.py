@@ -204,7 +204,7 @@ def test_through_the_launcher(tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(out.read_text())

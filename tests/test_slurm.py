@@ -83,7 +83,7 @@ def test_arguments_with_blanks_stay_whole(tmp_path: Path, environment: dict[str,
     (tmp_path / "bin" / "deepspeed").write_text('#!/bin/sh\nprintf "<%s>" "$@" >"$SLURM_NODEID.got"\n')
     (tmp_path / "bin" / "deepspeed").chmod(0o755)
     command = ["bash", str(ROOT / "scripts" / "bert.sbatch"), "--data-dir", "two words", "$(id) *"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for node in range(2):
         got = (tmp_path / "repository" / f"{node}.got").read_text()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-CASE_TIMEOUT_S = 120.0
+CASE_TIMEOUT_S = 400.0
 
 
 def free_port() -> int:

@@ -103,7 +103,7 @@ class DrainingMixin(PipelineEngine):
         )
 
     def _warn_of_drain(self, filled: int, call: int) -> None:
-        one_batch = filled == self.micro_batches and self.state.refilled_in == call
+        one_batch = filled == self.micro_batches and self._feed.begins_in(call)
         if one_batch and self.is_first_stage() and self.asynchronous and self.num_stages > 1 and not self.state.warned:
             self.state.warned = True
             logger.warning(

@@ -134,8 +134,6 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         progress = self.state.progress
         if progress.completed == progress.limit:
             self.state.progress = dataclasses.replace(progress, limit=None, refill=progress.completed)
-        if self.state.progress.drained:
-            self.state.refilled_in = self._feed.call + 1
         self._feed.post_process = self.batch_fn
         reads = self.is_first_stage() or self.is_last_stage()
         self._feed.next_call((self.data_iterator if data_iter is None else data_iter) if reads else None)
@@ -152,13 +150,13 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             raise
 
     def _train_schedule(self) -> PipeSchedule:
-        progress, drained = self.state.progress, self._drained_before(self.global_steps)
-        if drained is not None and progress.limit is None:
-            end = progress.completed // self.micro_batches + drained - self.global_steps
+        progress, drain = self.state.progress, self._next_drain(self.global_steps)
+        if drain is not None and progress.limit is None:
+            end = progress.completed // self.micro_batches + drain - self.global_steps
             self.state.progress = dataclasses.replace(progress, limit=end * self.micro_batches)
         return instr.StageSchedule(self.pipeline, self.stage_id, self.state.progress, self._exchanges)
 
-    def _drained_before(self, batch: int) -> int | None:
+    def _next_drain(self, batch: int) -> int | None:
         """The first batch after a given one before which the pipeline is to be empty; None if there is none.
 
         Batches are numbered from 0 since the start of training.

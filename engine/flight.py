@@ -80,7 +80,6 @@ class StageState:
         batch_loss: adds up the current batch's losses, on the last stage.
         report: the current batch's losses and more, once known here.
         failure: why training cannot go on, or None.
-        refilled_in: ``train_batch()`` call in which the pipeline was filled last.
         warned: the user has been told about iterators that end after one batch.
     """
 
@@ -91,7 +90,6 @@ class StageState:
     batch_loss: BatchLoss | None = None
     report: BatchReport | None = None
     failure: str | None = None
-    refilled_in: int | None = None
     warned: bool = False
 
 

@@ -66,10 +66,9 @@ class LoopRestMixin(LoopRoundMixin):
 
     def _run_step(self) -> None:
         super()._run_step()
-        if self.asynchronous and not self._in_batch:
-            filled = self._drained_before(self.global_steps - 1)
-            if filled == self.global_steps:
-                self._drain()
+        ended = self.asynchronous and not self._in_batch
+        if ended and self._next_drain(self.global_steps - 1) == self.global_steps:
+            self._drain()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's; all ranks call it, between two batches. Drains.

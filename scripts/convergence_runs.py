@@ -24,7 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sync20%": {"synchronous_updates": 0.2},
     "nadam+sync20%": {"nadam": True, "synchronous_updates": 0.2},
     "nadam+sync40%": {"nadam": True, "synchronous_updates": 0.4},
-    "nadam+warmup60%": {"nadam": True, "delay_warmup_updates": 0.6},
+    "nadam+sync20%+warmup60%": {"nadam": True, "synchronous_updates": 0.2, "delay_warmup_updates": 0.6},
     "nadam+sync20%+warmup20%": {"nadam": True, "synchronous_updates": 0.2, "delay_warmup_updates": 0.2},
     "nadam+sync20%+warmup40%": {"nadam": True, "synchronous_updates": 0.2, "delay_warmup_updates": 0.4},
 }

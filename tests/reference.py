@@ -272,7 +272,7 @@ class Replay:
             group["lr"] = rate
         changes = [parameter.detach() - old for parameter, old in zip(parameters, before, strict=True)]
         last, self.changes[stage] = self.changes[stage], changes
-        if delay and "error_feedback" in self.staleness and last is not None and late:
+        if delay and "error_feedback" in self.staleness and last is not None and batch not in self.drained:
             for parameter, change, earlier in zip(parameters, changes, last, strict=True):
                 parameter.data += change - earlier
 

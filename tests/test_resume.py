@@ -183,7 +183,12 @@ def other_batch_sizes(ds_config: dict[str, Any], directory: str) -> tuple[Snapsh
 
 
 def test_batch_size_changes_between_batches(worlds: Worlds, tmp_path: Path) -> None:
-    for block in ({"partition": "uniform"}, {"partition": "uniform", "weight_sync": "vertical"}):
+    growing = {"synchronous_updates": 1, "delay_warmup_updates": 9, "weight_prediction": True}
+    for block in (
+        {"partition": "uniform"},
+        {"partition": "uniform", "weight_sync": "vertical"},
+        {"partition": "uniform", "weight_sync": "stash", "staleness": growing},
+    ):
         ds_config = cases.config(2, ADAMW, block)
         for changed, built, consumed in worlds.run(3, other_batch_sizes, ds_config, str(tmp_path / str(len(block)))):
             assert difference(changed, built) == 0

@@ -14,6 +14,7 @@ from ds_vpipe.engine.lamb import Lamb
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.schedule import update_delay, update_delays, versions_alive
+from ds_vpipe.staleness.beginning import ALWAYS_FULL, Beginning, beginning
 from ds_vpipe.staleness.mitigation import LAST_UPDATE, StalenessMitigation
 from ds_vpipe.staleness.settings import Staleness, refuse_delays
 
@@ -33,12 +34,13 @@ def run(
     gradients: Sequence[Sequence[float]],
     delay: int,
     start: Sequence[float] = (1.0, -2.0),
+    beginning: Beginning = ALWAYS_FULL,
     **methods: Any,
 ) -> tuple[list[torch.Tensor], StalenessMitigation, torch.nn.Parameter]:
     """Weights after every update, the first being the initial ones."""
     parameter = weight(*start)
     optimizer = make([parameter])
-    mitigation = StalenessMitigation(optimizer, settings_of(**methods), delay)
+    mitigation = StalenessMitigation(optimizer, settings_of(**methods), delay, beginning)
     weights = [parameter.detach().clone()]
     for number, gradient in enumerate(gradients):
         parameter.grad = torch.tensor(gradient)
@@ -110,6 +112,25 @@ def test_feedback_makes_up_for_one_update_where_gradients_change_evenly() -> Non
     mended, *_ = run(sgd, late, 1, error_feedback=True)
     wanted, *_ = run(sgd, fresh, 0)
     assert torch.equal(mended[-1] - mended[1], wanted[-1] - wanted[1])
+
+
+def test_methods_where_the_pipeline_drains() -> None:
+    """Fillings of 1, 2, 3 and 4 updates of which D = 3, then one without end."""
+    methods = {"synchronous_updates": 1, "delay_warmup_updates": 6}
+    begun = beginning(settings_of(**methods), 3)
+    gradients = [(1.0 + n, -2.0) for n in range(12)]
+    plain, *_ = run(sgd, gradients, 3)
+    fed, *_ = run(sgd, gradients, 3, beginning=begun, error_feedback=True, **methods)
+    extra = torch.stack(fed).diff(dim=0) - torch.stack(plain).diff(dim=0)
+    assert [bool(row.any()) for row in extra] == [n not in (0, 1, 3, 6, 10) for n in range(12)]
+    rescheduled, *_ = run(sgd, gradients, 3, beginning=begun, lr_rescheduling={"num_steps": 10**9}, **methods)
+    share = (torch.stack(rescheduled).diff(dim=0) / torch.stack(plain).diff(dim=0))[:, 0].tolist()
+    assert share == pytest.approx([1, 1, 1, 1 / 2, 1 / 2, 1 / 2, *[1 / 3] * 6], rel=1e-5)
+    for version, late in ((0, 0), (1, 1), (2, 1), (4, 2), (9, 3), (11, 3)):
+        _, mitigation, parameter = run(sgd, gradients[:1], 3, beginning=begun, weight_prediction=True, **methods)
+        seen = torch.empty(2)
+        mitigation.predict([parameter], [seen], version)
+        assert torch.equal(seen, parameter.detach() - late * LR * torch.tensor(gradients[0]))
 
 
 @pytest.mark.parametrize("delay", [1, 2, 5])
@@ -214,6 +235,7 @@ def test_state_goes_through_a_checkpoint_of_the_optimizer(methods: dict[str, Any
             optimizer, mitigation = optimizer_of(parameter)
             optimizer.load_state_dict(state)
         parameter.grad = torch.tensor(gradient)
+        mitigation.updates = number
         optimizer.step()
     assert torch.equal(parameter.detach(), wanted[-1])
     foreseen, known = torch.empty(2), torch.empty(2)

@@ -94,6 +94,7 @@ def train_two_parts(ds_config: dict[str, Any]) -> dict[str, Any]:
             while True:
                 losses.append(float(engine.train_batch(iterator)))
     report = {"parameters": cases.parameters(engine), "losses": losses, "steps": engine.global_steps}
+    report["warned"] = engine.state.warned
     engine.destroy()
     return report
 
@@ -109,8 +110,31 @@ def test_data_that_end_meanwhile(worlds: Worlds, staleness: dict[str, int]) -> N
     )  # fmt: skip
     assert difference(cases.merged(reports), wanted) <= 1e-6
     for report in reports:
+        assert not report["warned"], "neither iterator has ended after one batch"
         assert report["steps"] == 10
         assert report["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+def train_and_save(ds_config: dict[str, Any], directory: str, at: int) -> dict[str, Any]:
+    engine, iterator = cases.engine(ds_config, STAGES), toy.data()
+    for batch in range(BATCHES):
+        if batch == at:
+            engine.save_checkpoint(directory)
+        engine.train_batch(iterator)
+    report = {"parameters": cases.parameters(engine)}
+    engine.destroy()
+    return report
+
+
+def test_a_save_inside_a_filling(worlds: Worlds, tmp_path: Path) -> None:
+    """Fillings begin at 0, 1, 3, 5 and 8 as without it, and at 4 and 6."""
+    for at in (4, 6):
+        config = cases.config(1, SGD, began(GROWING))
+        reports = worlds.run(STAGES, train_and_save, config, str(tmp_path / str(at)), at)
+        wanted, _ = reference.replay(
+            COUNTS, default_depths(STAGES), 1, BATCHES, OPTIMIZERS["SGD"][1], refills=(0, at), staleness=GROWING
+        )
+        assert difference(cases.merged(reports), wanted) <= 1e-6
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -144,11 +168,11 @@ def test_scripts_that_loop(worlds: Worlds, micro_batches: int) -> None:
 
 
 def test_scripts_that_loop_resume(worlds: Worlds, tmp_path: Path) -> None:
-    """Saved in the third of four synchronous batches, and after them."""
-    staleness = {"synchronous_updates": 4, "nadam": True}
-    ds_config = cases.config(2, ADAMW, {"partition": "uniform", "staleness": staleness})
-    for at in (6, 10):
-        for report in worlds.run(STAGES, test_loop_engine.resume, str(tmp_path / str(at)), ds_config, at):
+    """Saved in the third of four synchronous batches, and after them; inside a filling of two batches."""
+    for first, at in (({"synchronous_updates": 4}, 6), ({"synchronous_updates": 4}, 10), (GROWING, 6)):
+        ds_config = cases.config(2, ADAMW, began({**first, "nadam": True}))
+        folder = str(tmp_path / f"{len(first)} {at}")
+        for report in worlds.run(STAGES, test_loop_engine.resume, folder, ds_config, at):
             for resumed in report["resumed"]:
                 assert difference(resumed[0], report["went_on"][0]) == 0
                 assert resumed[1:] == report["went_on"][1:]

@@ -7,9 +7,9 @@ R updates there are ever more batches between two drains: the filling that begin
 2 + floor(r D / R) batches, D the largest delay of all stages, which bounds the delay by one less. The pipeline is not
 drained any more after that.
 
-The longer a training goes on with gradients in time, the larger the curvature of the loss that its learning rate
-grows into, up to what the rate is just stable for (Cohen et al., Gradient Descent on Neural Networks Typically Occurs
-at the Edge of Stability, ICLR 2021); late gradients are stable for less. That is why the delay has to grow slowly.
+Why a step from no delay to all of it may hurt: with gradients in time the curvature grows to what the learning rate
+is just stable for (Cohen et al., Gradient Descent on Neural Networks Typically Occurs at the Edge of Stability, ICLR
+2021), and late gradients are stable for less. docs/convergence.md has what was measured.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ lr_rescheduling
     (Yang et al., MLSys 2021).
 
 Where the pipeline drains at the beginning of training (:mod:`ds_vpipe.staleness.beginning`), which is up to whoever
-orders passes, gradients are late by less, and tau is that: error feedback adds nothing to updates from gradients in
-time, weights are predicted no further than they are used, and t counts from the end of the synchronous updates.
+orders passes, tau is at most what the filling gives that an update or a version belongs to, error feedback adds nothing
+to the first update of a filling, whose gradient is in time, and t counts from the end of the synchronous updates.
 
 What they need from one update to the next is kept in the base optimizer's state, per parameter, so that it is saved,
 resharded and loaded with everything else there, and master weights are treated like any others.
@@ -138,7 +138,7 @@ class StalenessMitigation:
             state = self._optimizer.state[parameter]
             if feedback is not None:
                 previous = state.get(PREVIOUS_CHANGE)
-                if previous is not None and self._late(self.updates) > 0:
+                if previous is not None and self.updates > self.beginning.filling(self.updates)[0]:
                     parameter.add_(change - previous, alpha=feedback.scale)
                 state[PREVIOUS_CHANGE] = change
             elif prediction is not None:
@@ -149,13 +149,13 @@ class StalenessMitigation:
     def _rescheduled(self) -> Iterator[None]:
         """The learning rates of this update."""
         rescheduling = self._settings.lr_rescheduling
-        done = self.updates - self._settings.synchronous_updates
-        if rescheduling is None or done < 0:
+        if rescheduling is None:
             yield
             return
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
+            done = max(0, self.updates - self._settings.synchronous_updates)
             group["lr"] = rate * rescheduling.factor(done, self._late(self.updates))
         try:
             yield

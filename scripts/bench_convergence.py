@@ -224,8 +224,12 @@ def main() -> None:
 
 def report(chosen: dict[Arm, list[dict[str, Any]]], options: argparse.Namespace) -> None:
     """Print the table, and write it and the picture beside the results."""
-    lines = table(chosen, options.updates, paces(options.throughput))
+    measured = paces(options.throughput)
+    lines = table(chosen, options.updates, measured)
     print("\n".join(lines))
+    unknown = {(arm.stages, arm.micro_batches) for arm in chosen if arm.stages > 1} - measured.keys()
+    for stages, micro_batches in sorted(unknown) if options.throughput else ():
+        print(f"{options.throughput}: no stock, bsp and asp at K={stages} M={micro_batches}, so no times")
     options.output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     draw(chosen, options.output.with_suffix(".png"))
 

@@ -24,7 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convergence_runs import METHODS, SYNCHRONOUS, Arm, Run, compute, final_loss, results, staleness, updates_to
+from convergence_runs import (
+    METHODS,
+    RECOMMENDED,
+    SYNCHRONOUS,
+    Arm,
+    Run,
+    compute,
+    final_loss,
+    recommended,
+    results,
+    staleness,
+    updates_to,
+)
 
 from ds_vpipe.schedules.schedule import update_delay
 from ds_vpipe.staleness.beginning import beginning
@@ -35,9 +47,15 @@ def arms(options: argparse.Namespace) -> list[Arm]:
     """The arms that were asked for; error feedback only where no stage is more than one update late."""
     found = [Arm(1, 1, optimizer, options.updates) for optimizer in options.synchronous]
     for stages in options.stages:
-        found += [Arm(stages, 1, method, options.updates) for method in options.methods if "feedback" not in method]
+        methods = named(options.methods, stages)
+        found += [Arm(stages, 1, method, options.updates) for method in methods if "feedback" not in method]
         found += [Arm(stages, stages, method, options.updates) for method in options.methods_of_full_batches]
     return found
+
+
+def named(methods: list[str], stages: int) -> list[str]:
+    """Methods with the recommended one under its own name."""
+    return list(dict.fromkeys(recommended(stages) if method == RECOMMENDED else method for method in methods))
 
 
 def next_rate(losses: dict[float, float], rates: list[float]) -> float | None:
@@ -162,22 +180,20 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="*", default=[4, 8, 16], help="K")
     parser.add_argument("--synchronous", nargs="*", choices=SYNCHRONOUS, default=list(SYNCHRONOUS), help="optimizers")
     parser.add_argument(
-        "--methods", nargs="*", choices=METHODS, default=["none", "nadam", "nadam+sync20%"], help="M = 1"
+        "--methods", nargs="*", choices=[*METHODS, RECOMMENDED], default=["none", RECOMMENDED], help="M = 1"
     )
-    parser.add_argument(
-        "--methods-of-full-batches", nargs="*", choices=METHODS, default=["none", "feedback"], help="M = K"
-    )
+    parser.add_argument("--methods-of-full-batches", nargs="*", choices=METHODS, default=["none"], help="M = K")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--rates",
         type=float,
         nargs="+",
-        default=[5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3],
+        default=[1e-3, 1.4e-3, 2e-3],
         help="learning rates to choose from, in order",
     )
     parser.add_argument("--updates", type=int, default=3000)
     parser.add_argument("--longer", type=int, default=3900, help="updates of the arms that are trained longer too")
-    parser.add_argument("--longer-methods", nargs="*", choices=METHODS, default=["nadam+sync20%"], help="M = 1")
+    parser.add_argument("--longer-methods", nargs="*", choices=[*METHODS, RECOMMENDED], default=[], help="M = 1")
     parser.add_argument("--decay", type=float, default=0.3, help="share of the updates in which the rate falls to 0")
     parser.add_argument("--batch", type=int, default=64, help="samples per update")
     parser.add_argument("--sequence", type=int, default=16, help="tokens per sample")
@@ -215,7 +231,7 @@ def main() -> None:
     best |= {
         Arm(arm.stages, 1, arm.method, options.longer): best[arm]
         for arm in compared
-        if arm.stages > 1 and arm.micro_batches == 1 and arm.method in options.longer_methods
+        if arm.stages > 1 and arm.micro_batches == 1 and arm.method in named(options.longer_methods, arm.stages)
     }
     compute([run(arm, rate, seed) for seed in range(options.seeds) for arm, rate in best.items()], options)
     rows = [row for one, row in results(options.output).items() if one.setting == setting]

@@ -30,6 +30,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """The ``"staleness"`` of a block; of counts of updates the share of those of synchronous training."""
 
+RECOMMENDED = "recommended"
+"""Stands for the method that docs/convergence.md recommends, :func:`recommended`."""
+
 SYNCHRONOUS = ("adamw", "nadam")
 WARM_UP = 100
 POSITIONS = 4  # deviations of other weights
@@ -69,6 +72,11 @@ class Run:
 
     def __str__(self) -> str:
         return f"{self.arm}, {self.updates} updates, rate {self.rate:g}, seed {self.seed}"
+
+
+def recommended(stages: int) -> str:
+    """What to begin with, with an update per micro-batch: the deeper the pipeline, the longer its delay grows."""
+    return "nadam+sync20%" + ("" if stages <= 4 else "+warmup20%" if stages <= 8 else "+warmup40%")
 
 
 def staleness(method: str, updates: int) -> dict[str, Any]:

@@ -48,7 +48,8 @@ SMALL = {
     ),
     "bench_overhead.py": ("--tensors 32 --rounds 3", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
     "bench_convergence.py": (
-        "--stages 2 --methods none nadam+sync20% --seeds 2 --rates 1e-3 2e-3 --updates 5 --longer 6 --batch 4 "
+        "--stages 2 --methods none recommended --methods-of-full-batches none feedback "
+        "--longer-methods recommended --seeds 2 --rates 1e-3 2e-3 --updates 5 --longer 6 --batch 4 "
         "--sequence 16 --layers 1 --validate-every 3 --validation 4 --processes 1 --output out/runs.jsonl "
         "--text text.txt",
         [

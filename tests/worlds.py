@@ -64,9 +64,28 @@ def _serve(connection: Connection, rank: int, gpus: int) -> None:
                 torch.distributed.destroy_process_group()
             ds_comm.cdb = None
             groups.mpu = None
+            _let_go()
             gc.collect()  # the threads of a group end with the last engine that knows it, and engines are cyclic
         finally:
             connection.send(answer)
+
+
+def _let_go() -> None:
+    """Drop the graphs of engines that a case has left in the midst of training.
+
+    They refer to their engine in cycles that Python cannot see, and with it live the threads of all its groups, each
+    of which wakes a hundred times a second.
+    """
+    from ds_vpipe.engine.engine import VPipeEngine
+    from ds_vpipe.engine.loop_engine import VPipeLoopEngine
+
+    for found in gc.get_objects():
+        if issubclass(type(found), VPipeEngine) and "state" in vars(found):
+            found.state.flights.clear()
+            if isinstance(found, VPipeLoopEngine):
+                found._handed.clear()
+                found._newest = None
+                found._forget_end()
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def _let_go() -> None:
     for found in gc.get_objects():
         if issubclass(type(found), VPipeEngine) and "state" in vars(found):
             found.state.flights.clear()
-            if isinstance(found, VPipeLoopEngine):
+            if isinstance(found, VPipeLoopEngine) and "_handed" in vars(found):  # it has been built to the end
                 found._handed.clear()
                 found._newest = None
                 found._forget_end()

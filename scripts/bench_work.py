@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import platform
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -130,19 +129,16 @@ def close_groups() -> None:
     gc.collect()
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
 def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
     """Run ``work(rank, world, port, *arguments)`` on every rank of a world of its own, to the end."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch.multiprocessing as mp
+    from torch.distributed import TCPStore
 
-    mp.spawn(work, args=(world, free_port(), *arguments), nprocs=world)
+    # A port that is free now may be taken when rank 0 comes to listen on it, so this process listens for the ranks.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    mp.spawn(work, args=(world, store.port, *arguments), nprocs=world)
 
 
 def machine() -> str:

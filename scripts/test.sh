@@ -16,6 +16,8 @@ fi
 export PATH="$PWD/.venv/bin:$PATH"
 # Several processes with one thread each are faster than several with all cores each.
 export OMP_NUM_THREADS=1
+# Hundreds of processes import the package.
+unset PYTHONDONTWRITEBYTECODE
 
 selected=false
 run_pytest() {

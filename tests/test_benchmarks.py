@@ -39,11 +39,11 @@ SMALL = {
         ],
     ),
     "bench_simulation.py": (
-        "--stage-ms 3 --micro-batches 4 --repetitions 1",
-        [r"asp +K=4 M=1 v=1 .*simulated +[\d.]+ measured", r"interleaved K=4 M=8 v=2 .*off by"],
+        "--stages 2 --stage-ms 3 --micro-batches 4 --repetitions 1",
+        [r"asp +K=2 M=1 v=1 .*simulated +[\d.]+ measured", r"interleaved K=2 M=8 v=2 .*off by"],
     ),
     "bench_memory.py": (
-        "--hidden 64 --layers 4 --batch 1 --vocabulary 64 --cases asp 1f1b",
+        "--stages 2 --hidden 64 --layers 4 --batch 1 --vocabulary 64 --cases asp 1f1b",
         [r"asp +M=1 .*predicted .*measured", r"largest difference: [\d.]+ %"],
     ),
     "bench_overhead.py": ("--tensors 32 --rounds 3", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),

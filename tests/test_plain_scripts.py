@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 import plain_reference
 import pytest
 import torch
-from worlds import free_port
+from worlds import Worlds, free_port
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tests" / "plain_scripts"
@@ -40,14 +43,20 @@ COPIES = {"masked_lm": ["cls.predictions.decoder.weight"]}  # further names of t
 STEPS = {"masked_lm": 20, "wrapped_encoder": 20, "pretraining": 20}
 
 
-def launch(folder: Path, script: str, ds_config: dict[str, Any], ranks: int, *arguments: str) -> str:
-    """Run a script by the deepspeed launcher, with ``ds_vpipe.run`` where the JSON has a block; returns its output."""
+def write_json(folder: Path, ds_config: dict[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "ds.json").write_text(json.dumps(ds_config), encoding="utf-8")
-    module = ["--module", "ds_vpipe.run"] if "vpipe" in ds_config else []
+
+
+def command_line(script: str, arguments: tuple[str, ...]) -> list[str]:
+    return [str(SCRIPTS / f"{script}.py"), "--deepspeed_config", "ds.json", "--output", "saved", *arguments]
+
+
+def launch(folder: Path, script: str, ds_config: dict[str, Any], ranks: int, *arguments: str) -> str:
+    """Run a script by the deepspeed launcher and ``ds_vpipe.run``; returns its output."""
+    write_json(folder, ds_config)
     command = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(ranks)]
-    command += ["--master_port", str(free_port()), *module]
-    command += [str(SCRIPTS / f"{script}.py"), "--deepspeed_config", "ds.json", "--output", "saved", *arguments]
+    command += ["--master_port", str(free_port()), "--module", "ds_vpipe.run", *command_line(script, arguments)]
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -55,6 +64,31 @@ def launch(folder: Path, script: str, ds_config: dict[str, Any], ranks: int, *ar
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
+
+
+def run_on_rank(folder: Path, line: list[str], with_ds_vpipe: bool) -> str:
+    """What the launcher starts on a rank, in a process that does nothing else; returns the output."""
+    from ds_vpipe.run import main
+
+    os.chdir(folder)
+    local_rank = f"--local_rank={os.environ['LOCAL_RANK']}"
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        if with_ds_vpipe:
+            assert main([local_rank, *line]) == 0
+        else:
+            sys.argv = [line[0], local_rank, *line[1:]]
+            runpy.run_path(line[0], run_name="__main__")
+    return output.getvalue()
+
+
+def run(folder: Path, script: str, ds_config: dict[str, Any], ranks: int, *arguments: str) -> str:
+    """As :func:`launch`, in processes that have imported everything, which is most of what a script takes.
+
+    With DeepSpeed alone where the JSON has no block.
+    """
+    write_json(folder, ds_config)
+    with contextlib.closing(Worlds()) as worlds:
+        return "".join(worlds.run(ranks, run_on_rank, folder, command_line(script, arguments), "vpipe" in ds_config))
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
@@ -92,7 +126,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch
     results = {}
     for script, ds_config in CONFIGS.items():
         folder = tmp_path_factory.mktemp(script)
-        assert f"trained {STEPS[script]} steps" in launch(folder, script, ds_config, 1)
+        assert f"trained {STEPS[script]} steps" in run(folder, script, ds_config, 1)
         results[script] = saved(folder)
     return results
 
@@ -103,7 +137,7 @@ def test_synchronous_training_is_what_deepspeed_does(
     stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path, script: str, stages: int
 ) -> None:
     ds_config = {**CONFIGS[script], "pipeline": {"stages": stages}, "vpipe": {"sync_mode": "bsp"}}
-    assert launch(tmp_path, script, ds_config, stages).count(f"trained {STEPS[script]} steps") == stages
+    assert run(tmp_path, script, ds_config, stages).count(f"trained {STEPS[script]} steps") == stages
     assert difference(saved(tmp_path), stock[script]) <= 1e-5
 
 
@@ -114,7 +148,7 @@ def test_asynchronous_training_is_the_references(
 ) -> None:
     partition = PARTITIONS[script][stages]
     ds_config = {**CONFIGS[script], "pipeline": {"stages": stages}, "vpipe": {"partition": partition}}
-    assert launch(tmp_path, script, ds_config, stages).count(f"trained {STEPS[script]} steps") == stages
+    assert run(tmp_path, script, ds_config, stages).count(f"trained {STEPS[script]} steps") == stages
     found = saved(tmp_path)
     reference = plain_reference.run(
         SCRIPTS / f"{script}.py",
@@ -129,7 +163,9 @@ def test_asynchronous_training_is_the_references(
     assert difference(found, stock[script]) > 1e-4, "asynchronous updates are not those of DeepSpeed"
 
 
-def test_half_precision_with_and_without_zero(stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_half_precision_with_and_without_zero(
+    stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
     """Tied weights clipped by the whole model's norm: DeepSpeed has another optimizer with ZeRO-1, and both agree."""
     found = []
     for zero in (0, 1):
@@ -138,13 +174,19 @@ def test_half_precision_with_and_without_zero(stock: dict[str, dict[str, torch.T
         extra["zero_allow_untested_optimizer"] = True
         ds_config = {**CONFIGS["masked_lm"], **extra, "pipeline": {"stages": 2}, "vpipe": block}
         folder = tmp_path / str(zero)
-        assert launch(folder, "masked_lm", ds_config, 2).count("trained 20 steps") == 2
+        assert run(folder, "masked_lm", ds_config, 2).count("trained 20 steps") == 2
         found.append(saved(folder))
     (decoder,) = COPIES["masked_lm"]
     assert torch.equal(found[1][decoder], found[1]["bert.embeddings.word_embeddings.weight"])
     assert {value.dtype for value in found[1].values()} == {torch.bfloat16}
     assert difference(*found) <= 2e-3
     assert difference(found[1], stock["masked_lm"]) > 5e-3, "clipped more than DeepSpeed alone has"
+
+
+def test_through_the_launcher(tmp_path: Path, stock: dict[str, dict[str, torch.Tensor]]) -> None:
+    ds_config = {**CONFIGS["wrapped_encoder"], "pipeline": {"stages": 2}, "vpipe": {"sync_mode": "bsp"}}
+    assert launch(tmp_path, "wrapped_encoder", ds_config, 2).count("trained 20 steps") == 2
+    assert difference(saved(tmp_path), stock["wrapped_encoder"]) <= 1e-5
 
 
 def test_resuming(stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
@@ -159,7 +201,7 @@ def test_resuming_asynchronously(tmp_path: Path) -> None:
     """The same, against a run that has not been stopped; both drain at the end of the first epoch."""
     ds_config = {**CONFIGS["pretraining"], "pipeline": {"stages": 2}, "vpipe": {}}
     stopped, through = tmp_path / "stopped", tmp_path / "through"
-    launch(stopped, "pretraining", ds_config, 2, "--epochs", "1")
-    assert "trained 20 steps" in launch(stopped, "pretraining", ds_config, 2, "--resume")
-    assert "trained 20 steps" in launch(through, "pretraining", ds_config, 2)
+    run(stopped, "pretraining", ds_config, 2, "--epochs", "1")
+    assert "trained 20 steps" in run(stopped, "pretraining", ds_config, 2, "--resume")
+    assert "trained 20 steps" in run(through, "pretraining", ds_config, 2)
     assert difference(saved(stopped), saved(through)) == 0

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing as mp
 import os
+import random
 import socket
 import sys
 import time
@@ -13,15 +14,25 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 CASE_TIMEOUT_S = 400.0
+MOST_THREADS = 40  # of a worker between cases
+PRELOADED = ["torch", "deepspeed", "transformers.models.bert.modeling_bert", "ds_vpipe.initialization"]
 
 
 def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    """A TCP port that nobody listens on, and that the system gives to nobody who asks for any.
+
+    One that it does give may be taken again before the ranks listen on it: gloo asks for many.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, first_given)
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def _serve(connection: Connection, rank: int, gpus: int) -> None:
@@ -67,7 +78,7 @@ def _serve(connection: Connection, rank: int, gpus: int) -> None:
             _let_go()
             gc.collect()  # the threads of a group end with the last engine that knows it, and engines are cyclic
         finally:
-            connection.send(answer)
+            connection.send((*answer, len(os.listdir("/proc/self/task"))))
 
 
 def _let_go() -> None:
@@ -116,7 +127,10 @@ class Worlds:
 
     def __init__(self, gpus: int = 0) -> None:
         self._gpus = gpus
-        self._context = mp.get_context("spawn")
+        # Fresh workers come often, and to import takes each some seconds: they are forked from one that has.
+        self._context = mp.get_context("spawn" if gpus else "forkserver")
+        if not gpus:
+            self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -140,22 +154,25 @@ class Worlds:
         for _, connection in workers:
             connection.send((world_size, port, function, args, kwargs))
         outcomes: dict[int, Outcome] = {}
+        most_threads = 0
         while len(outcomes) < world_size:
             waiting = {workers[rank][1]: rank for rank in range(world_size) if rank not in outcomes}
             ready = wait(list(waiting), timeout=max(0.0, start + CASE_TIMEOUT_S - time.monotonic()))
             for connection in ready:
                 seconds = time.monotonic() - start
                 try:
-                    good, value = connection.recv()  # type: ignore[union-attr]
+                    good, value, threads = connection.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    good, value = False, ("died", "died")
+                    good, value, threads = False, ("died", "died"), 0
+                most_threads = max(most_threads, threads)
                 text, details = ("", "") if good else value
                 outcomes[waiting[connection]] = Outcome(good, value if good else None, text, details, seconds)  # type: ignore[index]
             if not ready:
                 for rank in waiting.values():
                     outcomes[rank] = Outcome(False, None, "timeout", "timeout", CASE_TIMEOUT_S)
         result = [outcomes[rank] for rank in range(world_size)]
-        if any(outcome.text in ("died", "timeout") for outcome in result):
+        # An engine that a case has left keeps its groups' threads, each of which wakes a hundred times a second.
+        if most_threads > MOST_THREADS or any(outcome.text in ("died", "timeout") for outcome in result):
             self.close()
         return result
 

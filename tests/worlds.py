@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 CASE_TIMEOUT_S = 400.0
 MOST_THREADS = 40  # of a worker between cases
@@ -40,8 +41,6 @@ def _serve(connection: Connection, rank: int, gpus: int) -> None:
         MASTER_ADDR="127.0.0.1",
         RANK=str(rank),
         LOCAL_RANK=str(rank % gpus if gpus else rank),  # ranks may share a GPU
-        OMP_NUM_THREADS="1",
-        DS_ACCELERATOR="cuda" if gpus else "cpu",
     )
     import deepspeed
     import deepspeed.comm.comm as ds_comm
@@ -179,7 +178,9 @@ class Worlds:
     def _add(self, rank: int) -> None:
         mine, theirs = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(theirs, rank, self._gpus), daemon=True)
-        process.start()
+        accelerator = "cuda" if self._gpus else "cpu"
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", DS_ACCELERATOR=accelerator):  # read by what is imported
+            process.start()
         self._workers.append((process, mine))
 
     def close(self) -> None:

@@ -163,9 +163,7 @@ def test_asynchronous_training_is_the_references(
     assert difference(found, stock[script]) > 1e-4, "asynchronous updates are not those of DeepSpeed"
 
 
-def test_half_precision_with_and_without_zero(
-    stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_half_precision_with_and_without_zero(stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     """Tied weights clipped by the whole model's norm: DeepSpeed has another optimizer with ZeRO-1, and both agree."""
     found = []
     for zero in (0, 1):

@@ -48,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(f"{machine()}, gloo", flush=True)
-    printed = join(0, 1, port=0)
+    printed = join(0, 1, port=0)  # any: nobody else joins
 
     import torch
 

@@ -135,10 +135,13 @@ def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
     import torch.multiprocessing as mp
     from torch.distributed import TCPStore
 
-    # A port that is free now may be taken when rank 0 comes to listen on it, so this process listens for the ranks.
+    # A port that is free now may be taken when rank 0 comes to listen on it, so this process listens in its place.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    mp.spawn(work, args=(world, store.port, *arguments), nprocs=world)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # told to rank 0, which does not listen then
+    try:
+        mp.spawn(work, args=(world, store.port, *arguments), nprocs=world)
+    finally:
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 
 
 def machine() -> str:

@@ -16,7 +16,7 @@ fi
 export PATH="$PWD/.venv/bin:$PATH"
 # Several processes with one thread each are faster than several with all cores each.
 export OMP_NUM_THREADS=1
-# Hundreds of processes import the package.
+# Hundreds of processes import the package, and would each compile it.
 unset PYTHONDONTWRITEBYTECODE
 
 selected=false

@@ -1,4 +1,4 @@
-"""Worlds of gloo ranks for tests: processes that import torch and DeepSpeed once and then run many cases."""
+"""Worlds of gloo ranks for tests: processes that have imported torch and DeepSpeed and run many cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 CASE_TIMEOUT_S = 400.0
-MOST_THREADS = 40  # of a worker between cases
+MOST_NEW_THREADS = 25  # that cases may leave in a worker
 PRELOADED = ["torch", "deepspeed", "transformers.models.bert.modeling_bert", "ds_vpipe.initialization"]
 
 
@@ -28,28 +28,40 @@ def free_port() -> int:
 
     One that it does give may be taken again before the ranks listen on it: gloo asks for many.
     """
-    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(10_000, first_given)
+    first, last = 32768, 60999
+    with contextlib.suppress(OSError):
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    others = [*range(10_000, first), *range(last + 1, 65_536)]
+    for port in [*random.SystemRandom().sample(others, min(50, len(others))), 0]:
         with socket.socket() as server, contextlib.suppress(OSError):
             server.bind(("127.0.0.1", port))
-            return port
+            return int(server.getsockname()[1])
+    raise OSError("no TCP port is free")
 
 
-def _serve(connection: Connection, rank: int, gpus: int) -> None:
+def _threads() -> int:
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
+
+
+def _serve(connection: Connection, rank: int, gpus: int, environment: dict[str, str]) -> None:
+    os.environ.clear()
     os.environ.update(
+        environment,
         MASTER_ADDR="127.0.0.1",
         RANK=str(rank),
         LOCAL_RANK=str(rank % gpus if gpus else rank),  # ranks may share a GPU
     )
     import deepspeed
     import deepspeed.comm.comm as ds_comm
+    import numpy as np
     import torch
     from deepspeed.utils import groups, logger
 
     import ds_vpipe.initialization
     import ds_vpipe.models  # noqa: F401
 
+    np.random.seed()  # forked workers are not alike in this; they are in how they hash strings
     gc.collect()
     gc.freeze()  # cases collect garbage to close process groups; what is imported is none
     # DeepSpeed's shared-memory all-reduce can be set up only once in the life of a process.
@@ -57,6 +69,7 @@ def _serve(connection: Connection, rank: int, gpus: int) -> None:
     torch.set_num_threads(1)
     logger.setLevel("ERROR")
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology for every case
+    threads_before = _threads()
     while True:
         request = connection.recv()
         if request is None:
@@ -77,7 +90,7 @@ def _serve(connection: Connection, rank: int, gpus: int) -> None:
             _let_go()
             gc.collect()  # the threads of a group end with the last engine that knows it, and engines are cyclic
         finally:
-            connection.send((*answer, len(os.listdir("/proc/self/task"))))
+            connection.send((*answer, _threads() - threads_before))
 
 
 def _let_go() -> None:
@@ -126,7 +139,8 @@ class Worlds:
 
     def __init__(self, gpus: int = 0) -> None:
         self._gpus = gpus
-        # Fresh workers come often, and to import takes each some seconds: they are forked from one that has.
+        # Fresh workers come often, and to import takes each some seconds: they are forked from a process that has
+        # imported, with the environment of the first of them.
         self._context = mp.get_context("spawn" if gpus else "forkserver")
         if not gpus:
             self._context.set_forkserver_preload(PRELOADED)
@@ -171,15 +185,16 @@ class Worlds:
                     outcomes[rank] = Outcome(False, None, "timeout", "timeout", CASE_TIMEOUT_S)
         result = [outcomes[rank] for rank in range(world_size)]
         # An engine that a case has left keeps its groups' threads, each of which wakes a hundred times a second.
-        if most_threads > MOST_THREADS or any(outcome.text in ("died", "timeout") for outcome in result):
+        if most_threads > MOST_NEW_THREADS or any(outcome.text in ("died", "timeout") for outcome in result):
             self.close()
         return result
 
     def _add(self, rank: int) -> None:
         mine, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, rank, self._gpus), daemon=True)
-        accelerator = "cuda" if self._gpus else "cpu"
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", DS_ACCELERATOR=accelerator):  # read by what is imported
+        seen = {"DS_ACCELERATOR": "cuda"} if self._gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", **seen):  # what is imported reads them
+            arguments = (theirs, rank, self._gpus, dict(os.environ))
+            process = self._context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
         self._workers.append((process, mine))
 

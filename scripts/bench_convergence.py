@@ -188,7 +188,7 @@ def main() -> None:
         "--rates",
         type=float,
         nargs="+",
-        default=[1e-3, 1.4e-3, 2e-3, 2.8e-3],
+        default=[7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3],
         help="learning rates to choose from, in order",
     )
     parser.add_argument("--updates", type=int, default=3000)

@@ -27,7 +27,7 @@ def draw(rows_path: str, picture: str) -> None:
     height = -(-len(panels) // columns)
     figure = Figure(figsize=(4.5 * columns, 3.2 * height + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(height, columns, sharey=True, squeeze=False).flat
+    grid = list(figure.subplots(height, columns, sharey=True, squeeze=False).flat)
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     for axes, (title, members) in zip(grid, panels.items(), strict=False):
         counts = sorted({row["micro_batches"] for row in members})
@@ -41,7 +41,7 @@ def draw(rows_path: str, picture: str) -> None:
         axes.set_xlabel("M, micro-batches per batch")
         axes.set_ylim(0, 1.05)
         axes.axhline(1, color="grey", linewidth=0.8)
-    for axes in list(grid)[len(panels) :]:
+    for axes in grid[len(panels) :]:
         axes.set_axis_off()
     figure.axes[0].set_ylabel("efficiency")
     handles, labels = figure.axes[0].get_legend_handles_labels()

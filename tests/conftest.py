@@ -54,7 +54,7 @@ def one_torch_thread() -> None:
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    """Worker processes that are started once and reused by every multi-process test."""
+    """Worker processes that multi-process tests share."""
     pool = Worlds()
     yield pool
     pool.close()

@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from ds_vpipe.engine.versions import Weights, WeightVersions
+from ds_vpipe.engine.versions import WeightVersions
+from ds_vpipe.engine.weight_storages import Weights
 
 
 class Predictor(Protocol):
@@ -76,7 +77,7 @@ class PredictedVersions(WeightVersions):
 
     def _predicted(self) -> Weights:
         """A prediction from the true weights, which the parameters must refer to."""
-        target = self._spare.pop() if self._spare else self._allocate(self._true)
+        target = self._spare.pop() if self._spare else self._allocate()
         self._predictor.predict(self.parameters, target.parameter_views, self._latest)
         return target
 

@@ -100,6 +100,7 @@ _NAMES = [field.name for field in _FIELDS]
 _ADDED = np.array([name.endswith("_s") or name in ("bytes_sent", "bytes_received") for name in _NAMES])
 
 _PEAK_INTERVAL_S = 0.1
+_BATCHES_AT_A_TIME = 64
 COLUMNS = len(_FIELDS)
 """Numbers in a record."""
 
@@ -201,24 +202,28 @@ class StatisticsMean:
     """Records of all stages, averaged over batches: seconds and bytes as the mean, everything else as the most."""
 
     def __init__(self) -> None:
-        self._sum: Rows | None = None
+        self._added: list[Rows] = []
         self._count = 0
 
     def add(self, rows: Rows) -> None:
-        """One batch's records, ``[K, COLUMNS]``."""
-        if self._sum is None:
-            self._sum = rows
-        else:
-            self._sum = np.where(_ADDED, self._sum + rows, np.maximum(self._sum, rows))
+        """One batch's records, ``[K, COLUMNS]``; they are summed up a number of batches at a time."""
+        self._added.append(rows)
         self._count += 1
+        if len(self._added) >= _BATCHES_AT_A_TIME:
+            self._added = [self._together()]
+
+    def _together(self) -> Rows:
+        rows = np.stack(self._added)
+        return np.where(_ADDED, rows.sum(axis=0), rows.max(axis=0))
 
     def take(self) -> list[StageStatistics]:
         """The mean of what was added since the last call, by stage; empty if nothing was."""
-        if self._sum is None:
+        if self._count == 0:
             return []
-        rows = np.where(_ADDED, self._sum / self._count, self._sum).tolist()
-        self._sum, self._count = None, 0
-        return [StageStatistics.from_row(row) for row in rows]
+        rows = self._together()
+        means = np.where(_ADDED, rows / self._count, rows).tolist()
+        self._added, self._count = [], 0
+        return [StageStatistics.from_row(row) for row in means]
 
 
 def line(records: Sequence[StageStatistics]) -> str:

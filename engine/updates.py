@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class UpdateMixin(OptimizerMixin):
         ``delayed_global`` the whole model's as far as it is known; in a synchronous one the whole model's.
         (DeepSpeed's own fp32 clipping counts only the first stage's gradients.)
         """
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self.stage_parameters if p.grad is not None]
         norm = self._gradient_norm()
         if self._clips_globally:
             norm = self._scaled_norm_of_all(norm)
@@ -99,12 +100,15 @@ class UpdateMixin(OptimizerMixin):
 
     def _gradient_norm(self) -> torch.Tensor:
         """Norm of the gradients in ``p.grad``, every parameter once: of this stage, or in bsp of the whole model."""
+        first_in_slice = self.grid.get_slice_parallel_rank() == 0
         counted = [
-            p.grad.detach().float().norm()
-            for p in self.module.parameters()
-            if p.grad is not None and self._counts_in_norm(p)
+            p.grad
+            for p in self.stage_parameters
+            if p.grad is not None
+            and not getattr(p, "ds_pipe_replicated", False)
+            and (first_in_slice or is_model_parallel_parameter(p))
         ]
-        total = torch.stack(counted).pow(2.0).sum() if counted else torch.zeros((), device=self.device)
+        total = torch.stack(fp32_norms(counted)).pow(2.0).sum() if counted else torch.zeros((), device=self.device)
         if self.is_model_parallel:
             dist.all_reduce(total, group=self.grid.get_slice_parallel_group())
         if self.is_pipe_parallel and not self.asynchronous:
@@ -129,7 +133,10 @@ class UpdateMixin(OptimizerMixin):
         total = (float(own) ** 2 + scale**2 * self.news.squared_norm_elsewhere()) ** 0.5
         return torch.as_tensor(own).new_tensor(total) if isinstance(own, torch.Tensor) else total
 
-    def _counts_in_norm(self, parameter: torch.nn.Parameter) -> bool:
-        if getattr(parameter, "ds_pipe_replicated", False):
-            return False
-        return self.grid.get_slice_parallel_rank() == 0 or bool(is_model_parallel_parameter(parameter))
+
+@torch.no_grad()
+def fp32_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The Euclidean norm of each, in fp32. There may be hundreds of small ones, of which each call would cost more."""
+    dense = [gradient.float() for gradient in gradients if gradient.layout is torch.strided]
+    norms = iter(torch._foreach_norm(dense, 2.0) if dense else ())
+    return [next(norms) if g.layout is torch.strided else g.float().norm() for g in gradients]

@@ -15,12 +15,14 @@ import cProfile
 import pstats
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 from bench_work import join, machine, start
 
 WIDTH = 16
 BATCH = 4
+TURN = 20  # batches
 TENSORS = 16  # of a layer, as in an encoder layer of BERT
 
 
@@ -36,25 +38,33 @@ def layers(count: int) -> list[Any]:
     return [LayerSpec(Block) for _ in range(count)]
 
 
-def alone(engine: Any, optimizer: str, rounds: int) -> float:
-    """Seconds per micro-batch of the stage's passes and an update without an engine, median."""
+def alone(engine: Any, options: argparse.Namespace) -> Callable[[], None]:
+    """The stage's passes and an update without an engine, clipped by torch."""
     import copy
 
     import torch
 
     module = torch.nn.Sequential(*[copy.deepcopy(layer) for layer in engine.module.forward_funcs])
-    made = getattr(torch.optim, optimizer)(module.parameters(), lr=1e-4)
+    made = getattr(torch.optim, options.optimizer)(module.parameters(), lr=1e-4)
     value = torch.randn(BATCH, WIDTH)
-    times = []
-    for _ in range(rounds):
-        start = time.thread_time()
+
+    def step() -> None:
         inputs = value.detach().requires_grad_()
         output = module(inputs)
         torch.autograd.backward(output, torch.ones_like(output))
+        if options.clip > 0:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), options.clip)
         made.step()
         made.zero_grad()
-        times.append(time.thread_time() - start)
-    return statistics.median(times)
+
+    return step
+
+
+def seconds(step: Callable[[], Any]) -> float:
+    """Processor time of this thread for one call."""
+    begin = time.thread_time()
+    step()
+    return time.thread_time() - begin
 
 
 def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
@@ -84,21 +94,22 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
     engine = ds_vpipe.initialize(model=module, config=config)[0]
     batch = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
     iterator = iter(lambda: batch, None)
-    bare = alone(engine, options.optimizer, options.rounds)
-    times = []
-    for _ in range(options.rounds):
-        start = time.thread_time()
-        engine.train_batch(iterator)
-        times.append((time.thread_time() - start) / options.micro_batches)
-    training = statistics.median(times)
+    bare = alone(engine, options)
+    with_engine: list[float] = []
+    without: list[float] = []
+    while len(with_engine) < options.rounds:  # in turns, since a machine is not equally fast all the time
+        without += [seconds(bare) for _ in range(TURN)]
+        with_engine += [seconds(lambda: engine.train_batch(iterator)) / options.micro_batches for _ in range(TURN)]
+    training, passes = statistics.median(with_engine), statistics.median(without)
     found: list[Any] = [None, None]
-    dist.all_gather_object(found, (training, bare))
+    dist.all_gather_object(found, (training, passes))
     if rank == 0:
-        for stage, (with_engine, without) in enumerate(found):
+        for stage, (training, passes) in enumerate(found):
             print(
-                f"stage {stage}: {per_stage * TENSORS} tensors, {options.optimizer}, M={options.micro_batches}: "
-                f"training {1e6 * with_engine:.0f}, passes and update alone {1e6 * without:.0f}, "
-                f"engine {1e6 * (with_engine - without):.0f} us per micro-batch",
+                f"stage {stage}: {per_stage * TENSORS} tensors, {options.optimizer}, M={options.micro_batches}"
+                f"{f', clipping at {options.clip:g}' if options.clip > 0 else ''}: "
+                f"training {1e6 * training:.0f}, passes and update alone {1e6 * passes:.0f}, "
+                f"engine {1e6 * (training - passes):.0f} us per micro-batch",
                 file=printed,
                 flush=True,
             )

@@ -10,12 +10,12 @@ import reference
 import torch
 import toy
 from test_exactness import LAYERS, OPTIMIZERS, difference, sgd
+from torch import nn
 from worlds import Worlds
 
+from ds_vpipe.engine.updates import fp32_norms
 from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.schedule import default_depths
-
-pytestmark = pytest.mark.mp
 
 CLIP = 0.3
 ZERO_1 = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
@@ -27,6 +27,20 @@ def replayed(micro_batches: int, batches: int, **options: Any) -> dict[str, torc
     return reference.Replay(counts, default_depths(4), micro_batches, sgd, **options).run(batches).parameters()
 
 
+def test_norms_of_all_kinds_of_gradients() -> None:
+    torch.manual_seed(0)
+    sparse = nn.Embedding(5, 3, sparse=True)
+    sparse(torch.tensor([1, 4, 1])).pow(2).sum().backward()
+    assert sparse.weight.grad is not None
+    assert sparse.weight.grad.is_sparse
+    kinds = [torch.randn(7, 3), torch.randn(300, dtype=torch.float64), torch.randn(9).bfloat16(), torch.zeros(0)]
+    for gradients in (kinds, [kinds[0], sparse.weight.grad, kinds[2]], [sparse.weight.grad], []):
+        norms = fp32_norms(gradients)
+        assert [norm.dtype for norm in norms] == [torch.float32] * len(gradients)
+        assert [float(norm) for norm in norms] == [float(gradient.float().norm()) for gradient in gradients]
+
+
+@pytest.mark.mp
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_scopes(worlds: Worlds, micro_batches: int) -> None:
     batches = 12
@@ -54,6 +68,7 @@ def test_scopes(worlds: Worlds, micro_batches: int) -> None:
         assert off <= (1e-5, 1e-2, 1e-2, 2e-3)[position % 4], configs[position]
 
 
+@pytest.mark.mp
 def test_delayed_global_over_a_drain(worlds: Worlds) -> None:
     """During a drain no earlier stage's news come any more; after it everything is known."""
     block = {"partition": "uniform", "gradient_clipping_scope": "delayed_global"}
@@ -65,6 +80,7 @@ def test_delayed_global_over_a_drain(worlds: Worlds) -> None:
     assert difference(replayed(1, 13, clip=CLIP, scope="delayed_global", order=order), wanted) > 1e-3
 
 
+@pytest.mark.mp
 @pytest.mark.parametrize("zero", [False, True])
 def test_whole_model_in_bsp(worlds: Worlds, zero: bool) -> None:
     extra: dict[str, Any] = ZERO_1 if zero else {}

@@ -52,6 +52,16 @@ def test_mean_adds_seconds_and_bytes_and_keeps_the_most_of_the_rest() -> None:
     assert mean.take() == []
 
 
+@pytest.mark.parametrize("batches", [1, 63, 64, 65, 1000])
+def test_mean_over_any_number_of_batches(batches: int) -> None:
+    mean = StatisticsMean()
+    for _ in range(2):  # what was taken does not count again
+        for batch in range(batches):
+            mean.add(np.array([record(0, batch, forward_s=float(batch), staleness=batch % 7).row()]))
+        most = max(batch % 7 for batch in range(batches))
+        assert mean.take() == [record(0, batches - 1, forward_s=(batches - 1) / 2, staleness=most)]
+
+
 def test_busy_is_the_share_that_was_not_waiting() -> None:
     assert record(forward_s=1.0, update_s=0.5, wait_gradients_s=0.25, wait_activations_s=0.25).busy == 0.75
     assert record().busy == 0.0

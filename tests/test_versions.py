@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from ds_vpipe.engine.versions import WeightVersions, find_aliases
@@ -88,7 +90,14 @@ def with_offsets() -> tuple[list[nn.Parameter], list[object]]:
     return [nn.Parameter(view) for view in views], []
 
 
-KINDS = [plain, flat, flat_bf16, with_offsets]
+def large_and_small() -> tuple[list[nn.Parameter], list[object]]:
+    """Two large storages among small ones of two kinds, one of which holds nothing."""
+    sizes = [(3,), (64, 65), (2, 2), (0,), (17,), (5000,)]
+    values = [torch.full(size, float(n)) for n, size in enumerate(sizes)]
+    return [nn.Parameter(v) for v in [*values, *(torch.full((5,), n).bfloat16() for n in range(3))]], []
+
+
+KINDS = [plain, flat, flat_bf16, with_offsets, large_and_small]
 Build = Callable[[], tuple[list[nn.Parameter], list[object]]]
 
 
@@ -116,7 +125,7 @@ def test_values_of_versions_in_flight_never_change(build: Build) -> None:
 )
 @settings(deadline=None)
 def test_any_order_of_updates(steps: list[tuple[bool, set[int], int]]) -> None:
-    for build in (flat, with_offsets):
+    for build in (flat, with_offsets, large_and_small):
         parameters, holders = build()
         versions = WeightVersions(parameters, holders)
         shadow = {0: [p.detach().clone() for p in parameters]}
@@ -165,14 +174,48 @@ def test_every_alias_follows_a_fork(dtype: torch.dtype) -> None:
     assert {pointer(t) for t in optimizer.aliases()} == {new}  # only parameters go back in time
 
 
-def test_storages_stay_apart_or_shared_as_they_were() -> None:
+def test_views_of_one_storage_stay_so() -> None:
     parameters, _ = with_offsets()
+    first, second, strided, within, alone = parameters
     versions = WeightVersions(parameters)
     update(versions)
+    assert second.data_ptr() - first.data_ptr() == 3 * 4
+    assert within.data_ptr() - strided.data_ptr() == 3 * 4
+    assert strided.stride() == (2,)
+    strided.data[1] = 77.0  # element 3 of the storage
+    assert within.item() != 77
+    within.data[0] = 78.0  # element 4
+    assert 78 not in torch.cat([p.detach().flatten() for p in (first, second, strided, alone)])
+
+
+def test_small_storages_lie_side_by_side_from_the_first_fork_on() -> None:
+    parameters, _ = large_and_small()
     pointers = [pointer(p) for p in parameters]
-    assert pointers[0] == pointers[1] != pointers[2] == pointers[3] != pointers[4]
-    assert [p.storage_offset() for p in parameters] == [2, 5, 1, 4, 0]
-    assert parameters[2].stride() == (2,)
+    versions = WeightVersions(parameters)
+    versions.advance()
+    assert [pointer(p) for p in parameters] == pointers
+    for _ in range(3):
+        update(versions)
+        small, large, *rest = [pointer(p) for p in parameters]
+        assert [small, small, small, small] == [small, rest[0], rest[1], rest[2]]
+        assert len({small, large, rest[3], rest[4]}) == 4  # the large ones, and one block for each dtype
+        assert rest[4:] == [rest[4]] * 3
+        assert all(p.data_ptr() % 64 == 0 for p in parameters if p.numel())
+        ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in parameters)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
+        versions.keep_only({versions.latest - 1})
+    assert all(p.untyped_storage().nbytes() < 2048 for p in parameters if p.numel() < 100)
+
+
+def test_the_weights_that_a_model_was_built_with_are_freed() -> None:
+    parameters, _ = large_and_small()
+    first = [StorageWeakRef(p.untyped_storage()) for p in parameters]
+    versions = WeightVersions(parameters)
+    update(versions)
+    assert not any(storage.expired() for storage in first)
+    versions.keep_only(set())
+    assert versions.allocated == 1
+    assert all(storage.expired() for storage in first)
 
 
 def test_frozen_and_repeated_parameters() -> None:

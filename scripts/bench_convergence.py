@@ -47,15 +47,17 @@ def arms(options: argparse.Namespace) -> list[Arm]:
     """The arms that were asked for; error feedback only where no stage is more than one update late."""
     found = [Arm(1, 1, optimizer, options.updates) for optimizer in options.synchronous]
     for stages in options.stages:
-        methods = named(options.methods, stages)
+        methods = named(options.methods, stages, 1)
         found += [Arm(stages, 1, method, options.updates) for method in methods if "feedback" not in method]
-        found += [Arm(stages, stages, method, options.updates) for method in options.methods_of_full_batches]
+        methods = named(options.methods_of_full_batches, stages, stages)
+        found += [Arm(stages, stages, method, options.updates) for method in methods]
     return found
 
 
-def named(methods: list[str], stages: int) -> list[str]:
+def named(methods: list[str], stages: int, micro_batches: int) -> list[str]:
     """Methods with the recommended one under its own name."""
-    return list(dict.fromkeys(recommended(stages) if method == RECOMMENDED else method for method in methods))
+    chosen = (recommended(stages, micro_batches) if method == RECOMMENDED else method for method in methods)
+    return list(dict.fromkeys(chosen))
 
 
 def next_rate(losses: dict[float, float], rates: list[float]) -> float | None:
@@ -182,7 +184,13 @@ def main() -> None:
     parser.add_argument(
         "--methods", nargs="*", choices=[*METHODS, RECOMMENDED], default=["none", RECOMMENDED], help="M = 1"
     )
-    parser.add_argument("--methods-of-full-batches", nargs="*", choices=METHODS, default=["none"], help="M = K")
+    parser.add_argument(
+        "--methods-of-full-batches",
+        nargs="*",
+        choices=[*METHODS, RECOMMENDED],
+        default=["none", RECOMMENDED],
+        help="M = K",
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--rates",
@@ -231,7 +239,7 @@ def main() -> None:
     best |= {
         Arm(arm.stages, 1, arm.method, options.longer): best[arm]
         for arm in compared
-        if arm.stages > 1 and arm.micro_batches == 1 and arm.method in named(options.longer_methods, arm.stages)
+        if arm.stages > 1 and arm.micro_batches == 1 and arm.method in named(options.longer_methods, arm.stages, 1)
     }
     compute([run(arm, rate, seed) for seed in range(options.seeds) for arm, rate in best.items()], options)
     rows = [row for one, row in results(options.output).items() if one.setting == setting]

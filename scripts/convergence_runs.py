@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_vpipe.schedules.schedule import update_delay
+
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
     "nadam": {"nadam": True},
@@ -74,9 +76,12 @@ class Run:
         return f"{self.arm}, {self.updates} updates, rate {self.rate:g}, seed {self.seed}"
 
 
-def recommended(stages: int) -> str:
-    """What to begin with, with an update per micro-batch: the deeper the pipeline, the longer its delay grows."""
-    return "nadam+sync20%" + ("" if stages <= 4 else "+warmup20%" if stages <= 8 else "+warmup40%")
+def recommended(stages: int, micro_batches: int) -> str:
+    """What to begin with: the more updates late gradients are, the longer their delay grows."""
+    delay = update_delay(stages - 1, micro_batches)
+    if delay <= 1:
+        return "nadam"
+    return "nadam+sync20%" + ("" if delay <= 3 else "+warmup20%" if delay <= 7 else "+warmup40%")
 
 
 def staleness(method: str, updates: int) -> dict[str, Any]:

@@ -48,13 +48,14 @@ SMALL = {
     ),
     "bench_overhead.py": ("--tensors 32 --rounds 3", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
     "bench_convergence.py": (
-        "--stages 2 --methods none recommended --methods-of-full-batches none feedback "
+        "--stages 2 --methods none recommended --methods-of-full-batches recommended feedback "
         "--longer-methods recommended --seeds 2 --rates 1e-3 2e-3 --updates 5 --longer 6 --batch 4 "
         "--sequence 16 --layers 1 --validate-every 3 --validation 4 --processes 1 --output out/runs.jsonl "
         "--text text.txt",
         [
             r"synchronous adamw \| 5 \| 0\.00[12] \| 2 \| [\d.]+ \|",
-            r"K=2 M=1 nadam\+sync20% \| 6 \| .*\|",
+            r"K=2 M=1 nadam \| 6 \| .*\|",
+            r"K=2 M=2 nadam \| 5 \| .*\|",
             r"K=2 M=2 feedback \| 5 \| .*\|",
         ],
     ),

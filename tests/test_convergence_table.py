@@ -35,6 +35,18 @@ def test_rates_are_tried_until_the_best_has_worse_neighbours(bench: Any) -> None
     assert climbed(bench, [7.0], lambda rate: rate) == [7]
 
 
+def test_what_is_recommended_depends_on_how_late_gradients_are(bench: Any) -> None:
+    wanted = {
+        "nadam": [(2, 1), (4, 4), (16, 16), (4, 8)],
+        "nadam+sync20%": [(4, 1), (3, 1), (8, 4)],
+        "nadam+sync20%+warmup20%": [(5, 1), (8, 1), (16, 4)],
+        "nadam+sync20%+warmup40%": [(16, 1), (9, 1), (32, 1)],
+    }
+    for method, sizes in wanted.items():
+        chosen = [bench.named(["recommended", "none", method], *size) for size in sizes]
+        assert chosen == [[method, "none"]] * len(sizes)
+
+
 def row(bench: Any, arm: Any, rate: float, seed: int, curve: list[tuple[int, float]]) -> dict[str, Any]:
     return {**asdict(arm), "rate": rate, "seed": seed, "curve": curve}
 

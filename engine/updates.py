@@ -137,6 +137,7 @@ class UpdateMixin(OptimizerMixin):
 @torch.no_grad()
 def fp32_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The Euclidean norm of each, in fp32. There may be hundreds of small ones, of which each call would cost more."""
-    dense = [gradient.float() for gradient in gradients if gradient.layout is torch.strided]
-    norms = iter(torch._foreach_norm(dense, 2.0) if dense else ())
+    # fp64 has to become fp32 first; what is shorter needs no copy for that.
+    dense = [g.float() if g.dtype == torch.float64 else g for g in gradients if g.layout is torch.strided]
+    norms = iter(torch._foreach_norm(dense, 2.0, torch.float32) if dense else ())
     return [next(norms) if g.layout is torch.strided else g.float().norm() for g in gradients]

@@ -92,7 +92,7 @@ class WeightVersions:
         self._spare: list[Weights] = []
         first = self._capture(len(positions))
         self._layout = Layout([Storage(flat.numel(), flat.dtype, flat.device) for flat in first.flats])
-        self._other_layout = first if self._layout.joins else None  # as the model was built
+        self._as_found = first if self._layout.joins else None
         self._alive = {version: first}
 
     @property
@@ -138,7 +138,7 @@ class WeightVersions:
         """
         source = self._alive[self._latest]
         target = self._spare.pop() if self._spare else self._allocate()
-        if source is self._other_layout:
+        if source is self._as_found:
             torch._foreach_copy_(target.flats, source.flats)
         elif source.blocks:
             torch._foreach_copy_(target.blocks, source.blocks)
@@ -155,11 +155,14 @@ class WeightVersions:
         self._pointed = self._latest
 
     def keep_only(self, versions: set[int]) -> None:
-        """Recycle the storages of every version that is neither in ``versions`` nor the newest."""
+        """Recycle the storages of every version that is neither in ``versions`` nor the newest.
+
+        Those that were found are let go of, if forks lay the weights out in another way.
+        """
         for version in [v for v in self._alive if v not in versions and v != self._latest]:
             weights = self._alive.pop(version)
-            if weights is self._other_layout:
-                self._other_layout = None
+            if weights is self._as_found:
+                self._as_found = None
             else:
                 self._spare.append(weights)
 

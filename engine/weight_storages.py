@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 _SMALL_BYTES = 1 << 14
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 256  # bytes; kernels are chosen by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,9 @@ class Alias:
         return cls(tensor, storage, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def on(self, flat: torch.Tensor) -> torch.Tensor:
-        """The same view on another storage, which ``flat`` is or lies in."""
-        dtype = self.tensor.dtype
-        begin = flat.storage_offset() * flat.element_size() // dtype.itemsize
-        view = torch.empty(0, dtype=dtype, device=flat.device)
-        view.set_(flat.untyped_storage(), begin + self.offset, self.size, self.stride)
+        """The same view on another version's storage."""
+        view = torch.empty(0, dtype=self.tensor.dtype, device=flat.device)
+        view.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
         return view
 
 
@@ -52,8 +51,8 @@ class Weights:
     """One version's storages, with the views that parameters and other aliases take on them.
 
     Args:
-        flats: the storages, or the parts of larger ones that take their place.
-        blocks: the storages in memory, which is what a copy has to copy.
+        flats: the storages.
+        blocks: the memory that they lie in, which is what a copy has to copy.
         aliases: everything that refers to them, the parameters first.
         num_parameters: how many those are.
     """
@@ -72,23 +71,23 @@ class Weights:
 
 
 class Layout:
-    """How forks lay the weights out: storages of their own, but small ones side by side in one block.
+    """How forks lay the weights out: small storages side by side in one block of memory, so that they are one copy.
 
-    Copying one of these is then copying all. Together they are small beside the others, so that whoever writes a layer
-    to a file as it lies in memory does not write much of the rest.
+    Each is a storage of its own all the same, as long as its tensor: whoever writes a parameter to a file writes no
+    other, and libraries that look for shared weights find none.
     """
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for position, storage in enumerate(storages):
-            if storage.numel * storage.dtype.itemsize <= _SMALL_BYTES:
+            if 0 < storage.numel * storage.dtype.itemsize <= _SMALL_BYTES:
                 kinds.setdefault((storage.dtype, storage.device), []).append(position)
         self._storages = storages
         self._side_by_side = [positions for positions in kinds.values() if len(positions) > 1]
 
     @property
     def joins(self) -> bool:
-        """Some storages lie side by side, which those that a model was built with do not."""
+        """Some storages lie side by side, which those that were found do not."""
         return bool(self._side_by_side)
 
     def empty(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -101,7 +100,8 @@ class Layout:
             lengths = [-(-storage.numel // step) * step for storage in storages]
             block = replace(storages[0], numel=sum(lengths)).empty()
             parts = zip(positions, storages, block.split(lengths), strict=True)
-            flats |= {position: part[: storage.numel] for position, storage, part in parts}
+            # Whatever comes by DLPack is a storage of its own. It keeps the block alive.
+            flats |= {position: from_dlpack(part[: storage.numel]) for position, storage, part in parts}
             blocks.append(block)
         for position in sorted(set(range(len(self._storages))) - flats.keys()):
             flats[position] = self._storages[position].empty()

@@ -15,6 +15,7 @@ import cProfile
 import pstats
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -38,26 +39,39 @@ def layers(count: int) -> list[Any]:
     return [LayerSpec(Block) for _ in range(count)]
 
 
-def alone(engine: Any, options: argparse.Namespace) -> Callable[[], None]:
-    """The stage's passes and an update without an engine, clipped by torch."""
+def alone(engine: Any, options: argparse.Namespace) -> Callable[[], float]:
+    """What measures the stage's passes of a batch and an update without an engine, clipped by torch.
+
+    As many micro-batches are in flight as in the pipeline: what they hold is no longer in the processor's caches when
+    their backward pass comes.
+    """
     import copy
 
     import torch
 
     module = torch.nn.Sequential(*[copy.deepcopy(layer) for layer in engine.module.forward_funcs])
-    made = getattr(torch.optim, options.optimizer)(module.parameters(), lr=1e-4)
-    value = torch.randn(BATCH, WIDTH)
+    parameters = list(module.parameters())
+    made = getattr(torch.optim, options.optimizer)(parameters, lr=1e-4)
+    value, labels = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
+    in_flight: deque[Any] = deque()
 
     def step() -> None:
-        inputs = value.detach().requires_grad_()
-        output = module(inputs)
-        torch.autograd.backward(output, torch.ones_like(output))
+        for _ in range(options.micro_batches):
+            output = module(value.detach().requires_grad_())
+            in_flight.append(engine.module.loss_fn(output, labels) if engine.is_last_stage() else output)
+            if len(in_flight) > engine.depth:
+                oldest = in_flight.popleft()
+                torch.autograd.backward(oldest, torch.ones_like(oldest))
         if options.clip > 0:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), options.clip)
+            torch.nn.utils.clip_grad_norm_(parameters, options.clip)
         made.step()
         made.zero_grad()
 
-    return step
+    def measure() -> float:
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(parameters)):  # updates meet graphs here
+            return seconds(step)
+
+    return measure
 
 
 def seconds(step: Callable[[], Any]) -> float:
@@ -95,14 +109,13 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
     batch = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
     iterator = iter(lambda: batch, None)
     bare = alone(engine, options)
-    with_engine: list[float] = []
-    without: list[float] = []
-    while len(with_engine) < options.rounds:  # in turns, since a machine is not equally fast all the time
-        without += [seconds(bare) for _ in range(TURN)]
-        with_engine += [seconds(lambda: engine.train_batch(iterator)) / options.micro_batches for _ in range(TURN)]
-    training, passes = statistics.median(with_engine), statistics.median(without)
+    times: dict[str, list[float]] = {"training": [], "alone": []}
+    for _ in range(options.turns):  # since a machine is not equally fast all the time
+        times["alone"] += [bare() for _ in range(TURN)]
+        times["training"] += [seconds(lambda: engine.train_batch(iterator)) for _ in range(TURN)]
+    medians = [statistics.median(found) / options.micro_batches for found in times.values()]
     found: list[Any] = [None, None]
-    dist.all_gather_object(found, (training, passes))
+    dist.all_gather_object(found, medians)
     if rank == 0:
         for stage, (training, passes) in enumerate(found):
             print(
@@ -116,7 +129,7 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
     if options.profile:
         profile = cProfile.Profile(time.thread_time)
         profile.enable()
-        for _ in range(options.rounds):
+        for _ in range(options.turns * TURN):
             engine.train_batch(iterator)
         profile.disable()
         if rank == options.profile_stage:
@@ -133,7 +146,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1, help="M")
     parser.add_argument("--optimizer", default="SGD", choices=["SGD", "AdamW"])
     parser.add_argument("--clip", type=float, default=0.0, help="gradient_clipping")
-    parser.add_argument("--rounds", type=int, default=200, help="batches to take the median of")
+    parser.add_argument("--turns", type=int, default=10, help=f"times that {TURN} batches are measured each way")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most")
     parser.add_argument("--profile-stage", type=int, default=0, choices=[0, 1])
     options = parser.parse_args()

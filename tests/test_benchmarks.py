@@ -46,7 +46,7 @@ SMALL = {
         "--stages 2 --hidden 64 --layers 4 --batch 1 --vocabulary 64 --cases asp 1f1b",
         [r"asp +M=1 .*predicted .*measured", r"largest difference: [\d.]+ %"],
     ),
-    "bench_overhead.py": ("--tensors 32 --rounds 3", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
+    "bench_overhead.py": ("--tensors 32 --turns 1", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
     "bench_convergence.py": (
         "--stages 2 --methods none recommended --methods-of-full-batches recommended feedback "
         "--longer-methods recommended --seeds 2 --rates 1e-3 2e-3 --updates 5 --longer 6 --batch 4 "

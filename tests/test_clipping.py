@@ -18,6 +18,7 @@ from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.schedule import default_depths
 
 CLIP = 0.3
+HALVES = (torch.bfloat16, torch.float16)
 ZERO_1 = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 4, "hysteresis": 1}}
 
@@ -31,13 +32,16 @@ def test_norms_of_all_kinds_of_gradients() -> None:
     torch.manual_seed(0)
     sparse = nn.Embedding(5, 3, sparse=True)
     sparse(torch.tensor([1, 4, 1])).pow(2).sum().backward()
-    assert sparse.weight.grad is not None
-    assert sparse.weight.grad.is_sparse
-    kinds = [torch.randn(7, 3), torch.randn(300, dtype=torch.float64), torch.randn(9).bfloat16(), torch.zeros(0)]
-    for gradients in (kinds, [kinds[0], sparse.weight.grad, kinds[2]], [sparse.weight.grad], []):
+    rows = sparse.weight.grad
+    assert rows is not None
+    assert rows.is_sparse
+    kinds = [torch.randn(7, 3), torch.randn(300, dtype=torch.float64), *(torch.randn(9).to(t) for t in HALVES)]
+    strided = torch.randn(6, 4)[::2, 1:]
+    for gradients in (kinds, [kinds[0], rows, kinds[2]], [rows], [torch.zeros(0), strided], []):
         norms = fp32_norms(gradients)
         assert [norm.dtype for norm in norms] == [torch.float32] * len(gradients)
-        assert [float(norm) for norm in norms] == [float(gradient.float().norm()) for gradient in gradients]
+        wanted = [float(gradient.to_dense().float().norm()) for gradient in gradients]
+        assert [float(norm) for norm in norms] == wanted
 
 
 @pytest.mark.mp

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,6 +93,14 @@ def with_offsets() -> tuple[list[nn.Parameter], list[object]]:
     return [nn.Parameter(view) for view in views], []
 
 
+def aliased_in_several() -> tuple[list[nn.Parameter], list[object]]:
+    """Two small buffers, each with a partition and with a view of another dtype."""
+    buffers = [torch.arange(6.0), torch.arange(10.0)]
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.kept = [(b, b[1:4], b.view(torch.int32), b.view(torch.uint8)[8:]) for b in buffers]
+    return [nn.Parameter(b[2:5]) for b in buffers], [optimizer]
+
+
 def large_and_small() -> tuple[list[nn.Parameter], list[object]]:
     """Two large storages among small ones of two kinds, one of which holds nothing."""
     sizes = [(3,), (64, 65), (2, 2), (0,), (17,), (5000,)]
@@ -97,7 +108,8 @@ def large_and_small() -> tuple[list[nn.Parameter], list[object]]:
     return [nn.Parameter(v) for v in [*values, *(torch.full((5,), n).bfloat16() for n in range(3))]], []
 
 
-KINDS = [plain, flat, flat_bf16, with_offsets, large_and_small]
+BFLOAT16 = torch.bfloat16
+KINDS = [plain, flat, flat_bf16, with_offsets, aliased_in_several, large_and_small]
 Build = Callable[[], tuple[list[nn.Parameter], list[object]]]
 
 
@@ -125,7 +137,7 @@ def test_values_of_versions_in_flight_never_change(build: Build) -> None:
 )
 @settings(deadline=None)
 def test_any_order_of_updates(steps: list[tuple[bool, set[int], int]]) -> None:
-    for build in (flat, with_offsets, large_and_small):
+    for build in (flat, with_offsets, aliased_in_several, large_and_small):
         parameters, holders = build()
         versions = WeightVersions(parameters, holders)
         shadow = {0: [p.detach().clone() for p in parameters]}
@@ -174,6 +186,20 @@ def test_every_alias_follows_a_fork(dtype: torch.dtype) -> None:
     assert {pointer(t) for t in optimizer.aliases()} == {new}  # only parameters go back in time
 
 
+def test_aliases_of_several_small_storages_follow_a_fork() -> None:
+    parameters, (optimizer,) = aliased_in_several()
+    versions = WeightVersions(parameters, [optimizer])
+    update(versions)
+    update(versions)
+    for parameter, (buffer, partition, words, octets) in zip(parameters, optimizer.kept, strict=True):  # type: ignore[attr-defined]
+        assert {pointer(t) for t in (parameter, buffer, partition, words, octets)} == {pointer(buffer)}
+        assert torch.equal(parameter, buffer[2:5])
+        assert torch.equal(partition, buffer[1:4])
+        assert torch.equal(words.view(torch.float32), buffer)
+        assert torch.equal(octets.view(torch.float32), buffer[2:])
+    assert parameters[0].tolist() == [4.0, 5.0, 6.0]
+
+
 def test_views_of_one_storage_stay_so() -> None:
     parameters, _ = with_offsets()
     first, second, strided, within, alone = parameters
@@ -194,17 +220,52 @@ def test_small_storages_lie_side_by_side_from_the_first_fork_on() -> None:
     versions = WeightVersions(parameters)
     versions.advance()
     assert [pointer(p) for p in parameters] == pointers
+    small = [[p for p in parameters if p.dtype is dtype and 0 < p.numel() < 100] for dtype in (torch.float32, BFLOAT16)]
+    assert [len(kind) for kind in small] == [3, 3]
     for _ in range(3):
         update(versions)
-        small, large, *rest = [pointer(p) for p in parameters]
-        assert [small, small, small, small] == [small, rest[0], rest[1], rest[2]]
-        assert len({small, large, rest[3], rest[4]}) == 4  # the large ones, and one block for each dtype
-        assert rest[4:] == [rest[4]] * 3
-        assert all(p.data_ptr() % 64 == 0 for p in parameters if p.numel())
-        ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in parameters)
+        for kind in small:
+            assert [p.data_ptr() - kind[0].data_ptr() for p in kind] == [0, 256, 512]
+        ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in parameters if p.numel())
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
         versions.keep_only({versions.latest - 1})
-    assert all(p.untyped_storage().nbytes() < 2048 for p in parameters if p.numel() < 100)
+
+
+def test_storages_have_the_sizes_of_their_tensors() -> None:
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)])
+    for _ in range(2):  # the second time on storages that lie side by side
+        versions = WeightVersions(module.parameters())
+        update(versions)
+        for parameter in module.parameters():
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+            assert parameter.storage_offset() == 0
+
+
+def test_models_are_saved_and_copied_as_ever(tmp_path: Path) -> None:
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)])
+    torch.save(module[0].state_dict(), tmp_path / "model0.pt")
+    versions = WeightVersions(module.parameters())
+    update(versions)
+    torch.save(module[0].state_dict(), tmp_path / "model1.pt")
+    assert (tmp_path / "model1.pt").stat().st_size == (tmp_path / "model0.pt").stat().st_size
+    safetensors.torch.save_model(module, str(tmp_path / "model.safetensors"))
+    loaded = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    duplicate = copy.deepcopy(module).state_dict()
+    for name, weight in module.state_dict().items():
+        assert torch.equal(loaded[name], weight)
+        assert torch.equal(duplicate[name], weight)
+
+
+def test_a_block_lives_as_long_as_one_of_its_storages() -> None:
+    parameters = [nn.Parameter(torch.full((4,), float(n))) for n in range(8)]
+    versions = WeightVersions(parameters)
+    update(versions)
+    kept = parameters[3].detach()
+    del versions, parameters
+    gc.collect()
+    others = [torch.full((64 * 8,), -1.0) for _ in range(100)]  # memory that is free is taken
+    assert len(others) == 100
+    assert kept.tolist() == [4.0] * 4
 
 
 def test_the_weights_that_a_model_was_built_with_are_freed() -> None:

@@ -4,7 +4,8 @@
 ``--text``, by :class:`ds_vpipe.replay.Replay`, whose updates are the engine's bit for bit: synchronously with each
 optimizer, and as an asynchronous pipeline of K stages with M = 1 and M = K and each mitigation. Every arm sees the same
 samples per update. Its learning rate is found on the first seed, each trained in full: from the middle of ``--rates``
-on, for as long as a neighbour is better. The other seeds are trained with that. An update of an asynchronous pipeline
+on, for as long as a neighbour is better. The other seeds are trained with that; where all seeds have been trained with
+several, the best on average counts. An update of an asynchronous pipeline
 takes less time, so the arms of ``--longer-methods`` are trained for ``--longer`` updates too, with the rates found.
 
 Every run is one line of ``--output``; a line that is there is not computed again, so that a run that was stopped goes
@@ -109,7 +110,7 @@ def time_of(arm: Arm, updates: float, whole: int, pace: Pace) -> float:
 
 
 def choose(rows: list[dict[str, Any]]) -> dict[Arm, list[dict[str, Any]]]:
-    """The runs of every arm with its best rate: of the first seed, of those that most seeds have been trained with.
+    """The runs of every arm with the rate that most seeds have been trained with, of several the best on average.
 
     Arms whose first seed has not been trained yet are left out.
     """
@@ -121,7 +122,7 @@ def choose(rows: list[dict[str, Any]]) -> dict[Arm, list[dict[str, Any]]]:
     begun = (arm for arm, rates in of_rate.items() if any(0 in seeds for seeds in rates.values()))
     for arm in sorted(begun, key=lambda a: (a.stages, a.micro_batches, a.updates, a.method)):
         tried = [seeds for seeds in of_rate[arm].values() if 0 in seeds]
-        seeds = min(tried, key=lambda seeds: (-len(seeds), final_loss(seeds[0])))
+        seeds = min(tried, key=lambda seeds: (-len(seeds), statistics.mean(map(final_loss, seeds.values()))))
         chosen[arm] = [seeds[seed] for seed in sorted(seeds)]
     return chosen
 
@@ -188,7 +189,7 @@ def main() -> None:
         "--methods-of-full-batches",
         nargs="*",
         choices=[*METHODS, RECOMMENDED],
-        default=["none", RECOMMENDED],
+        default=[RECOMMENDED],
         help="M = K",
     )
     parser.add_argument("--seeds", type=int, default=3)

@@ -11,8 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ds_vpipe.engine.versions import WeightVersions
-from ds_vpipe.engine.weight_storages import Weights
+from ds_vpipe.engine.versions import Weights, WeightVersions
 
 
 class Predictor(Protocol):
@@ -77,7 +76,7 @@ class PredictedVersions(WeightVersions):
 
     def _predicted(self) -> Weights:
         """A prediction from the true weights, which the parameters must refer to."""
-        target = self._spare.pop() if self._spare else self._allocate()
+        target = self._spare.pop() if self._spare else self._allocate(self._true)
         self._predictor.predict(self.parameters, target.parameter_views, self._latest)
         return target
 

@@ -14,12 +14,11 @@ looks for tensors that share a parameter's storage instead of knowing their name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from ds_vpipe.engine.weight_storages import Alias, Layout, Storage, Weights
 
 _MAX_DEPTH = 8
 
@@ -61,6 +60,29 @@ def _holds_tensors(item: object) -> bool:
     return isinstance(item, torch.optim.Optimizer) or type(item).__module__.startswith("deepspeed.")
 
 
+@dataclass(frozen=True, slots=True)
+class _Alias:
+    tensor: torch.Tensor
+    storage: int  # position among the version's storages
+
+    def on(self, flat: torch.Tensor) -> torch.Tensor:
+        """The same view on another storage."""
+        source = self.tensor
+        view = torch.empty(0, dtype=source.dtype, device=flat.device)
+        view.set_(flat.untyped_storage(), source.storage_offset(), source.size(), source.stride())
+        return view
+
+
+class Weights:
+    """One version's storages, with the views that parameters and other aliases take on them."""
+
+    def __init__(self, flats: Sequence[torch.Tensor], aliases: Sequence[_Alias], num_parameters: int) -> None:
+        self.flats = list(flats)
+        views = [alias.on(self.flats[alias.storage]) for alias in aliases]
+        self.parameter_views = views[:num_parameters]
+        self.other_views = views[num_parameters:]
+
+
 class WeightVersions:
     """The versions of a stage's trainable weights that are alive, by number of updates.
 
@@ -86,14 +108,11 @@ class WeightVersions:
             if id(tensor) not in unique
         ]
         self._aliases = [
-            Alias.of(tensor, positions[tensor.untyped_storage().data_ptr()]) for tensor in (*self.parameters, *others)
+            _Alias(tensor, positions[tensor.untyped_storage().data_ptr()]) for tensor in (*self.parameters, *others)
         ]
         self._latest = self._pointed = version
         self._spare: list[Weights] = []
-        first = self._capture(len(positions))
-        self._layout = Layout([Storage(flat.numel(), flat.dtype, flat.device) for flat in first.flats])
-        self._as_found = first if self._layout.joins else None
-        self._alive = {version: first}
+        self._alive = {version: self._capture(len(positions))}
 
     @property
     def latest(self) -> int:
@@ -137,11 +156,9 @@ class WeightVersions:
         version that :meth:`advance` leaves behind.
         """
         source = self._alive[self._latest]
-        target = self._spare.pop() if self._spare else self._allocate()
-        if source is self._as_found:
+        target = self._spare.pop() if self._spare else self._allocate(source)
+        if source.flats:
             torch._foreach_copy_(target.flats, source.flats)
-        elif source.blocks:
-            torch._foreach_copy_(target.blocks, source.blocks)
         for alias, view in zip(self._aliases, (*target.parameter_views, *target.other_views), strict=True):
             alias.tensor.data = view
         self._alive[self._latest + 1] = target
@@ -155,16 +172,9 @@ class WeightVersions:
         self._pointed = self._latest
 
     def keep_only(self, versions: set[int]) -> None:
-        """Recycle the storages of every version that is neither in ``versions`` nor the newest.
-
-        Those that were found are let go of, if forks lay the weights out in another way.
-        """
+        """Recycle the storages of every version that is neither in ``versions`` nor the newest."""
         for version in [v for v in self._alive if v not in versions and v != self._latest]:
-            weights = self._alive.pop(version)
-            if weights is self._as_found:
-                self._as_found = None
-            else:
-                self._spare.append(weights)
+            self._spare.append(self._alive.pop(version))
 
     def tensors(self, version: int) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Parameters with their values in ``version``, for inspection."""
@@ -177,7 +187,7 @@ class WeightVersions:
                 storage, dtype = alias.tensor.untyped_storage(), alias.tensor.dtype
                 flat = torch.empty(0, dtype=dtype, device=alias.tensor.device)
                 flats[alias.storage] = flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
-        return Weights(flats, flats, self._aliases, len(self.parameters))
+        return Weights(flats, self._aliases, len(self.parameters))
 
-    def _allocate(self) -> Weights:
-        return Weights(*self._layout.empty(), self._aliases, len(self.parameters))
+    def _allocate(self, like: Weights) -> Weights:
+        return Weights([torch.empty_like(flat) for flat in like.flats], self._aliases, len(self.parameters))

@@ -160,7 +160,7 @@ def draw(chosen: dict[Arm, list[dict[str, Any]]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     stages = sorted({arm.stages for arm in chosen if arm.stages > 1}) or [1]
-    figure = Figure(figsize=(5 * len(stages), 4), layout="constrained")
+    figure = Figure(figsize=(5 * len(stages), 6), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, count in zip(figure.subplots(1, len(stages), sharey=True, squeeze=False)[0], stages, strict=True):
         for arm, rows in chosen.items():
@@ -172,7 +172,7 @@ def draw(chosen: dict[Arm, list[dict[str, Any]]], path: Path) -> None:
                 axes.plot(updates, means, "--" if arm.stages == 1 else "-", label=f"{arm}, {arm.updates}")
         axes.set_title(f"K = {count}")
         axes.set_xlabel("updates")
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     figure.axes[0].set_ylabel("validation loss, masked LM, nats")
     figure.savefig(path)
 

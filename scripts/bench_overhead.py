@@ -4,8 +4,8 @@
 ``python scripts/bench_overhead.py`` trains two stages, each of layers of 16 small tensors, with M = 1: an update, and
 on stage 0 a fork of all weights, for every micro-batch. Printed is processor time of the main thread per micro-batch:
 of training, of the same layers' passes and the same optimizer's update alone, and the difference, which is what
-instructions, messages, stashing and DeepSpeed's bookkeeping take. Processor time hardly depends on what else the
-machine does. ``--profile`` lists the functions that take it.
+instructions, messages, stashing and DeepSpeed's bookkeeping take. Processor time depends less than any other on what
+else the machine does; both are measured in turns all the same. ``--profile`` lists the functions that take it.
 """
 
 from __future__ import annotations

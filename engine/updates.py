@@ -134,10 +134,13 @@ class UpdateMixin(OptimizerMixin):
         return torch.as_tensor(own).new_tensor(total) if isinstance(own, torch.Tensor) else total
 
 
+_NORMED_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)  # without a copy
+
+
 @torch.no_grad()
 def fp32_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The Euclidean norm of each, in fp32. There may be hundreds of small ones, of which each call would cost more."""
-    # fp64 has to become fp32 first; what is shorter needs no copy for that.
-    dense = [g.float() if g.dtype == torch.float64 else g for g in gradients if g.layout is torch.strided]
+    dense = [torch.view_as_real(g) if g.is_complex() else g for g in gradients if g.layout is torch.strided]
+    dense = [g if g.dtype in _NORMED_IN_FP32 else g.float() for g in dense]
     norms = iter(torch._foreach_norm(dense, 2.0, torch.float32) if dense else ())
     return [next(norms) if g.layout is torch.strided else g.float().norm() for g in gradients]

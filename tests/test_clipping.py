@@ -42,6 +42,8 @@ def test_norms_of_all_kinds_of_gradients() -> None:
         assert [norm.dtype for norm in norms] == [torch.float32] * len(gradients)
         wanted = [float(gradient.to_dense().float().norm()) for gradient in gradients]
         assert [float(norm) for norm in norms] == wanted
+    for dtype in (torch.complex64, torch.complex128):
+        assert float(fp32_norms([torch.tensor([3.0, 4.0j], dtype=dtype)])[0]) == 5.0
 
 
 @pytest.mark.mp

@@ -227,6 +227,10 @@ def test_calls_of_exported_graphs_that_are_unlike_the_example() -> None:
         split.forward(torch.randn(3, 4), scale=2.0)
     with refusal("exported graph does not allow"):
         split.forward(torch.randn(3, 5))
+    scaled = Stages(Plain(), (1, 1), example=((torch.randn(3, 4), 1.0), {}))
+    scaled.forward(torch.randn(2, 4), 1.0)
+    with refusal("Plain", "plain values than"):
+        scaled.forward(torch.randn(2, 4), 2.0)
 
 
 def test_a_parameter_whose_use_the_example_did_not_show() -> None:

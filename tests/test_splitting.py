@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import struct
 from collections import UserDict
 from typing import Any
 
@@ -28,7 +30,7 @@ def test_a_call_survives_packing() -> None:
     one, two, three = torch.ones(2), torch.zeros(3, dtype=torch.int64), torch.tensor(True)
     args, kwargs = ([one, (two, None)], 3), {"z": Batch(a=three), "flag": True, "name": "x"}
     packed, form = forms.pack(args, kwargs)
-    assert len(packed) == 4
+    assert len(packed) == 6
     assert packed[0] is not None
     assert packed[0].numel() == 0
     found_args, found_kwargs = forms.form_of(packed).rebuild(packed[1:])
@@ -39,6 +41,21 @@ def test_a_call_survives_packing() -> None:
     assert found_kwargs["z"]["a"] is three
     assert (found_kwargs["flag"], found_kwargs["name"]) == (True, "x")
     assert forms.pack(args, dict(reversed(kwargs.items())))[1] is form
+
+
+def test_numbers_travel() -> None:
+    """A number that is another one in every call, or on every rank, is no other form; the first stage's is used."""
+    first, second = CallForms(), CallForms()
+    _, own = second.pack((torch.ones(2), -1), {"rate": 1e-3})
+    for number, rate in [(0, 0.1), (-(2**63), -0.0), (2**63 - 1, math.inf)]:
+        packed, _ = first.pack((torch.ones(2), number), {"rate": rate})
+        form = second.form_of(packed)
+        args, kwargs = form.rebuild(packed[1:])
+        assert form is own
+        assert (args[1], type(args[1])) == (number, int)
+        assert struct.pack("<d", kwargs["rate"]) == struct.pack("<d", rate)
+    assert first.pack((2**63,), {})[1] is not first.pack((2**63 + 1,), {})[1]
+    assert first.pack((2**63,), {})[1].rebuild(())[0] == (2**63,)
 
 
 def test_calls_that_differ_have_other_fingerprints() -> None:

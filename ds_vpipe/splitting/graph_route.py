@@ -42,7 +42,7 @@ class GraphRoute:
     """
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot], form: CallForm, example: Call, pieces: int) -> None:
-        self._model, self._form = model, form
+        self._model, self._form, self._numbers = model, form, _numbers(example)
         mode = model.training
         names = [slot.name for slot in slots]
         try:
@@ -85,7 +85,7 @@ class GraphRoute:
         Raises:
             SplitError: keywords, plain values or shapes differ in a way that the graphs do not allow.
         """
-        if form.fingerprint != self._form.fingerprint:
+        if form.fingerprint != self._form.fingerprint or _numbers(call) != self._numbers:
             raise SplitError(
                 f"{type(self._model).__name__}: got a call with other keywords, nesting or plain values than the "
                 f"example that it was exported with, allowed are calls like the example; make all calls alike"
@@ -176,6 +176,11 @@ class _Exported:
 
     def output(self, leaves: Any) -> Any:
         return tree_unflatten(list(leaves) if isinstance(leaves, (tuple, list)) else [leaves], self._out_spec)
+
+
+def _numbers(call: Call) -> list[str]:
+    """Numbers in a call, which an exported graph has as constants."""
+    return [repr(leaf) for leaf in tree_leaves(call) if isinstance(leaf, (int, float))]
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

@@ -67,7 +67,7 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin, MitigationMixin):
         if not save_dir:
             raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
         self._refuse_half_loaded("save_checkpoint()")
-        self.quiesce()
+        self.quiesce("save_checkpoint()")
         self._equalize_scale()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         mine = str(save_dir), tag
@@ -141,7 +141,7 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin, MitigationMixin):
             VPipeError: the checkpoint is of another model, or files are lost. Load another one before anything else.
             PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
         """
-        self.quiesce()
+        self.quiesce("load_checkpoint()")
         self._feed.start_over()
         what = f"load_checkpoint({str(load_dir)!r})"
         latest = Path(load_dir, "latest_universal" if self.load_universal_checkpoint() else "latest")
@@ -212,15 +212,17 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin, MitigationMixin):
         )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As DeepSpeed's; all ranks call it, between any two batches.
+        """As DeepSpeed's; all ranks call it, between any two batches. The size that it is already changes nothing.
 
         Raises:
             ValueError: the size is not a multiple of micro-batch size and replicas.
             VPipeConfigError: a mitigation of staleness does not work with the delay that it gives.
         """
+        if train_batch_size == self.train_batch_size():
+            return  # scripts with a ramp-up call it before every batch
         replicas_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         refuse_delays(self.vpipe_config.staleness, self._delays(max(1, train_batch_size // replicas_batch)))
-        self.quiesce()
+        self.quiesce("set_train_batch_size()")
         super().set_train_batch_size(train_batch_size)
         self._plan()
         if self.mitigation is not None:

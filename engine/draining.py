@@ -13,11 +13,11 @@ from contextlib import suppress
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import logger
 
 from ds_vpipe.engine.feed import MicroBatchFeed
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.neighbours import Neighbours
+from ds_vpipe.engine.rests import RestWatch
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.wire import Message
@@ -38,6 +38,7 @@ class DrainingMixin(PipelineEngine):
     asynchronous: bool
     ties: TiedWeights | None
     _feed: MicroBatchFeed
+    _rests: RestWatch
 
     def _end_of_data(self, limit: int, read: int, fill: int, call: int, unlabelled: int = 0) -> None:
         """Pass the news on to the next stage and change course.
@@ -66,7 +67,7 @@ class DrainingMixin(PipelineEngine):
             self._feed.expect_end(call)
         if state.progress.completed < limit:
             state.progress = dataclasses.replace(state.progress, limit=limit)
-            self._warn_of_drain(filled=limit - fill, call=call)
+            self._warn_of_drain()
             raise EndOfData
         # Nothing is left in flight here, and the next message is about the next filling of the pipeline. A stage
         # that has no use for the slot in which END arrives reads it only in the next call.
@@ -102,11 +103,7 @@ class DrainingMixin(PipelineEngine):
             completed=min(state.progress.completed, limit),
         )
 
-    def _warn_of_drain(self, filled: int, call: int) -> None:
-        one_batch = filled == self.micro_batches and self._feed.begins_in(call)
-        if one_batch and self.is_first_stage() and self.asynchronous and self.num_stages > 1 and not self.state.warned:
-            self.state.warned = True
-            logger.warning(
-                "ds_vpipe: the iterator given to train_batch() ended after one batch, so the pipeline drains in every "
-                "such call; pass one iterator over the whole data set, the same object in every call"
-            )
+    def _warn_of_drain(self) -> None:
+        if self.asynchronous and self.num_stages > 1:
+            remedy = "pass one iterator over the whole data set, the same object in every call"
+            self._rests.emptied("the end of an iterator given to train_batch()", remedy, self.global_steps, 0)

@@ -44,6 +44,7 @@ from ds_vpipe.engine.module_walks import training_by_list
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.observation import Observation, ObservationMixin
 from ds_vpipe.engine.preparation import Prepared, prepared_arguments
+from ds_vpipe.engine.rests import RestWatch
 from ds_vpipe.engine.sender import Sender, abort_all
 from ds_vpipe.engine.ties import TiedWeights, tied_stages
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
@@ -101,6 +102,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             news=self._clips_globally,
         )
         self._feed = MicroBatchFeed()
+        self._rests = RestWatch(self.global_rank == 0)
         self._agreement = Agreement(self.grid, self.vpipe_config.peer_timeout_s)
         self._observation = Observation(self)
         outlive_backend_threads()

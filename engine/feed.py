@@ -49,10 +49,6 @@ class MicroBatchFeed:
         if newest is None or self._iterators[newest] is not iterator:
             self._iterators[self._call] = iterator
 
-    def begins_in(self, call: int) -> bool:
-        """Whether a call has been given another iterator than the one before it."""
-        return call in self._iterators
-
     def forget_before(self, call: int) -> None:
         """No micro-batch that was read before ``call`` will be asked for again."""
         keep = self._source(call)

@@ -80,7 +80,6 @@ class StageState:
         batch_loss: adds up the current batch's losses, on the last stage.
         report: the current batch's losses and more, once known here.
         failure: why training cannot go on, or None.
-        warned: the user has been told about iterators that end after one batch.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -90,7 +89,6 @@ class StageState:
     batch_loss: BatchLoss | None = None
     report: BatchReport | None = None
     failure: str | None = None
-    warned: bool = False
 
 
 def _enter(tree: Tree) -> Tree:

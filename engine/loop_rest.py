@@ -46,6 +46,8 @@ class LoopRestMixin(LoopRoundMixin):
         self._refuse_after_failure(what)
         self._order.expect_between(what)
         if not self._resting:
+            if self.asynchronous and self.state.flights:
+                self._rests.emptied(what, "do that less often", self.global_steps, 0)
             with self._aborting():
                 self._drain()
 
@@ -71,11 +73,13 @@ class LoopRestMixin(LoopRoundMixin):
             self._drain()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As DeepSpeed's; all ranks call it, between two batches. Drains.
+        """As DeepSpeed's; all ranks call it, between two batches. Drains, if the size is another one.
 
         Raises:
             CallOrderError: in the middle of a batch.
         """
+        if train_batch_size == self.train_batch_size():
+            return
         if self._in_batch:
             raise CallOrderError(
                 f"set_train_batch_size({train_batch_size}): called after {self._in_batch} of a batch's "

@@ -9,7 +9,7 @@ after a drain, so nothing is lost but the work of the forward passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -17,6 +17,7 @@ from ds_vpipe.engine.feed import MicroBatchFeed
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.news import StageNews
+from ds_vpipe.engine.rests import RestWatch
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.wire import Message
@@ -32,13 +33,18 @@ class QuiesceMixin(PipelineEngine):
     stashing_optimizer: WeightStashingOptimizer
     ties: TiedWeights | None
     news: StageNews | None
+    depths: Sequence[int]
     _feed: MicroBatchFeed
+    _rests: RestWatch
     _abort: Callable[[BaseException], None]
 
-    def quiesce(self) -> None:
+    def quiesce(self, what: str = "quiesce()") -> None:
         """Leave one version of the weights and nothing in flight; all ranks call it, between two batches.
 
         Copies of tied weights are then equal to their owner's, and what other stages' updates told is known.
+
+        Args:
+            what: the call that needs it, for a warning if that comes in every batch.
 
         Raises:
             VPipeError: the pipeline has failed before.
@@ -47,6 +53,8 @@ class QuiesceMixin(PipelineEngine):
         state = self.state
         if state.failure is not None:
             raise VPipeError(f"pipeline at rest after a failure: {state.failure}; restart from a checkpoint")
+        if state.flights:
+            self._rests.emptied(what, "call it less often", self.global_steps, sum(self.depths))
         state.doing = "QUIESCE"
         try:
             self._rest(state.progress.completed)

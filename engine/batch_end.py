@@ -32,8 +32,6 @@ class BatchEndMixin(UpdateMixin):
             for sender in (self.neighbours.activations_out, self.neighbours.gradients_out):
                 if sender is not None:
                     sender.flush()
-        if self.neighbours.activations_out is not None:
-            self.neighbours.activations_out.copied()  # an output may be a weight; a gradient never is
         self._exec_optimizer_step()
 
     def _exec_send_tied_gradients(self, index: int, part: int) -> None:

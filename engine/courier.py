@@ -27,6 +27,9 @@ class Runner(Protocol):
     def settle(self) -> None:
         """Wait until everything submitted is done."""
 
+    def check(self) -> None:
+        """Raise what a task has raised, if any has; so does :meth:`settle`."""
+
 
 class Immediate:
     """Does every task at once."""
@@ -37,6 +40,9 @@ class Immediate:
 
     def settle(self) -> None:
         """Nothing is left to do."""
+
+    def check(self) -> None:
+        """Tasks have raised where they were submitted."""
 
 
 class Courier:
@@ -51,12 +57,7 @@ class Courier:
         self._end = weakref.finalize(self, _end, self._tasks, self._thread)  # at the latest when the interpreter ends
 
     def submit(self, task: Task) -> None:
-        """Let the thread do ``task``; after :meth:`stop` it is done at once.
-
-        Raises:
-            BaseException: what an earlier task has raised.
-        """
-        self._raise()
+        """Let the thread do ``task``; after :meth:`stop` it is done at once."""
         if self._end.alive:
             self._tasks.put(task)
         else:
@@ -73,13 +74,14 @@ class Courier:
             done.acquire()
             self._tasks.put(done.release)
             done.acquire()
-        self._raise()
+        self.check()
 
     def stop(self) -> None:
         """Finish what was submitted and end the thread."""
         self._end()
 
-    def _raise(self) -> None:
+    def check(self) -> None:
+        """Raise what a task has raised, without waiting."""
         if self._errors:
             first = self._errors[0]
             self._errors.clear()  # what follows from the first one must not keep its news from the neighbours

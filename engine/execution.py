@@ -97,9 +97,6 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
     def _exec_forward(self, index: int, part: int) -> None:
         key, last = self._key(index, part), part == self.pipeline.num_parts - 1
         flight = self.state.flights[key]
-        for sender in (self.neighbours.activations_out, self.neighbours.gradients_out):
-            if sender is not None:
-                sender.copied()  # a layer may write to a buffer that was an output
         if isinstance(self.module, InterleavedMixin):
             self.module.chunk = part // self.num_stages
         with self.stashing_optimizer.forward(key, self._vertical_version(index)):

@@ -89,6 +89,16 @@ class Neighbours:
             for pair in pairwise([*ranks, ranks[0]] if ring else ranks)
         }
 
+    def wait_for_copies(self, kind: Kind) -> None:
+        """Wait until an action of ``kind`` may change tensors that were sent.
+
+        A layer may write to a buffer that was an output; an output may be a weight, a gradient never is.
+        """
+        if kind in (Kind.FORWARD, Kind.STEP) and self.activations_out is not None:
+            self.activations_out.copied()
+        if kind is Kind.FORWARD and self.gradients_out is not None:
+            self.gradients_out.copied()
+
     @property
     def senders(self) -> list[Sender]:
         """All sending ends."""

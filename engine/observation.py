@@ -143,6 +143,7 @@ class ObservationMixin(PipelineEngine):
     def _carry_out(self, instruction: StageInstruction) -> None:
         action, method = instruction.action, self._INSTRUCTION_MAP[type(instruction)]
         part = self.stage_id if action.part is None else action.part
+        self.neighbours.wait_for_copies(action.kind)  # no part of the action: on an accelerator that is what computes
         self._observation.carry_out(action, method, self, action.index, part)
         ends_batch = action.kind is Kind.BACKWARD and (action.index + 1) % self.micro_batches == 0
         if ends_batch and part == self.stage_id:  # the last of this stage's parts

@@ -65,6 +65,7 @@ class Receiver:
         Raises:
             PipelinePeerError: the time limit passed, the peer is lost, or it says that it has failed.
         """
+        self._runner.check()
         if not self._posted:
             self._runner.settle()
         posted = self._posted.popleft()

@@ -24,6 +24,7 @@ _ABORT_GRACE_S = 5.0  # how long a failing stage tries to tell its neighbours wh
 @dataclass(slots=True)
 class _Outgoing:
     micro_batch: int
+    packer: Packer
     packed: Packed
     content: tuple[Message, int, Tree, int] | None  # until it has been copied
     works: list[dist.Work] = field(default_factory=list)
@@ -49,6 +50,7 @@ class Sender:
 
     Attributes:
         bytes_sent: bytes of all messages handed over so far.
+        waited_s: seconds spent in :meth:`copied`.
     """
 
     def __init__(
@@ -67,11 +69,12 @@ class Sender:
         self._channel = channel
         self._timeout_s = timeout_s
         self._stream = torch.cuda.Stream() if pin else None
-        self._packer = Packer(pin)
+        self._packer, self._host_packer = Packer(pin), Packer()
         self._runner = runner or Immediate()
         self._capacity = Capacity(prefetch)
         self._outgoing: deque[_Outgoing] = deque()
         self.bytes_sent = 0
+        self.waited_s = 0.0
 
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
         """Start sending ``tree`` and return its size in bytes.
@@ -79,9 +82,11 @@ class Sender:
         Raises:
             TypeError: the tree holds something that cannot be sent.
         """
-        packed = self._packer.reserve(tree)
-        outgoing = _Outgoing(micro_batch, packed, (kind, micro_batch, tree, note))
-        computed = None if self._stream is None else torch.cuda.current_stream().record_event()
+        packer = self._host_packer if kind.on_host else self._packer
+        packed = packer.reserve(tree)
+        outgoing = _Outgoing(micro_batch, packer, packed, (kind, micro_batch, tree, note))
+        # What is on the host needs no device, which may be what has failed.
+        computed = None if self._stream is None or kind.on_host else torch.cuda.current_stream().record_event()
         self._outgoing.append(outgoing)
         self.bytes_sent += packed.size
         self._runner.submit(partial(self._hand_over, outgoing, computed))
@@ -95,11 +100,11 @@ class Sender:
         try:
             assert outgoing.content is not None
             if self._stream is None or computed is None:
-                self._packer.fill(packed, *outgoing.content)
+                outgoing.packer.fill(packed, *outgoing.content)
             else:
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(computed)
-                    self._packer.fill(packed, *outgoing.content)
+                    outgoing.packer.fill(packed, *outgoing.content)
                     self._stream.synchronize()
             outgoing.uncopied = False
             if packed.size > self._capacity.sender():
@@ -129,7 +134,9 @@ class Sender:
             return
         latest = self._outgoing[-1]
         if not latest.handed_over:
+            begin = time.perf_counter()
             self._runner.settle()
+            self.waited_s += time.perf_counter() - begin
         if latest.uncopied and latest.error is not None:
             raise latest.error
         for outgoing in reversed(self._outgoing):
@@ -167,8 +174,9 @@ class Sender:
 
     def wait_for_all(self, deadline: float) -> None:
         """Like :meth:`flush`, but until ``deadline`` (``time.monotonic()``) at most and without an error."""
-        with suppress(RuntimeError):
+        with suppress(Exception):  # what a task has raised comes after all are done
             self._runner.settle()
+        with suppress(RuntimeError):
             while self._outgoing:
                 for work in self._outgoing.popleft().works:  # gloo reports a completion once: wait only once
                     work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
@@ -190,15 +198,14 @@ class Sender:
                 f"{self._me} waited for {self._to} to receive message {outgoing.micro_batch}: "
                 f"{cause(error, self._timeout_s)}"
             ) from error
-        self._packer.release(outgoing.packed)
+        outgoing.packer.release(outgoing.packed)
 
 
 def abort_all(senders: Sequence[Sender], reason: str) -> None:
     """Send ``reason`` over every link in place of what its other end waits for; give up after a short while."""
     text = torch.frombuffer(bytearray(reason.encode()[: HEADER_BYTES // 2]), dtype=torch.uint8)
     for sender in senders:
-        with suppress(RuntimeError):  # the device may be what has failed
-            sender.send(Message.ABORT, 0, text)
+        sender.send(Message.ABORT, 0, text)
     deadline = time.monotonic() + _ABORT_GRACE_S
     for sender in senders:
         sender.wait_for_all(deadline)

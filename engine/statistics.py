@@ -7,7 +7,7 @@ own. The update in a record is therefore the one before the batch's own.
 
 Seconds are the host's, from ``time.perf_counter()``. Nothing waits for a device on their account: on
 CUDA a pass counts until its kernels are queued, and the time until they are done shows where the host
-waits for them, which is in ``send_s``.
+waits for them, which is in ``wait_copies_s``.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class StageStatistics:
         wait_activations_s: seconds of waiting for the previous stage.
         wait_gradients_s: seconds of waiting for the next stage.
         wait_tied_s: seconds of waiting for owners or copies of tied weights.
+        wait_copies_s: seconds of waiting until what was sent has been copied, before a pass or an update.
         bytes_sent: bytes handed to the links; they may still be under way.
         bytes_received: bytes received.
         staleness: updates applied here between a micro-batch's forward pass and the update with its
@@ -65,6 +66,7 @@ class StageStatistics:
     wait_activations_s: float
     wait_gradients_s: float
     wait_tied_s: float
+    wait_copies_s: float
     bytes_sent: int
     bytes_received: int
     staleness: int
@@ -73,12 +75,12 @@ class StageStatistics:
 
     @property
     def wait_s(self) -> float:
-        """Seconds of waiting for other stages."""
-        return self.wait_activations_s + self.wait_gradients_s + self.wait_tied_s
+        """Seconds of waiting for other stages and for copies of what was sent."""
+        return self.wait_activations_s + self.wait_gradients_s + self.wait_tied_s + self.wait_copies_s
 
     @property
     def busy(self) -> float:
-        """Share of the measured time, in [0, 1], that was not waiting for other stages."""
+        """Share of the measured time, in [0, 1], that was not waiting."""
         work = self.load_s + self.forward_s + self.backward_s + self.reduce_s + self.update_s + self.send_s
         return work / (work + self.wait_s) if work else 0.0
 
@@ -156,7 +158,7 @@ class StageMeter:
     def close(self, batch: int) -> StageStatistics:
         """The record of what has been observed since the last call."""
         counters, seconds = self._counters(), self._seconds
-        waited_activations, waited_gradients, waited_tied, sent, received = (
+        waited_activations, waited_gradients, waited_tied, waited_copies, sent, received = (
             now - before for now, before in zip(counters, self._counted, strict=True)
         )
         record = StageStatistics(
@@ -171,6 +173,7 @@ class StageMeter:
             wait_activations_s=waited_activations,
             wait_gradients_s=waited_gradients,
             wait_tied_s=waited_tied,
+            wait_copies_s=waited_copies,
             bytes_sent=int(sent),
             bytes_received=int(received),
             staleness=self._staleness,
@@ -190,9 +193,10 @@ class StageMeter:
         return self._peak[1]
 
     def _counters(self) -> tuple[float, ...]:
-        """Seconds waited for the previous and the next stage and for ties, bytes sent and received, since the start."""
+        """Seconds waited for both neighbours, ties and copies, bytes sent and received, since the start."""
         return (
             *(sum(link.waited_s for link in found) for found in self._waits),
+            sum(link.waited_s for link in self._senders),
             sum(link.bytes_sent for link in self._senders),
             sum(link.bytes_received for link in self._receivers),
         )

@@ -61,6 +61,14 @@ class Message(enum.IntEnum):
     QUIESCE = 9  # everything before it is dropped, here and there
     LOSS = 10  # of one micro-batch, while the pipeline is being filled
 
+    @property
+    def on_host(self) -> bool:
+        """True if its tensors are never on an accelerator."""
+        return self in _ON_HOST
+
+
+_ON_HOST = frozenset({Message.END, Message.ABORT, Message.NEWS, Message.QUIESCE})
+
 
 @dataclass(frozen=True, slots=True)
 class Received:
@@ -271,5 +279,6 @@ def _read(data: torch.Tensor, words: list[int], at: int, offset: int) -> tuple[T
         return (tuple(items) if code == _TUPLE else items), at, offset
     requires_grad, ndim = words[at + 1], words[at + 2]
     at += 3
-    tensor, end = _view(data, offset, _DTYPES[code], words[at : at + ndim])
+    view, end = _view(data, offset, _DTYPES[code], words[at : at + ndim])
+    tensor = view.data  # views share autograd's version counter: one that is changed in place would spoil the others
     return tensor.requires_grad_(bool(requires_grad)), at + ndim, _align(end)

@@ -107,3 +107,20 @@ def test_only_the_first_of_several_errors_is_told() -> None:
         courier.settle()
     courier.settle()
     courier.stop()
+
+
+def test_a_stored_error_does_not_keep_a_task_from_being_done() -> None:
+    courier, done = Courier(), []
+
+    def fail() -> None:
+        raise ValueError("copy")
+
+    courier.submit(fail)
+    while not courier._errors:
+        time.sleep(0.001)
+    courier.submit(lambda: done.append(1))
+    with pytest.raises(ValueError, match="copy"):
+        courier.settle()
+    assert done == [1]
+    courier.check()
+    courier.stop()

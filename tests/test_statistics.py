@@ -9,6 +9,7 @@ import io
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cases
 import numpy as np
@@ -154,3 +155,49 @@ def test_replicas_tell_of_their_own_pipeline_and_rank_0_speaks(worlds: Worlds, t
     assert rows == [["step", "versions"], [str(2 * samples), "1"], [str(4 * samples), "1"]]
     with (tmp_path / "run" / "Train_Pipeline_stage0_wait_s.csv").open() as file:
         assert all(float(value) >= 0 for _, value in list(csv.reader(file))[1:])
+
+
+class Late:
+    """Copies and sends nothing before somebody waits for it, and lets a clock tick then."""
+
+    def __init__(self) -> None:
+        self.seconds, self._tasks = 0.0, list[Any]()
+
+    def submit(self, task: Any) -> None:
+        self._tasks.append(task)
+
+    def settle(self) -> None:
+        self.seconds += 1.0
+        while self._tasks:
+            self._tasks.pop(0)()
+
+    def check(self) -> None:
+        pass
+
+
+def train_with_late_copies(batches: int) -> Any:
+    from types import SimpleNamespace
+
+    from ds_vpipe.engine import receiver, sender, statistics
+
+    late = Late()
+    clock: Any = SimpleNamespace(perf_counter=lambda: late.seconds, monotonic=time.monotonic)
+    trained = cases.engine(cases.config(1, SGD, {}), 2)
+    with contextlib.ExitStack() as patched:
+        for module in (sender, receiver, statistics):
+            patched.enter_context(mock.patch.object(module, "time", clock))
+        if trained.neighbours.activations_out is not None:
+            trained.neighbours.activations_out._runner = late
+        iterator = toy.data()
+        for _ in range(batches):
+            trained.train_batch(iterator)
+    late.settle()
+    return trained.statistics()
+
+
+@pytest.mark.mp
+def test_waiting_for_copies_is_no_computing(worlds: Worlds) -> None:
+    first, last = worlds.run(2, train_with_late_copies, 5)[0]
+    assert first.forward_s == first.update_s == 0.0
+    assert first.wait_copies_s == first.wait_s == 1.0
+    assert last.wait_copies_s == 0.0

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vpipe.engine.wire import HEADER_BYTES, Message, Packer, announcement, leaves, unpack
+from ds_vpipe.engine.wire import HEADER_BYTES, Expected, Message, Packer, announcement, leaves, unpack
 
 FLOATING = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 OTHERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool]
@@ -197,3 +197,19 @@ def test_announcement() -> None:
 def test_leaves_from_left_to_right() -> None:
     one, two = sample(torch.float32), sample(torch.int8)
     assert [id(leaf) for leaf in leaves((one, [None, (two,)], None))] == [id(one), id(None), id(two), id(None)]
+
+
+@pytest.mark.parametrize("expected", [False, True])
+def test_tensors_of_a_message_may_be_changed_apart(expected: bool) -> None:
+    """Autograd counts changes of each: a layer may save one and write to another, as with tensors of its own."""
+    tree = tuple(torch.full((3,), float(n), requires_grad=n == 2) for n in range(3))
+    packed = Packer().pack(Message.ACTIVATION, 0, tree)
+    received = unpack(packed.data)
+    if expected:
+        received = Expected(packed.data, received.words).message()  # type: ignore[assignment]
+    written, saved, weight = received.tree
+    output = saved * weight
+    written.add_(1)
+    output.sum().backward()
+    assert weight.grad.tolist() == [1, 1, 1]
+    assert written.tolist() == [1, 1, 1]

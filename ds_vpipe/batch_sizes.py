@@ -1,7 +1,8 @@
 """The three batch sizes of a DeepSpeed JSON, of which two say the third.
 
 Their relation holds for the number of replicas, which is that of ranks over stages. A JSON that gave all three for
-plain data parallelism on the same ranks is therefore wrong for a pipeline.
+plain data parallelism on the same ranks is therefore wrong for a pipeline. Scripts that compute it so, as most do, are
+not edited for one: for them the total is corrected.
 """
 
 from __future__ import annotations
@@ -14,6 +15,24 @@ from ds_vpipe.refusal import Refusal
 
 _TOTAL = "train_batch_size"
 _PARTS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def corrected_batch_sizes(ds_config: dict[str, Any], ranks: int, num_stages: int) -> tuple[dict[str, Any], str]:
+    """``ds_config`` with the total for ``ranks / num_stages`` replicas where it is exactly that for ``ranks``.
+
+    Returns:
+        The configuration, and one line about what has been changed, empty if nothing has.
+    """
+    total, parts = ds_config.get(_TOTAL), [ds_config.get(key) for key in _PARTS]
+    numbers = [value for value in parts if type(value) is int]
+    if num_stages == 1 or len(numbers) < len(parts) or total != prod(numbers) * ranks:
+        return ds_config, ""
+    right = total // num_stages
+    return {**ds_config, _TOTAL: right}, (
+        f"{_TOTAL}: got {total} for {ranks} replicas, but {ranks} ranks in {num_stages} stages are "
+        f"{ranks // num_stages}; an update is of {right} samples; for {total} write {_PARTS[1]} "
+        f"{numbers[1] * num_stages}"
+    )
 
 
 def refuse_batch_sizes(ds_config: Mapping[str, Any], ranks: int, num_stages: int) -> None:

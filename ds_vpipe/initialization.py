@@ -12,7 +12,9 @@ import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.utils import logger
 
+from ds_vpipe.batch_sizes import corrected_batch_sizes
 from ds_vpipe.build_lock import limited_builds
 from ds_vpipe.config import VPipeConfig, block_of
 from ds_vpipe.engine.engine import VPipeEngine
@@ -21,6 +23,7 @@ from ds_vpipe.engine.lr_schedule import LRSchedule
 from ds_vpipe.engine.parameter_groups import listed
 from ds_vpipe.engine.preparation import Prepared, prepare
 from ds_vpipe.engine.whole_model import split
+from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.lr_policies import lr_policy
 
 
@@ -59,29 +62,55 @@ def initialize(
     block = None if ds_config is None else block_of(ds_config)
     if ds_config is None or block is None:
         return tuple(theirs(**given))
+    if given.get("mpu") is not None:
+        raise VPipeConfigError(
+            f"initialize(mpu): got a {type(given['mpu']).__name__}, allowed with a vpipe block is None, as the engine "
+            f"divides the ranks into stages and replicas itself; leave it out, and ask engine.mpu for groups"
+        )
     if isinstance(model, PipelineModule) and not hasattr(model, "pack"):
         prepared = prepare(model, ds_config, block, optimizer, model_parameters)
         given["model_parameters"] = prepared.model_parameters
         kind: type[VPipeEngine] = VPipeEngine
     else:
-        prepared = _prepare_whole(given, model, ds_config, block)
+        ds_config, prepared = _prepare_whole(given, model, ds_config, block)
         kind = VPipeLoopEngine
-    with limited_builds(), _engine_class(functools.partial(kind, prepared=prepared)):
+    with limited_builds(), _engine_class(functools.partial(kind, prepared=prepared)), _replaced(given, ds_config):
         return tuple(theirs(**given))
 
 
-def _prepare_whole(given: dict[str, Any], model: Any, ds_config: dict[str, Any], block: dict[str, Any]) -> Prepared:
+def _prepare_whole(
+    given: dict[str, Any], model: Any, ds_config: dict[str, Any], block: dict[str, Any]
+) -> tuple[dict[str, Any], Prepared]:
     """Split a plain module. What ``given`` names of its parameters is cut down once the engine is there."""
     VPipeConfig.parse(block)  # what is wrong with it is said before there are process groups
     given["model_parameters"] = listed(given.get("model_parameters"))
     if not isinstance(model, PipelineModule):
         given["model"] = split(model, ds_config, block, given.get("training_data"), given.get("collate_fn"))
-    return prepare(given["model"], ds_config, block, None, None)
+    module = given["model"]
+    ds_config, changed = corrected_batch_sizes(ds_config, torch.distributed.get_world_size(), module.num_stages)
+    if changed and module.global_rank == 0:
+        logger.warning(f"ds_vpipe: {changed}")
+    return ds_config, prepare(module, ds_config, block, None, None)
 
 
 def deepspeed_initialize() -> Any:
     """DeepSpeed's own ``initialize``, also where :mod:`ds_vpipe.run` has put ours in its place."""
     return getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
+
+
+@contextmanager
+def _replaced(given: dict[str, Any], ds_config: dict[str, Any]) -> Iterator[None]:
+    """Let DeepSpeed find ``ds_config`` where the script has given its configuration."""
+    args = given.get("args")
+    if args is None or getattr(args, "deepspeed_config", None) is None:
+        given["config"] = ds_config
+        yield
+        return
+    path, args.deepspeed_config = args.deepspeed_config, ds_config  # not a copy of args: DeepSpeed writes into it
+    try:
+        yield
+    finally:
+        args.deepspeed_config = path
 
 
 def _load_config(given: dict[str, Any]) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 Usage::
 
     deepspeed --module ds_vpipe.run train.py --deepspeed_config cfg.json
+    deepspeed --module ds_vpipe.run -m package.train --deepspeed_config cfg.json
 
 The launcher puts ``--local_rank=N`` before the script's name; the script gets it as its first argument,
 where it is without ds_vpipe.
@@ -11,22 +12,26 @@ where it is without ds_vpipe.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
 
-USAGE = "usage: deepspeed [launcher options] --module ds_vpipe.run SCRIPT [script arguments]"
+USAGE = "usage: deepspeed [launcher options] --module ds_vpipe.run (SCRIPT | -m MODULE) [script arguments]"
 
 
 def main(argv: list[str]) -> int:
-    """Run the script named in ``argv``; the exit status for a wrong command line or configuration is 2."""
+    """Run the script or module named in ``argv``; the exit status for a wrong command line or configuration is 2."""
     position = next((at for at, argument in enumerate(argv) if not argument.startswith("--local_rank")), None)
     if position is None:
         print(f"ds_vpipe.run: no script given; {USAGE}", file=sys.stderr)
         return 2
-    script = Path(argv[position])
-    if not script.is_file():
-        print(f"ds_vpipe.run: got script {str(script)!r}, which is not a file; {USAGE}", file=sys.stderr)
+    before, named = argv[:position], argv[position:]
+    as_module = named[0] == "-m"
+    name, *arguments = (named[1:] or [""]) if as_module else named
+    wrong = _wrong_module(name) if as_module else _wrong_script(name)
+    if wrong:
+        print(f"ds_vpipe.run: got {wrong}; {USAGE}", file=sys.stderr)
         return 2
 
     import deepspeed
@@ -36,17 +41,33 @@ def main(argv: list[str]) -> int:
     from ds_vpipe.initialization import deepspeed_initialize, initialize
 
     deepspeed.initialize = functools.wraps(deepspeed_initialize())(initialize)
-    sys.argv = [str(script), *argv[:position], *argv[position + 1 :]]
-    sys.path[0] = str(script.resolve().parent)
+    sys.argv = [name, *before, *arguments]
+    if not as_module:
+        sys.path[0] = str(Path(name).resolve().parent)
     try:
         with limited_builds():  # the script may build before it comes to initialize()
-            runpy.run_path(str(script), run_name="__main__")
+            if as_module:
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(name, run_name="__main__")
     except VPipeError as error:
         import os
 
         print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, VPipeConfigError) else 1
     return 0
+
+
+def _wrong_script(name: str) -> str:
+    return "" if Path(name).is_file() else f"script {name!r}, which is not a file"
+
+
+def _wrong_module(name: str) -> str:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # no such package; no name
+        found = None
+    return "" if found else f"module {name!r}, which is not found from {sys.path[0] or 'the current folder'!r}"
 
 
 if __name__ == "__main__":

@@ -473,7 +473,7 @@ def test_refusals_at_start(worlds: Worlds) -> None:
             assert text.startswith(f"VPipeConfigError: zero_optimization.stage: got {stage}; ")
             assert text.endswith("; use stage 1")
     with pytest.raises(CaseFailed) as failed:
-        worlds.run(2, loops.train, cases.config(1, SGD, {}, train_batch_size=2 * toy.MICRO_BATCH), 2, 1)
+        worlds.run(2, loops.train, cases.config(1, SGD, {}, train_batch_size=3 * toy.MICRO_BATCH), 2, 1)
     for text in failed.value.errors.values():
         assert text.startswith("VPipeConfigError: train_batch_size: got ")
         assert "; 2 ranks in 2 stages are 1 replicas; allowed: " in text

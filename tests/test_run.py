@@ -98,13 +98,38 @@ def test_relative_path(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["path"] == str(script.parent)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--local_rank=1"], ["nowhere.py"], ["--local_rank=1", "."]])
+@pytest.mark.parametrize("before", [[], ["--local_rank=3"]])
+def test_modules_as_with_python(script: Path, before: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``-m package.train`` from the folder of the package, as ``python -m`` and the launcher have it."""
+    package = script.parent / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text(REPORT.replace("from helper", "from .helper"))
+    script.with_name("helper.py").rename(package / "helper.py")
+    monkeypatch.setattr(sys, "path", [str(script.parent), *sys.path[1:]])
+    assert main([*before, "-m", "package.train", "--lr", "0.1"]) == 0
+    report = json.loads((package / "train.json").read_text())
+    assert report["argv"] == [str(package / "train.py"), *before, "--lr", "0.1"]
+    assert (report["name"], report["path"], report["number"]) == ("__main__", str(script.parent), 7)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "package"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--local_rank=1"], ["nowhere.py"], ["--local_rank=1", "."], ["-m", "no.where"], ["--local_rank=1", "-m", ""]],
+)
 def test_missing_script(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ds_vpipe.run: ")
     assert "usage: deepspeed" in line
     assert arguments == [] or arguments[-1].startswith("--") or repr(arguments[-1]) in line
+
+
+def test_module_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m"]) == 2
+    assert capsys.readouterr().err.startswith("ds_vpipe.run: got module ''")
 
 
 @pytest.mark.parametrize(
@@ -137,6 +162,10 @@ def test_wrong_block(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert main([str(script)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("got NoneType, allowed is a torch.nn.Module; pass the model to train")
+    script.write_text(script.read_text().replace("model=None", "model=None, mpu=object()"))
+    assert main([str(script)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "initialize(mpu): got a object, allowed with a vpipe block is None" in line
 
 
 def test_other_errors_and_exits_are_the_scripts_own(script: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import math
 import struct
 from collections import UserDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ds_vpipe.splitting.absent import Absent, Ledger, SplitError
 from ds_vpipe.splitting.call import CallForms
 from ds_vpipe.splitting.chain import chains
 from ds_vpipe.splitting.example import as_call, from_data, guesses
+from ds_vpipe.splitting.loss import find_loss, loss_of
 from ds_vpipe.splitting.route_choice import split_in_process
 
 
@@ -56,6 +58,20 @@ def test_numbers_travel() -> None:
         assert struct.pack("<d", kwargs["rate"]) == struct.pack("<d", rate)
     assert first.pack((2**63,), {})[1] is not first.pack((2**63 + 1,), {})[1]
     assert first.pack((2**63,), {})[1].rebuild(())[0] == (2**63,)
+
+
+def test_the_loss_among_what_forward_returns() -> None:
+    loss, other = torch.tensor(1.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    logits, accuracy = torch.zeros(2, 3, requires_grad=True), torch.tensor(0.5)
+    for output in [loss, (loss, logits), (logits, loss), [logits, None, loss], (accuracy, loss), (loss, other)]:
+        assert find_loss(output) is loss
+    for output in [{"loss": loss}, SimpleNamespace(loss=loss, logits=logits)]:
+        assert find_loss(output) is loss
+    assert find_loss((accuracy, logits)) is accuracy  # without gradients
+    for output in [(logits, loss, other), (logits, accuracy.detach(), accuracy.clone()), (logits, 3), ()]:
+        assert find_loss(output) is None
+    with pytest.raises(SplitError, match=r"returned a tuple with 2 scalars without .* first or only one of a"):
+        loss_of((logits, loss, other), "Model")
 
 
 def test_calls_that_differ_have_other_fingerprints() -> None:

@@ -16,6 +16,7 @@ import importlib.util
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 USAGE = "usage: deepspeed [launcher options] --module ds_vpipe.run (SCRIPT | -m MODULE) [script arguments]"
 
@@ -37,15 +38,26 @@ def main(argv: list[str]) -> int:
     import deepspeed
 
     from ds_vpipe.build_lock import limited_builds
+    from ds_vpipe.distributed_samplers import DistributedSamplers
+    from ds_vpipe.engine.loop_engine import VPipeLoopEngine
     from ds_vpipe.errors import VPipeConfigError, VPipeError
     from ds_vpipe.initialization import deepspeed_initialize, initialize
 
-    deepspeed.initialize = functools.wraps(deepspeed_initialize())(initialize)
+    samplers = DistributedSamplers()
+
+    @functools.wraps(deepspeed_initialize())
+    def initialize_and_deal(*args: Any, **kwargs: Any) -> Any:
+        engine, *others = initialize(*args, **kwargs)
+        if isinstance(engine, VPipeLoopEngine):
+            samplers.deal(engine.dp_world_size, engine.grid.data_parallel_id)
+        return (engine, *others)
+
+    deepspeed.initialize = initialize_and_deal
     sys.argv = [name, *before, *arguments]
     if not as_module:
         sys.path[0] = str(Path(name).resolve().parent)
     try:
-        with limited_builds():  # the script may build before it comes to initialize()
+        with samplers.watching(), limited_builds():  # the script may build before it comes to initialize()
             if as_module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:

@@ -187,16 +187,33 @@ class EvaluationMixin(PipelineEngine):
         return means
 
     def _bcast_pipe_scalar(self, data: Any, src_rank: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
-        """Hand the last stage's result to the stages before it, neighbour by neighbour."""
+        """Hand the last stage's result to the stages before it."""
+        if self.is_last_stage():
+            data = map_tree(lambda leaf: leaf.detach().to(self.device, dtype, copy=True), data)
+        return self._arrived(self._handed_back(data))
+
+    def _handed_back(self, tree: Tree) -> Tree:
+        """The last stage's ``tree``, on every stage, neighbour by neighbour."""
         receiver, sender = self.neighbours.eval_loss_in, self.neighbours.eval_loss_out
-        if receiver is None or self.is_last_stage():
-            result = map_tree(lambda leaf: leaf.detach().to(self.device, dtype, copy=True), data)
-        else:
-            result = self._arrived(receiver.receive("the loss of an evaluation").tree)
+        if receiver is not None and not self.is_last_stage():
+            tree = receiver.receive("the result of an evaluation").tree
         if sender is not None and not self.is_first_stage():
-            sender.send(Message.EVAL, 0, result)
+            sender.send(Message.EVAL, 0, tree)
             sender.flush()
-        return result
+        return tree
+
+    def _of_all_stages(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """What every stage of the pipeline passes, in order, on all of them; ``what`` is the name of the wait.
+
+        By links, on which a stage that fails says so, and not by a collective.
+        """
+        receiver, sender = self.neighbours.eval_in, self.neighbours.eval_out
+        known = () if receiver is None or self.is_first_stage() else receiver.receive(what).tree
+        known = (*known, mine)
+        if sender is not None and not self.is_last_stage():
+            sender.send(Message.EVAL, 0, known)
+            sender.flush()
+        return list(self._handed_back(known))
 
     EVALUATION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
         ds_schedule.LoadMicroBatch: _exec_load_eval,

@@ -6,7 +6,7 @@ number, which came from the last stage. Everywhere the graph is behind a gate th
 only: a backward pass is the pipeline's, with the weights that its forward pass used.
 
 Scripts whose module returns its loss among other things take it out as ``outputs.loss``, ``outputs["loss"]`` or
-``outputs[0]``. No stage but the last has the other things, and which they are; so the tensor is its own ``loss``.
+``outputs[0]``. No stage but the last has the other things, and knows which they are; so the tensor is its own ``loss``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import torch
 
 from ds_vpipe.errors import CallOrderError
 
-_ALONE = "a pipeline gives the loss alone; what else forward() returns is on the last stage, in evaluation"
-
-_LAST_ONLY = (
-    "what forward() returns in an evaluation without a loss is on the last stage only; use it where "
-    "engine.is_last_stage(), or pass labels, whose loss all stages get"
+_ALONE = (
+    "in training a pipeline gives the loss alone, as what else forward() returns is on the last stage only; write "
+    "loss = engine(...), or outputs.loss; in evaluation every rank gets everything"
 )
 
 
@@ -41,30 +39,23 @@ class LossTensor(torch.Tensor):
         return self
 
     def __getitem__(self, key: Any) -> Any:
-        if self.dim() == 0 and isinstance(key, (int, str)):
+        if self.dim() == 0 and isinstance(key, (int, str, slice)):
             if key in (0, "loss"):
                 return self
-            raise (KeyError if isinstance(key, str) else IndexError)(f"outputs[{key!r}]: {_ALONE}")
+            given = "" if isinstance(key, slice) else repr(key)
+            raise (KeyError if isinstance(key, str) else IndexError)(f"outputs[{given or ':'}]: {_ALONE}")
         return super().__getitem__(key)
 
+    def __contains__(self, key: Any) -> bool:
+        return key == "loss" if isinstance(key, str) else super().__contains__(key)
+
     def __iter__(self) -> Iterator[Any]:
-        return iter((self,))
+        """Once, for a tuple of the loss alone; a script that goes on expects more."""
+        yield self
+        raise ValueError(f"loss, ... = outputs: {_ALONE}")
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"outputs.{name}: {_ALONE}")
-
-
-class OutputElsewhere:
-    """What an evaluation without a loss returns on all stages but the last."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"outputs.{name}: {_LAST_ONLY}")
-
-    def __getitem__(self, key: Any) -> Any:
-        raise LookupError(f"outputs[{key!r}]: {_LAST_ONLY}")
-
-    def __iter__(self) -> Iterator[Any]:
-        raise LookupError(f"outputs: {_LAST_ONLY}")
 
 
 class _Gate(torch.autograd.Function):

@@ -9,7 +9,6 @@ pipeline first.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -20,7 +19,6 @@ from ds_vpipe.engine.call_order import check_loss
 from ds_vpipe.engine.handed_loss import check_graph
 from ds_vpipe.engine.loop_evaluation import LoopEvaluationMixin
 from ds_vpipe.engine.loop_optimizers import LoopOptimizerMixin
-from ds_vpipe.engine.world_samplers import remedy, world_sampler
 from ds_vpipe.errors import CallOrderError, VPipeConfigError
 
 
@@ -44,7 +42,7 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
                 f'vpipe.schedule: got "{self.pipeline.schedule}" for a module that is called micro-batch by '
                 f'micro-batch; allowed: "1f1b" and "gpipe"; write "1f1b" and remove vpipe.virtual_stages'
             )
-        self._looked_for_samplers = self.num_stages == 1 or self.global_rank != 0
+        self._compared = self.num_stages == 1  # what the stages are handed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Hand in a micro-batch and run this stage's forward pass of it.
@@ -52,14 +50,14 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
         In ``eval()`` mode, or without gradients, evaluate it instead.
 
         Args:
-            args: what the module's ``forward`` takes. Those of the first stage's rank are used, of the others the
-                structure only.
+            args: what the module's ``forward`` takes. In training those of the first stage's rank are used, of the
+                others the structure only; in an evaluation each rank gets what is returned for its own.
             kwargs: likewise.
 
         Returns:
             The loss: on the last stage of this micro-batch, on others of the newest one whose loss is known without
-            a wait; while the pipeline is being filled they wait for this one's. In an evaluation this one's on all
-            stages, and on the last everything that the module returns.
+            a wait; while the pipeline is being filled they wait for this one's. In an evaluation everything that the
+            module returns, on all stages.
 
         Raises:
             CallOrderError: ``backward()`` or ``step()`` is due.
@@ -70,9 +68,9 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
         if not (self.module.training and torch.is_grad_enabled()):
             return self._evaluate(args, kwargs)
         self._order.expect("engine(...)")
-        self._look_for_samplers()
         with self._aborting():
             packed = self.module.pack(args, kwargs)
+            self._compare_once(packed)
             self._await_end()
             loss = self._run_forward(self._begin_round(packed))
         self._order.done("engine(...)")
@@ -158,13 +156,19 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
         """
         raise CallOrderError("eval_batch(): the model was no PipelineModule; call engine(...) in eval() mode")
 
-    def _look_for_samplers(self) -> None:
-        if self._looked_for_samplers:
+    def _compare_once(self, packed: Any) -> None:
+        """In the first round, say so if the stages of a pipeline are handed different data."""
+        if self._compared:
             return
-        self._looked_for_samplers = True
-        sampler = world_sampler(sys._getframe(1), self.dp_world_size)
-        if sampler is not None:
-            logger.warning(f"ds_vpipe: {remedy(sampler, self.dp_world_size, self.num_stages)}")
+        self._compared = True
+        if not self._alike(packed) and self.global_rank == 0:
+            world, replicas = self.num_stages * self.dp_world_size, self.dp_world_size
+            logger.warning(
+                f"ds_vpipe: the {self.num_stages} stages of a pipeline were handed different micro-batches; those of "
+                f"the first stage's rank are trained, so that an epoch of data that are dealt out to {world} ranks is "
+                f"{replicas}/{world} of them; deal them out to {replicas}: num_replicas=engine.dp_world_size, "
+                f"rank=torch.distributed.get_rank() % engine.dp_world_size, or pass training_data to initialize()"
+            )
 
     def _build_data_iter(self, dataset: Any) -> None:
         """Nothing: the script loops over ``training_dataloader`` itself, on every rank."""

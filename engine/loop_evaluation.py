@@ -1,4 +1,10 @@
-"""Evaluation of one micro-batch for scripts that call the engine in ``eval()`` mode or without gradients."""
+"""Evaluation of one micro-batch for scripts that call the engine in ``eval()`` mode or without gradients.
+
+Scripts compute metrics of what their model returns, on every rank, with the labels that they have there. So every rank
+gets everything that the last stage's forward returned. Where the ranks of a pipeline have different micro-batches, as
+loaders that deal the data out to all ranks give them, each rank's is run through all stages in turn, and each rank gets
+the result of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,10 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.engine.handed_loss import LossTensor, OutputElsewhere
+from ds_vpipe.engine.copies import as_bytes, digest, from_bytes
 from ds_vpipe.engine.loop_rest import LoopRestMixin
 from ds_vpipe.engine.results import random_states_kept
+from ds_vpipe.errors import VPipeError
 
 
 class LoopEvaluationMixin(LoopRestMixin):
@@ -23,31 +30,58 @@ class LoopEvaluationMixin(LoopRestMixin):
         are put back afterwards.
 
         Returns:
-            The loss of the micro-batch; on the last stage what the module returned, if that is more or has no loss.
+            What the module's forward returns for this rank's micro-batch.
         """
         self.drain("evaluation")
         # Buffers and weights that an evaluation touches are used in training afterwards.
-        with torch.inference_mode(False), torch.no_grad():
-            return self._evaluated(args, kwargs)
+        with torch.inference_mode(False), torch.no_grad(), self._aborting():
+            self.state.doing = "evaluation"
+            packed = self.module.pack(args, kwargs)
+            if self._alike(packed):
+                return self._evaluated(packed)
+            calls = self._of_all_stages(as_bytes((args, kwargs)), "the micro-batches of all ranks to evaluate")
+            given = [from_bytes(call, self.device) for call in calls]
+            return [self._evaluated(self.module.pack(*call)) for call in given][self.stage_id]
 
-    def _evaluated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.state.doing = "evaluation"
+    def _alike(self, packed: Any) -> bool:
+        """Whether all stages of this pipeline have been handed the same micro-batch; all of them ask."""
+        if self.num_stages == 1:
+            return True
+        first, *others = self._of_all_stages(digest(packed), "all stages to compare what they are handed")
+        return all(torch.equal(first, other) for other in others)
+
+    def _evaluated(self, packed: Any) -> Any:
         micro_offset, iterator = self.module.micro_offset, self.data_iterator
         self._compute_loss, self.eval_return_logits = True, False
-        with self._aborting():
-            item = (self.module.pack(args, kwargs), None)
-            try:
-                with random_states_kept(self.device), self._newest_ties(), torch.no_grad():
-                    self.data_iterator = iter([item])
-                    self._exec_schedule(self._inference_schedule(1))
-                    loss = self._bcast_pipe_scalar(self.fwd_outputs[0] if self.is_last_stage() else None)
-                if self.neighbours.eval_out is not None:
-                    self.neighbours.eval_out.flush()
-            finally:
-                self.module.micro_offset, self.data_iterator = micro_offset, iterator
-                self.fwd_outputs = []
+        try:
+            with random_states_kept(self.device), self._newest_ties(), torch.no_grad():
+                self.data_iterator = iter([(packed, None)])
+                self._exec_schedule(self._inference_schedule(1))
+                output = self._everywhere(self._output() if self.is_last_stage() else None)
+            if self.neighbours.eval_out is not None:
+                self.neighbours.eval_out.flush()
+        finally:
+            self.module.micro_offset, self.data_iterator = micro_offset, iterator
+            self.fwd_outputs = []
+        return output
+
+    def _output(self) -> Any:
         take_output = getattr(self.module, "take_output", None)
-        whole = take_output() if take_output is not None and self.is_last_stage() else None
-        if isinstance(loss, torch.Tensor) and (whole is None or isinstance(whole, torch.Tensor)):
-            return loss.as_subclass(LossTensor)
-        return OutputElsewhere() if whole is None else whole
+        return self.fwd_outputs[0] if take_output is None else take_output()
+
+    def _everywhere(self, output: Any) -> Any:
+        """The last stage's ``output`` on all stages."""
+        if self.num_stages == 1:
+            return output
+        if not self.is_last_stage():
+            return from_bytes(self._handed_back(None), self.device)
+        try:
+            copied = as_bytes(output)
+        except Exception as error:  # whatever pickle makes of classes of the user's
+            reason = " ".join(str(error).split())
+            raise VPipeError(
+                f"evaluation: forward returned a {type(output).__name__} that cannot be copied to the other stages "
+                f"({type(error).__name__}: {reason}); allowed is what pickle copies; return tensors, tuples and dicts"
+            ) from error
+        self._handed_back(copied)
+        return output

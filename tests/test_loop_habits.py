@@ -16,6 +16,8 @@ from test_exactness import difference
 from torch import nn
 from worlds import CaseFailed, Worlds
 
+from ds_vpipe.engine.copies import as_bytes, digest, from_bytes
+from ds_vpipe.engine.handed_loss import HandedLoss
 from ds_vpipe.engine.parameter_groups import by_identity, follow
 from ds_vpipe.engine.script_rates import ScriptRates
 from ds_vpipe.engine.split_module import split_model
@@ -157,16 +159,15 @@ def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
         engine, model = built(ds_config)
     engine.eval()
     with torch.inference_mode():
-        output = engine(batch(0)[0])
-    told = {"output": output.clone() if isinstance(output, torch.Tensor) else _error(lambda: output.shape)}
-    told |= {"index": "" if isinstance(output, torch.Tensor) else _error(lambda: output[0])}
+        output, own = engine(batch(0)[0]), engine(*batch(engine.stage_id))
     return {
-        **told,
+        "output": output.clone(),
+        "own": own.item(),
         "outlives": outlive.called,
         "vocabulary": engine.module.config.vocab_size,
         "names": list(engine.module.state_dict()),
         "parameters": [name for name, _ in engine.named_parameters()],
-        "own": list(model.state_dict()),
+        "kept": list(model.state_dict()),
         "called": _error(lambda: engine.module(*batch(0))),
         "by itself": _error(lambda: model(*batch(0))),
         "copy": _error(lambda: copy.deepcopy(model)(*batch(0))),
@@ -185,20 +186,79 @@ def _error(call: Callable[[], Any]) -> str:
 def test_the_module_is_the_users_but_for_other_stages(worlds: Worlds) -> None:
     first, last = worlds.run(STAGES, outputs, config())
     torch.manual_seed(0)
-    torch.testing.assert_close(last["output"], Plain()(batch(0)[0]).detach())
-    assert first["output"].startswith("outputs.shape: what forward() returns in an evaluation without a loss is on the")
-    assert first["index"].startswith("'outputs[0]: ") or first["index"].startswith("outputs[0]: ")
-    for rank in (first, last):
+    plain = Plain()
+    for number, rank in enumerate((first, last)):
+        torch.testing.assert_close(rank["output"], plain(batch(0)[0]).detach())
+        assert rank["own"] == pytest.approx(plain(*batch(number)).item()), "the loss of this rank's micro-batch"
         assert rank["vocabulary"] == 13
         assert rank["outlives"]
-        assert rank["names"] == rank["own"]
-        assert rank["parameters"] == [f"module.{name}" for name in rank["own"]]
+        assert rank["names"] == rank["kept"]
+        assert rank["parameters"] == [f"module.{name}" for name in rank["kept"]]
         assert rank["called"].startswith("engine.module(...): a stage has only a part of the model")
         assert rank["by itself"].startswith("Plain(...): called itself, and this rank has only one stage of it")
         assert rank["copy"] == rank["by itself"]
         assert rank["split again"].startswith("model: got a Plain of which an earlier initialize() has left one stage")
         assert "nothing" in rank["unknown"]
     assert sorted(first["names"] + last["names"]) == sorted(Plain().state_dict())
+
+
+def warned(ds_config: dict[str, Any], apart: int) -> list[str]:
+    """What is said of two rounds in which the ranks' data are ``apart``."""
+    engine, _ = built(ds_config)
+    with mock.patch("ds_vpipe.engine.loop_engine.logger") as logger:
+        for number in range(2):
+            loss = engine(*batch(number + apart * engine.stage_id))
+            engine.backward(loss)
+            engine.step()
+    engine.drain()
+    return [call.args[0] for call in logger.warning.call_args_list]
+
+
+@pytest.mark.mp
+def test_stages_that_are_handed_different_data_are_noticed(worlds: Worlds) -> None:
+    assert worlds.run(STAGES, warned, config(), 0) == [[], []]
+    (line,), nothing = worlds.run(STAGES, warned, config(), 1)
+    assert nothing == []
+    assert "the 2 stages of a pipeline were handed different micro-batches; those of the first stage's rank" in line
+    assert "num_replicas=engine.dp_world_size" in line
+    assert "\n" not in line
+
+
+def test_a_loss_alone_answers_for_the_outputs() -> None:
+    """As scripts take it out of what their model returns; what else that is has a remedy in place of torch's errors."""
+    loss = HandedLoss().gated(torch.tensor(2.0))
+    assert loss.loss is loss[0] is loss["loss"] is loss
+    assert "loss" in loss
+    assert "logits" not in loss
+    assert not hasattr(loss, "logits")
+
+    def unpack() -> None:
+        _loss, _logits = loss
+
+    takes: list[Callable[[], Any]] = [
+        unpack, lambda: loss[1:], lambda: loss[:2], lambda: loss[1], lambda: loss[-1], lambda: loss["logits"],
+        lambda: loss.logits,
+    ]  # fmt: skip
+    for take in takes:
+        assert "in training a pipeline gives the loss alone" in _error(take)
+        assert "in evaluation every rank gets everything" in _error(take)
+
+
+def test_values_on_their_way_to_another_rank() -> None:
+    value = {"loss": torch.tensor(1.5), "rest": (batch(0), None, "text")}
+    found = from_bytes(as_bytes(value), torch.device("cpu"))
+    assert (found["loss"], found["rest"][1:]) == (1.5, (None, "text"))
+    assert torch.equal(found["rest"][0][0], batch(0)[0])
+
+
+def test_digests_are_of_types_shapes_and_values() -> None:
+    half = torch.arange(6, dtype=torch.bfloat16)
+    trees = [
+        (half,), (half, None), (half.view(2, 3),), (half.view(2, 3).t(),), (half + 1,), (half.float(),), half[:0],
+        half[:0].view(2, 0), None,
+    ]  # fmt: skip
+    assert len({bytes(digest(tree).tolist()) for tree in trees}) == len(trees)
+    assert torch.equal(digest((half.view(2, 3).t(),)), digest((half.view(2, 3).t().contiguous(),)))
 
 
 def test_names_in_groups_follow_their_parameters() -> None:

@@ -207,3 +207,29 @@ def test_resuming_asynchronously(tmp_path: Path) -> None:
     assert "trained 20 steps" in run(stopped, "pretraining", ds_config, 2, "--resume")
     assert "trained 20 steps" in run(through, "pretraining", ds_config, 2)
     assert difference(saved(stopped), saved(through)) == 0
+
+
+def test_data_dealt_out_to_ranks(tmp_path: Path) -> None:
+    """The script makes its samplers, and somebody its JSON, for as many replicas as ranks; with dropout and logits."""
+    reports = {}
+    with contextlib.closing(Worlds()) as worlds:
+        for name, ranks, extra in [
+            ("stock", 1, {}),
+            ("alone", 1, {"pipeline": {"stages": 1}, "vpipe": {}}),
+            ("two", 2, {"pipeline": {"stages": 2}, "vpipe": {"partition": [2, 2]}}),
+        ]:
+            sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2 * 2 * ranks}
+            folder = tmp_path / name
+            write_json(folder, {**CONFIGS["masked_lm"], **sizes, **extra})
+            output = worlds.run(ranks, run_on_rank, folder, command_line("sharded", ()), bool(extra))
+            lines = [line for text in output for line in text.splitlines() if line.startswith("report ")]
+            reports[name] = [json.loads(line.removeprefix("report ")) for line in lines]
+    assert difference(saved(tmp_path / "alone"), saved(tmp_path / "stock")) == 0
+    (stock,) = reports["stock"]
+    assert reports["alone"] == [stock]
+    first, last = reports["two"]
+    assert first == last
+    assert first["seen"] == stock["seen"]
+    assert sorted(first["seen"]) == sorted([*range(12), *range(12)])
+    assert first["steps"] == stock["steps"] == 6
+    assert (len(first["correct"]), len(first["losses"])) == (8, 4)

@@ -77,7 +77,7 @@ def test_script_gets_its_arguments(script: Path, before: list[str], after: list[
 def test_initialize_is_replaced(script: Path) -> None:
     import deepspeed
 
-    from ds_vpipe.initialization import deepspeed_initialize, initialize
+    from ds_vpipe.initialization import deepspeed_initialize
 
     original = deepspeed.initialize
     script.write_text("import deepspeed\ndeepspeed.found = deepspeed.initialize\n")
@@ -86,7 +86,6 @@ def test_initialize_is_replaced(script: Path) -> None:
     del deepspeed.found
     assert found is not original
     assert found.__wrapped__ is original
-    assert found.__code__ is initialize.__code__ if hasattr(found, "__code__") else found.func is initialize
     assert deepspeed_initialize() is original
 
 

@@ -1,0 +1,69 @@
+"""Distributed samplers of an unedited script, dealt out to pipelines and not to ranks.
+
+Scripts without pipelines give every rank a share of the data: torch's ``DistributedSampler`` takes the number of ranks
+unless told otherwise. In a pipeline all stages of a replica train one share, that of the first stage; the others' would
+be read and dropped, and an epoch would be 1/K of the data. How many replicas there are is known in ``initialize()``,
+before or after which a script makes its samplers.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.utils import logger
+from torch.utils.data.distributed import DistributedSampler
+
+
+class DistributedSamplers:
+    """Samplers that are made while it is watching, and what they were made of.
+
+    Only those for all ranks are dealt anew, and only by :meth:`deal`; a sampler with another number of replicas is what
+    the script wants.
+    """
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakKeyDictionary[DistributedSampler[Any], tuple[Any, ...]] = weakref.WeakKeyDictionary()
+        self._place: tuple[int, int] | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, see all samplers that are made."""
+        original = DistributedSampler.__init__
+
+        @functools.wraps(original)
+        def make(sampler: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *args: Any, **kw: Any) -> None:
+            original(sampler, dataset, num_replicas, rank, *args, **kw)
+            self._made[sampler] = (original, dataset, args, kw)
+            self._deal(sampler)
+
+        DistributedSampler.__init__ = make  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            DistributedSampler.__init__ = original  # type: ignore[method-assign]
+
+    def deal(self, replicas: int, replica: int) -> None:
+        """Let all samplers for all ranks, and those still to be made, be for ``replicas``, of which this is one."""
+        self._place = replicas, replica
+        for sampler in list(self._made):
+            self._deal(sampler)
+
+    def _deal(self, sampler: DistributedSampler[Any]) -> None:
+        place, world = self._place, dist.get_world_size() if dist.is_initialized() else 1
+        if place is None or place[0] == world or (sampler.num_replicas, sampler.rank) != (world, dist.get_rank()):
+            return
+        make, dataset, args, kwargs = self._made[sampler]
+        epoch, samples = sampler.epoch, sampler.num_samples
+        make(sampler, dataset, *place, *args, **kwargs)
+        sampler.epoch = epoch
+        if dist.get_rank() == 0:
+            logger.warning(
+                f"ds_vpipe: DistributedSampler(num_replicas={world}): {world} ranks are {place[0]} pipelines, and all "
+                f"ranks of one read the same data; num_replicas={place[0]} is used, with {sampler.num_samples} samples "
+                f"an epoch where they were {samples}"
+            )

@@ -18,7 +18,7 @@ _FILES_LIMIT = timedelta(minutes=30)  # slow file systems are ordinary; DeepSpee
 
 
 class Agreement:
-    """Minima over the replicas of a stage or over all ranks, and what one stage of a pipeline decides for all.
+    """Minima over the ranks of a stage or over all ranks, and what one stage of a pipeline decides for all.
 
     Args:
         grid: DeepSpeed's process grid.
@@ -36,6 +36,13 @@ class Agreement:
                 group = dist.new_group(ranks, backend="gloo", timeout=limit)
                 if grid.get_global_rank() in ranks:
                     self._replicas = group
+        self._stage = self._replicas
+        if grid.get_slice_parallel_world_size() > 1:
+            for stage in range(grid.pipe_parallel_size):
+                ranks = sorted(grid.topology().filter_match(pipe=stage))
+                group = dist.new_group(ranks, backend="gloo", timeout=limit)
+                if grid.get_global_rank() in ranks:
+                    self._stage = group
         self._pipeline = None
         if grid.pipe_parallel_size > 1:
             for ranks in grid.pipe_groups:
@@ -48,12 +55,14 @@ class Agreement:
             self._at_files = dist.new_group(backend="gloo", timeout=max(limit, _FILES_LIMIT))
 
     def all_have(self, mine: bool) -> bool:
-        """True if all replicas of this stage pass True: a micro-batch is admitted only if every replica has one.
+        """True if all ranks of this stage pass True: a micro-batch is admitted only if every replica has one.
+
+        Of a tensor slice one rank may read for all, so that the others have to hear of the end.
 
         Raises:
-            PipelinePeerError: a replica is lost or did not answer in time.
+            PipelinePeerError: one of them is lost or did not answer in time.
         """
-        return bool(self._minimum(int(mine), self._replicas, "the stage's replicas to read a micro-batch"))
+        return bool(self._minimum(int(mine), self._stage, "the stage's ranks to read a micro-batch"))
 
     def lowest(self, value: int, what: str) -> int:
         """The smallest ``value`` of all ranks, between batches only; ``what`` is the name of the wait.

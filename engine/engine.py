@@ -101,7 +101,8 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             has_copies=self.ties is not None and self.ties.has_copies,
             news=self._clips_globally,
         )
-        self._feed = MicroBatchFeed()
+        self._feed = MicroBatchFeed(self.device, inputs=self.is_first_stage(), labels=self.is_last_stage())
+        self._sets_back = self.asynchronous and self.num_stages > 1
         self._rests = RestWatch(self.global_rank == 0)
         self._agreement = Agreement(self.grid, self.vpipe_config.peer_timeout_s)
         self._observation = Observation(self)
@@ -117,8 +118,8 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         call. Only the first stage uses inputs and only the last labels.
 
         Args:
-            data_iter: iterator over ``(inputs, labels)`` micro-batches; None on stages in between, or to
-                use the data set given to ``initialize()``.
+            data_iter: iterator over ``(inputs, labels)`` micro-batches, which may refill its buffers; None on stages
+                in between, to use the data set given to ``initialize()``, or where ``batch_fn`` makes them of None.
 
         Raises:
             StopIteration: on every rank, if the data do not suffice for the batch. All complete batches
@@ -136,9 +137,10 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         progress = self.state.progress
         if progress.completed == progress.limit:
             self.state.progress = dataclasses.replace(progress, limit=None, refill=progress.completed)
-        self._feed.post_process = self.batch_fn
         reads = self.is_first_stage() or self.is_last_stage()
-        self._feed.next_call((self.data_iterator if data_iter is None else data_iter) if reads else None)
+        self._feed.next_call(
+            self._or_no_data(self.data_iterator if data_iter is None else data_iter) if reads else None
+        )
         try:
             with training_by_list(self.module, self._parts):
                 loss: torch.Tensor = super().train_batch(data_iter)

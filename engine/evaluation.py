@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.engine.admission import Agreement
-from ds_vpipe.engine.feed import labels_to_device, to_device
+from ds_vpipe.engine.feed import NO_DATA, MicroBatchFeed, labels_to_device, own_copy, to_device
 from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.instructions import InterleavedEvaluation
 from ds_vpipe.engine.interleaving import InterleavedMixin
@@ -47,6 +47,7 @@ class EvaluationMixin(PipelineEngine):
     _abort: Callable[[BaseException], None]
     _refuse_half_loaded: Callable[[str], None]
     _agreement: Agreement
+    _feed: MicroBatchFeed
     asynchronous: bool
     data_iterator: Any
 
@@ -105,7 +106,7 @@ class EvaluationMixin(PipelineEngine):
         failure: Exception | None = None
         if self.is_first_stage() or self.is_last_stage():
             try:
-                items = list(itertools.islice(self._evaluation_data(data_iter), wanted))
+                items = [own_copy(item) for item in itertools.islice(self._evaluation_data(data_iter), wanted)]
             except Exception as error:  # whatever the user's data set raises: the other ranks have to hear of it
                 failure = error
         state = _FAILED if failure is not None else _ENDED if items is not None and len(items) < wanted else _READY
@@ -118,21 +119,26 @@ class EvaluationMixin(PipelineEngine):
             raise StopIteration
         return None if items is None else iter(items)
 
+    def _or_no_data(self, iterator: Iterator[Any] | None) -> Iterator[Any] | None:
+        """What is read where the script gives no iterator: nothing, for ``batch_fn`` to make something of."""
+        return NO_DATA if iterator is None and self.batch_fn is not None else iterator
+
     def _evaluation_data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        if data_iter is None or (self.asynchronous and data_iter is self.data_iterator):
+        data = self._or_no_data(data_iter)
+        if data is None or (self.asynchronous and data_iter is not None and data_iter is self.data_iterator):
             given = "None" if data_iter is None else "the iterator that train_batch() reads"
             raise VPipeError(
                 f"eval_batch(data_iter): got {given}, allowed on the first and last stage is an iterator of "
                 f"(inputs, labels) of its own; the stages are at different positions of the training data"
             )
-        return data_iter
+        return data
 
     def _exec_load_eval(self, buffer_id: int) -> None:
-        item = self._next_batch()
+        inputs, labels = self._feed.take(next(self.data_iterator), self.batch_fn)
         if self.is_first_stage():
-            self.pipe_buffers["inputs"][buffer_id] = to_device(item[0], self.device)
+            self.pipe_buffers["inputs"][buffer_id] = to_device(inputs, self.device)
         if self.is_last_stage():
-            self.pipe_buffers["labels"][buffer_id] = labels_to_device(item[1], self.device)
+            self.pipe_buffers["labels"][buffer_id] = labels_to_device(labels, self.device)
 
     def _exec_recv_eval(self, buffer_id: int) -> None:
         assert self.neighbours.eval_in is not None

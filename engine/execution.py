@@ -14,7 +14,7 @@ from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.batch_end import BatchEndMixin
 from ds_vpipe.engine.draining import DrainingMixin
-from ds_vpipe.engine.feed import labels_to_device, to_device
+from ds_vpipe.engine.feed import MicroBatch, labels_to_device, own_copy, to_device
 from ds_vpipe.engine.flight import Flight
 from ds_vpipe.engine.interleaving import InterleavedMixin
 from ds_vpipe.engine.losses import BatchLoss
@@ -30,6 +30,7 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
 
     _agreement: Agreement
     _vertical: bool
+    _sets_back: bool
 
     # Instructions
 
@@ -43,40 +44,44 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
                     f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
                     f"give both stages iterators over the same data"
                 ) from None
-            flight.labels = labels_to_device(item[1], self.device)
+            flight.labels = labels_to_device(self._feed.take(item, self.batch_fn)[1], self.device)
             self._feed.forget_before(flight.call)
             return
         if self.pipeline.virtual_stages > 1 and index % self.micro_batches == 0:
             self._read_batch(index)
-        again = self._feed.next_again()
-        call, item = again or self._first_time(index)
+        call, taken = self._feed.next_again() or self._first_time(index)
         self._feed.forget_before(call)
-        labels = labels_to_device(item[1], self.device) if self.is_last_stage() else None
-        self.state.flights[self._key(index, part)] = Flight(call, to_device(item[0], self.device), labels, item=item)
+        inputs = to_device(taken[0], self.device, copy=self._sets_back)
+        flight = Flight(call, inputs, labels_to_device(taken[1], self.device))
+        if self._sets_back:
+            flight.taken = taken
+        self.state.flights[self._key(index, part)] = flight
 
     def _read_batch(self, index: int) -> None:
         """Make sure of a whole batch before it begins: parts of it could not be undone on all ranks."""
-        items: list[tuple[int, Any]] = []
+        items: list[Any] = []
+        call = self._feed.call
         with suppress(StopIteration):
             while len(items) < self.micro_batches:
-                items.append(self._feed.next_again() or (self._feed.call, self._feed.read(self._feed.call)))
+                items.append(own_copy(self._feed.read(call)))
         if not self._agreement.all_have(len(items) == self.micro_batches):
-            self._end_of_data(index, index, self.state.progress.refill, self._feed.call, unlabelled=len(items))
-        self._feed.read_again(items)
+            self._end_of_data(index, index, self.state.progress.refill, call, unlabelled=len(items))
+        self._feed.read_again([(call, self._feed.take(item, self.batch_fn)) for item in items])
 
-    def _first_time(self, index: int) -> tuple[int, Any]:
-        """Admit a new micro-batch, if all replicas have one."""
-        call, item = self._feed.call, None
+    def _first_time(self, index: int) -> tuple[int, MicroBatch]:
+        """Admit a new micro-batch, if all ranks of the stage have one."""
+        call, item, there = self._feed.call, None, False
         with suppress(StopIteration):
             item = self._feed.read(call)
-        if not self._agreement.all_have(item is not None):
-            if item is not None:
+            there = True
+        if not self._agreement.all_have(there):
+            if there:
                 self._feed.give_back(call, item)
             limit = index - index % self.micro_batches
-            if item is None and limit > self.state.progress.refill:
+            if not there and limit > self.state.progress.refill:
                 self._feed.end_again(call)
             self._end_of_data(limit=limit, read=index, fill=self.state.progress.refill, call=call)
-        return call, item
+        return call, self._feed.take(item, self.batch_fn)
 
     def _exec_recv_activation(self, index: int, part: int) -> None:
         assert self.neighbours.activations_in is not None

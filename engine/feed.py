@@ -4,32 +4,48 @@ The first stage reads ahead of the last by the pipeline's depth, so the two read
 different times, maybe in different calls of ``train_batch()``. Inputs and labels stay together because
 every activation carries the number of the call whose iterator its micro-batch was read from, and the
 last stage reads the label from the iterator that it was given in that same call.
+
+An iterator may refill its buffers when it is asked again, so what is kept is a copy. A rank may have no
+iterator: with tensor slices one rank of a slice reads, and ``batch_fn`` makes of None what that one sends.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from ds_vpipe.errors import VPipeError
 
-Item = Any  # (inputs, labels)
+Item = Any  # what an iterator gives: (inputs, labels), or what batch_fn makes that of
+MicroBatch = tuple[Any, Any]  # this stage's own inputs and labels; None where it uses none
+
+NO_DATA: Iterator[Item] = itertools.repeat(None)
+"""Iterator of a rank that has none, for ``batch_fn``."""
 
 
 class MicroBatchFeed:
-    """Reads items, one a micro-batch, from the iterators of successive ``train_batch()`` calls."""
+    """Reads items, one a micro-batch, from the iterators of successive ``train_batch()`` calls.
 
-    def __init__(self) -> None:
-        self.post_process: Callable[[Item], Item] | None = None
+    Args:
+        device: the stage's.
+        inputs: whether the stage uses inputs.
+        labels: whether it uses labels.
+    """
+
+    def __init__(self, device: torch.device, *, inputs: bool, labels: bool) -> None:
+        self._device, self._uses = device, (inputs, labels)
         self._call = -1
         self._iterators: dict[int, Iterator[Item]] = {}  # by the first call that used each
         self._ended: set[int] = set()  # has ended while reading ahead, and the user has not been told yet
         self._returned: dict[int, Item] = {}  # read from an iterator to see whether it ends, but not used
-        self._ahead: deque[tuple[int, Item]] = deque()  # admitted once, to be admitted again
+        self._ahead: deque[tuple[int, MicroBatch]] = deque()  # admitted once, to be admitted again
         self._iterator_there: Iterator[Item] | None = None
 
     @property
@@ -67,22 +83,41 @@ class MicroBatchFeed:
         source = self._source(call)
         if source is None:
             raise VPipeError(
-                "train_batch(data_iter=None) on a stage that reads data: "
-                "pass an iterator of (inputs, labels), or training_data to initialize(), on the first and last stage"
+                "train_batch(data_iter=None) on a stage that reads data: pass an iterator of (inputs, labels), or "
+                "training_data to initialize(), on the first and last stage; None is for ranks of a tensor slice whose "
+                "data come from a batch_fn, given to set_batch_fn()"
             )
         if source in self._ended:
             self._ended.remove(source)
             raise StopIteration
         if source in self._returned:
             return self._returned.pop(source)
-        item = next(self._iterators[source])
-        return item if self.post_process is None else self.post_process(item)
+        return next(self._iterators[source])
 
-    def read_again(self, items: Iterable[tuple[int, Item]]) -> None:
-        """Put ``(call, item)`` pairs that had been read in front of everything else."""
+    def take(self, item: Item, batch_fn: Callable[[Item], Item] | None) -> MicroBatch:
+        """This stage's own copies of what it uses of an item; ``batch_fn`` may exchange data with the slice's ranks.
+
+        Raises:
+            VPipeError: it is no pair, or ``batch_fn`` raised StopIteration.
+        """
+        if batch_fn is not None:
+            try:
+                item = batch_fn(item)
+            except StopIteration as error:
+                raise VPipeError("batch_fn raised StopIteration") from error
+        if item is None:
+            raise VPipeError(
+                "micro-batch: got None, allowed is (inputs, labels); pass an iterator of those, or let the function "
+                "given to set_batch_fn() return them for None"
+            )
+        inputs, labels = (own_copy(item[at], self._device) if used else None for at, used in enumerate(self._uses))
+        return inputs, labels
+
+    def read_again(self, items: Iterable[tuple[int, MicroBatch]]) -> None:
+        """Put ``(call, micro-batch)`` pairs that had been taken in front of everything else."""
         self._ahead.extendleft(reversed(list(items)))
 
-    def next_again(self) -> tuple[int, Item] | None:
+    def next_again(self) -> tuple[int, MicroBatch] | None:
         """The next of those pairs, or None if there are none."""
         return self._ahead.popleft() if self._ahead else None
 
@@ -95,7 +130,7 @@ class MicroBatchFeed:
         """Undo the last :meth:`read` of ``call``."""
         source = self._source(call)
         if source is not None:
-            self._returned[source] = item
+            self._returned[source] = own_copy(item)
 
     def end_again(self, call: int) -> None:
         """Let the next :meth:`read` of ``call``'s iterator report its end once more, without asking it.
@@ -116,14 +151,35 @@ class MicroBatchFeed:
         if source is None or source in self._returned:
             return
         with suppress(StopIteration):
-            self._returned[source] = self.read(call)
+            self._returned[source] = own_copy(self.read(call))
 
     def _source(self, call: int) -> int | None:
         return max((number for number in self._iterators if number <= call), default=None)
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """A private copy of a micro-batch's inputs on ``device``: tensors in tuples or lists become tensors in tuples.
+def own_copy(tree: Any, device: torch.device | None = None) -> Any:
+    """A tree whose tensors and NumPy arrays nobody else writes into; page-locked if it has to go to ``device``."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.detach()
+        if device is not None and device.type == "cuda" and leaf.device.type == "cpu" and leaf.layout is torch.strided:
+            return torch.empty_like(leaf, pin_memory=True).copy_(leaf)
+        return leaf.clone()
+
+    return tree_map(copied, tree)
+
+
+def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
+    """A micro-batch's inputs on ``device``: tensors in tuples or lists become tensors in tuples.
+
+    Args:
+        value: the stage's own.
+        device: where to.
+        copy: whether ``value`` has to stay what it is, whatever layers do in place.
 
     Raises:
         VPipeError: the inputs hold something else.
@@ -131,11 +187,9 @@ def to_device(value: Any, device: torch.device) -> Any:
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
-        # A layer may work in place on its input, which must not reach the user's data.
-        moved = value.detach().to(device, non_blocking=True)
-        return moved.clone() if moved.data_ptr() == value.data_ptr() else moved
+        return value.to(device, non_blocking=True, copy=copy)
     if isinstance(value, (tuple, list)):
-        return tuple(to_device(item, device) for item in value)
+        return tuple(to_device(item, device, copy=copy) for item in value)
     raise VPipeError(
         f"micro-batch: got {type(value).__name__} where tensors, None and tuples or lists of them are allowed; "
         f"let the iterator return (inputs, labels) made of those"

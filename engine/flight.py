@@ -41,7 +41,7 @@ class Flight:
         gradients: those gradients, once received; None where the next stage did not use a tensor.
         loss: on the last stage.
         told: the loss on its way to the first stage, where every micro-batch's is told and not a batch's mean alone.
-        item: what was read, on the first stage, should it have to be admitted again.
+        taken: the stage's own copy of it, on the first stage of a pipeline that may have to admit it again.
     """
 
     call: int
@@ -51,7 +51,7 @@ class Flight:
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     loss: torch.Tensor | None = None
     told: torch.Tensor | None = None
-    item: Any = None
+    taken: Any = None
 
     def enter(self) -> Tree:
         """The inputs as the stage's first layer gets them."""

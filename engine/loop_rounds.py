@@ -38,6 +38,7 @@ class LoopRoundMixin(VPipeEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._inside = False  # an instruction is being carried out: DeepSpeed asks, not the script
         super().__init__(*args, **kwargs)
+        self._sets_back = False  # a drain finishes what is in flight
         self._order = CallOrder()
         self._round = _NOTHING
         self._waits = False  # for the loss of the round's own micro-batch
@@ -68,7 +69,7 @@ class LoopRoundMixin(VPipeEngine):
             group = self.mpu.get_data_parallel_group()
             self.state.batch_loss = BatchLoss(self.micro_batches, group, self.dp_world_size)
         if self.is_first_stage():
-            self._feed.read_again([(self._feed.call, (packed, None))])
+            self._feed.read_again([(self._feed.call, self._feed.take((packed, None), None))])
         return progress.forwarded
 
     def _run_forward(self, micro_batch: int) -> torch.Tensor:

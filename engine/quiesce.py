@@ -75,7 +75,7 @@ class QuiesceMixin(PipelineEngine):
             news = None if self.news is None else self.news.table
             neighbours.activations_out.send(Message.QUIESCE, state.progress.forwarded, news)
         if self.is_first_stage():
-            self._feed.read_again([(flight.call, flight.item) for _, flight in sorted(state.flights.items())])
+            self._feed.read_again([(flight.call, flight.taken) for _, flight in sorted(state.flights.items())])
         for index in list(state.flights):
             del state.flights[index]
             self.stashing_optimizer.release(index)

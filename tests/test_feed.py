@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from ds_vpipe.engine.feed import MicroBatchFeed, to_device
+from ds_vpipe.engine.feed import NO_DATA, MicroBatchFeed, own_copy, to_device
 from ds_vpipe.errors import VPipeError
 
 CPU = torch.device("cpu")
@@ -32,14 +33,14 @@ class Restarting:
 
 
 def feed_of(*iterators: Any) -> MicroBatchFeed:
-    feed = MicroBatchFeed()
+    feed = MicroBatchFeed(CPU, inputs=True, labels=True)
     for iterator in iterators:
         feed.next_call(iterator)
     return feed
 
 
 def test_calls_are_numbered_from_zero() -> None:
-    feed = MicroBatchFeed()
+    feed = MicroBatchFeed(CPU, inputs=True, labels=True)
     for number in range(3):
         feed.next_call(iter(()) if number != 1 else None)
         assert feed.call == number
@@ -75,15 +76,51 @@ def test_end_of_an_iterator() -> None:
     assert feed.read(1) == "x"
 
 
-def test_post_process_once_for_each_item() -> None:
-    seen: list[str] = []
+def test_batch_fn_makes_the_micro_batch() -> None:
     feed = feed_of(iter("ab"))
-    feed.post_process = lambda item: seen.append(item) or item.upper()  # type: ignore[func-returns-value]
-    item = feed.read(0)
-    assert item == "A"
-    feed.give_back(0, item)
-    assert [feed.read(0), feed.read(0)] == ["A", "B"]
-    assert seen == ["a", "b"]
+    taken = [feed.take(feed.read(0), lambda item: (item.upper(), item)) for _ in range(2)]
+    assert taken == [("A", "a"), ("B", "b")]
+
+
+def test_batch_fn_without_an_iterator() -> None:
+    feed = feed_of(NO_DATA, NO_DATA)
+    assert [feed.read(call) for call in (0, 1, 1)] == [None, None, None]
+    assert feed.take(feed.read(1), lambda item: (item, 5)) == (None, 5)
+    with pytest.raises(VPipeError, match=r"^micro-batch: got None, allowed is \(inputs, labels\); pass an"):
+        feed.take(None, lambda item: item)
+
+
+def ends_early(item: Any) -> Any:
+    raise StopIteration
+
+
+def test_batch_fn_does_not_end_the_data() -> None:
+    with pytest.raises(VPipeError, match=r"^batch_fn raised StopIteration$"):
+        feed_of(iter("a")).take("a", ends_early)
+
+
+def test_what_is_taken_is_the_stages_own() -> None:
+    buffers = torch.zeros(2), {"a": torch.zeros(2), "b": [np.zeros(2), "name"]}
+    inputs, labels = feed_of(None).take(buffers, None)
+    buffers[0].fill_(1)
+    buffers[1]["a"].fill_(1)
+    buffers[1]["b"][0][:] = 1
+    assert torch.equal(inputs, torch.zeros(2))
+    assert torch.equal(labels["a"], torch.zeros(2))
+    assert labels["b"][0].tolist() == [0, 0]
+    assert labels["b"][1] == "name"
+    last = MicroBatchFeed(CPU, inputs=False, labels=True).take(buffers, None)
+    assert last[0] is None
+    assert last[1]["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("keep", ["give_back", "expect_end"])
+def test_what_is_pushed_back_is_the_stages_own(keep: str) -> None:
+    buffer = torch.zeros(1)
+    feed = feed_of(iter([buffer]))
+    feed.give_back(0, feed.read(0)) if keep == "give_back" else feed.expect_end(0)
+    buffer.fill_(1)
+    assert feed.read(0).item() == 0
 
 
 def test_give_back() -> None:
@@ -116,7 +153,7 @@ def test_expect_end_loses_nothing_of_an_iterator_that_goes_on() -> None:
     feed.expect_end(0)
     feed.expect_end(0)
     assert [feed.read(0), feed.read(0)] == ["b", "c"]
-    MicroBatchFeed().expect_end(0)
+    feed_of().expect_end(0)
 
 
 def test_end_again_reports_an_end_that_was_met_while_reading_ahead() -> None:
@@ -142,7 +179,7 @@ def test_end_again_concerns_one_iterator() -> None:
     feed.end_again(0)
     feed.forget_before(1)
     assert feed._ended == set()
-    MicroBatchFeed().end_again(3)
+    feed_of().end_again(3)
 
 
 def test_forget_before_drops_iterators_and_what_was_pushed_back() -> None:
@@ -154,7 +191,7 @@ def test_forget_before_drops_iterators_and_what_was_pushed_back() -> None:
     assert [feed.read(2), feed.read(3)] == ["x", "1"]
     feed.forget_before(3)
     assert sorted(feed._iterators) == [3]
-    MicroBatchFeed().forget_before(5)
+    feed_of().forget_before(5)
 
 
 def test_no_iterator_on_a_stage_that_reads() -> None:
@@ -163,9 +200,9 @@ def test_no_iterator_on_a_stage_that_reads() -> None:
     assert "\n" not in str(error.value)
 
 
-def test_to_device_copies() -> None:
+def test_to_device_copies_what_is_kept() -> None:
     mine = torch.zeros(3)
-    moved = to_device((mine, [mine[1:], None]), CPU)
+    moved = to_device((mine, [mine[1:], None]), CPU, copy=True)
     assert isinstance(moved, tuple)
     assert isinstance(moved[1], tuple)
     assert moved[1][1] is None
@@ -173,13 +210,14 @@ def test_to_device_copies() -> None:
     moved[1][0].add_(1)
     assert torch.equal(mine, torch.zeros(3))
     assert to_device(None, CPU) is None
+    assert to_device(mine, CPU) is mine
 
 
-def test_to_device_takes_no_graph_along() -> None:
+def test_copies_take_no_graph_along() -> None:
     weight = torch.ones(3, requires_grad=True)
-    moved = to_device(weight * 2, CPU)
-    assert moved.is_leaf
-    assert not moved.requires_grad
+    copy = own_copy(weight * 2)
+    assert copy.is_leaf
+    assert not copy.requires_grad
 
 
 @pytest.mark.parametrize(("batch", "name"), [({"a": torch.zeros(1)}, "dict"), ((torch.zeros(1), 3), "int")])

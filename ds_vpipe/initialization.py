@@ -15,15 +15,16 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import logger
 
 from ds_vpipe.batch_sizes import corrected_batch_sizes
-from ds_vpipe.build_lock import limited_builds
 from ds_vpipe.config import VPipeConfig, block_of
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.loop_engine import VPipeLoopEngine
 from ds_vpipe.engine.lr_schedule import LRSchedule
 from ds_vpipe.engine.parameter_groups import listed
 from ds_vpipe.engine.preparation import Prepared, prepare
+from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.engine.whole_model import split
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.extension_builds import extension_builds
 from ds_vpipe.lr_policies import lr_policy
 
 
@@ -55,6 +56,12 @@ def initialize(
     theirs = deepspeed_initialize()
     positional = (args, model, optimizer, model_parameters, training_data, lr_scheduler, *others)
     given = inspect.signature(theirs).bind(*positional, **kwargs).arguments
+    with extension_builds(), unnamed_buffers():
+        return _initialize(theirs, given)
+
+
+def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    model = given.get("model")
     ds_config = _load_config(given)
     policy = None if ds_config is None else lr_policy(ds_config)
     if policy is not None and given.get("lr_scheduler") is None:
@@ -68,13 +75,13 @@ def initialize(
             f"divides the ranks into stages and replicas itself; leave it out, and ask engine.mpu for groups"
         )
     if isinstance(model, PipelineModule) and not hasattr(model, "pack"):
-        prepared = prepare(model, ds_config, block, optimizer, model_parameters)
+        prepared = prepare(model, ds_config, block, given.get("optimizer"), given.get("model_parameters"))
         given["model_parameters"] = prepared.model_parameters
         kind: type[VPipeEngine] = VPipeEngine
     else:
         ds_config, prepared = _prepare_whole(given, model, ds_config, block)
         kind = VPipeLoopEngine
-    with limited_builds(), _engine_class(functools.partial(kind, prepared=prepared)), _replaced(given, ds_config):
+    with _engine_class(functools.partial(kind, prepared=prepared)), _replaced(given, ds_config):
         return tuple(theirs(**given))
 
 

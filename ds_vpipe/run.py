@@ -37,10 +37,11 @@ def main(argv: list[str]) -> int:
 
     import deepspeed
 
-    from ds_vpipe.build_lock import limited_builds
     from ds_vpipe.distributed_samplers import DistributedSamplers
     from ds_vpipe.engine.loop_engine import VPipeLoopEngine
+    from ds_vpipe.engine.reduction_buffers import unnamed_buffers
     from ds_vpipe.errors import VPipeConfigError, VPipeError
+    from ds_vpipe.extension_builds import extension_builds
     from ds_vpipe.initialization import deepspeed_initialize, initialize
 
     samplers = DistributedSamplers()
@@ -57,7 +58,8 @@ def main(argv: list[str]) -> int:
     if not as_module:
         sys.path[0] = str(Path(name).resolve().parent)
     try:
-        with samplers.watching(), limited_builds():  # the script may build before it comes to initialize()
+        # The script may build, and make a world, before it comes to initialize().
+        with samplers.watching(), extension_builds(), unnamed_buffers():
             if as_module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:

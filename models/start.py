@@ -16,8 +16,9 @@ import deepspeed
 from deepspeed.utils import logger as deepspeed_logger
 from torch import distributed
 
-from ds_vpipe.build_lock import limited_builds
+from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.extension_builds import extension_builds
 from ds_vpipe.models.command_line import Parser
 from ds_vpipe.models.run_record import write_run_record
 
@@ -72,7 +73,7 @@ def start_process_group() -> tuple[int, int]:
         raise VPipeConfigError(
             "RANK is not set: start with a launcher, e.g. deepspeed --num_accelerators 4 train.py ..."
         )
-    with silence(), limited_builds():
+    with silence(), extension_builds(), unnamed_buffers():
         deepspeed.init_distributed(timeout=START_LIMIT)
     rank, world = distributed.get_rank(), distributed.get_world_size()
     print(

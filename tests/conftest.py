@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from worlds import Worlds
-
-_BEGIN = pytest.StashKey[float]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,24 +19,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Remember when the tests began."""
-    session.config.stash[_BEGIN] = time.time()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Remove the 69 MB of shared memory that DeepSpeed leaves behind for every rank it has started on a CPU.
-
-    Only the process that started the workers does it: others may be starting ranks.
-    """
-    if hasattr(session.config, "workerinput"):
-        return
-    for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
-        with suppress(OSError):
-            if path.stat().st_mtime >= session.config.stash[_BEGIN]:
-                path.unlink()
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from ds_vpipe.diagnosis.facts import Facts, NodeFacts, RemoteFacts
 from ds_vpipe.diagnosis.finding import Finding
 from ds_vpipe.diagnosis.host_checks import check_deepspeed_env, check_hosts, parse_hostfile
 from ds_vpipe.diagnosis.node_checks import check_node, interface_finding
+from ds_vpipe.diagnosis.probe import HELD, UNUSED
 from ds_vpipe.diagnosis.versions import PACKAGES, PYTHON
 
 ROOT = Path(__file__).parents[1]
@@ -259,10 +260,12 @@ def test_findings_are_lines() -> None:
 
 
 def test_locks_of_builds() -> None:
-    locked = replace(NODE, build_locks=(("/e/fused_adam/lock", 30.0), ("/e/shm/lock", 3600.0)))
-    found = [finding for finding in check_node(locked) if finding.check == "extension build"]
-    assert [finding.level for finding in found] == ["warning", "error"]
-    assert "/e/shm/lock on here, unchanged for 60.0 minutes" in found[1].text
+    locks = (("/e/adam/lock", 30.0, HELD), ("/e/shm/lock", 3600.0, HELD), ("/e/lion/lock", 3600.0, UNUSED))
+    found = [finding for finding in check_node(replace(NODE, build_locks=locks)) if finding.check == "extension build"]
+    assert [finding.level for finding in found] == ["warning", "error", "warning"]
+    assert f"/e/shm/lock on here, {HELD}, unchanged for 60.0 minutes" in found[1].text
+    assert "delete it, unless a build is going on" in found[1].remedy
+    assert "the next start takes it over" in found[2].remedy
     assert not [finding for finding in check_node(NODE) if finding.check == "extension build"]
 
 

@@ -20,7 +20,7 @@ class NodeFacts:
         open_files: soft limit of open files.
         compiler: path of a C++ compiler, None if there is none; as ``ninja``.
         address: what its own name resolves to; None if it does not.
-        build_locks: locks of extension builds, path and seconds since anything beside them has changed.
+        build_locks: locks of extension builds: path, seconds since anything beside it has changed, who has it open.
         interfaces: names of network interfaces.
         gpus: lines of ``nvidia-smi``, one per GPU; None where there is no such command or it fails, for
             the reason ``gpu_error``.
@@ -37,7 +37,7 @@ class NodeFacts:
     compiler: str | None = None
     ninja: str | None = None
     address: str | None = None
-    build_locks: tuple[tuple[str, float], ...] = ()
+    build_locks: tuple[tuple[str, float, str], ...] = ()
     interfaces: tuple[str, ...] = ()
     gpus: tuple[str, ...] | None = None
     gpu_error: str = ""

@@ -63,7 +63,7 @@ def node_facts(found: Mapping[str, Any]) -> NodeFacts:
     """Facts of a machine from the JSON of its probe."""
     gpus = found["gpus"]
     lists = {
-        "build_locks": tuple((path, age_s) for path, age_s in found["build_locks"]),
+        "build_locks": tuple((path, idle, state) for path, idle, state in found["build_locks"]),
         "interfaces": tuple(found["interfaces"]),
         "gpus": None if gpus is None else tuple(gpus),
     }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ds_vpipe.build_lock import LIMIT_S
 from ds_vpipe.diagnosis.facts import Facts, NodeFacts
 from ds_vpipe.diagnosis.finding import Finding
+from ds_vpipe.diagnosis.probe import BUILD_LIMIT_S, UNUSED
 
 LEAST_SHM = 1 << 30
 LEAST_OPEN_FILES = 4096
@@ -77,15 +77,17 @@ def check_compiler(node: NodeFacts) -> list[Finding]:
 
 
 def check_build_locks(node: NodeFacts) -> list[Finding]:
-    """A killed build leaves its lock behind, and every later start waits for it."""
+    """Every start waits for a lock but for one that nobody has open, which the next start takes over."""
     return [
         Finding(
-            "error" if age_s > LIMIT_S else "warning",
+            "error" if idle > BUILD_LIMIT_S and state != UNUSED else "warning",
             "extension build",
-            f"lock {path} on {node.host}, unchanged for {age_s / 60:.1f} minutes: every start waits until it is gone",
-            "delete it, unless a build is going on",
+            f"lock {path} on {node.host}, {state}, unchanged for {idle / 60:.1f} minutes",
+            "delete it, unless a build is going on: every start waits until it is gone"
+            if state != UNUSED
+            else "nothing to do: the next start takes it over",
         )
-        for path, age_s in node.build_locks
+        for path, idle, state in node.build_locks
     ]
 
 

@@ -4,14 +4,19 @@ It is also sent to other hosts, where ds_vpipe need not be installed: it imports
 takes the names of the packages to look for as arguments.
 """
 
+from __future__ import annotations
+
+import fcntl
 import glob
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import re
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +34,14 @@ VARIABLES = (
     "OMP_NUM_THREADS",
 )
 LIMIT_S = 10
+BUILD_LIMIT_S = 900.0  # for how long a build may write nothing: the slowest file of DeepSpeed's takes some minutes
+
+# What can be said of a file, beside reasons why nothing can be.
+UNUSED = "which no process has open"
+HELD = "which a process of this host has open"
+
+# A file on any other may be open on another machine, whose processes this one's kernel does not count.
+LOCAL_FILE_SYSTEMS = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 
 
 def observe(packages):  # type: ignore[no-untyped-def] # runs on other hosts, under whatever Python they have
@@ -58,17 +71,78 @@ def _address():  # type: ignore[no-untyped-def]
         return None
 
 
+class Claim:
+    """Whether any process has a file open or mapped; if none has, none can open it until the end.
+
+    The kernel knows: it grants a write lease on a file that nobody else has open, whatever user, container or process
+    namespace he is in, and lets whoever opens it wait until the lease is given back.
+    """
+
+    def __init__(self, path):  # type: ignore[no-untyped-def]
+        self._file = None
+        file_system = _file_system(path)
+        if file_system not in LOCAL_FILE_SYSTEMS:
+            self.state = f"of which this host cannot know who has it open (a file system of type {file_system})"
+            return
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            fcntl.fcntl(self._file, fcntl.F_SETSIG, signal.SIGURG)  # if somebody opens it; the default would end us
+            fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            self.state = UNUSED if os.path.samestat(os.fstat(self._file), os.stat(path)) else HELD
+        except BlockingIOError:
+            self.state = HELD
+        except OSError as error:
+            self.state = f"of which this process cannot know who has it open ({error.strerror})"
+
+    def nobody_waits(self):  # type: ignore[no-untyped-def]
+        """Whether, of an unused file, nobody waits to open it."""
+        return self._file is not None and fcntl.fcntl(self._file, fcntl.F_GETLEASE) == fcntl.F_WRLCK
+
+    def __enter__(self):  # type: ignore[no-untyped-def]
+        return self
+
+    def __exit__(self, *_):  # type: ignore[no-untyped-def]
+        if self._file is not None:
+            os.close(self._file)
+
+
+def _file_system(path):  # type: ignore[no-untyped-def]
+    """The type of the one that a file is on: that of the longest mount point above it, the last one of equal ones."""
+    path, longest, found = os.path.realpath(path), "", "unknown"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+            for line in mounts:
+                before, _, after = line.partition(" - ")
+                point = re.sub(r"\\(\d{3})", lambda code: chr(int(code.group(1), 8)), before.split()[4])
+                if len(point) >= len(longest) and os.path.commonpath([point, path]) == point:
+                    longest, found = point, after.split()[0]
+    except OSError:
+        pass
+    return found
+
+
+def idle_s(lock):  # type: ignore[no-untyped-def]
+    """For how many seconds nothing has changed beside a lock; None if the build has ended.
+
+    A build that goes on writes a file now and then, however long it takes.
+    """
+    try:
+        with os.scandir(os.path.dirname(lock)) as beside:
+            return time.time() - max(entry.stat().st_mtime for entry in beside)
+    except (OSError, ValueError):
+        return None
+
+
 def _build_locks():  # type: ignore[no-untyped-def]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
-    ages = []
+    locks = []
     for path in glob.glob(os.path.join(folder, "*", "lock")) + glob.glob(os.path.join(folder, "*", "*", "lock")):
-        try:
-            beside = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "*"))
-            ages.append([path, time.time() - max(os.stat(name).st_mtime for name in beside)])
-        except (OSError, ValueError):  # the build has ended
-            continue
-    return ages
+        idle = idle_s(path)
+        if idle is not None:
+            with Claim(path) as claim:
+                locks.append([path, idle, claim.state])
+    return locks
 
 
 def _version(package):  # type: ignore[no-untyped-def]

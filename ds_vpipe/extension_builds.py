@@ -1,0 +1,137 @@
+"""Builds of DeepSpeed's operators: a folder per environment, and waits for other processes with a name and a limit.
+
+torch lets one process build, and the others wait for as long as a file ``lock`` is there. A process that is killed
+meanwhile leaves the file, and from then on every start would wait for ever and say nothing. And torch's folder is one
+for all virtual environments: each would build anew what another one has built with other versions.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
+
+from ds_vpipe.diagnosis.probe import BUILD_LIMIT_S, HELD, UNUSED, Claim, idle_s
+from ds_vpipe.errors import VPipeError
+
+LOOK_S = 2.0  # its owner closes a lock just before it removes it: only the second look at a closed one counts
+NAMED_AFTER_S = 15.0
+NAMED_EVERY_S = 60.0
+
+
+@contextmanager
+def extension_builds(limit_s: float = BUILD_LIMIT_S) -> Iterator[None]:
+    """Builds go to this environment's folder, unless the user has named one, and take locks that nobody holds.
+
+    Args:
+        limit_s: for how long nothing may change beside a lock that is waited for.
+    """
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", environment_folder())
+    builder: Any = cpp_extension
+    original = builder.FileBaton
+    builder.FileBaton = functools.partial(BuildLock, limit_s=limit_s)
+    try:
+        yield
+    finally:
+        builder.FileBaton = original
+
+
+def environment_folder() -> str:
+    """The folder of this environment beneath torch's own: what is built depends on both versions."""
+    version = f"{sys.version_info.major}{sys.version_info.minor}"
+    prefix = hashlib.sha256(os.path.realpath(sys.prefix).encode()).hexdigest()[:8]
+    name = f"ds_vpipe_py{version}_torch{torch.__version__}_deepspeed{deepspeed.__version__}_{prefix}"
+    return os.path.join(cpp_extension.get_default_build_root(), name)
+
+
+class BuildLock(FileBaton):
+    """torch's lock of a build, taken over from an owner that has ended."""
+
+    fd: Any  # torch says None, and puts a number there
+
+    def __init__(self, lock_file_path: str, limit_s: float = BUILD_LIMIT_S) -> None:
+        super().__init__(lock_file_path)
+        self._lock = Path(lock_file_path)
+        self._limit_s = limit_s
+
+    def try_acquire(self) -> bool:
+        """Whether this process is to build; False once another one has."""
+        return bool(super().try_acquire()) or self._await()
+
+    def wait(self) -> None:
+        """Wait for a process that took the lock after the build had ended."""
+        if self._await():
+            self.release()
+
+    def _await(self) -> bool:
+        """Wait until the lock is gone; True if it is this process's own instead."""
+        start = time.monotonic()
+        looked, named, state = start - LOOK_S, start - NAMED_EVERY_S + NAMED_AFTER_S, HELD
+        while self._lock.exists():
+            now = time.monotonic()
+            if now - looked >= LOOK_S:
+                looked, before = now, state
+                with Claim(self._lock) as claim:
+                    state = claim.state
+                    if state == UNUSED and ninja_runs(self._lock.parent):
+                        state = HELD
+                    if state == UNUSED == before:
+                        self._take_over()
+                        return True
+                idle = idle_s(self._lock) or 0.0
+                if state != UNUSED and idle > self._limit_s and now - start >= NAMED_AFTER_S:
+                    raise VPipeError(_ended(self._lock, idle, state))
+                if now - named >= NAMED_EVERY_S:
+                    named = now
+                    _say(_waiting(self._lock, now - start, state))
+            time.sleep(self.wait_seconds)
+        return False
+
+    def _take_over(self) -> None:
+        """Put a lock of our own in the place of the one that nobody holds: nobody sees it missing."""
+        _say(f"the lock {self._lock}, {_age(self._lock)} old, is one that a process has left that ended; taken over")
+        self.fd, path = tempfile.mkstemp(prefix="lock.", dir=self._lock.parent)
+        os.rename(path, self._lock)
+
+
+def ninja_runs(folder: Path) -> bool:
+    """Whether a ninja still builds in a folder: it outlives a killed Python."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (process / "comm").read_text() == "ninja\n" and (process / "cwd").samefile(folder):
+                return True
+    return False
+
+
+def _say(text: str) -> None:
+    print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: extension build: {text}", file=sys.stderr, flush=True)
+
+
+def _age(lock: Path) -> str:
+    with suppress(OSError):
+        return f"{(time.time() - lock.stat().st_mtime) / 60:.1f} minutes"
+    return "0 minutes"
+
+
+def _waiting(lock: Path, waited_s: float, state: str) -> str:
+    remedy = "nothing to do" if state == HELD else "if no build is going on, delete the file"
+    return f"waiting for {waited_s:.0f} s for the lock {lock}, {_age(lock)} old, {state}; {remedy}"
+
+
+def _ended(lock: Path, idle: float, state: str) -> str:
+    return (
+        f"extension build: got a lock {lock}, {state}, beside which nothing has changed for {idle / 60:.1f} minutes; "
+        "allowed is one of a build that goes on; end the process or delete the file, and start again"
+    )

@@ -134,9 +134,6 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         if self.state.failure is not None:
             raise VPipeError(f"train_batch() after a failure: {self.state.failure}; restart from a checkpoint")
         self._refuse_half_loaded("train_batch()")
-        progress = self.state.progress
-        if progress.completed == progress.limit:
-            self.state.progress = dataclasses.replace(progress, limit=None, refill=progress.completed)
         reads = self.is_first_stage() or self.is_last_stage()
         self._feed.next_call(
             self._or_no_data(self.data_iterator if data_iter is None else data_iter) if reads else None
@@ -175,8 +172,14 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         state.report = None
         if self.is_last_stage():
             state.batch_loss = BatchLoss(self.micro_batches, self.mpu.get_data_parallel_group(), self.dp_world_size)
+        end = (state.progress.completed // self.micro_batches + 1) * self.micro_batches
         try:
-            while not self._carry_out_all(pipe_schedule):
+            while True:
+                known = self._carry_out_all(pipe_schedule)
+                if state.progress.completed == end:
+                    break
+                if known:
+                    self._refill()
                 pipe_schedule = self._train_schedule()
         finally:
             self.stashing_optimizer.load_new_params()

@@ -65,7 +65,7 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
             while len(items) < self.micro_batches:
                 items.append(own_copy(self._feed.read(call)))
         if not self._agreement.all_have(len(items) == self.micro_batches):
-            self._end_of_data(index, index, self.state.progress.refill, call, unlabelled=len(items))
+            self._end_of_data(index, index, call, unlabelled=len(items))
         self._feed.read_again([(call, self._feed.take(item, self.batch_fn)) for item in items])
 
     def _first_time(self, index: int) -> tuple[int, MicroBatch]:
@@ -80,7 +80,7 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
             limit = index - index % self.micro_batches
             if not there and limit > self.state.progress.refill:
                 self._feed.end_again(call)
-            self._end_of_data(limit=limit, read=index, fill=self.state.progress.refill, call=call)
+            self._end_of_data(limit=limit, read=index, call=call)
         return call, self._feed.take(item, self.batch_fn)
 
     def _exec_recv_activation(self, index: int, part: int) -> None:
@@ -88,8 +88,8 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
         assert self.neighbours.gradients_out is not None
         message = self.neighbours.activations_in.receive(str(self.state.doing))
         if message.kind is Message.END:
-            limit, read, fill, unlabelled = message.tree.tolist()
-            self._end_of_data(limit, read, fill, message.note, unlabelled)
+            limit, read, unlabelled = message.tree.tolist()
+            self._end_of_data(limit, read, message.note, unlabelled)
         self._expect(message.kind is Message.ACTIVATION and message.micro_batch == self._number(index, part), message)
         inputs, news = message.tree
         self.state.flights[self._key(index, part)] = Flight(message.note, self._arrived(inputs))
@@ -137,6 +137,13 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
         flight.gradients, flight.told = list(self._arrived(gradients)), told
         if report is not None:
             self.state.report = BatchReport.unpack(report)
+
+    def _exec_drop_gradient(self, index: int, part: int) -> None:
+        assert self.neighbours.activations_out is not None
+        assert self.neighbours.gradients_in is not None
+        message = self.neighbours.gradients_in.receive(str(self.state.doing))
+        self._expect(message.kind is Message.GRADIENT and message.micro_batch == index, message)
+        self.neighbours.activations_out.release_through(index)
 
     def _exec_backward(self, index: int, part: int) -> None:
         key = self._key(index, part)
@@ -229,6 +236,7 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
         instr.Forward: _exec_forward,
         instr.SendActivation: _exec_send_activation,
         instr.RecvGradient: _exec_recv_gradient,
+        instr.DropGradient: _exec_drop_gradient,
         instr.Backward: _exec_backward,
         instr.SendGradient: _exec_send_gradient,
     }

@@ -43,6 +43,10 @@ class RecvGradient(StageInstruction):
     """Wait for the gradient of the output."""
 
 
+class DropGradient(StageInstruction):
+    """Wait for a gradient of a batch that the data leave incomplete, and forget it."""
+
+
 class Backward(StageInstruction):
     """Backward pass with the weights that the forward pass used."""
 
@@ -89,6 +93,7 @@ INSTRUCTIONS: dict[Kind, type[StageInstruction]] = {
     Kind.FORWARD: Forward,
     Kind.SEND_ACT: SendActivation,
     Kind.RECV_GRAD: RecvGradient,
+    Kind.DROP_GRAD: DropGradient,
     Kind.BACKWARD: Backward,
     Kind.SEND_GRAD: SendGradient,
     Kind.REDUCE: ReduceGradients,

@@ -117,7 +117,7 @@ class LoopRestMixin(LoopRoundMixin):
                     f"{before}; every rank has to run the same number of rounds before it evaluates, saves or ends"
                 )
         if neighbours.activations_out is not None:
-            neighbours.activations_out.send(Message.END, handed, torch.tensor([handed, handed, 0, 0]))
+            neighbours.activations_out.send(Message.END, handed, torch.tensor([handed, handed, 0]))
         self._carry_out_actions(drain_actions(self.pipeline, self.stage_id, state.progress, self._exchanges))
         if neighbours.gradients_in is not None:
             neighbours.gradients_in.receive("the mark of a drain from the last stage on")
@@ -130,7 +130,7 @@ class LoopRestMixin(LoopRoundMixin):
             sender.flush()
         self._forget_end()
 
-    def _end_of_data(self, limit: int, read: int, fill: int, call: int, unlabelled: int = 0) -> None:
+    def _end_of_data(self, limit: int, read: int, call: int, unlabelled: int = 0) -> None:
         """A drain of the stage before where a micro-batch was expected: the script has gone on here."""
         raise PipelineProtocolError(
             f"{self.neighbours.me} was handed micro-batch {read}, before which stage {self.stage_id - 1} drains; every "

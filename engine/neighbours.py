@@ -114,6 +114,7 @@ def links_by_kind(neighbours: Neighbours, ties: TiedWeights | None) -> dict[Kind
         Kind.RECV_ACT: [n.activations_in],
         Kind.SEND_GRAD: [n.gradients_out],
         Kind.RECV_GRAD: [n.gradients_in],
+        Kind.DROP_GRAD: [n.gradients_in],
         Kind.SEND_NEWS: [n.gradients_out],
         Kind.RECV_NEWS: [n.gradients_in],
         Kind.SEND_TIED: [*(ties.weights_out if ties else ())],

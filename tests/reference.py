@@ -61,6 +61,7 @@ class Replay:
         scope: whose norm: ``stage``, or ``delayed_global``.
         order: position in the data of every micro-batch; default: its own number.
         refills: micro-batches before which the pipeline was empty.
+        left_over: micro-batches of an incomplete batch that went through before a refill, if any; they bring norms.
         dtype: of the weights in forward and backward passes and of gradients; the optimizer's are fp32.
         autocast: run forward passes under bf16 autocast.
         reduces_linear_in: type that gradients of linear layers are reduced in.
@@ -84,6 +85,7 @@ class Replay:
     scope: str = "stage"
     order: Sequence[int] | None = None
     refills: Sequence[int] = (0,)
+    left_over: dict[int, int] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     autocast: bool = False
     reduces_linear_in: torch.dtype | None = None
@@ -166,7 +168,7 @@ class Replay:
         known = self.known(batch, stage, other)
         if end is None:
             return known
-        told = (end - 1 - self.depths[other]) // self.micro_batches
+        told = (end + self.left_over.get(end, 0) - 1 - self.depths[other]) // self.micro_batches
         return max(self.refill(batch * self.micro_batches) // self.micro_batches, min(known, told))
 
     def run(self, batches: int) -> Replay:

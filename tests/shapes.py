@@ -26,8 +26,9 @@ def pipelines(draw: st.DrawFn, most_stages: int = 8, most_micro_batches: int = 1
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> Workload:
-    """Up to five batches, with data ends anywhere between them."""
-    batches = draw(st.integers(1, 5))
-    ends = tuple(end for end in range(1, batches) if draw(st.booleans()))
-    return Workload(batches, ends, draw(st.booleans()))
+def trainings(draw: st.DrawFn, most_stages: int = 8, most_micro_batches: int = 12) -> tuple[Pipeline, Workload]:
+    """A pipeline and up to five batches for it, with data ends anywhere, in batches and between them."""
+    pipeline, batches = draw(pipelines(most_stages, most_micro_batches)), draw(st.integers(1, 5))
+    end = (batches + 1) * pipeline.micro_batches - 1
+    ends = draw(st.lists(st.integers(1, end), max_size=4)) if end else []
+    return pipeline, Workload(batches, tuple(sorted(ends)), draw(st.booleans()))

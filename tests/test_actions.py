@@ -16,6 +16,7 @@ TEXTS = {
     "F7": Action(Kind.FORWARD, 7),
     "SEND_ACT1": Action(Kind.SEND_ACT, 1),
     "RECV_GRAD5": Action(Kind.RECV_GRAD, 5),
+    "DROP_GRAD5": Action(Kind.DROP_GRAD, 5),
     "B10": Action(Kind.BACKWARD, 10),
     "SEND_GRAD7": Action(Kind.SEND_GRAD, 7),
     "REDUCE3": Action(Kind.REDUCE, 3),

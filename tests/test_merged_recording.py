@@ -69,6 +69,13 @@ def test_a_wait_or_a_pass_stands_for_a_receive_that_is_not_known() -> None:
     assert [(m.receive.action, m.exact) for m in messages(spans)] == [("F0", False), ("B0", False)]
 
 
+def test_numbers_that_are_given_again_after_a_data_end() -> None:
+    sends = Span(1, "SEND_GRAD4", 1, 2, 1), Span(1, "SEND_GRAD4", 5, 6, 1)
+    receives = Span(0, "DROP_GRAD4", 3, 4, 0), Span(0, "RECV_GRAD4", 7, 8, 0)
+    found = [(m.send.start, m.receive.action) for m in messages((*sends, *receives))]
+    assert found == [(1, "DROP_GRAD4"), (5, "RECV_GRAD4")]
+
+
 def test_messages_go_from_part_to_part() -> None:
     sends = (Span(0, "0SEND_ACT0", 1, 1, 0), Span(1, "1SEND_ACT0", 2, 2, 1), Span(1, "3SEND_GRAD0", 6, 6, 3))
     found = {(m.send.action, m.receive.action) for m in messages((*TWO_PARTS.spans, *sends))}

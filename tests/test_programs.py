@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shapes import pipelines, workloads
+from shapes import pipelines, trainings
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.actions import Kind
@@ -16,16 +16,17 @@ from ds_vpipe.schedules.programs import (
     Programs,
     Workload,
     after_batch,
+    at_data_end,
     batch_actions,
     programs,
     rank_actions,
     rank_program,
 )
-from ds_vpipe.schedules.schedule import Exchanges, Progress, compute_actions, with_communication
+from ds_vpipe.schedules.schedule import Exchanges, Progress
 
 
 def passes(all_programs: Programs) -> list[str]:
-    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.STEP, Kind.DROP_GRAD)
     return [" ".join(str(a) for a in program if a.kind in kinds) for program in all_programs]
 
 
@@ -34,12 +35,47 @@ def passes(all_programs: Programs) -> list[str]:
     [
         (
             Pipeline("asp", 2, 2),
-            Workload(4, data_ends=(2,)),
+            Workload(4, data_ends=(4,)),
             [
                 "F0 F1 B0 F2 B1 STEP0 F3 B2 B3 STEP1 F4 F5 B4 F6 B5 STEP2 F7 B6 B7 STEP3",
                 "F0 B0 F1 B1 STEP0 F2 B2 F3 B3 STEP1 F4 B4 F5 B5 STEP2 F6 B6 F7 B7 STEP3",
             ],
         ),
+        (
+            Pipeline("asp", 2, 2, (2, 0)),
+            Workload(4, data_ends=(5,)),
+            [
+                "F0 F1 F2 B0 F3 B1 STEP0 F4 B2 B3 STEP1 DROP_GRAD4 F4 F5 F6 B4 F7 B5 STEP2 B6 B7 STEP3",
+                "F0 B0 F1 B1 STEP0 F2 B2 F3 B3 STEP1 F4 B4 F4 B4 F5 B5 STEP2 F6 B6 F7 B7 STEP3",
+            ],
+        ),
+        (
+            Pipeline("asp", 4, 4, (6, 4, 2, 0)),
+            Workload(2, data_ends=(7, 8)),
+            [
+                "F0 F1 F2 F3 F4 F5 F6 B0 B1 B2 B3 STEP0 F4 F5 F6 F7 B4 B5 B6 B7 STEP1",
+                "F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 B3 STEP0 DROP_GRAD4 F4 F5 F6 F7 B4 B5 B6 B7 STEP1",
+                "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 STEP0 F6 B4 DROP_GRAD5 DROP_GRAD6 F4 F5 F6 B4 F7 B5 B6 B7 STEP1",
+                "F0 B0 F1 B1 F2 B2 F3 B3 STEP0 F4 B4 F5 B5 F6 B6 F4 B4 F5 B5 F6 B6 F7 B7 STEP1",
+            ],
+        ),
+        (
+            Pipeline("asp", 2, 3),
+            Workload(1, data_ends=(2, 5)),
+            [
+                "F0 F1 B0 DROP_GRAD1 F0 F1 B0 F2 B1 F3 B2 STEP0 F4 B3 DROP_GRAD4",
+                "F0 B0 F1 B1 F0 B0 F1 B1 F2 B2 STEP0 F3 B3 F4 B4",
+            ],
+        ),
+        (
+            Pipeline("1f1b", 2, 3),
+            Workload(1, data_ends=(2, 5)),
+            [
+                "F0 F1 B0 DROP_GRAD1 F0 F1 B0 F2 B1 B2 STEP0 F3 F4 B3 DROP_GRAD4",
+                "F0 B0 F1 B1 F0 B0 F1 B1 F2 B2 STEP0 F3 B3 F4 B4",
+            ],
+        ),
+        (Pipeline("gpipe", 2, 3), Workload(1, data_ends=(5,)), ["F0 F1 F2 B0 B1 B2 STEP0 F3 F4"] * 2),
         (
             Pipeline("asp", 2, 1),
             Workload(2, drain=False),
@@ -111,29 +147,30 @@ def test_exchanges_of_every_rank() -> None:
     assert " ".join(map(str, last)).endswith("B0 SEND_GRAD0 REDUCE0 STEP0 SEND_NEWS0")
 
 
-@given(pipelines(), workloads())
+@given(trainings())
 @settings(deadline=None)
-def test_the_engine_is_handed_the_same_actions(pipeline: Pipeline, workload: Workload) -> None:
-    """What the generator gives with the limit that the engine sets, batch after batch."""
+def test_the_engine_is_handed_the_same_actions(training: tuple[Pipeline, Workload]) -> None:
+    """What the generator gives to a rank that finds the end of the data where it wants a micro-batch."""
+    pipeline, workload = training
     if pipeline.schedule == "interleaved":
         return
-    micro_batches = pipeline.micro_batches
+    size = pipeline.micro_batches
     for rank, program in enumerate(programs(pipeline, workload)):
         actions = []
-        progress = Progress()
-        for batch in range(workload.batches):
-            later = [end for end in workload.data_ends if end > batch]
-            limit = later[0] if later else workload.batches if workload.drain else None
-            if pipeline.synchronous:
-                limit = batch + 1
-            progress = replace(progress, limit=None if limit is None else limit * micro_batches)
-            computed = compute_actions(progress, pipeline.depths[rank], micro_batches)
-            for action in with_communication(computed, rank, pipeline.num_stages):
-                actions.append(action)
-                if action.kind is Kind.FORWARD:
-                    progress = replace(progress, forwarded=action.index + 1)
-                elif action.kind is Kind.BACKWARD:
-                    progress = replace(progress, completed=action.index + 1)
+        for start, end, limit in workload.fillings(pipeline):
+            progress = Progress(start, start, None, start)
+            drained = False
+            while not drained and (end is not None or progress.completed < limit):
+                drained = progress.completed == progress.limit
+                for action in rank_actions(pipeline, rank, progress):
+                    if action.kind in (Kind.LOAD, Kind.RECV_ACT) and action.index == end:
+                        progress = at_data_end(pipeline, rank, progress, end - end % size, end)
+                        break
+                    actions.append(action)
+                    if action.kind is Kind.FORWARD:
+                        progress = replace(progress, forwarded=action.index + 1)
+                    elif action.kind is Kind.BACKWARD:
+                        progress = replace(progress, completed=action.index + 1)
         assert tuple(actions) == program
 
 
@@ -165,12 +202,12 @@ def test_the_rest_of_a_batch() -> None:
     ("arguments", "line"),
     [
         ((0,), "batches: got 0; allowed: a whole number >= 1; train at least one"),
-        ((3, (3,)), "data_ends: got [3]; allowed: numbers that rise from 1 to 2, for 3 batches; change them"),
-        ((3, (2, 1)), "data_ends: got [2, 1]; allowed: numbers that rise from 1 to 2"),
-        ((3, (0,)), "data_ends: got [0]; allowed: numbers that rise from 1 to 2"),
+        ((3, (2, 1)), "data_ends: got [2, 1]; allowed: numbers >= 1 that do not fall; change them"),
+        ((3, (0,)), "data_ends: got [0]; allowed: numbers >= 1 that do not fall; change them"),
+        ((3, (9,)), "data_ends: got [9]; allowed: numbers up to 7, for 3 batches of 2 micro-batches; change them"),
     ],
 )
 def test_refused_workloads(arguments: tuple[int, tuple[int, ...]], line: str) -> None:
     with pytest.raises(VPipeConfigError) as error:
-        Workload(*arguments)
+        programs(Pipeline("asp", 2, 2), Workload(*arguments))
     assert str(error.value).startswith(line)

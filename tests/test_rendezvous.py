@@ -13,6 +13,7 @@ from ds_vpipe.schedules.rendezvous import (
     Link,
     dry_run,
     link_ends,
+    meets,
     posted_receives,
     receive_link,
     received_as,
@@ -55,11 +56,15 @@ def test_links_of_a_ring() -> None:
     assert link_ends(receive_link, 0, 3) == {
         Kind.RECV_ACT: Link("activations", 2, 0),
         Kind.RECV_GRAD: Link("gradients", 1, 0),
+        Kind.DROP_GRAD: Link("gradients", 1, 0),
         Kind.RECV_NEWS: Link("gradients", 1, 0),
     }
     assert str(received_as(Action.parse("5SEND_ACT7"))) == "6RECV_ACT7"
     assert str(received_as(Action.parse("5SEND_GRAD7"))) == "4RECV_GRAD7"
     assert str(received_as(Action.parse("SEND_NEWS7"))) == "RECV_NEWS7"
+    assert meets(Action.parse("SEND_GRAD7"), Action.parse("DROP_GRAD7"))
+    assert not meets(Action.parse("SEND_GRAD7"), Action.parse("DROP_GRAD8"))
+    assert not meets(Action.parse("SEND_NEWS7"), Action.parse("DROP_GRAD7"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shapes import pipelines, workloads
+from shapes import trainings
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.actions import Kind
@@ -197,9 +197,10 @@ SECONDS = st.integers(0, 6)
 COSTS = st.builds(StageCost, st.integers(1, 6), st.integers(1, 6), SECONDS, SECONDS, SECONDS)
 
 
-@given(pipelines(most_stages=4, most_micro_batches=6), workloads(), st.data())
+@given(trainings(most_stages=4, most_micro_batches=6), st.data())
 @settings(deadline=None, max_examples=200)
-def test_against_a_naive_simulation(pipeline: Pipeline, workload: Workload, data: st.DataObject) -> None:
+def test_against_a_naive_simulation(training: tuple[Pipeline, Workload], data: st.DataObject) -> None:
+    pipeline, workload = training
     costs = data.draw(st.lists(COSTS, min_size=pipeline.num_parts, max_size=pipeline.num_parts))
     simulation = simulate(pipeline, costs, workload)
     assert [record.end_s for record in simulation.records] == naive_ends(pipeline, costs, workload)
@@ -229,10 +230,11 @@ def test_memory_of_a_stage() -> None:
     assert simulation.versions == (2, 1)
 
 
-@given(pipelines(), workloads(), st.integers(0, 9), st.integers(0, 9))
+@given(trainings(), st.integers(0, 9), st.integers(0, 9))
 @settings(deadline=None, max_examples=200)
-def test_peak_from_counts(pipeline: Pipeline, workload: Workload, activation: int, version: int) -> None:
+def test_peak_from_counts(training: tuple[Pipeline, Workload], activation: int, version: int) -> None:
     """No more than the most in flight and the most versions, and exactly that if only one of the two counts."""
+    pipeline, workload = training
     cost = StageCost(1.0, 2.0, activation_bytes=activation, version_bytes=version, static_bytes=3)
     simulation = simulate(pipeline, [cost] * pipeline.num_parts, workload)
     parts = pipeline.virtual_stages

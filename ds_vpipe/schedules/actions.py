@@ -28,6 +28,7 @@ class Kind(enum.Enum):
     RECV_GRAD = "RECV_GRAD"
     BACKWARD = "B"
     SEND_GRAD = "SEND_GRAD"
+    DROP_GRAD = "DROP_GRAD"  # receive a gradient of a batch that the data leave incomplete, and use it for nothing
     REDUCE = "REDUCE"  # average a batch's gradients over the stage's data-parallel replicas
     STEP = "STEP"  # one optimizer update of this stage
     SEND_TIED_GRAD = "SEND_TIED_GRAD"  # gradients of tied weights, from a copy to their owner

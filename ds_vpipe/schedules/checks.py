@@ -26,9 +26,9 @@ from ds_vpipe.schedules.rendezvous import (
     Link,
     dry_run,
     link_ends,
+    meets,
     posted_receives,
     receive_link,
-    received_as,
     send_link,
 )
 from ds_vpipe.schedules.schedule import Exchanges
@@ -82,11 +82,17 @@ def check_pipeline(pipeline: Pipeline, exchanges: Sequence[Exchanges] | None = N
 
 
 def typical_workload(pipeline: Pipeline) -> Workload:
-    """As few batches as show everything that ``pipeline`` does: filling, steady state, data end, refill."""
+    """As few batches as show everything that ``pipeline`` does: filling, steady state, data ends, refill.
+
+    The data end where a batch does, and after the first, in the middle and before the last micro-batch of one.
+    """
     if pipeline.synchronous:
-        return Workload(2)
-    fill = pipeline.depths[0] // pipeline.micro_batches + 2
-    return Workload(fill + 1, (fill,))
+        return Workload(2, (pipeline.micro_batches + pipeline.micro_batches // 2,))
+    size = pipeline.micro_batches
+    fill = pipeline.depths[0] // size + 2
+    left_over = sorted({0, 1 % size, size // 2, size - 1})
+    ends = tuple(number * fill * size + left for number, left in enumerate(left_over, 1))
+    return Workload(len(ends) * fill + 1, ends)
 
 
 def dead_locks(programs: Programs, pipeline: Pipeline | None = None) -> list[Fault]:
@@ -139,17 +145,17 @@ def _link_faults(pipeline: Pipeline, programs: Programs, workload: Workload) -> 
             messages = ends.get(action.kind)
             if messages is not None:
                 messages.append((position, action))
-    last = workload.batches * pipeline.micro_batches
+    last = list(workload.fillings(pipeline))[-1]
     faults = []
     for link in sorted({*sent, *received}):
         for out, into in zip_longest(sent[link], received[link]):
             if out is None:
                 faults.append(Fault(link.target, into[0], into[1], f"nothing is left to receive of {link}"))
             elif into is None:
-                if out[1].index >= last and not workload.drain:
+                if out[1].index >= last.limit and last.end is None:
                     continue  # the next rank has not come to that batch yet
                 faults.append(Fault(link.source, out[0], out[1], f"rank {link.target} never receives it"))
-            elif received_as(out[1]) != into[1]:
+            elif not meets(out[1], into[1]):
                 reason = f"what comes next of {link} is {out[1]}, at position {out[0]} there"
                 faults.append(Fault(link.target, into[0], into[1], reason))
             else:

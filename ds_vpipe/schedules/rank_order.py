@@ -12,7 +12,15 @@ from ds_vpipe.schedules.programs import Workload
 from ds_vpipe.schedules.schedule import version_used
 
 _GATHERED = {Kind.LOAD: "input or labels", Kind.RECV_ACT: "input", Kind.RECV_GRAD: "gradient"}
-_PER_BATCH = frozenset(Kind) - {Kind.FORWARD, Kind.BACKWARD, Kind.SEND_ACT, Kind.SEND_GRAD, *_GATHERED}
+_ADMITTING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.FORWARD})
+_PER_BATCH = frozenset(Kind) - {
+    Kind.FORWARD,
+    Kind.BACKWARD,
+    Kind.SEND_ACT,
+    Kind.SEND_GRAD,
+    Kind.DROP_GRAD,
+    *_GATHERED,
+}
 
 
 class RankOrder:
@@ -21,7 +29,8 @@ class RankOrder:
     The rules: passes through a part follow the order of micro-batches, each once; a pass has what it needs, and what
     it makes is sent before the next pass; a batch is reduced and stepped once, after all its backward passes; a
     forward pass runs when the version that is due is the newest; no more micro-batches are in flight than
-    :meth:`~ds_vpipe.schedules.pipeline.Pipeline.in_flight` allows.
+    :meth:`~ds_vpipe.schedules.pipeline.Pipeline.in_flight` allows. Where the data end, complete batches are trained,
+    gradients beyond them are dropped in order, and numbers go on from the last complete batch.
 
     It follows that a backward pass is at most ``ceil(W / M)`` versions behind, none if the pipeline is synchronous, and
     that with vertical sync the version that rank 0 used is there: its depth is the largest.
@@ -33,7 +42,9 @@ class RankOrder:
     """
 
     def __init__(self, pipeline: Pipeline, rank: int, workload: Workload) -> None:
-        self._pipeline, self._rank, self._workload = pipeline, rank, workload
+        self._pipeline, self._rank = pipeline, rank
+        self._fillings = list(workload.fillings(pipeline))
+        self._filling = self._fillings.pop(0)
         self._parts = pipeline.parts_of(rank)
         self._one_part = pipeline.virtual_stages == 1
         self._transfers = pipeline.num_stages > 1
@@ -41,6 +52,7 @@ class RankOrder:
         self._forwarded = dict.fromkeys(self._parts, 0)
         self._completed = dict.fromkeys(self._parts, 0)
         self._gathered = {kind: dict.fromkeys(self._parts, 0) for kind in _GATHERED}
+        self._dropped = 0
         self._unsent: Action | None = None
         self._in_flight = 0
         self._most_in_flight = pipeline.in_flight(rank)
@@ -57,6 +69,11 @@ class RankOrder:
         if part not in self._forwarded or (action.part is None) != self._one_part:
             names = "none" if self._one_part else ", ".join(map(str, self._parts))
             return f"rank {self._rank} names no such part; its parts: {names}"
+        while kind in _ADMITTING and self._fillings and self._read():
+            unfinished = self._end_of_filling()
+            if unfinished:
+                return unfinished
+            self._refill()
         if kind is Kind.FORWARD:
             return self._forward(part, index, action.part)
         if kind is Kind.BACKWARD:
@@ -68,24 +85,70 @@ class RankOrder:
                 )
             self._unsent = None
             return None
+        if kind is Kind.DROP_GRAD:
+            return self._drop(part, index)
         return self._gather(kind, part, index)
 
     def end(self) -> str | None:
         """Say what the end of the program leaves undone."""
-        total = self._workload.batches * self._pipeline.micro_batches
-        ahead = 0 if self._workload.drain or self._pipeline.synchronous else self._depth
+        reason = self._end_of_filling()
+        if reason is None and self._fillings:
+            return f"F{self._fillings[0].start} is missing, after the data have ended at {self._filling.end}"
+        return reason
+
+    def _read(self) -> bool:
+        """Whether all parts have run all forward passes up to where the data end."""
+        return all(forwarded == self._filling.end for forwarded in self._forwarded.values())
+
+    def _end_of_filling(self) -> str | None:
+        """Say what the end of the data leaves undone."""
+        _, end, limit = self._filling
+        size = self._pipeline.micro_batches
+        forwards = end
+        if forwards is None:
+            forwards = limit if self._pipeline.synchronous else limit + self._depth
+        backwards = limit if end is None else max(limit, end - self._depth)
         for part in self._parts:
             name = "" if self._one_part else str(part)
-            if self._forwarded[part] != total + ahead:
+            if self._forwarded[part] != forwards:
                 return f"{name}F{self._forwarded[part]} is missing"
-            if self._completed[part] != total:
+            if self._completed[part] < backwards:
                 return f"{name}B{self._completed[part]} is missing"
+            if self._completed[part] > backwards:
+                return f"{name}B{backwards} is of an incomplete batch"
             for kind in _GATHERED:
-                if self._gathered[kind][part] > (total if kind is Kind.RECV_GRAD else total + ahead):
+                used = self._completed[part] + self._dropped if kind is Kind.RECV_GRAD else forwards
+                if self._gathered[kind][part] > used:
                     return f"{name}{kind.value}{self._gathered[kind][part] - 1} is for no pass"
-        if self._updates != self._workload.batches:
+        if self._updates * size != limit:
             return f"STEP{self._updates} is missing"
+        if end is not None and self._one_part and self._rank < self._last_part:
+            due = self._gathered[Kind.RECV_GRAD][self._rank]
+            if due < max(limit, end - self._pipeline.depths[self._rank + 1]):
+                return f"DROP_GRAD{due} is missing"
         return f"{self._unsent} is missing" if self._unsent else None
+
+    def _refill(self) -> None:
+        """Begin the next filling: what is in flight belongs to no complete batch."""
+        self._filling = self._fillings.pop(0)
+        counts = (self._forwarded, self._completed, *self._gathered.values())
+        for count in counts:
+            count.update(dict.fromkeys(self._parts, self._filling.start))
+        self._in_flight = self._dropped = 0
+
+    def _drop(self, part: int, index: int) -> str | None:
+        if part == self._last_part or not self._transfers:
+            return f"part {part} has no gradient to receive"
+        due = self._gathered[Kind.RECV_GRAD][part]
+        if index != due:
+            return f"DROP_GRAD{due} is next for part {part}"
+        if index < self._filling.limit or not self._read():
+            return f"the data do not leave micro-batch {index} in an incomplete batch"
+        if self._updates * self._pipeline.micro_batches != self._filling.limit:
+            return f"STEP{self._updates} has to come before it"
+        self._gathered[Kind.RECV_GRAD][part] = due + 1
+        self._dropped += 1
+        return None
 
     def _gather(self, kind: Kind, part: int, index: int) -> str | None:
         first, last = part == 0, part == self._last_part
@@ -146,10 +209,9 @@ class RankOrder:
     def _version_due(self, index: int) -> int:
         """The version of the weights that is the newest when ``F(index)`` runs."""
         micro_batches = self._pipeline.micro_batches
-        batch = index // micro_batches
         if self._pipeline.synchronous:
-            return batch
-        return version_used(index, self._depth, micro_batches, self._workload.refill(batch) * micro_batches)
+            return index // micro_batches
+        return version_used(index, self._depth, micro_batches, self._filling.start)
 
     def _update(self, kind: Kind, index: int) -> str | None:
         if self._unsent is not None:

@@ -19,7 +19,7 @@ semantics of a simple language for parallel programming", 1974).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ds_vpipe.schedules.actions import Action, Kind
@@ -54,7 +54,7 @@ def receive_link(kind: Kind, rank: int, num_ranks: int) -> Link | None:
     """The link that an action of ``rank`` receives on, or None."""
     if kind is Kind.RECV_ACT:
         return Link(ACTIVATIONS, (rank - 1) % num_ranks, rank)
-    if kind is Kind.RECV_GRAD or kind is Kind.RECV_NEWS:
+    if kind in (Kind.RECV_GRAD, Kind.DROP_GRAD, Kind.RECV_NEWS):
         return Link(GRADIENTS, (rank + 1) % num_ranks, rank)
     return None
 
@@ -70,9 +70,15 @@ _PARTS_ON = {Kind.SEND_ACT: 1, Kind.SEND_GRAD: -1, Kind.SEND_NEWS: 0}
 
 
 def received_as(sent: Action) -> Action:
-    """The action that receives what ``sent`` sends."""
+    """The action that receives what ``sent`` sends, to use it."""
     part = None if sent.part is None else sent.part + _PARTS_ON[sent.kind]
     return Action(_RECEIVED_AS[sent.kind], sent.index, part)
+
+
+def meets(sent: Action, received: Action) -> bool:
+    """Whether ``received`` receives what ``sent`` sends, to use it or to drop it."""
+    used = replace(received, kind=Kind.RECV_GRAD) if received.kind is Kind.DROP_GRAD else received
+    return used == received_as(sent)
 
 
 def posted_receives(pipeline: Pipeline, link: Link) -> int:

@@ -111,12 +111,15 @@ class Progress:
         completed: backward passes run; the next one is ``B(completed)``.
         limit: no forward pass at or beyond this index; None while data are not known to end.
         refill: first micro-batch admitted after the pipeline last drained.
+        owed: gradients beyond the limit that the next stage sends all the same, because it ran those backward passes
+            before it knew of the limit.
     """
 
     forwarded: int = 0
     completed: int = 0
     limit: int | None = None
     refill: int = 0
+    owed: range = range(0)
 
     @property
     def drained(self) -> bool:
@@ -127,7 +130,8 @@ class Progress:
 def compute_actions(progress: Progress, depth: int, micro_batches: int) -> Iterator[Action]:
     """What is left of the current batch at a stage: forward passes, backward passes, one update.
 
-    Stops short of backward passes of micro-batches that the limit shuts out.
+    Stops short of backward passes of micro-batches that the limit shuts out. What is owed of those is dropped where
+    the next batch would begin and not before: the next stage may send it only in its next ``train_batch()`` call.
     """
     batch = progress.completed // micro_batches
     forwarded = progress.forwarded
@@ -138,6 +142,8 @@ def compute_actions(progress: Progress, depth: int, micro_batches: int) -> Itera
             yield Action(Kind.FORWARD, admitted)
         forwarded = max(forwarded, ahead if limit is None else min(ahead, limit))
         if micro_batch >= forwarded:
+            for dropped in progress.owed:
+                yield Action(Kind.DROP_GRAD, dropped)
             return
         yield Action(Kind.BACKWARD, micro_batch)
     yield Action(Kind.REDUCE, batch)
@@ -192,3 +198,5 @@ def with_communication(
                 yield Action(Kind.SEND_TIED, index)
             if exchanges.news and not first_rank:
                 yield Action(Kind.SEND_NEWS, index)
+        else:
+            yield action

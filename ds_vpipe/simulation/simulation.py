@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from math import gcd
 
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -94,12 +93,15 @@ class Simulation:
         A synchronous pipeline is in it at the end of every batch. In an asynchronous one it is looked for in the
         second half of the longest stretch without an end of data, before the pipeline drains.
         """
-        ends = (0, *self.workload.data_ends, self.workload.batches)
-        length, start = max((end - begin, begin) for begin, end in pairwise(ends))
+        size = self.pipeline.micro_batches
+        length, start, drains = max(
+            ((limit - start) // size, start // size, end is not None)
+            for start, end, limit in self.workload.fillings(self.pipeline)
+        )
         first, last = start, start + length - 1
         if not self.pipeline.synchronous:
             ahead = -(-self.pipeline.depths[0] // self.pipeline.micro_batches)
-            last -= ahead if self.workload.drain or start + length < self.workload.batches else 0
+            last -= ahead if drains else 0
             first = max(start + ahead, (start + last) // 2)
             # Micro-batches go round in a convoy as long as rank 0 has in flight: take whole convoys.
             in_flight = self.pipeline.depths[0] + 1

@@ -101,7 +101,10 @@ class _Rank:
         self.number = number = record.rank
         self.waiting_for: Action | None = None
         self.record = record
-        self._pipeline, self._costs, self._workload = pipeline, costs, workload
+        self._pipeline, self._costs = pipeline, costs
+        self._fillings = list(workload.fillings(pipeline))
+        self._filling = self._fillings.pop(0)
+        self._forwarded = self._completed = 0
         self._program: Iterator[Action] = rank_program(pipeline, number, workload)
         mine = [costs[part] for part in pipeline.parts_of(number)]
         self._update_s = sum(cost.update_s for cost in mine)
@@ -125,6 +128,7 @@ class _Rank:
             action = self.waiting_for or next(self._program, None)
             self.waiting_for = None
             if action is None:
+                self._forget_incomplete()
                 return woken
             kind = action.kind
             if kind is Kind.FORWARD:
@@ -164,6 +168,12 @@ class _Rank:
 
     def _forward(self, action: Action) -> None:
         part = self.number if action.part is None else action.part
+        if part == self.number:
+            self._forget_incomplete()
+            while self._forwarded == self._filling.end and self._fillings:
+                self._filling = self._fillings.pop(0)
+                self._forwarded = self._completed = self._filling.start
+            self._forwarded = action.index + 1
         cost, start = self._costs[part], self._clock
         version = self._version(action.index)
         self._next_version = self._version(action.index + 1)
@@ -177,12 +187,12 @@ class _Rank:
         self.record.passes.append((str(action), start, self._clock, version))
 
     def _backward(self, action: Action) -> None:
+        self._forget_incomplete()
         part = self.number if action.part is None else action.part
         cost, start = self._costs[part], self._clock
-        version = self._version_of.pop((part, action.index))
-        self._versions[version] -= 1
-        if not self._versions[version]:
-            del self._versions[version]
+        version = self._let_go(part, action.index)
+        if part == self.number:
+            self._completed = action.index + 1
         self._clock += cost.backward_s
         self._busy += cost.backward_s
         if cost.recompute_bytes:
@@ -202,6 +212,27 @@ class _Rank:
         self.record.sample(self._clock, self._bytes)
         self.record.updates.append((str(action), start, self._clock, self._busy))
 
+    def _let_go(self, part: int, index: int) -> int:
+        """Micro-batch ``index`` is no longer in flight; return the version that it used."""
+        version = self._version_of.pop((part, index))
+        self._versions[version] -= 1
+        if not self._versions[version]:
+            del self._versions[version]
+        return version
+
+    def _forget_incomplete(self) -> None:
+        """Let go of what belongs to no complete batch, as soon as the rank knows where the data end."""
+        _, end, limit = self._filling
+        if self._forwarded != end or self._completed < end - self._pipeline.depths[self.number]:
+            return
+        incomplete = [(part, index) for part, index in self._version_of if index >= limit]
+        for part, index in incomplete:
+            self._let_go(part, index)
+            self._bytes -= self._costs[part].activation_bytes
+        if incomplete:
+            self._hold()
+            self.record.sample(self._clock, self._bytes)
+
     def _hold(self) -> None:
         """Count the versions held: the newest, and those that micro-batches in flight use.
 
@@ -217,6 +248,6 @@ class _Rank:
         """The version of the weights that the forward pass of micro-batch ``index`` uses."""
         if not self._pipeline.vertical:
             return self._updates
-        micro_batches = self._pipeline.micro_batches
-        refill = self._workload.refill(index // micro_batches) * micro_batches
-        return version_used(index, self._pipeline.depths[0], micro_batches, refill)
+        start, end, limit = self._filling
+        refill = limit if index == end else start
+        return version_used(index, self._pipeline.depths[0], self._pipeline.micro_batches, refill)

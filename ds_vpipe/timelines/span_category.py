@@ -38,7 +38,7 @@ _OF_KIND: Final = {
 def category_of(span: Span) -> Category:
     """Return what kind of work ``span`` is; ``OTHER`` for kinds of action that this version does not know."""
     name = action_name(span.action)
-    if name.waiting or name.kind.startswith("RECV_"):  # a rank that receives does nothing else: it waits
+    if name.waiting or name.kind.startswith(("RECV_", "DROP_")):  # a rank that receives does nothing else: it waits
         return Category.WAIT
     if name.kind.startswith("SEND_"):
         return Category.TRANSFER

@@ -50,7 +50,7 @@ from ds_vpipe.engine.ties import TiedWeights, tied_stages
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
 from ds_vpipe.schedules.checks import check_pipeline
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.schedule import Exchanges
+from ds_vpipe.schedules.schedule import exchanges_by_rank
 from ds_vpipe.staleness.beginning import beginning
 
 _EXIT_GRACE_S = 60.0
@@ -96,11 +96,6 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         use_sound_checkpointing(self.module, self.asynchronous)
         self.ties = self._make_ties()
         self._prepare_updates()
-        self._exchanges = Exchanges(
-            owns_tied=self.ties is not None and self.ties.owns,
-            has_copies=self.ties is not None and self.ties.has_copies,
-            news=self._clips_globally,
-        )
         self._feed = MicroBatchFeed(self.device, inputs=self.is_first_stage(), labels=self.is_last_stage())
         self._sets_back = self.asynchronous and self.num_stages > 1
         self._rests = RestWatch(self.global_rank == 0)
@@ -221,7 +216,16 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             self.pipeline = Pipeline("asp", *sizes, self.settings.depth, vertical=config.weight_sync == "vertical")
         else:
             self.pipeline = Pipeline(config.schedule, *sizes, virtual_stages=config.virtual_stages)
-        check_pipeline(self.pipeline)
+        self._clips_globally = (
+            self.asynchronous
+            and self.num_stages > 1
+            and config.gradient_clipping_scope == "delayed_global"
+            and self.gradient_clipping() > 0
+        )
+        tied = tied_stages(self.module).values() if self.asynchronous else ()
+        exchanges = exchanges_by_rank(self.num_stages, tied, self._clips_globally)
+        check_pipeline(self.pipeline, exchanges)
+        self._exchanges = exchanges[self.stage_id]
         self.depths = self.pipeline.depths
         self.depth = self.depths[self.stage_id]
         self.beginning = beginning(config.staleness, max(self._delays(self.micro_batches)))

@@ -46,7 +46,7 @@ def with_owners_states(
         ties: its tied weights.
         gather: see :func:`~ds_vpipe.engine.parameter_states.read_states`.
     """
-    if engine.optimizer is None or not (ties.owns or ties.has_copies):
+    if engine.optimizer is None or not (ties.weights_in or ties.weights_out):
         return None
     states = read_states(engine, gather)
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}

@@ -134,16 +134,6 @@ class TiedWeights:
                 self._owned.append(_Owned(weights, sender, receiver, owner, 0, values))
 
     @property
-    def owns(self) -> bool:
-        """True if other stages hold copies of this stage's weights."""
-        return bool(self._copies)
-
-    @property
-    def has_copies(self) -> bool:
-        """True if this stage holds copies of other stages' weights."""
-        return bool(self._owned)
-
-    @property
     def weights_in(self) -> list[Receiver]:
         """Links from the owners."""
         return [owned.weights_in for owned in self._owned]

@@ -38,13 +38,11 @@ class UpdateMixin(OptimizerMixin):
     ties: TiedWeights | None
     news: StageNews | None
     mitigation: StalenessMitigation | None
+    _clips_globally: bool
 
     def _prepare_updates(self) -> None:
         """Set up what updates need, once the optimizer exists."""
         pipelined = self.asynchronous and self.num_stages > 1
-        self._clips_globally = (
-            pipelined and self.vpipe_config.gradient_clipping_scope == "delayed_global" and self.gradient_clipping() > 0
-        )
         scaled = self.optimizer is not None and self.fp16_enabled()
         self.loss_scaling = LossScaling(self.optimizer) if scaled else None
         dynamic = self.loss_scaling is not None and self.dynamic_loss_scale()

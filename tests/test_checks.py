@@ -15,7 +15,7 @@ from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.checks import Fault, check_pipeline, check_programs, dead_locks, typical_workload
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Programs, Workload, programs
-from ds_vpipe.schedules.schedule import Exchanges
+from ds_vpipe.schedules.schedule import Exchanges, exchanges_by_rank
 
 ASP = Pipeline("asp", 3, 2)
 THREE = Workload(3)
@@ -33,8 +33,12 @@ def damaged(original: Programs, rank: int, change: Callable[[list[str]], None]) 
     return (*original[:rank], program, *original[rank + 1 :])
 
 
-def without(name: str) -> Callable[[list[str]], None]:
-    return lambda names: names.remove(name)
+def without(*missing: str) -> Callable[[list[str]], None]:
+    def change(names: list[str]) -> None:
+        for name in missing:
+            names.remove(name)
+
+    return change
 
 
 def twice(name: str) -> Callable[[list[str]], None]:
@@ -47,6 +51,10 @@ def swapped(one: str, other: str) -> Callable[[list[str]], None]:
         names[i], names[j] = names[j], names[i]
 
     return change
+
+
+def inserted(name: str, before: str) -> Callable[[list[str]], None]:
+    return lambda names: names.insert(names.index(before), name)
 
 
 def moved(name: str, before: str) -> Callable[[list[str]], None]:
@@ -71,18 +79,18 @@ def test_generated_programs_are_right(training: tuple[Pipeline, Workload]) -> No
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 7])
 def test_data_of_every_length(depth_map: tuple[int, ...], micro_batches: int) -> None:
     pipeline = Pipeline("asp", len(depth_map), micro_batches, depth_map)
-    exchanges = [Exchanges(news=True)] * pipeline.num_stages
+    exchanges = exchanges_by_rank(pipeline.num_stages, [(0, pipeline.num_stages - 1)], news=True)
     for length in range(1, 3 * micro_batches + depth_map[0] + 2):
         workload = Workload(length // micro_batches + 1, (length,))
-        assert check_programs(pipeline, programs(pipeline, workload, exchanges), workload) == [], length
+        assert check_programs(pipeline, programs(pipeline, workload, exchanges), workload, exchanges) == [], length
 
 
 @given(trainings())
 @settings(deadline=None, max_examples=300)
 def test_news_make_nobody_wait_for_ever(training: tuple[Pipeline, Workload]) -> None:
     pipeline, workload = training
-    exchanges = [Exchanges(news=True)] * pipeline.num_stages
-    assert check_programs(pipeline, programs(pipeline, workload, exchanges), workload) == []
+    exchanges = exchanges_by_rank(pipeline.num_stages, news=True)
+    assert check_programs(pipeline, programs(pipeline, workload, exchanges), workload, exchanges) == []
 
 
 @given(pipelines(most_stages=10, most_micro_batches=60))
@@ -133,13 +141,14 @@ def test_the_typical_workload_uses_updated_weights(micro_batches: int, depth_map
         (1, without("SEND_GRAD1"), "REDUCE0", "SEND_GRAD1 has to come before it"),
         (1, without("B2"), "SEND_GRAD2", "there is nothing to send"),
         (2, without("LOAD3"), "F3", "its input or labels have not been read"),
-        (1, without("REDUCE1"), "STEP1", "REDUCE1 has to come before it"),
-        (1, without("STEP0"), "F3", "it would run under version 0 of the weights, 1 is due"),
-        (2, without("STEP1"), "F4", "it would run under version 1 of the weights, 2 is due"),
+        (1, without("REDUCE1"), "STEP1", "REDUCE1 is next"),
+        (1, without("STEP0"), "RECV_ACT3", "STEP0 has to come before it"),
+        (1, without("REDUCE0", "STEP0"), "F3", "it would run under version 0 of the weights, 1 is due"),
+        (2, without("REDUCE1", "STEP1"), "F4", "it would run under version 1 of the weights, 2 is due"),
         (0, without("STEP2"), None, "STEP2 is missing"),
         (0, without("B5"), "REDUCE2", "B5 of the batch has not run for part 0"),
         (1, without("SEND_GRAD5"), "REDUCE2", "SEND_GRAD5 has to come before it"),
-        (0, without("STEP1"), "B4", "STEP1 has to come before it"),
+        (0, without("REDUCE1", "STEP1"), "B4", "STEP1 has to come before it"),
         (0, lambda names: names.append("LOAD6"), None, "LOAD6 is for no pass"),
         (1, lambda names: names.append("RECV_ACT6"), None, "RECV_ACT6 is for no pass"),
         (1, lambda names: names.append("RECV_GRAD6"), None, "RECV_GRAD6 is for no pass"),
@@ -147,14 +156,14 @@ def test_the_typical_workload_uses_updated_weights(micro_batches: int, depth_map
         (1, twice("RECV_ACT2"), "RECV_ACT2", "RECV_ACT3 is next for part 1"),
         (1, twice("SEND_ACT2"), "SEND_ACT2", "there is nothing to send"),
         (1, twice("B2"), "B2", "SEND_GRAD2 has to come before it"),
-        (1, twice("STEP1"), "STEP1", "STEP2 is next"),
-        (1, twice("REDUCE1"), "REDUCE1", "REDUCE2 is next"),
+        (1, twice("STEP1"), "STEP1", "REDUCE2 is next"),
+        (1, twice("REDUCE1"), "REDUCE1", "STEP1 is next"),
         (1, swapped("F2", "F3"), "F3", "F2 is next for part 1"),
         (1, swapped("RECV_ACT2", "RECV_ACT3"), "RECV_ACT3", "RECV_ACT2 is next for part 1"),
         (1, swapped("SEND_ACT2", "SEND_ACT3"), "SEND_ACT3", "there is nothing to send; SEND_ACT2 is next"),
         (1, swapped("B1", "B2"), "B2", "B1 is next for part 1"),
         (2, swapped("F2", "B2"), "B2", "F2 has not run"),
-        (1, moved("STEP0", before="RECV_ACT4"), "F3", "it would run under version 0 of the weights, 1 is due"),
+        (1, moved("STEP0", before="RECV_ACT4"), "RECV_ACT3", "STEP0 has to come before it"),
         (1, moved("F3", before="RECV_GRAD1"), "F3", "its input has not been received"),
         (0, lambda names: names.insert(0, "0F0"), "0F0", "rank 0 names no such part; its parts: none"),
         (0, lambda names: names.insert(3, "RECV_ACT0"), "RECV_ACT0", "part 0 has no input to receive"),
@@ -275,15 +284,45 @@ def test_ranks_that_do_not_train_the_same() -> None:
     ]
 
 
+EXCHANGES = exchanges_by_rank(3, [(0, 1, 2), (1, 2)], news=True)
+
+
+@pytest.mark.parametrize(
+    ("rank", "change", "reason"),
+    [
+        (0, without("RECV_NEWS0"), "STEP0: RECV_NEWS0 is next"),
+        (1, without("SEND_NEWS0"), "RECV_ACT3: SEND_NEWS0 has to come before it"),
+        (2, twice("SEND_NEWS1"), "SEND_NEWS1: SEND_TIED_GRAD2 is next"),
+        (1, moved("SEND_NEWS1", before="STEP1"), "SEND_NEWS1: STEP1 is next"),
+        (0, moved("SEND_TIED0", before="STEP0"), "SEND_TIED0: STEP0 is next"),
+        (0, moved("REDUCE1", before="RECV_TIED_GRAD1"), "REDUCE1: RECV_TIED_GRAD1 is next"),
+        (1, moved("RECV_TIED_GRAD1", before="SEND_TIED_GRAD1"), "RECV_TIED_GRAD1: SEND_TIED_GRAD1 is next"),
+        (2, moved("RECV_TIED1", before="REDUCE1"), "RECV_TIED1: REDUCE1 is next"),
+        (
+            0,
+            inserted("SEND_TIED_GRAD0", before="STEP0"),
+            "SEND_TIED_GRAD0: rank 0 has nothing of that kind to exchange",
+        ),
+    ],
+)
+def test_exchanges_out_of_place(rank: int, change: Callable[[list[str]], None], reason: str) -> None:
+    three = Workload(3)
+    right = programs(ASP, three, EXCHANGES)
+    assert check_programs(ASP, right, three, EXCHANGES) == []
+    (fault, *_) = check_programs(ASP, damaged(right, rank, change), three, EXCHANGES)
+    assert fault.rank == rank
+    assert str(fault).endswith(reason)
+
+
 def test_news_that_nobody_sends_or_receives() -> None:
-    pipeline, one = Pipeline("asp", 2, 1), Workload(1, drain=False)
-    right = programs(pipeline, one, [Exchanges(news=True)] * 2)
-    assert check_programs(pipeline, right, one) == []
-    assert [str(fault) for fault in check_programs(pipeline, damaged(right, 0, without("RECV_NEWS0")), one)] == [
+    """Every rank does what its own exchanges say, but those differ."""
+    pipeline, one = Pipeline("asp", 2, 1), Workload(1)
+    news, none = Exchanges(news=True), Exchanges()
+    assert [str(f) for f in check_programs(pipeline, programs(pipeline, one, [none, news]), one, [none, news])] == [
         "rank 1, position 7, SEND_NEWS0: rank 0 never receives it"
     ]
-    assert [str(fault) for fault in check_programs(pipeline, damaged(right, 1, without("SEND_NEWS0")), one)] == [
-        "rank 0, position 9, RECV_NEWS0: nothing is left to receive of gradients from rank 1 to rank 0"
+    assert [str(f) for f in check_programs(pipeline, programs(pipeline, one, [news, none]), one, [news, none])] == [
+        "rank 0, position 6, RECV_NEWS0: nothing is left to receive of gradients from rank 1 to rank 0"
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import cases
@@ -14,8 +15,10 @@ from torch import nn
 from worlds import Worlds
 
 from ds_vpipe.engine.updates import fp32_norms
+from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.partition import uniform_partition
-from ds_vpipe.schedules.schedule import default_depths
+from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.schedule import default_depths, with_communication
 
 CLIP = 0.3
 HALVES = (torch.bfloat16, torch.float16)
@@ -84,6 +87,30 @@ def test_delayed_global_over_a_drain(worlds: Worlds) -> None:
     wanted = replayed(1, 13, clip=CLIP, scope="delayed_global", order=order, refills=(0, 7, 13))
     assert difference(cases.merged(reports), wanted) <= 1e-5
     assert difference(replayed(1, 13, clip=CLIP, scope="delayed_global", order=order), wanted) > 1e-3
+
+
+def news_before_the_update(ds_config: dict[str, Any]) -> str:
+    """Build an engine whose schedule sends what an update told before that."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Iterator[Action]:
+        actions = list(with_communication(*args, **kwargs))
+        return iter(sorted(actions, key=lambda a: a.kind is Kind.STEP and a.index == 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds_vpipe.schedules.programs.with_communication", wrong)
+        with pytest.raises(PipelineProtocolError) as error:
+            cases.engine(ds_config, 2)
+    return str(error.value)
+
+
+@pytest.mark.mp
+def test_norms_sent_out_of_order_are_refused_at_start(worlds: Worlds) -> None:
+    """What is checked before anything is trained is what will run, exchanges of other stages included."""
+    block = {"partition": "uniform", "gradient_clipping_scope": "delayed_global"}
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], block, gradient_clipping=CLIP)
+    lines = worlds.run(2, news_before_the_update, ds_config)
+    assert lines[0] == lines[1]
+    assert "rank 1, position 14, SEND_NEWS1: STEP1 is next; this is a defect in ds_vpipe" in lines[0]
 
 
 @pytest.mark.mp

@@ -5,8 +5,8 @@ each rank by itself (:mod:`.rank_order`); every receive on a link against the se
 of all ranks for dead-locks (:mod:`.rendezvous`). They know the rules and not the schedules, so that they
 check those too.
 
-Transfers of tied weights are not followed: they never make anybody wait, by the delays of
-:func:`ds_vpipe.schedules.schedule.news_delay`.
+Transfers of tied weights have their places in the order of a rank. Over links they are not followed: they never make
+anybody wait, by the delays of :func:`ds_vpipe.schedules.schedule.news_delay`.
 """
 
 from __future__ import annotations
@@ -54,10 +54,12 @@ class Fault:
         return f"rank {self.rank}, position {self.position}, {self.action or 'end'}: {self.reason}"
 
 
-def check_programs(pipeline: Pipeline, programs: Programs, workload: Workload) -> list[Fault]:
+def check_programs(
+    pipeline: Pipeline, programs: Programs, workload: Workload, exchanges: Sequence[Exchanges] | None = None
+) -> list[Fault]:
     """Everything that is wrong with ``programs`` as a way to train ``workload``; at most one fault per rank or link."""
     return (
-        _order_faults(pipeline, programs, workload)
+        _order_faults(pipeline, programs, workload, exchanges or (Exchanges(),) * pipeline.num_stages)
         or _link_faults(pipeline, programs, workload)
         or dead_locks(programs, pipeline)
     )
@@ -75,7 +77,7 @@ def check_pipeline(pipeline: Pipeline, exchanges: Sequence[Exchanges] | None = N
     """
     shape = _shortened(pipeline)
     workload = typical_workload(shape)
-    faults = check_programs(shape, programs(shape, workload, exchanges), workload)
+    faults = check_programs(shape, programs(shape, workload, exchanges), workload, exchanges)
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise PipelineProtocolError(f"schedule {shape}: {faults[0]}{more}; this is a defect in ds_vpipe, report it")
@@ -117,10 +119,12 @@ def dead_locks(programs: Programs, pipeline: Pipeline | None = None) -> list[Fau
     return faults
 
 
-def _order_faults(pipeline: Pipeline, programs: Programs, workload: Workload) -> list[Fault]:
+def _order_faults(
+    pipeline: Pipeline, programs: Programs, workload: Workload, exchanges: Sequence[Exchanges]
+) -> list[Fault]:
     faults = []
     for rank, program in enumerate(programs):
-        order = RankOrder(pipeline, rank, workload)
+        order = RankOrder(pipeline, rank, workload, exchanges[rank])
         for position, action in enumerate(program):
             reason = order.step(action)
             if reason is not None:

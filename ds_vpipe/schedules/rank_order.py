@@ -9,7 +9,7 @@ from __future__ import annotations
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
-from ds_vpipe.schedules.schedule import version_used
+from ds_vpipe.schedules.schedule import Exchanges, version_used
 
 _GATHERED = {Kind.LOAD: "input or labels", Kind.RECV_ACT: "input", Kind.RECV_GRAD: "gradient"}
 _ADMITTING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.FORWARD})
@@ -23,11 +23,32 @@ _PER_BATCH = frozenset(Kind) - {
 }
 
 
+def _batch_end(rank: int, num_ranks: int, exchanges: Exchanges) -> list[Kind]:
+    """What ``rank`` does after a batch's backward passes, in order.
+
+    Its copies' gradients leave before it waits for those of its own weights, the reduction is of their sum, and what is
+    sent of an update comes after it.
+    """
+    news = exchanges.news
+    due = {
+        Kind.SEND_TIED_GRAD: exchanges.has_copies,
+        Kind.RECV_TIED_GRAD: exchanges.owns_tied,
+        Kind.REDUCE: True,
+        Kind.RECV_TIED: exchanges.has_copies,
+        Kind.RECV_NEWS: news and rank < num_ranks - 1,
+        Kind.STEP: True,
+        Kind.SEND_TIED: exchanges.owns_tied,
+        Kind.SEND_NEWS: news and rank > 0,
+    }
+    return [kind for kind, wanted in due.items() if wanted]
+
+
 class RankOrder:
     """The state of one rank between two actions.
 
     The rules: passes through a part follow the order of micro-batches, each once; a pass has what it needs, and what
-    it makes is sent before the next pass; a batch is reduced and stepped once, after all its backward passes; a
+    it makes is sent before the next pass; a batch is reduced and stepped once, after all its backward passes, with the
+    exchanges of tied weights and of what updates told in their places around it; a
     forward pass runs when the version that is due is the newest; no more micro-batches are in flight than
     :meth:`~ds_vpipe.schedules.pipeline.Pipeline.in_flight` allows. Where the data end, complete batches are trained,
     gradients beyond them are dropped in order, and numbers go on from the last complete batch.
@@ -39,9 +60,10 @@ class RankOrder:
         pipeline: the schedule and its sizes.
         rank: the rank within the pipeline.
         workload: what is trained.
+        exchanges: what the rank exchanges around its updates.
     """
 
-    def __init__(self, pipeline: Pipeline, rank: int, workload: Workload) -> None:
+    def __init__(self, pipeline: Pipeline, rank: int, workload: Workload, exchanges: Exchanges) -> None:
         self._pipeline, self._rank = pipeline, rank
         self._fillings = list(workload.fillings(pipeline))
         self._filling = self._fillings.pop(0)
@@ -57,14 +79,17 @@ class RankOrder:
         self._in_flight = 0
         self._most_in_flight = pipeline.in_flight(rank)
         self._depth = pipeline.depths[rank]
-        self._reduced = 0
+        self._batch_end = _batch_end(rank, pipeline.num_stages, exchanges)
+        self._at = 0  # how far it has come in that order
         self._updates = 0
 
     def step(self, action: Action) -> str | None:
         """Do ``action``; say what is wrong if it is not allowed now."""
         kind, index = action.kind, action.index
         if kind in _PER_BATCH:
-            return self._update(kind, index) if kind is Kind.REDUCE or kind is Kind.STEP else None
+            return self._end_batch(kind, index)
+        if self._at:
+            return f"{self._next_of_batch()} has to come before it"
         part = self._rank if action.part is None else action.part
         if part not in self._forwarded or (action.part is None) != self._one_part:
             names = "none" if self._one_part else ", ".join(map(str, self._parts))
@@ -122,6 +147,8 @@ class RankOrder:
                     return f"{name}{kind.value}{self._gathered[kind][part] - 1} is for no pass"
         if self._updates * size != limit:
             return f"STEP{self._updates} is missing"
+        if self._at:
+            return f"{self._next_of_batch()} is missing"
         if end is not None and self._one_part and self._rank < self._last_part:
             due = self._gathered[Kind.RECV_GRAD][self._rank]
             if due < max(limit, end - self._pipeline.depths[self._rank + 1]):
@@ -213,20 +240,23 @@ class RankOrder:
             return index // micro_batches
         return version_used(index, self._depth, micro_batches, self._filling.start)
 
-    def _update(self, kind: Kind, index: int) -> str | None:
+    def _end_batch(self, kind: Kind, index: int) -> str | None:
         if self._unsent is not None:
             return f"{self._unsent} has to come before it"
+        if kind not in self._batch_end:
+            return f"rank {self._rank} has nothing of that kind to exchange"
+        due = self._next_of_batch()
+        if (kind, index) != (due.kind, due.index):
+            return f"{due} is next"
         end = (index + 1) * self._pipeline.micro_batches
         short = [part for part in self._parts if self._completed[part] != end]
-        due = self._reduced if kind is Kind.REDUCE else self._updates
-        if index != due:
-            return f"{kind.value}{due} is next"
         if short:
             return f"B{self._completed[short[0]]} of the batch has not run for part {short[0]}"
-        if kind is Kind.REDUCE:
-            self._reduced += 1
-        elif self._reduced != index + 1:
-            return f"REDUCE{index} has to come before it"
-        else:
-            self._updates += 1
+        self._updates += kind is Kind.STEP
+        self._at = (self._at + 1) % len(self._batch_end)
         return None
+
+    def _next_of_batch(self) -> Action:
+        """What is due at the end of the batch."""
+        kind = self._batch_end[self._at]
+        return Action(kind, self._updates - (self._at > self._batch_end.index(Kind.STEP)))

@@ -102,6 +102,19 @@ class Exchanges:
     news: bool = False
 
 
+def exchanges_by_rank(num_stages: int, tied: Iterable[Sequence[int]] = (), news: bool = False) -> tuple[Exchanges, ...]:
+    """What every stage exchanges around its updates.
+
+    Args:
+        num_stages: K.
+        tied: for each tied weight the stages that have it, the owner first.
+        news: stages tell the previous one what their update told.
+    """
+    owners = {owner for owner, *_ in tied}
+    copies = {copy for _, *others in tied for copy in others}
+    return tuple(Exchanges(stage in owners, stage in copies, news) for stage in range(num_stages))
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far one stage has come. Counts are of micro-batches since the start of training.

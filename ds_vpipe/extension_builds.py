@@ -29,6 +29,7 @@ from ds_vpipe.errors import VPipeError
 LOOK_S = 2.0  # its owner closes a lock just before it removes it: only the second look at a closed one counts
 NAMED_AFTER_S = 15.0
 NAMED_EVERY_S = 60.0
+BUILDING = "whose owner has ended, but not its ninja, which still builds"
 
 
 @contextmanager
@@ -86,7 +87,7 @@ class BuildLock(FileBaton):
                 with Claim(self._lock) as claim:
                     state = claim.state
                     if state == UNUSED and ninja_runs(self._lock.parent):
-                        state = HELD
+                        state = BUILDING
                     if state == UNUSED == before:
                         self._take_over()
                         return True
@@ -126,7 +127,7 @@ def _age(lock: Path) -> str:
 
 
 def _waiting(lock: Path, waited_s: float, state: str) -> str:
-    remedy = "nothing to do" if state == HELD else "if no build is going on, delete the file"
+    remedy = "nothing to do" if state in (HELD, BUILDING) else "if no build is going on, delete the file"
     return f"waiting for {waited_s:.0f} s for the lock {lock}, {_age(lock)} old, {state}; {remedy}"
 
 

@@ -8,6 +8,8 @@ the result of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,17 +24,23 @@ class LoopEvaluationMixin(LoopRestMixin):
     """Evaluation between two rounds."""
 
     fwd_outputs: list[Any]
+    _evaluations = 0  # since the last round
+
+    def _begin_round(self, packed: Any) -> int:
+        self._evaluations = 0
+        return super()._begin_round(packed)
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a micro-batch through all stages with their newest weights, in the mode that the module is in.
 
-        The pipeline drains before; the first evaluation after a round does so, others find it drained. Random states
-        are put back afterwards.
+        The pipeline drains before; the first evaluation after a round does so, others find it drained. In a pipeline
+        random states are put back afterwards.
 
         Returns:
             What the module's forward returns for this rank's micro-batch.
         """
         self.drain("evaluation")
+        self._evaluations += 1
         # Buffers and weights that an evaluation touches are used in training afterwards.
         with torch.inference_mode(False), torch.no_grad(), self._aborting():
             self.state.doing = "evaluation"
@@ -54,7 +62,7 @@ class LoopEvaluationMixin(LoopRestMixin):
         micro_offset, iterator = self.module.micro_offset, self.data_iterator
         self._compute_loss, self.eval_return_logits = True, False
         try:
-            with random_states_kept(self.device), self._newest_ties(), torch.no_grad():
+            with self._states_kept(), self._newest_ties(), torch.no_grad():
                 self.data_iterator = iter([(packed, None)])
                 self._exec_schedule(self._inference_schedule(1))
                 output = self._everywhere(self._output() if self.is_last_stage() else None)
@@ -64,6 +72,18 @@ class LoopEvaluationMixin(LoopRestMixin):
             self.module.micro_offset, self.data_iterator = micro_offset, iterator
             self.fwd_outputs = []
         return output
+
+    @contextmanager
+    def _states_kept(self) -> Iterator[None]:
+        """Random numbers that are others in every evaluation and on every stage; afterwards all states are as before.
+
+        Without other stages they are the script's, as with DeepSpeed.
+        """
+        if self.num_stages == 1:
+            yield
+            return
+        with random_states_kept(self.device), self._random_numbers("evaluation", self._evaluations):
+            yield
 
     def _output(self) -> Any:
         take_output = getattr(self.module, "take_output", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from ds_vpipe.engine.loss_links import LossLinks
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.script_rates import ScriptRates
 from ds_vpipe.engine.sender import Sender
+from ds_vpipe.engine.stage_random import own_random_numbers
 from ds_vpipe.errors import CallOrderError, VPipeError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.calls import Round, next_round, waits_for_loss
@@ -74,7 +75,7 @@ class LoopRoundMixin(VPipeEngine):
 
     def _run_forward(self, micro_batch: int) -> torch.Tensor:
         """The forward portion of the round, and the loss that the script gets."""
-        self._carry_out_actions(self._round.forward)
+        self._carry_out_actions("forward", self._round.forward)
         if self.is_last_stage():
             loss = self.state.flights[micro_batch].loss
             assert loss is not None
@@ -88,7 +89,7 @@ class LoopRoundMixin(VPipeEngine):
         """The backward portion of the round; ``loss`` is what the script makes of the loss."""
         if self.is_last_stage():
             self.state.flights[self.state.progress.forwarded - 1].loss = loss
-        self._carry_out_actions(self._round.backward)
+        self._carry_out_actions("backward", self._round.backward)
         if self.num_stages > 1:
             gradients = (parameter.grad for parameter in self.module.parameters())
             self._written = [(gradient, gradient._version) for gradient in gradients if gradient is not None]
@@ -99,7 +100,7 @@ class LoopRoundMixin(VPipeEngine):
         ends_batch = self.is_gradient_accumulation_boundary()
         if ends_batch and self.lr_scheduler is None and self.optimizer is not None:
             self._rates.hand_in(self.optimizer.param_groups)
-        self._carry_out_actions(self._round.step)
+        self._carry_out_actions("step", self._round.step)
         if ends_batch:
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
@@ -115,19 +116,26 @@ class LoopRoundMixin(VPipeEngine):
             )
         self._written = []
 
-    def _carry_out_actions(self, actions: Iterable[Action]) -> None:
+    def _carry_out_actions(self, portion: str, actions: Iterable[Action]) -> None:
         """Carry out a portion; afterwards the parameters are the newest, as the script expects them."""
         try:
-            for action in actions:
-                instruction = instr.INSTRUCTIONS[action.kind](action, self.stage_id)
-                self.state.doing = instruction
-                with self._inside_instruction():
-                    if action.kind is Kind.STEP:
-                        self._carry_out_update(instruction)
-                    else:
-                        self._carry_out(instruction)
+            with self._random_numbers(portion):
+                for action in actions:
+                    instruction = instr.INSTRUCTIONS[action.kind](action, self.stage_id)
+                    self.state.doing = instruction
+                    with self._inside_instruction():
+                        if action.kind is Kind.STEP:
+                            self._carry_out_update(instruction)
+                        else:
+                            self._carry_out(instruction)
         finally:
             self.stashing_optimizer.load_new_params()
+
+    def _random_numbers(self, *what: int | str) -> AbstractContextManager[None]:
+        """The stage's own random numbers; without other stages the script's, as with DeepSpeed."""
+        if self.num_stages == 1:
+            return nullcontext()
+        return own_random_numbers(self.device, self.stage_id, self.global_samples, self._in_batch, *what)
 
     def _carry_out_update(self, instruction: instr.StageInstruction) -> None:
         """An update and what is told of it, under the stage's own counts."""

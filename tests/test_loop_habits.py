@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import cases
+import loops
 import pytest
 import torch
 from test_exactness import difference
@@ -42,6 +43,18 @@ class Plain(nn.Module):
             hidden = block(hidden)
         logits = self.head(hidden)
         return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Noisy(nn.Module):
+    """A block that remembers what it has drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drawn = nn.Linear(8, 8), torch.empty(0)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.drawn = torch.rand(4)
+        return self.linear(hidden) * self.drawn.repeat(2)
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,6 +235,78 @@ def test_stages_that_are_handed_different_data_are_noticed(worlds: Worlds) -> No
     assert "the 2 stages of a pipeline were handed different micro-batches; those of the first stage's rank" in line
     assert "num_replicas=engine.dp_world_size" in line
     assert "\n" not in line
+
+
+def drawn(ds_config: dict[str, Any], stages: int, seed: int) -> dict[str, Any]:
+    """What the blocks and the script draw in some rounds; the script seeds anew in between."""
+    import ds_vpipe
+
+    torch.manual_seed(0)
+    model = Plain()
+    model.blocks = nn.ModuleList([Noisy() for _ in range(4)])
+    engine = ds_vpipe.initialize(model=model, config={**ds_config, "pipeline": {"stages": stages}})[0]
+    own = [block for block in model.blocks if isinstance(block.linear.weight, nn.Parameter)]
+    rounds, orders, evaluated = [], [], []
+    torch.manual_seed(3)
+    for number in range(4):
+        if number == 3:
+            torch.manual_seed(seed)
+        loss = engine(*batch(number))
+        rounds.append([block.drawn for block in own])
+        engine.backward(loss)
+        engine.step()
+        orders.append(torch.randperm(50))
+    for _ in range(2):
+        with torch.no_grad():
+            engine(*batch(0))  # in training mode
+        evaluated.append([block.drawn for block in own])
+    orders.append(torch.randperm(50))
+    engine.destroy()
+    cases.close_groups()
+    return {"rounds": rounds, "orders": orders, "evaluated": evaluated}
+
+
+def different(draws: list[torch.Tensor]) -> bool:
+    return len({tuple(draw.tolist()) for draw in draws}) == len(draws)
+
+
+@pytest.mark.mp
+def test_stages_draw_numbers_of_their_own(worlds: Worlds) -> None:
+    """With one seed on all ranks: no two masks are alike, and what the script draws is alike everywhere."""
+    first, last = worlds.run(STAGES, drawn, config(partition=[4, 2]), 2, 5)
+    assert [len(draws) for draws in (first["rounds"][0], last["rounds"][0])] == [3, 1]
+    for number in range(4):
+        assert different(first["rounds"][number] + last["rounds"][number])
+    assert different([draws[0] for draws in first["rounds"]])
+    assert different([draw for draws in first["evaluated"] + last["evaluated"] for draw in draws])
+    assert all(torch.equal(*pair) for pair in zip(first["orders"], last["orders"], strict=True))
+    again, reseeded = (worlds.run(STAGES, drawn, config(partition=[4, 2]), 2, seed)[0] for seed in (5, 6))
+    for number in range(4):
+        assert torch.equal(again["rounds"][number][0], first["rounds"][number][0])
+        assert torch.equal(reseeded["rounds"][number][0], first["rounds"][number][0]) == (number < 3)
+
+
+@pytest.mark.mp
+def test_without_other_stages_the_numbers_are_the_scripts(worlds: Worlds) -> None:
+    (alone,) = worlds.run(1, drawn, config(), 1, 5)
+    torch.manual_seed(3)
+    for number in range(4):
+        if number == 3:
+            torch.manual_seed(5)
+        assert all(torch.equal(mask, torch.rand(4)) for mask in alone["rounds"][number])
+        assert torch.equal(alone["orders"][number], torch.randperm(50))
+    for masks in alone["evaluated"]:
+        assert all(torch.equal(mask, torch.rand(4)) for mask in masks)
+
+
+@pytest.mark.mp
+def test_recomputation_with_dropout_is_exact(worlds: Worlds) -> None:
+    blocks = [{"partition": [4, 3, 3], "recompute_ratio": ratio} for ratio in (0, 1)]
+    configs = [cases.config(2, SGD, block) for block in blocks]
+    plain, recomputed = zip(*worlds.run(3, loops.train_each, configs, 3, 8, dropout=0.3), strict=True)
+    without = worlds.run(3, loops.train, configs[0], 3, 8)
+    assert difference(cases.merged(recomputed), cases.merged(plain)) == 0
+    assert difference(cases.merged(without), cases.merged(plain)) > 0
 
 
 def test_a_loss_alone_answers_for_the_outputs() -> None:

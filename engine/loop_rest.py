@@ -117,7 +117,7 @@ class LoopRestMixin(LoopRoundMixin):
                     f"{before}; every rank has to run the same number of rounds before it evaluates, saves or ends"
                 )
         if neighbours.activations_out is not None:
-            neighbours.activations_out.send(Message.END, handed, torch.tensor([handed, handed, 0, 0]))
+            neighbours.activations_out.send(Message.END, handed, torch.tensor([handed, handed, 0]))
         self._carry_out_actions("drain", drain_actions(self.pipeline, self.stage_id, state.progress, self._exchanges))
         if neighbours.gradients_in is not None:
             neighbours.gradients_in.receive("the mark of a drain from the last stage on")

@@ -42,6 +42,8 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
                 f'vpipe.schedule: got "{self.pipeline.schedule}" for a module that is called micro-batch by '
                 f'micro-batch; allowed: "1f1b" and "gpipe"; write "1f1b" and remove vpipe.virtual_stages'
             )
+        self._boundary: bool | None = None  # what the script has said
+        self._stepped = False  # a round that the script has said is no boundary may have its step() or not
         self._compared = self.num_stages == 1  # what the stages are handed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,6 +70,7 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
         if not (self.module.training and torch.is_grad_enabled()):
             return self._evaluate(args, kwargs)
         self._order.expect("engine(...)")
+        self._stepped = False
         with self._aborting():
             packed = self.module.pack(args, kwargs)
             self._compare_once(packed)
@@ -81,8 +84,13 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
 
         On the last stage ``loss`` is differentiated, whatever the script has made of what ``engine(...)`` returned.
 
+        Args:
+            loss: made of what ``engine(...)`` returned.
+            retain_graph: False.
+            scale_wrt_gas: divide by the micro-batches of a batch; else the script has done it.
+
         Returns:
-            The loss divided by the micro-batches of a batch, as DeepSpeed does.
+            The loss, so divided, as DeepSpeed does.
 
         Raises:
             CallOrderError: another call is due, or ``loss`` is no scalar with a graph, or depends on parameters of
@@ -94,17 +102,26 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
             raise CallOrderError(
                 "backward(): got no optimizer; name one in the DeepSpeed JSON, or pass one to initialize()"
             )
-        for name, given, allowed in (("retain_graph", retain_graph, False), ("scale_wrt_gas", scale_wrt_gas, True)):
-            if bool(given) is not allowed:
-                raise CallOrderError(f"backward({name}): got {given}, allowed in a pipeline is {allowed}; leave it out")
+        if retain_graph:
+            raise CallOrderError("backward(retain_graph): got True, allowed in a pipeline is False; leave it out")
         check_loss(loss)
         self._order.expect("backward()")
+        ends_batch = self.is_gradient_accumulation_boundary()
+        if self._boundary not in (None, ends_batch):
+            raise CallOrderError(
+                f"set_gradient_accumulation_boundary({self._boundary}): the micro-batch in backward() is number "
+                f"{self._in_batch + 1} of {self.micro_batches} of its batch, allowed is {ends_batch}; batches end by "
+                f"gradient_accumulation_steps in the DeepSpeed JSON, so set it as those do"
+            )
         if self.num_stages > 1:
             check_graph(loss, self.module.parameters())
         with self._aborting():
-            self._run_backward(loss)
+            self._run_backward(loss if scale_wrt_gas else loss * self.micro_batches)
         self._order.done("backward()")
-        return loss.detach() / self.micro_batches
+        if self._boundary is False:
+            self.step()
+            self._stepped = True
+        return loss.detach() / self.micro_batches if scale_wrt_gas else loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Update this stage if a batch has ended here, and count the micro-batch.
@@ -114,6 +131,9 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self._refuse_after_failure("step()")
+        if self._stepped:
+            self._stepped = False
+            return
         self._order.expect("step()")
         self._lr_kwargs = lr_kwargs
         with self._aborting():
@@ -129,16 +149,12 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
             return super().named_parameters(prefix, recurse, remove_duplicate)
         return whole.named_parameters(f"{prefix}.module" if prefix else "module", recurse, remove_duplicate)
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> NoReturn:
-        """Refused: stages are at different micro-batches.
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether a batch ends, from now on, as DeepSpeed has it; it has to be where the schedule ends one.
 
-        Raises:
-            CallOrderError: always.
+        ``backward()`` refuses what is not. Rounds that are no boundary need no ``step()``.
         """
-        raise CallOrderError(
-            f"set_gradient_accumulation_boundary({is_boundary}): batches end where the schedule has it; allowed is "
-            f"gradient_accumulation_steps in the DeepSpeed JSON; call step() after every backward() and leave this out"
-        )
+        self._boundary = bool(is_boundary)
 
     def train_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: a plain module has no iterator of its own.

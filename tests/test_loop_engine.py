@@ -237,10 +237,19 @@ def misuse(ds_config: dict[str, Any]) -> dict[str, Any]:
     evaluated = engine(*batch)
     refused(lambda: engine.backward(evaluated))
     engine.train()
-    refused(lambda: engine.set_gradient_accumulation_boundary(True))
     refused(lambda: engine.train_batch(iter([])))
     refused(lambda: engine.eval_batch(iter([])))
-    loops.rounds(engine, 4, 12)
+    for number in range(4, 16):  # as Accelerate does it
+        ends_batch = number % 2 == 1
+        engine.set_gradient_accumulation_boundary(not ends_batch)
+        loss = engine(*toy.micro_batch(number)) / 2
+        if number < 6:
+            refused(lambda loss=loss: engine.backward(loss))
+        engine.set_gradient_accumulation_boundary(ends_batch)
+        assert engine.backward(loss, scale_wrt_gas=False) == loss
+        if ends_batch or number == 4:
+            engine.step()
+    refused(engine.step)
     engine.drain()
     return {"lines": lines, "parameters": loops.parameters(engine)}
 
@@ -263,9 +272,11 @@ def test_wrong_calls_are_refused_and_change_nothing(worlds: Worlds) -> None:
         "engine(...): called where step() is due",
         "step(): called twice in a row",
         "backward(loss): got a tensor without a graph",
-        "set_gradient_accumulation_boundary(True): ",
         "train_batch(): ",
         "eval_batch(): ",
+        "set_gradient_accumulation_boundary(True): the micro-batch in backward() is number 1 of 2 of its batch",
+        "set_gradient_accumulation_boundary(False): the micro-batch in backward() is number 2 of 2 of its batch",
+        "step(): called twice in a row",
     ]
     for report in reports:
         assert len(report["lines"]) == len(begins)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import struct
 from collections import UserDict
 from types import SimpleNamespace
@@ -87,6 +88,11 @@ def test_calls_that_differ_have_other_fingerprints() -> None:
 
 def absent(*shape: int, dtype: torch.dtype = torch.float32) -> Absent:
     return Absent(torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"), Ledger(), "parameter w", "w")
+
+
+def test_absent_tensors_are_copied_to_other_ranks_as_shapes() -> None:
+    found = pickle.loads(pickle.dumps((absent(4, 6, dtype=torch.float16), 3)))
+    assert (found[0].device.type, found[0].shape, found[0].dtype, found[1]) == ("meta", (4, 6), torch.float16, 3)
 
 
 def test_absent_tensors_have_all_but_values() -> None:

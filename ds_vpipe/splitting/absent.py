@@ -147,6 +147,10 @@ class Absent(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> Absent:
         return Absent(self.bare, self.device, self.ledger, self.origin, self.slot)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """On another rank it is a tensor of the meta device, which has a shape and a type alone too."""
+        return _valueless, (tuple(self.shape), self.dtype)
+
     def handed_on(self, origin: str) -> Absent:
         """The same value as what a piece gives to the next."""
         made = Absent(self.bare, self.device, self.ledger, origin)
@@ -188,6 +192,10 @@ class Absent(torch.Tensor):
             lambda value: Absent(value, device, first.ledger, origin) if isinstance(value, torch.Tensor) else value,
             made,
         )
+
+
+def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _bare(value: Any) -> Any:

@@ -21,7 +21,7 @@ import dataclasses
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         self.vpipe_config = VPipeConfig.parse(self.config["vpipe"])
         self.settings: StageSettings = prepared.settings
         self.plan = prepared.plan
+        self.random_states = prepared.random_states
         self.asynchronous = self.vpipe_config.sync_mode == "asp"
         if self.asynchronous and self.has_moe_layers:
             raise VPipeConfigError(
@@ -235,6 +236,18 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
             return None
         timeout_s = self.vpipe_config.peer_timeout_s
         return TiedWeights(self.module, self.grid, self.depths, timeout_s, self.device)
+
+    def register_random_state(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        """Let recomputation, evaluation and checkpoints put back a random state that is not torch's own.
+
+        Python's, NumPy's and those of DeepSpeed's and Megatron's trackers are known without.
+
+        Args:
+            name: in checkpoints.
+            get: returns the state, which later draws do not change.
+            put: makes such a state the current one.
+        """
+        self.random_states.register(name, get, put)
 
     def destroy(self) -> None:
         """Leave the pipeline: let the neighbours have what was sent, and drop the micro-batches in flight."""

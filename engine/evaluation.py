@@ -26,7 +26,8 @@ from ds_vpipe.engine.flight import StageState
 from ds_vpipe.engine.instructions import InterleavedEvaluation
 from ds_vpipe.engine.interleaving import InterleavedMixin
 from ds_vpipe.engine.neighbours import Neighbours
-from ds_vpipe.engine.results import map_tree, mean_of_trees, random_states_kept
+from ds_vpipe.engine.random_states import RandomStates
+from ds_vpipe.engine.results import map_tree, mean_of_trees
 from ds_vpipe.engine.ties import TiedWeights
 from ds_vpipe.engine.wire import Message, Tree, leaves
 from ds_vpipe.errors import PipelinePeerError, VPipeError
@@ -44,6 +45,7 @@ class EvaluationMixin(PipelineEngine):
     state: StageState
     ties: TiedWeights | None
     pipeline: Pipeline
+    random_states: RandomStates
     _abort: Callable[[BaseException], None]
     _refuse_half_loaded: Callable[[str], None]
     _agreement: Agreement
@@ -74,7 +76,7 @@ class EvaluationMixin(PipelineEngine):
         train_iterator, monitored = self.data_iterator, self.monitor.enabled
         self.state.doing = "evaluation"
         try:
-            with random_states_kept(self.device), self._newest_ties():
+            with self.random_states.kept(self.device), self._newest_ties():
                 items = self._read_all(data_iter, given.get("num_micro_batches"))
                 if not given.get("compute_loss", True) or given.get("reduce_output", "avg") is None:
                     self.monitor.enabled = False  # there is no mean loss to write

@@ -12,7 +12,8 @@ from typing import Any
 
 from deepspeed.pipe import PipelineModule
 
-from ds_vpipe.engine.recompute import recomputed_layers, run_layers
+from ds_vpipe.engine.random_states import RandomStates
+from ds_vpipe.engine.recompute import Segment
 
 
 class InterleavedMixin(PipelineModule):
@@ -26,7 +27,7 @@ class InterleavedMixin(PipelineModule):
     numbers: list[int]
     chunk: int
     _ends: list[int]
-    _recomputed: list[int]
+    _segments: list[Segment]
     _offsets: list[int]
 
     @property
@@ -40,11 +41,8 @@ class InterleavedMixin(PipelineModule):
 
     def forward(self, forward_input: Any) -> Any:
         """Run the layers of part :attr:`chunk`."""
-        chunk = self.chunk
-        self._offsets[chunk] += 1
-        stop = self._ends[chunk]
-        start = self._ends[chunk - 1] if chunk else 0
-        return run_layers(self, forward_input, start, stop - self._recomputed[chunk], stop, self._offsets[chunk] + 1)
+        self._offsets[self.chunk] += 1
+        return self._segments[self.chunk].run_part(self, forward_input, self._offsets[self.chunk] + 1)
 
     def stage_owner(self, layer_idx: int) -> int:
         """The rank that holds a layer."""
@@ -72,14 +70,13 @@ def interleave(module: PipelineModule, numbers: Sequence[int], ends: Sequence[in
     offset = module.__dict__.pop("micro_offset", 0)
     module.__class__ = type(f"Interleaved{kind.__name__}", (InterleavedMixin, kind), {})
     module.numbers, module._ends, module.chunk = list(numbers), list(ends), 0
-    module._recomputed = [0] * len(ends)
     module.micro_offset = offset
     module._local_start = 0  # DeepSpeed adds it to positions
 
 
-def recompute_parts(module: InterleavedMixin, ratios: Sequence[float]) -> None:
+def recompute_parts(module: InterleavedMixin, ratios: Sequence[float], random_states: RandomStates) -> None:
     """Recompute the last layers of each of the rank's parts, by its own ratio."""
-    starts = [0, *module._ends[:-1]]
-    module._recomputed = [
-        recomputed_layers(ratio, end - start) for ratio, start, end in zip(ratios, starts, module._ends, strict=True)
+    module._segments = [
+        Segment(start, end, ratio, random_states)
+        for ratio, start, end in zip(ratios, [0, *module._ends[:-1]], module._ends, strict=True)
     ]

@@ -16,7 +16,6 @@ import torch
 
 from ds_vpipe.engine.copies import as_bytes, digest, from_bytes
 from ds_vpipe.engine.loop_rest import LoopRestMixin
-from ds_vpipe.engine.results import random_states_kept
 from ds_vpipe.errors import VPipeError
 
 
@@ -82,7 +81,7 @@ class LoopEvaluationMixin(LoopRestMixin):
         if self.num_stages == 1:
             yield
             return
-        with random_states_kept(self.device), self._random_numbers("evaluation", self._evaluations):
+        with self.random_states.kept(self.device), self._random_numbers("evaluation", self._evaluations):
             yield
 
     def _output(self) -> Any:

@@ -25,6 +25,7 @@ from deepspeed.utils import logger
 from ds_vpipe.batch_sizes import refuse_batch_sizes
 from ds_vpipe.config import StageSettings, VPipeConfig, block_of, refuse_unsupported
 from ds_vpipe.engine.interleaving import InterleavedMixin, recompute_parts
+from ds_vpipe.engine.random_states import RandomStates
 from ds_vpipe.engine.recompute import apply_recompute
 from ds_vpipe.engine.repartition import repartition, stage_counts
 from ds_vpipe.engine.split_module import SplitModule
@@ -46,11 +47,13 @@ class Prepared:
         model_parameters: for DeepSpeed; other ones than were given where layers have changed hands.
         settings: what the block means for every stage.
         plan: where the block left something to the planner.
+        random_states: what recomputation restores.
     """
 
     model_parameters: Any
     settings: StageSettings
     plan: Plan | None
+    random_states: RandomStates
 
 
 def prepare(
@@ -90,13 +93,14 @@ def prepare(
     if config.sync_mode == "asp" and model.num_stages > 1:
         grid = StageLocalGrid(model.mpu())
         model.mpu = lambda: grid
+    random_states = RandomStates()
     ratios = settings.recompute_ratio[model.stage_id :: model.num_stages]
     if isinstance(model, InterleavedMixin):
-        recompute_parts(model, ratios)
+        recompute_parts(model, ratios, random_states)
     else:
-        apply_recompute(model, ratios[0])
+        apply_recompute(model, ratios[0], random_states)
     _limit_cpu_threads()
-    return Prepared(parameters, settings, plan)
+    return Prepared(parameters, settings, plan, random_states)
 
 
 def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Prepared]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 
 
 def save(engine: Any, folder: Path) -> None:
@@ -20,7 +17,7 @@ def save(engine: Any, folder: Path) -> None:
             "micro_offset": engine.module.micro_offset,
             "news": None if engine.news is None else engine.news.state(),
             "outside": {name: tensor.cpu() for name, tensor in _outside_of_layers(engine.module).items()},
-            "random": _random_states(engine.device),
+            "random": _random_states(engine),
         },
         _file(engine, folder, engine.grid.data_parallel_id),
     )
@@ -58,7 +55,7 @@ def restore(engine: Any, folder: Path) -> None:
         engine.news.restore(state["news"])
     if own.is_file():
         states = state if own == first else torch.load(own, weights_only=False)
-        _restore_random_states(states["random"], engine.device)
+        _restore_random_states(states["random"], engine)
 
 
 def _parts(engine: Any) -> list[int]:
@@ -82,21 +79,16 @@ def _outside_of_layers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _random_states(device: torch.device) -> dict[str, Any]:
-    on_device = device.type != "cpu"
+def _random_states(engine: Any) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
-        "accelerator": get_accelerator().get_rng_state() if on_device else None,
-        "tracker": ds_checkpointing.get_cuda_rng_tracker().get_states() if on_device else None,
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
+        "accelerator": get_accelerator().get_rng_state() if engine.device.type != "cpu" else None,
+        **engine.random_states.read(),
     }
 
 
-def _restore_random_states(states: dict[str, Any], device: torch.device) -> None:
+def _restore_random_states(states: dict[str, Any], engine: Any) -> None:
     torch.set_rng_state(states["torch"])
-    if states["accelerator"] is not None and device.type != "cpu":
+    if states["accelerator"] is not None and engine.device.type != "cpu":
         get_accelerator().set_rng_state(states["accelerator"])
-        ds_checkpointing.get_cuda_rng_tracker().set_states(states["tracker"])
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])
+    engine.random_states.put_back(states)

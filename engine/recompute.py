@@ -2,13 +2,16 @@
 
 The last ``int(ratio * n)`` of a stage's ``n`` layers form one checkpointed segment, so that its
 activations are not kept between forward and backward pass. Checkpointing is non-reentrant, which works
-with integer inputs and therefore on the first stage too, and restores the random state. Source: Chen et
+with integer inputs and therefore on the first stage too, and restores random states. Source: Chen et
 al., Training Deep Nets with Sublinear Memory Cost (2016); the ratio per stage is vPipe's (TPDS 2021).
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +19,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.utils import set_random_seed
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from ds_vpipe.engine.random_states import RandomStates
+from ds_vpipe.errors import VPipeError
 
 
 @runtime_checkable
@@ -32,29 +39,120 @@ def recomputed_layers(ratio: float, num_layers: int) -> int:
     return int(ratio * num_layers)
 
 
-def apply_recompute(module: PipelineModule, ratio: float) -> None:
+class Segment:
+    """The recomputed layers of a part of the model: its last ones.
+
+    The first micro-batch is computed to the end in its recomputation too, to compare the outputs: what torch cannot
+    restore, such as random states that nobody has registered, would give wrong gradients. Bit for bit on CPUs; on
+    other devices, where sums may be taken in any order, up to a small part of the norm.
+
+    Args:
+        start: where the part begins in ``forward_funcs``.
+        stop: where it ends.
+        ratio: of its layers that are recomputed.
+        random_states: besides torch's.
+    """
+
+    def __init__(self, start: int, stop: int, ratio: float, random_states: RandomStates) -> None:
+        self.start, self.first, self.stop = start, stop - recomputed_layers(ratio, stop - start), stop
+        self._random_states = random_states
+        self._checked = False
+        self._check: weakref.ref[_OutputCheck] | None = None
+
+    def run_part(self, module: PipelineModule, inputs: Any, seed_offset: int) -> Any:
+        """Run all layers of the part, which ``module`` has."""
+        outputs = _run(module, self.start, self.first, seed_offset, inputs)
+        if self.first == self.stop:
+            return outputs
+        if not torch.is_grad_enabled():
+            return _run(module, self.first, self.stop, seed_offset, outputs)
+        run: Callable[[Any], Any] = partial(_run_again, module, self.first, self.stop, seed_offset)
+        states = self._random_states.read()
+        check = self._check_of_first(module)
+        with nullcontext() if check is None else set_checkpoint_early_stop(False):
+            return checkpoint(
+                run if check is None else partial(check.run, run),
+                outputs,
+                use_reentrant=False,
+                preserve_rng_state=True,
+                context_fn=lambda: (nullcontext(), self._random_states.of(states)),
+            )
+
+    def _check_of_first(self, module: PipelineModule) -> _OutputCheck | None:
+        """A check, if this is the first micro-batch in training mode; its successor's if it has been dropped."""
+        if self._checked or not module.training or (self._check is not None and self._check() is not None):
+            return None
+        check = _OutputCheck(partial(self.compared, module))
+        self._check = weakref.ref(check)
+        return check
+
+    def compared(self, module: PipelineModule, difference: float) -> None:
+        """The outputs of a micro-batch and of its recomputation differ by this part of their norm.
+
+        Raises:
+            VPipeError: they differ.
+        """
+        self._checked, self._check = True, None
+        if difference == 0.0:
+            return
+        numbers = layer_numbers(module)[self.first : self.stop]
+        names = [_name(layer) for layer in module.forward_funcs[self.first : self.stop]]
+        raise VPipeError(
+            f"vpipe.recompute_ratio: got layers {numbers[0]} to {numbers[-1]} ({names[0]} to {names[-1]}) with another "
+            f"output when they are run again in the backward pass ({difference:.1e} of its norm), allowed are layers "
+            f"that compute the same twice; register random states that torch does not know with "
+            f"engine.register_random_state(name, get, put), or write 0 for this stage"
+        )
+
+
+class _OutputCheck:
+    """The output of one micro-batch, for comparison with that of its recomputation."""
+
+    def __init__(self, report: Callable[[float], None]) -> None:
+        self._report = report
+        self._outputs: list[torch.Tensor] | None = None
+
+    def run(self, function: Callable[[Any], Any], value: Any) -> Any:
+        """Run ``function``, the first time in the forward pass and the second time in the backward pass."""
+        result = function(value)
+        outputs = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if self._outputs is None:
+            self._outputs = [output.clone() for output in outputs]
+        elif self._outputs:
+            before, self._outputs = self._outputs, []
+            self._report(max(_difference(*pair) for pair in zip(before, outputs, strict=True)))
+        return result
+
+
+def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Norm of the difference as a part of the norm; 0 if the order of sums on the device may be the reason."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return math.inf
+    if torch.equal(first.nan_to_num(), second.nan_to_num()):
+        return 0.0
+    if not first.is_floating_point():
+        return math.inf
+    part = float((first.double() - second.double()).norm() / first.double().norm())
+    tolerated = 0.0 if first.device.type == "cpu" else max(4 * torch.finfo(first.dtype).eps, 1e-4)
+    if math.isnan(part):
+        return 0.0 if tolerated else math.inf
+    return 0.0 if part <= tolerated else part
+
+
+def _name(layer: Any) -> str:
+    return type(layer).__name__ if isinstance(layer, torch.nn.Module) else str(getattr(layer, "__name__", layer))
+
+
+def apply_recompute(module: PipelineModule, ratio: float, random_states: RandomStates) -> None:
     """Make ``module`` recompute the last part of its layers. Ratio 0 leaves it alone."""
-    count = recomputed_layers(ratio, len(module.forward_funcs))
-    if count:
-        module.forward = MethodType(partial(_forward, first_recomputed=len(module.forward_funcs) - count), module)
+    segment = Segment(0, len(module.forward_funcs), ratio, random_states)
+    if segment.first < segment.stop:
+        module.forward = MethodType(partial(_forward, segment=segment), module)
 
 
-def _forward(module: PipelineModule, inputs: Any, *, first_recomputed: int) -> Any:
+def _forward(module: PipelineModule, inputs: Any, *, segment: Segment) -> Any:
     module.micro_offset += 1
-    return run_layers(module, inputs, 0, first_recomputed, len(module.forward_funcs), module.micro_offset + 1)
-
-
-def run_layers(
-    module: PipelineModule, inputs: Any, start: int, first_recomputed: int, stop: int, seed_offset: int
-) -> Any:
-    """Run layers ``start`` to ``stop - 1`` of ``forward_funcs``; those from ``first_recomputed`` on are recomputed."""
-    outputs = _run(module, start, first_recomputed, seed_offset, inputs)
-    if first_recomputed == stop:
-        return outputs
-    if not torch.is_grad_enabled():
-        return _run(module, first_recomputed, stop, seed_offset, outputs)
-    segment: Callable[[Any], Any] = partial(_run_again, module, first_recomputed, stop, seed_offset)
-    return checkpoint(segment, outputs, use_reentrant=False, preserve_rng_state=True)
+    return segment.run_part(module, inputs, module.micro_offset + 1)
 
 
 def _run_again(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:

@@ -1,12 +1,9 @@
-"""What an evaluation computes with and must put back: means of whatever a model returns, and random states."""
+"""Means of whatever a model returns in an evaluation."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from ds_vpipe.engine.wire import Tree
@@ -46,16 +43,3 @@ def _different(what: str, given: object) -> str:
         f"eval_batch(reduce_output='avg'): got outputs with {what} {given}, allowed are equal ones; "
         f"take reduce_output=None, which returns the outputs one by one"
     )
-
-
-@contextmanager
-def random_states_kept(device: torch.device) -> Iterator[None]:
-    """Put the random states of Python, NumPy and torch, of the CPU and of ``device``, back at the end."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    devices = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices, device_type="cuda"):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import math
+import random
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import cases
+import numpy as np
 import pytest
 import torch
 import toy
-from worlds import Worlds
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+from torch import nn
+from worlds import CaseFailed, Worlds
 
 pytestmark = pytest.mark.mp
 
@@ -28,11 +40,12 @@ def passes(ratio: float, seed_layers: bool, count: int = 3) -> dict[str, Any]:
     """Forward and backward passes of the toy model as the only stage; inputs are integers."""
     from deepspeed.pipe import PipelineModule
 
+    from ds_vpipe.engine.random_states import RandomStates
     from ds_vpipe.engine.recompute import apply_recompute
 
     module = PipelineModule(toy.layer_specs(0.3), num_stages=1, partition_method="uniform", seed_layers=seed_layers)
     original = module.forward
-    apply_recompute(module, ratio)
+    apply_recompute(module, ratio, RandomStates())
     calls = [0] * len(module.forward_funcs)
     for position, layer in enumerate(module.forward_funcs):
         layer.register_forward_pre_hook(lambda *_, position=position: calls.__setitem__(position, calls[position] + 1))
@@ -77,10 +90,11 @@ def memory(ratio: float) -> int:
     """Bytes that autograd keeps between forward and backward pass."""
     from deepspeed.pipe import PipelineModule
 
+    from ds_vpipe.engine.random_states import RandomStates
     from ds_vpipe.engine.recompute import apply_recompute
 
     module = PipelineModule(toy.layer_specs(0.3), num_stages=1)
-    apply_recompute(module, ratio)
+    apply_recompute(module, ratio, RandomStates())
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,3 +109,149 @@ def memory(ratio: float) -> int:
 def test_less_is_kept_the_more_is_recomputed(worlds: Worlds) -> None:
     none, half, everything = (worlds.run(1, memory, ratio)[0] for ratio in (0, 0.5, 1))
     assert none > half > everything
+
+
+class Tracker:
+    """A generator state of its own, lent to torch for a block of code, as Megatron has it."""
+
+    def __init__(self, seed: int) -> None:
+        self.states_ = {"model-parallel-rng": torch.Generator().manual_seed(seed).get_state()}
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return self.states_
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.states_ = states
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.states_["model-parallel-rng"])
+        try:
+            yield
+        finally:
+            self.states_["model-parallel-rng"] = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+
+class Drops(nn.Module):
+    """Dropout with draws from elsewhere than torch's own state."""
+
+    def __init__(self, source: str, tracker: Tracker) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.source, self.tracker = source, tracker
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.weight
+        if self.source == "python":
+            return x * random.random()
+        if self.source == "numpy":
+            return x * np.random.rand()
+        with self.tracker.fork() if self.source != "deepspeed" else get_cuda_rng_tracker().fork():
+            return nn.functional.dropout(x, 0.5, self.training)
+
+
+def drawn_elsewhere(source: str, ratio: float, known: str) -> Any:
+    """Losses and weights of a stage whose layers draw from ``source``; ``known``: how the engine knows the tracker."""
+    from deepspeed.pipe import LayerSpec
+
+    random.seed(1)
+    np.random.seed(1)
+    tracker = Tracker(3 + torch.distributed.get_rank())  # as the same masks twice drop nothing more
+    get_cuda_rng_tracker().set_states(Tracker(4).get_states())
+    module = types.SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
+    modules = {"megatron.core.tensor_parallel.random": module} if known == "imported" else {}
+    specs = [LayerSpec(toy.Embed, 100), *(LayerSpec(Drops, source, tracker) for _ in range(3)), LayerSpec(toy.Pool, 9)]
+    block = {"recompute_ratio": ratio, "peer_timeout_s": 60}
+    ds_config = cases.config(1, {"type": "SGD", "params": {"lr": 0.5}}, block)
+    with mock.patch.dict(sys.modules, modules):
+        engine = cases.engine(ds_config, 2, specs=lambda: specs)
+        if known == "registered":
+            engine.register_random_state(
+                "own", lambda: dict(tracker.states_), lambda states: tracker.set_states(states)
+            )
+        iterator = toy.data()
+        losses = [float(engine.train_batch(iterator)) for _ in range(4)]
+        found = losses, cases.parameters(engine)
+        engine.destroy()
+    cases.close_groups()
+    return found
+
+
+SOURCES = [
+    ("python", ""),
+    ("numpy", ""),
+    ("deepspeed", ""),
+    ("tracker", "imported"),
+    ("tracker", "registered"),
+]
+
+
+def drawn_everywhere() -> list[tuple[Any, Any]]:
+    return [tuple(drawn_elsewhere(source, ratio, known) for ratio in (0, 1)) for source, known in SOURCES]
+
+
+def test_draws_that_torch_does_not_know_are_repeated(worlds: Worlds) -> None:
+    for report in worlds.run(2, drawn_everywhere):
+        for source, (kept, recomputed) in zip(SOURCES, report, strict=True):
+            assert kept[0] == recomputed[0], source
+            assert all(torch.equal(kept[1][name], recomputed[1][name]) for name in kept[1]), source
+
+
+def test_draws_of_an_unknown_tracker_are_refused(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, drawn_elsewhere, "tracker", 1, "")
+    line = "vpipe.recompute_ratio: got layers 3 to 4 (Drops to Pool) with another output when they are run again"
+    assert line in failed.value.errors[1]
+    for error in failed.value.errors.values():
+        assert "engine.register_random_state(name, get, put)" in error
+        assert "\n" not in error
+
+
+def outputs_kept(count: int) -> list[int]:
+    """Copies of outputs that wait for the recomputation's, after each of ``count`` forward and backward passes."""
+    from deepspeed.pipe import PipelineModule
+
+    from ds_vpipe.engine.random_states import RandomStates
+    from ds_vpipe.engine.recompute import Segment, _OutputCheck
+
+    module = PipelineModule(toy.layer_specs(0.3), num_stages=1)
+    segment = Segment(0, len(module.forward_funcs), 1.0, RandomStates())
+    found = []
+
+    def waiting() -> int:
+        gc.collect()
+        return sum(isinstance(item, _OutputCheck) for item in gc.get_objects())
+
+    segment.run_part(module, toy.micro_batch(0)[0], 1)  # and is dropped, so that the next one is compared
+    outputs = [segment.run_part(module, toy.micro_batch(number)[0], 1) for number in range(count)]
+    found.append(waiting())
+    for output in outputs:
+        output.sum().backward()
+    del output, outputs
+    segment.run_part(module, toy.micro_batch(0)[0], 1).sum()
+    found.append(waiting())
+    return found
+
+
+def test_only_the_first_micro_batch_is_compared(worlds: Worlds) -> None:
+    assert worlds.run(1, outputs_kept, 3) == [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (torch.ones(3), torch.ones(3), True),
+        (torch.ones(3), torch.ones(3) + 1e-6, False),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]), True),
+        (torch.tensor([1.0, math.nan]), torch.tensor([2.0, math.nan]), False),
+        (torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), False),
+        (torch.ones(3), torch.ones(4), False),
+        (torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool), True),
+    ],
+)
+def test_bit_for_bit_on_cpus(first: torch.Tensor, second: torch.Tensor, same: bool) -> None:
+    from ds_vpipe.engine.recompute import _difference
+
+    assert (_difference(first, second) == 0) == same

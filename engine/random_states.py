@@ -1,0 +1,92 @@
+"""Random states of a process, besides torch's generators: Python's, NumPy's, and those of trackers.
+
+A tracker keeps generator states of its own and lends them to torch for a block of code, so that nobody who saves
+torch's states has them. DeepSpeed has one; Megatron's is found if it has been imported. Others can be registered.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+
+from ds_vpipe.errors import VPipeError
+
+_MEGATRON = ("megatron.core.tensor_parallel.random", "megatron.mpu.random")
+
+
+class RandomStates:
+    """The random states besides torch's, by name."""
+
+    def __init__(self) -> None:
+        self._registered: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+
+    def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        """Add one.
+
+        Args:
+            name: in checkpoints.
+            get: returns the state, which later draws do not change, and which can be pickled.
+            put: makes such a state the current one.
+
+        Raises:
+            VPipeError: the name is taken.
+        """
+        if name in self._sources():
+            raise VPipeError(f"register_random_state({name!r}): got a name that is taken, allowed is another one")
+        self._registered[name] = get, put
+
+    def read(self) -> dict[str, Any]:
+        """All states."""
+        return {name: get() for name, (get, _) in self._sources().items()}
+
+    def put_back(self, states: dict[str, Any]) -> None:
+        """Make ``states``, as :meth:`read` returned them, the current ones; what is not in them stays."""
+        for name, (_, put) in self._sources().items():
+            if states.get(name) is not None:
+                put(states[name])
+
+    @contextmanager
+    def of(self, states: dict[str, Any]) -> Iterator[None]:
+        """Inside, ``states`` are the current ones."""
+        now = self.read()
+        self.put_back(states)
+        try:
+            yield
+        finally:
+            self.put_back(now)
+
+    @contextmanager
+    def kept(self, device: torch.device) -> Iterator[None]:
+        """Put all states back at the end, torch's of the CPU and of ``device`` too."""
+        devices = [device] if device.type == "cuda" else []
+        with self.of(self.read()), torch.random.fork_rng(devices=devices, device_type="cuda"):
+            yield
+
+    def _sources(self) -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+        return {
+            "python": (random.getstate, random.setstate),
+            "numpy": (np.random.get_state, np.random.set_state),
+            **{name: _of_tracker(tracker) for name, tracker in _trackers().items()},
+            **self._registered,
+        }
+
+
+def _trackers() -> dict[str, Any]:
+    found: dict[str, Any] = {"tracker": ds_checkpointing.get_cuda_rng_tracker()}
+    for name in _MEGATRON:
+        tracker_of = getattr(sys.modules.get(name), "get_cuda_rng_tracker", None)
+        if tracker_of is not None and all(tracker is not tracker_of() for tracker in found.values()):
+            found[name] = tracker_of()
+    return found
+
+
+def _of_tracker(tracker: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    # Trackers may hand out and take over their own dict; the tensors in it are replaced and not written into.
+    return lambda: dict(tracker.get_states()), lambda states: tracker.set_states(dict(states))

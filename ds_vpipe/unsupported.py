@@ -50,7 +50,7 @@ def refuse_unsupported(ds_config: Mapping[str, Any], block: VPipeConfig, num_sta
     raise_first(
         [
             *_zero(ds_config, asp),
-            *_precision(ds_config),
+            *_precision(ds_config, block),
             *_clipping(ds_config, block),
             *_profiling(ds_config, num_stages),
             *_pipeline(ds_config, block),
@@ -82,15 +82,25 @@ def _zero(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:
         yield Refusal("zero_optimization.zenflow", zenflow, "no such key", "remove the key", why)
 
 
-def _precision(config: Mapping[str, Any]) -> Iterator[Refusal]:
+def _precision(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal]:
     bf16 = "bf16" if config.get("bf16") is not None else "bfloat16"
     half = "fp16" if _on(_get(config, "fp16.enabled")) else "bf16" if _on(_get(config, f"{bf16}.enabled")) else None
     accumulation = _get(config, "data_types.grad_accum_dtype")
-    if half is not None and accumulation not in (None, *_NAMES[half]):
-        why = (
-            "DeepSpeed's optimizer for it writes checkpoints that it cannot load" if half == "bf16" else "not supported"
-        )
-        yield Refusal("data_types.grad_accum_dtype", accumulation, f'"{half}" with {half}', "remove the key", why)
+    in_fp32 = half == "bf16" and accumulation in ("fp32", "float32")
+    if in_fp32 and (_zero_stage(config) != 1 or _on(_get(config, "zero_optimization.cpu_offload"))):
+        why = "DeepSpeed adds gradients in fp32 only with ZeRO-1"
+        fix = 'add "zero_optimization": {"stage": 1}, or remove the key'
+        yield Refusal("data_types.grad_accum_dtype", accumulation, '"bf16", or "fp32" with ZeRO-1', fix, why)
+    elif in_fp32 and _get(config, "zero_optimization.offload_optimizer.device") not in (None, "none"):
+        why = "DeepSpeed adds gradients in fp32 only without offload"
+        yield Refusal("data_types.grad_accum_dtype", accumulation, '"bf16"', "remove one of the two", why)
+    elif in_fp32 and block.gradient_clipping_scope == "delayed_global":
+        why = "DeepSpeed's optimizer for it clips by the norm that it has computed itself"
+        fix = 'write "stage" for vpipe.gradient_clipping_scope, or remove the key'
+        yield Refusal("data_types.grad_accum_dtype", accumulation, '"bf16" next to delayed_global', fix, why)
+    elif half is not None and not in_fp32 and accumulation not in (None, *_NAMES[half]):
+        allowed = '"bf16" or, with ZeRO-1, "fp32"' if half == "bf16" else '"fp16"'
+        yield Refusal("data_types.grad_accum_dtype", accumulation, allowed, "remove the key", "not supported")
     if _on(_get(config, "amp.enabled")):
         fix = 'remove amp and use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
         yield Refusal("amp.enabled", True, "no such key", fix, "apex amp caches casts of weights across versions")
@@ -156,18 +166,20 @@ def _staleness(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusa
 
 
 def _features(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:
-    switches = ["elasticity", "autotuning", "hybrid_engine"]
-    if asp:
-        # A sampler that changes with the step would be asked for batches ahead of the step they are for.
-        switches += [
-            "data_efficiency",
-            "data_efficiency.data_sampling.curriculum_learning",
-            "data_efficiency.data_routing.random_ltd",
-            "curriculum_learning",
-        ]
-    for name in switches:
+    for name in ("elasticity", "autotuning", "hybrid_engine"):
         if _on(_get(config, f"{name}.enabled")):
-            yield Refusal(f"{name}.enabled", True, "false", f"remove {name.rpartition('.')[2]}", "not supported")
+            yield Refusal(f"{name}.enabled", True, "false", f"remove {name}", "not supported")
+    by_step = (
+        "data_efficiency",
+        "data_efficiency.data_sampling.curriculum_learning",
+        "data_efficiency.data_routing.random_ltd",
+        "curriculum_learning",
+    )
+    for name in by_step:
+        if asp and _on(_get(config, f"{name}.enabled")):
+            why = "what changes with the step would be asked for ahead of the step that it is for"
+            fix = f'remove {name.rpartition(".")[2]}, or write "bsp" for vpipe.sync_mode'
+            yield Refusal(f"{name}.enabled", True, 'false in "asp"', fix, why)
     for key in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
         size = _int(_get(config, key))
         if size is not None and size > 1:

@@ -234,6 +234,12 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
     def _make_ties(self) -> TiedWeights | None:
         if not self.asynchronous or not tied_stages(self.module):
             return None
+        if self.using_bf16_optimizer:
+            raise VPipeConfigError(
+                'data_types.grad_accum_dtype: got "fp32" for a model with weights tied across stages, whose gradients '
+                'travel before DeepSpeed\'s optimizer adds them in fp32; allowed: "bf16", or "fp32" in "bsp"; remove '
+                "the key"
+            )
         timeout_s = self.vpipe_config.peer_timeout_s
         return TiedWeights(self.module, self.grid, self.depths, timeout_s, self.device)
 

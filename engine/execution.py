@@ -210,11 +210,15 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
     def _backward_from_gradients(self, flight: Flight) -> None:
         pairs = [(o, g) for o, g in zip(flight.outputs, flight.gradients, strict=True) if g is not None]
         self._running_engine_backward = True  # DeepSpeed's hooks take it for engine.backward()
+        if self.using_bf16_optimizer:
+            self.optimizer.clear_lp_grads()  # it adds them up in fp32, and on the last stage does this by itself
         try:
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         finally:
             self._running_engine_backward = False
+        if self.using_bf16_optimizer:
+            self.optimizer.update_hp_grads()
         flight.outputs, flight.gradients = [], []
 
     def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from ds_vpipe.engine.recompute import layer_numbers
 from ds_vpipe.engine.ties import tied_parameters
 from ds_vpipe.errors import VPipeError
 
-_GROUPS = ("round_robin_bit16_groups", "fp16_groups")  # where the wrappers keep a group's own parameters
+_GROUPS = ("round_robin_bit16_groups", "fp16_groups", "bf16_groups")  # where the wrappers keep a group's own parameters
 
 
 def stage_layout(engine: PipelineEngine) -> StageLayout:

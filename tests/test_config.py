@@ -389,7 +389,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
         {},
         "data_types.grad_accum_dtype",
         "fp32",
-        '"fp16" with fp16',
+        'allowed: "fp16"',
     ),
     (
         {"zero_optimization": {"stage": 1, "compute_grad_norm": False}},
@@ -403,7 +403,29 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
         {"sync_mode": "bsp"},
         "data_types.grad_accum_dtype",
         "fp32",
-        "writes checkpoints that it cannot load",
+        "only with ZeRO-1",
+    ),
+    (
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
+        {"sync_mode": "bsp"},
+        "data_types.grad_accum_dtype",
+        "fp32",
+        "only without offload",
+    ),
+    (
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 1},
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
+        {"gradient_clipping_scope": "delayed_global"},
+        "data_types.grad_accum_dtype",
+        "fp32",
+        'write "stage" for vpipe.gradient_clipping_scope',
     ),
     ({"torch_autocast": {"enabled": True}}, {}, "torch_autocast.dtype", None, '"bfloat16"'),
     (
@@ -426,7 +448,13 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
     ({"hybrid_engine": {"enabled": True}}, {}, "hybrid_engine.enabled", True, "remove hybrid_engine"),
     ({"tensor_parallel": {"autotp_size": 2}}, {}, "tensor_parallel.autotp_size", 2, "remove the key"),
     ({"sequence_parallel_size": 2}, {"sync_mode": "bsp"}, "sequence_parallel_size", 2, "remove the key"),
-    ({"data_efficiency": {"enabled": True}}, {}, "data_efficiency.enabled", True, "remove data_efficiency"),
+    (
+        {"data_efficiency": {"enabled": True}},
+        {},
+        "data_efficiency.enabled",
+        True,
+        'remove data_efficiency, or write "bsp" for vpipe.sync_mode',
+    ),
     (
         {"data_efficiency": CURRICULUM},
         {},

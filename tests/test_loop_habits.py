@@ -19,9 +19,11 @@ from worlds import CaseFailed, Worlds
 
 from ds_vpipe.engine.copies import as_bytes, digest, from_bytes
 from ds_vpipe.engine.handed_loss import HandedLoss
+from ds_vpipe.engine.loop_evaluation import LoopEvaluationMixin
 from ds_vpipe.engine.parameter_groups import by_identity, follow
 from ds_vpipe.engine.script_rates import ScriptRates
 from ds_vpipe.engine.split_module import split_model
+from ds_vpipe.errors import VPipeError
 
 STAGES, MICRO_BATCHES, ROUNDS = 2, 2, 10
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -334,6 +336,12 @@ def test_values_on_their_way_to_another_rank() -> None:
     found = from_bytes(as_bytes(value), torch.device("cpu"))
     assert (found["loss"], found["rest"][1:]) == (1.5, (None, "text"))
     assert torch.equal(found["rest"][0][0], batch(0)[0])
+
+
+def test_outputs_that_cannot_be_copied_are_refused() -> None:
+    last = SimpleNamespace(num_stages=2, is_last_stage=lambda: True)
+    with pytest.raises(VPipeError, match=r"^evaluation: forward returned a dict that cannot be copied to the other .*"):
+        LoopEvaluationMixin._everywhere(last, {"loss": torch.ones(()), "call": lambda: None})  # type: ignore[arg-type]
 
 
 def test_digests_are_of_types_shapes_and_values() -> None:

@@ -1,0 +1,80 @@
+"""Distributed samplers that are dealt out to pipelines: which ones, and what stays as the script has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ds_vpipe import distributed_samplers
+from ds_vpipe.distributed_samplers import DistributedSamplers
+
+DATA = TensorDataset(torch.arange(24))
+WORLD, RANK, REPLICAS, REPLICA = 4, 3, 2, 1
+
+
+class Named(DistributedSampler[Any]):
+    """A script's own, with a signature of its own."""
+
+    def __init__(self, name: str, data: Any) -> None:
+        super().__init__(data, shuffle=False)
+        self.name, self.share = name, self.num_samples
+
+
+@pytest.fixture
+def samplers() -> Iterator[DistributedSamplers]:
+    made = DistributedSamplers()
+    with (
+        mock.patch("torch.distributed.is_available", return_value=True),
+        mock.patch("torch.distributed.is_initialized", return_value=True),
+        mock.patch("torch.distributed.get_world_size", return_value=WORLD),
+        mock.patch("torch.distributed.get_rank", return_value=RANK),
+        made.watching(),
+    ):
+        yield made
+
+
+def test_samplers_for_all_ranks_are_dealt_anew(samplers: DistributedSamplers) -> None:
+    before: list[DistributedSampler[Any]] = [
+        DistributedSampler(DATA, seed=5), DistributedSampler(DATA, WORLD, RANK, seed=5),
+        DistributedSampler(DATA, num_replicas=WORLD, rank=RANK, seed=5),
+    ]  # fmt: skip
+    loader = DataLoader(DATA, batch_size=3, sampler=before[0])
+    before[0].set_epoch(7)
+    assert len(loader) == 2
+    samplers.deal(REPLICAS, REPLICA)
+    assert len(loader) == 4
+    wanted = DistributedSampler(DATA, REPLICAS, REPLICA, seed=5)
+    for sampler in [*before[1:], DistributedSampler(DATA, seed=5)]:
+        assert list(sampler) == list(wanted)
+    wanted.set_epoch(7)
+    assert list(before[0]) == list(wanted)
+    named = Named("mine", DATA)
+    assert (named.name, named.share, list(named)) == ("mine", 12, list(range(1, 24, 2)))
+
+
+def test_others_stay(samplers: DistributedSamplers) -> None:
+    given = [DistributedSampler(DATA, *place) for place in ((REPLICAS, 0), (WORLD, 0), (8, RANK), (1, 0))]
+    orders = [list(sampler) for sampler in given]
+    samplers.deal(REPLICAS, REPLICA)
+    assert [list(sampler) for sampler in given] == orders
+
+
+def test_without_a_pipeline_nothing_changes(samplers: DistributedSamplers) -> None:
+    sampler: DistributedSampler[Any] = DistributedSampler(DATA)
+    with mock.patch.object(distributed_samplers.logger, "warning") as warning:
+        samplers.deal(WORLD, RANK)
+    assert (sampler.num_replicas, sampler.rank) == (WORLD, RANK)
+    assert not warning.called
+
+
+def test_torchs_own_is_back_afterwards() -> None:
+    original = DistributedSampler.__init__
+    with DistributedSamplers().watching():
+        assert DistributedSampler.__init__ is not original
+    assert DistributedSampler.__init__ is original

@@ -17,6 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
@@ -76,6 +77,13 @@ def prepare(
             f"schedule of its own, so build a PipelineModule or remove the block"
         )
     refuse_unsupported(ds_config, config, model.num_stages)
+    theirs = ds_schedule.TrainSchedule
+    if model.global_rank == 0 and theirs.__module__ != ds_schedule.__name__:
+        logger.warning(
+            f"ds_vpipe: DeepSpeed's TrainSchedule was replaced by {theirs.__qualname__}, which is not used: "
+            f"vpipe.sync_mode and vpipe.schedule choose the schedule; remove what replaces it, such as "
+            f"--enable-zbh1-pipeline"
+        )
     replicas = max(1, model.topology().get_dim("data"))
     refuse_batch_sizes(ds_config, replicas * model.num_stages, model.num_stages)
     if config.virtual_stages > 1 and model.activation_checkpoint_interval > 0:
@@ -164,20 +172,24 @@ def _split(model: PipelineModule, settings: StageSettings, optimizer: Any, model
     moved = repartition(model, counts, settings.virtual_stages)
     if not moved or (optimizer is None and model_parameters is None):
         return model_parameters
+    virtual = settings.virtual_stages
+    key = f"vpipe.virtual_stages: got {virtual}, so" if virtual > 1 else "vpipe.partition: got"
+    given = f"{key} {list(counts)}"
+    own = "one part per stage" if virtual > 1 else "the module's own split"
+    rebuild = "leave virtual_stages out" if virtual > 1 else "build the module with this partition"
     if isinstance(optimizer, torch.optim.Optimizer):
         raise VPipeConfigError(
-            f"vpipe.partition: got {list(counts)}, which moves layers between stages, but the optimizer given to "
-            f"initialize() was built before; allowed is the module's own split; build the module with this partition, "
-            f"or name the optimizer in the DeepSpeed JSON"
+            f"{given}, which moves layers between stages, but the optimizer given to initialize() was built before; "
+            f"allowed is {own}; {rebuild}, name the optimizer in the DeepSpeed JSON, or pass a function of the "
+            f"parameters that makes it: initialize(optimizer=lambda parameters: ...)"
         )
     if model_parameters is None:
         return None
     flat = [p for p in model_parameters if isinstance(p, torch.Tensor)]
     if len(flat) != len(model_parameters) or {id(p) for p in flat if p.requires_grad} != before:
         raise VPipeConfigError(
-            f"vpipe.partition: got {list(counts)}, which moves layers between stages, but model_parameters names "
-            f"parameters of the old split; allowed is the module's own split; build the module with this partition, "
-            f"or leave model_parameters out"
+            f"{given}, which moves layers between stages, but model_parameters names parameters of the old split; "
+            f"allowed is {own}; {rebuild}, or leave model_parameters out"
         )
     return [p for p in model.parameters() if p.requires_grad]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,20 @@ def test_lost_files_are_named(saved: Any, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "mp_rank_00_model_states.pt").unlink()
     assert main([str(tmp_path), str(tmp_path / "m.pt")]) == 2
     assert "got stages [1], allowed are all of them" in capsys.readouterr().err
+
+
+def test_objects_without_their_code_are_named(saved: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """Scripts put their arguments into the client state, of classes of their own."""
+    for path in (saved[0] / "fp32").iterdir():
+        if path.name != "mp_rank_00_model_states.pt":
+            (tmp_path / path.name).symlink_to(path)
+    script = types.ModuleType("a_script")
+    script.Arguments = type("Arguments", (), {"__module__": "a_script"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_script", script)
+    content = torch.load(saved[0] / "fp32" / "mp_rank_00_model_states.pt", weights_only=False)
+    torch.save({**content, "args": script.Arguments()}, tmp_path / "mp_rank_00_model_states.pt")
+    monkeypatch.delitem(sys.modules, "a_script")
+    assert main([str(tmp_path), str(tmp_path / "m.pt")]) == 2
+    message = capsys.readouterr().err
+    assert "objects whose code is not here (No module named 'a_script')" in message
+    assert message.count("\n") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -178,7 +179,7 @@ def test_wrong_lists_are_refused_on_every_rank(worlds: Worlds, counts: Any, word
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
-def initialized(counts: list[int], given: str) -> list[Any]:
+def initialized(counts: list[int], given: str, **block: Any) -> list[Any]:
     """What becomes of arguments that name parameters of the old split; the module is built with 5, 5."""
     import deepspeed
 
@@ -188,7 +189,7 @@ def initialized(counts: list[int], given: str) -> list[Any]:
         toy.layer_specs(), num_stages=2, partition_method="uniform", loss_fn=nn.CrossEntropyLoss()
     )
     parameters = [p for p in module.parameters() if p.requires_grad]
-    ds_config = cases.config(1, {} if given.startswith("optimizer") else SGD, {"partition": counts})
+    ds_config = cases.config(1, {} if given.startswith("optimizer") else SGD, {"partition": counts, **block})
     if given.startswith("optimizer"):
         del ds_config["optimizer"]
     choices: dict[str, dict[str, Any]] = {
@@ -231,6 +232,35 @@ def test_parameters_of_the_old_split_are_refused(worlds: Worlds, given: str, wor
         assert outcome.text.startswith("VPipeConfigError: vpipe.partition: got [3, 7], ")
         assert f"moves layers between stages, but {words}" in outcome.text
         assert "\n" not in outcome.text
+
+
+def test_virtual_stages_are_named_in_refusals(worlds: Worlds) -> None:
+    block = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
+    for outcome in worlds.outcomes(2, initialized, [3, 2, 3, 2], "optimizer", **block):
+        assert outcome.text.startswith("VPipeConfigError: vpipe.virtual_stages: got 2, so [3, 2, 3, 2], which moves")
+        assert "leave virtual_stages out, name the optimizer in the DeepSpeed JSON, or pass a function" in outcome.text
+
+
+def with_another_schedule() -> list[str]:
+    from deepspeed.runtime.pipe import schedule
+
+    class ZeroBubble(schedule.PipeSchedule):
+        pass
+
+    with (
+        mock.patch.object(schedule, "TrainSchedule", ZeroBubble),
+        mock.patch("ds_vpipe.engine.preparation.logger.warning") as said,
+    ):
+        initialized([5, 5], "nothing")
+    return [call.args[0] for call in said.call_args_list]
+
+
+def test_a_replaced_schedule_is_said_to_be_ignored(worlds: Worlds) -> None:
+    first, second = worlds.run(2, with_another_schedule)
+    (line,) = first
+    assert "TrainSchedule was replaced by " in line
+    assert "ZeroBubble, which is not used" in line
+    assert second == []
 
 
 @pytest.mark.parametrize("counts", [[3, 6], [10]])

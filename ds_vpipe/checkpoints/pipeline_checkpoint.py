@@ -220,7 +220,14 @@ class PipelineCheckpoint:
         path = self.folder / name
         if not path.is_file():
             raise VPipeError(f"checkpoint {str(self.folder)!r}: got no file {name}, allowed are all; files are lost")
-        return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
+        try:
+            return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
+        except (ImportError, AttributeError) as error:
+            raise VPipeError(
+                f"checkpoint {str(self.folder)!r}: got {name} with objects whose code is not here ({error}), allowed "
+                f"are those that can be imported; run this where the training script's modules are, or add their "
+                f"folder to PYTHONPATH"
+            ) from error
 
     def _guess_ties(self) -> dict[int, str]:
         """Ties in a ZeRO checkpoint of the stock engine: layers that only the tied modules' names account for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -109,6 +109,49 @@ class Agreement:
             what = "the stage's replicas to tell their optimizer states"
             raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
         return values
+
+    def of_stages(self, value: Any, what: str) -> list[Any]:
+        """The values that all stages of this pipeline pass, in order; ``what`` is the name of the wait.
+
+        Raises:
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        values = [None] * dist.get_world_size(self._pipeline)
+        try:
+            dist.all_gather_object(values, value, group=self._pipeline)
+        except RuntimeError as error:
+            raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
+        return values
+
+    def bytes_of_stage(self, tensor: torch.Tensor, stage: int, receivers: Sequence[int], what: str) -> None:
+        """Bring a contiguous tensor in host memory from one stage of this pipeline to others.
+
+        Args:
+            tensor: on ``stage`` and the receivers; others need not call this.
+            stage: that has the values.
+            receivers: stages that get them.
+            what: the name of the wait.
+
+        Raises:
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        flat, ranks = tensor.view(-1).view(torch.uint8), dist.get_process_group_ranks(self._pipeline)
+        try:
+            if len(receivers) == len(ranks):
+                dist.broadcast(flat, ranks[stage], group=self._pipeline)
+            elif dist.get_rank() == ranks[stage]:
+                for receiver in receivers:
+                    dist.send(flat, ranks[receiver], group=self._pipeline)
+            else:
+                dist.recv(flat, ranks[stage], group=self._pipeline)
+        except RuntimeError as error:
+            raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
+
+    @property
+    def pipeline(self) -> tuple[str, list[int]]:
+        """A name of this pipeline, the same on its ranks, and these."""
+        assert self._pipeline is not None
+        return self._pipeline.group_name, dist.get_process_group_ranks(self._pipeline)
 
     def of_first_rank(self, value: Any) -> Any:
         """The ``value`` that rank 0 passes; all ranks call it, between batches only.

@@ -200,17 +200,6 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin, MitigationMixin):
                 del self.module._synchronize_tied_weights
         synchronize()
 
-    def save_16bit_model(self, save_dir: str, *args: Any, **kwargs: Any) -> None:
-        """Refused: no rank has the whole model.
-
-        Raises:
-            VPipeError: always; names the command that does it from a checkpoint.
-        """
-        raise VPipeError(
-            f"save_16bit_model({str(save_dir)!r}): allowed is save_checkpoint(); then make one file of the checkpoint "
-            f"with: python -m ds_vpipe.export CHECKPOINT_DIR model.safetensors --dtype bfloat16"
-        )
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's; all ranks call it, between any two batches. The size that it is already changes nothing.
 

@@ -33,7 +33,6 @@ from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.activation_checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.backend_threads import outlive_backend_threads
-from ds_vpipe.engine.checkpoints import CheckpointMixin
 from ds_vpipe.engine.draining import EndOfData
 from ds_vpipe.engine.evaluation import EvaluationMixin
 from ds_vpipe.engine.execution import ExecutionMixin
@@ -45,6 +44,7 @@ from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.observation import Observation, ObservationMixin
 from ds_vpipe.engine.preparation import Prepared, prepared_arguments
 from ds_vpipe.engine.rests import RestWatch
+from ds_vpipe.engine.saving import SavingMixin
 from ds_vpipe.engine.sender import Sender, abort_all
 from ds_vpipe.engine.ties import TiedWeights, tied_stages
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
@@ -56,7 +56,7 @@ from ds_vpipe.staleness.beginning import beginning
 _EXIT_GRACE_S = 60.0
 
 
-class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationMixin):
+class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin):
     """DeepSpeed's pipeline engine with an asynchronous 1F1B schedule and weight stashing.
 
     Built by :func:`ds_vpipe.initialize`, or in the place of ``PipelineEngine`` with its arguments.
@@ -101,6 +101,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, CheckpointMixin, ObservationM
         self._sets_back = self.asynchronous and self.num_stages > 1
         self._rests = RestWatch(self.global_rank == 0)
         self._agreement = Agreement(self.grid, self.vpipe_config.peer_timeout_s)
+        self._make_states_whole()
         self._observation = Observation(self)
         outlive_backend_threads()
         atexit.register(_at_exit, weakref.ref(self))

@@ -13,14 +13,17 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
+import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
 from deepspeed.utils import logger
 
 from ds_vpipe.engine.loop_rounds import LoopRoundMixin
+from ds_vpipe.engine.split_module import SplitModule
 from ds_vpipe.engine.wire import Message
-from ds_vpipe.errors import CallOrderError, PipelineProtocolError
+from ds_vpipe.errors import CallOrderError, PipelineProtocolError, VPipeError
 from ds_vpipe.schedules.calls import drain_actions
 from ds_vpipe.schedules.schedule import Progress
 
@@ -31,6 +34,7 @@ class LoopRestMixin(LoopRoundMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._resting = True  # nothing has been handed in since the last drain
         super().__init__(*args, **kwargs)
+        atexit.register(serve_at_end, weakref.ref(self))
 
     def drain(self, what: str = "drain()") -> None:
         """Train everything handed in on every stage; all ranks call it, between two rounds.
@@ -50,6 +54,13 @@ class LoopRestMixin(LoopRoundMixin):
                 self._rests.emptied(what, "do that less often", self.global_steps, 0)
             with self._aborting():
                 self._drain()
+
+    def come_to_rest(self, what: str) -> None:
+        """Drain, and meet the other stages even if nothing is in flight: one that goes on instead ends with a line."""
+        self._refuse_after_failure(what)
+        self._order.expect_between(what)
+        with self._aborting():
+            self._drain()
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """As DeepSpeed's; all ranks call it, after ``step()``. Drains."""
@@ -162,6 +173,16 @@ class LoopRestMixin(LoopRoundMixin):
         self._forget_end()
         super()._abort(error)
 
+    def _serve(self, at_rest: bool) -> None:
+        """Take part in what ranks still call whose scripts have not come to their end."""
+        states, split = self._whole_states, self.module
+        if states is None or not isinstance(split, SplitModule):
+            return
+        with suppress(VPipeError):  # they have a line of their own
+            states.serve(split.own_state, at_rest)
+        states.leave()
+        self._whole_states = None
+
     def _at_end_of_script(self) -> None:
         """Train what is still in flight, if the script has come to its end between two rounds."""
         if not torch.distributed.is_initialized():
@@ -178,6 +199,7 @@ class LoopRestMixin(LoopRoundMixin):
         elif self._order.between_rounds:
             try:
                 self.drain("the end of the script")
+                self._serve(True)
             except Exception as error:
                 logger.error(f"ds_vpipe: the last micro-batches are not trained on all stages: {error}")
         else:
@@ -186,3 +208,13 @@ class LoopRestMixin(LoopRoundMixin):
                 "are not trained on all stages; call engine.backward(loss) and engine.step() first"
             )
             gc.freeze()
+
+
+def serve_at_end(engine: weakref.ref[LoopRestMixin]) -> None:
+    """At the end of the script, let ranks have what they need whose scripts are still saving."""
+    alive = engine()
+    if alive is None or alive.state.failure is not None or not torch.distributed.is_initialized():
+        return
+    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if failed is None and alive._order.between_rounds and alive._resting:
+        alive._serve(False)

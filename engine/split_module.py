@@ -9,7 +9,6 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
-from deepspeed.utils import logger
 from torch._dynamo import OptimizedModule
 
 from ds_vpipe.engine.repartition import VPipeModule, complete
@@ -155,13 +154,22 @@ class SplitModule(VPipeModule):
         return getattr(self.user_module, name)  # scripts expect the model that they have made
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's model's, of this stage alone: other parameters are missing."""
-        if self.num_stages > 1:
-            logger.warning(
-                f"ds_vpipe: state_dict() of the module has stage {self.stage_id} of {self.num_stages} alone; call "
-                f"engine.save_checkpoint() on every rank, and python -m ds_vpipe.export for the whole model"
-            )
+        """The user's model's."""
         return self.user_module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's model's: this stage takes what it has."""
+        return self.user_module.load_state_dict(*args, **kwargs)
+
+    def own_state(self, path: str = "") -> dict[str, Any]:
+        """This stage's part of the state dict of the user's model, or of the module at ``path`` in it."""
+        with self.stage_model.own_states():
+            found: dict[str, Any] = self.user_module.get_submodule(path).state_dict()
+        return found
+
+    def homes(self) -> dict[str, tuple[str, int]]:
+        """For all names of the whole model's state dict, a name and a stage where its value is."""
+        return {name: (there, self.stage_owner(piece)) for name, (there, piece) in self.stage_model.homes().items()}
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SplitModule:
         self.stage_model.apply(fn)

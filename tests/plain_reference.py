@@ -114,7 +114,8 @@ class Engine:
     """What ``deepspeed.initialize`` returns to the script: records calls, and has the replay train whole batches."""
 
     def __init__(self, model: nn.Module, replay: ScriptReplay) -> None:
-        self.model, self.replay = model, replay
+        self.model = self.module = model
+        self.replay = replay
         self.device, self.global_steps, self.micro_steps = torch.device("cpu"), 0, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

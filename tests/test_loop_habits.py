@@ -182,7 +182,7 @@ def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
         "vocabulary": engine.module.config.vocab_size,
         "names": list(engine.module.state_dict()),
         "parameters": [name for name, _ in engine.named_parameters()],
-        "kept": list(model.state_dict()),
+        "whole": list(model.state_dict()),
         "called": _error(lambda: engine.module(*batch(0))),
         "by itself": _error(lambda: model(*batch(0))),
         "copy": _error(lambda: copy.deepcopy(model)(*batch(0))),
@@ -207,14 +207,13 @@ def test_the_module_is_the_users_but_for_other_stages(worlds: Worlds) -> None:
         assert rank["own"] == pytest.approx(plain(*batch(number)).item()), "the loss of this rank's micro-batch"
         assert rank["vocabulary"] == 13
         assert rank["outlives"]
-        assert rank["names"] == rank["kept"]
-        assert rank["parameters"] == [f"module.{name}" for name in rank["kept"]]
+        assert rank["names"] == rank["whole"] == list(Plain().state_dict())
         assert rank["called"].startswith("engine.module(...): a stage has only a part of the model")
         assert rank["by itself"].startswith("Plain(...): called itself, and this rank has only one stage of it")
         assert rank["copy"] == rank["by itself"]
         assert rank["split again"].startswith("model: got a Plain of which an earlier initialize() has left one stage")
         assert "nothing" in rank["unknown"]
-    assert sorted(first["names"] + last["names"]) == sorted(Plain().state_dict())
+    assert sorted(first["parameters"] + last["parameters"]) == sorted(f"module.{name}" for name in first["whole"])
 
 
 def warned(ds_config: dict[str, Any], apart: int) -> list[str]:

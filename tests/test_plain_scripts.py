@@ -15,6 +15,7 @@ from typing import Any
 import plain_reference
 import pytest
 import torch
+from transformers import BertForMaskedLM
 from worlds import Worlds, free_port
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +94,26 @@ def run(folder: Path, script: str, ds_config: dict[str, Any], ranks: int, *argum
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
-    """The parameters of the latest checkpoint, by the names that they have in the script's model."""
+    """The parameters of the latest checkpoint, by the names that they have in the script's model.
+
+    The script's own file, which it writes in its last lines, has the same ones.
+    """
+    found = checkpoint(folder)
+    if (folder / "saved" / "model.pt").is_file():
+        own = torch.load(folder / "saved" / "model.pt")
+    else:
+        model, report = BertForMaskedLM.from_pretrained(
+            folder / "saved" / "model", output_loading_info=True, dtype="auto"
+        )
+        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+        own = model.state_dict()
+    assert found.keys() == own.keys()
+    assert all(torch.equal(value, own[name]) and value.dtype is own[name].dtype for name, value in found.items())
+    return found
+
+
+def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters in the files of layers, or in DeepSpeed's own."""
     tag = (folder / "saved" / "latest").read_text(encoding="utf-8").strip()
     files = sorted((folder / "saved" / tag).glob("layer_*-model_states.pt"))
     if files:
@@ -151,6 +171,7 @@ def test_asynchronous_training_is_the_references(
     ds_config = {**CONFIGS[script], "pipeline": {"stages": stages}, "vpipe": {"partition": partition}}
     assert run(tmp_path, script, ds_config, stages).count(f"trained {STEPS[script]} steps") == stages
     found = saved(tmp_path)
+    (tmp_path / "reference").mkdir()
     reference = plain_reference.run(
         SCRIPTS / f"{script}.py",
         stages_of_names(tmp_path, partition),
@@ -158,7 +179,7 @@ def test_asynchronous_training_is_the_references(
         ds_config["gradient_accumulation_steps"],
         ds_config["gradient_clipping"],
         lambda groups: torch.optim.SGD(groups, **SGD["optimizer"]["params"]),
-        ["--deepspeed_config", str(tmp_path / "ds.json")],
+        ["--deepspeed_config", str(tmp_path / "ds.json"), "--output", str(tmp_path / "reference")],
     )
     assert difference(found, {name: reference[name] for name in found}) <= 1e-5
     assert difference(found, stock[script]) > 1e-4, "asynchronous updates are not those of DeepSpeed"

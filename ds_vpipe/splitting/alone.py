@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -25,6 +25,12 @@ class _RefuseCall:
 
     def __deepcopy__(self, memo: Any) -> _RefuseCall:
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise SplitError(
+            f"{self._name}: got a whole module to pickle, and this rank has only one stage of it; allowed is "
+            f"torch.save(model.state_dict(), PATH), with state_dict() on every rank"
+        )
 
 
 def refuse_calls(model: nn.Module, runs: Any) -> None:

@@ -40,6 +40,11 @@ class Piece(nn.Module):
         if model is not None:
             _take(self, model, members)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """What the piece holds here, and nothing of other stages."""
+        with self._stage.own_states():
+            return super().state_dict(*args, **kwargs)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Piece:
         self._stage.apply(fn)
         return self

@@ -8,6 +8,7 @@ While the user's forward runs it is among the module's parameters, because code 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -79,3 +80,14 @@ def slots_of(model: nn.Module, ledger: Ledger) -> list[Slot]:
                 absent[where] = Absent(bare, device, ledger, f"parameter {name}", name)
             found.append(Slot(name, module, key, parameter, absent[where]))
     return found
+
+
+def empty_parameter(parameter: nn.Parameter) -> None:
+    """Take the values of a parameter; shape and type stay for a script that has it in a list.
+
+    One that something else refers to in ways that torch cannot follow stays as it is.
+    """
+    if not parameter.is_meta:
+        with suppress(RuntimeError):
+            bare = torch.empty_like(parameter, device="meta", requires_grad=False)
+            torch.utils.swap_tensors(parameter, nn.Parameter(bare, parameter.requires_grad))

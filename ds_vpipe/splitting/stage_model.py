@@ -6,11 +6,13 @@ activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_vpipe.splitting.absent import SplitError
@@ -21,7 +23,8 @@ from ds_vpipe.splitting.graph_route import GraphRoute
 from ds_vpipe.splitting.loss import find_loss, loss_of
 from ds_vpipe.splitting.materialisation import materialise
 from ds_vpipe.splitting.piece import Piece
-from ds_vpipe.splitting.slots import Slot
+from ds_vpipe.splitting.slots import Slot, empty_parameter
+from ds_vpipe.splitting.state_hooks import StateHooks
 
 
 class StageModel:
@@ -36,6 +39,7 @@ class StageModel:
         model: the user's.
         pieces: all of them; those that are not kept have no parameters.
         last_output: what the forward returned the last time without gradients, on the last stage.
+        state_hooks: make the model's state dicts whole, if there is somebody who can.
     """
 
     def __init__(self, model: nn.Module, route: ForwardRoute | GraphRoute, slots: list[Slot]) -> None:
@@ -49,6 +53,7 @@ class StageModel:
         self._released = False
         self._stage_of: Callable[[int], int] | None = None
         self.last_output: Any = None
+        self.state_hooks: StateHooks | None = None
         kinds = _kinds(model, route.piece_names)
         self.pieces = [Piece(self, index, kind) for index, kind in enumerate(kinds)]
         self.keep(range(len(self.pieces)))
@@ -118,6 +123,10 @@ class StageModel:
         if not self._released and len(self._kept) < len(self.pieces):
             refuse_calls(self.model, self._route)
         self._released = True
+        kept = {slot.tie for slot in self._slots if slot.parameter is not None}
+        for parameter in self._spare.values():
+            if id(parameter) not in kept:
+                empty_parameter(parameter)
         self._spare.clear()
         materialise(self.model, self._slots, device or torch.device("cpu"))
         self._refresh()
@@ -141,6 +150,32 @@ class StageModel:
         """A name under which the stage has a tied parameter; None if it has not."""
         names = self.ties()[tie]
         return next((names[piece] for piece in sorted(self._kept) if piece in names), None)
+
+    def homes(self) -> dict[str, tuple[str, int]]:
+        """For all names of the whole model's state dict: a name and a piece where its value is.
+
+        Of a tied parameter that is the first piece that uses it.
+        """
+        first: dict[int, tuple[int, str]] = {}
+        for slot in self._slots:
+            here = min(self._route.pieces_of[slot.name]), slot.name
+            first[slot.tie] = min(first.get(slot.tie, here), here)
+        found = {slot.name: (first[slot.tie][1], first[slot.tie][0]) for slot in self._slots}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for key in module._buffers:
+                if (id(module), key) in self._route.buffer_piece:
+                    found[prefix + key] = prefix + key, self._route.buffer_piece[id(module), key]
+            homes = [found[prefix + key][1] for key in (*module._parameters, *module._buffers) if prefix + key in found]
+            if homes:
+                found[prefix + _EXTRA_STATE_KEY_SUFFIX] = prefix + _EXTRA_STATE_KEY_SUFFIX, homes[0]
+        return found
+
+    @contextmanager
+    def own_states(self) -> Iterator[None]:
+        """Let state dicts have what is here, and nothing of other stages, for a while."""
+        with nullcontext() if self.state_hooks is None else self.state_hooks.parts():
+            yield
 
     def _refresh(self) -> None:
         """Give the pieces what the model has now."""

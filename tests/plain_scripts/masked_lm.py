@@ -39,4 +39,5 @@ while engine.global_steps < 20:
     if engine.is_gradient_accumulation_boundary() and engine.global_steps % 5 == 0:
         print(f"step {engine.global_steps}: loss {outputs.loss.item():.4f}", flush=True)
 engine.save_checkpoint(args.output, client_state={"seen": "all"})
+model.save_pretrained(f"{args.output}/model")
 print(f"trained {engine.global_steps} steps", flush=True)

@@ -97,6 +97,7 @@ def main() -> None:
         train(args, model, provider, epoch)
         state = {"epoch": epoch, "global_step": args.global_step}
         model.network.save_checkpoint(args.output, tag=f"epoch{epoch}", client_state=state)
+    torch.save(model.network.module.state_dict(), f"{args.output}/model.pt")  # by every rank
     print(f"trained {args.global_step} steps, {model.network.global_steps} of the engine", flush=True)
 
 

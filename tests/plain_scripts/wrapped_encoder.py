@@ -56,4 +56,7 @@ for step in range(40):
     if step % 10 == 9:
         print(f"step {step}: loss {loss:.4f}, learning rate {engine.get_lr()[0]:.4f}", flush=True)
 engine.save_checkpoint(args.output)
+state = engine.module.state_dict()
+if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    torch.save(state, f"{args.output}/model.pt")
 print(f"trained {engine.global_steps} steps", flush=True)

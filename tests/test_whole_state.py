@@ -143,8 +143,8 @@ def saved(folder: Path) -> dict[str, Any]:
     wrapper = nn.ModuleDict({"policy": model})
     assert list(wrapper.state_dict()) == [f"policy.{name}" for name in whole]
     engine.save_checkpoint(folder / "checkpoint")
-    train(engine, 2, ROUNDS)
-    train(engine, 1, ROUNDS + 2)
+    train(engine, 3, ROUNDS)
+    engine.drain()
     return {"whole": whole, "own": here, "shared": shared, "end": own(engine), "full": full}
 
 

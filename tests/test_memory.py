@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -22,15 +23,13 @@ from ds_vpipe.planning.optimizer_bytes import (
     optimizer_bytes,
     training_dtype,
 )
-from ds_vpipe.planning.residency import (
-    Residency,
-    count_in_flight,
-    interleaved_in_flight,
-    interleaved_moments,
-    residency,
-)
+from ds_vpipe.planning.residency import Residency, residency
 from ds_vpipe.profiles.allocations import count_allocations, watched
 from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.schedules.actions import Kind
+from ds_vpipe.schedules.in_flight import in_flight
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import Workload, rank_program
 
 
 def model(*layers: LayerProfile, input_bytes: int = 0) -> ModelProfile:
@@ -308,16 +307,23 @@ def test_buffers_of_synchronous_schedules() -> None:
 @pytest.mark.parametrize(("ranks", "parts", "rank"), [(4, 2, 0), (4, 2, 3), (2, 3, 1), (8, 4, 2)])
 def test_interleaved_warm_up(ranks: int, parts: int, rank: int) -> None:
     # Megatron-LM's warm-up, and the forward pass before the first backward pass.
-    counts = interleaved_in_flight(ranks, 4 * ranks, parts, rank)
-    moments = interleaved_moments(ranks, 4 * ranks, parts, rank)
-    assert max(map(sum, moments)) == 2 * (ranks - rank - 1) + (parts - 1) * ranks + 1
-    assert counts == tuple(max(column) for column in zip(*moments, strict=True))
-    assert residency("interleaved", ranks, 4 * ranks, virtual_stages=parts)[rank].in_flight == counts[0]
+    counts = in_flight(Pipeline("interleaved", ranks, 4 * ranks, virtual_stages=parts), rank)
+    assert max(map(sum, counts.moments)) == 2 * (ranks - rank - 1) + (parts - 1) * ranks + 1
+    assert counts.most == tuple(max(column) for column in zip(*counts.moments, strict=True))
 
 
-def test_counting_a_program() -> None:
-    assert count_in_flight(["F0", "F1", "B0", "RECV_ACT2", "F2", "B1", "B2", "STEP0"]) == {0: 2}
-    assert count_in_flight(["0F0", "1F0", "0F1", "SEND_GRAD3", "1B0", "0B0", "0B1"]) == {0: 2, 1: 1}
+@pytest.mark.parametrize("micro_batches", range(1, 13))
+@pytest.mark.parametrize(("ranks", "parts"), [(k, v) for k in (2, 3, 4) for v in (2, 3)])
+def test_interleaved_counts_are_those_of_the_program_that_runs(ranks: int, parts: int, micro_batches: int) -> None:
+    pipeline = Pipeline("interleaved", ranks, micro_batches, virtual_stages=parts)
+    found = residency("interleaved", ranks, micro_batches, virtual_stages=parts)
+    for rank in range(ranks):
+        open_now, most = Counter[int](), Counter[int]()
+        for action in rank_program(pipeline, rank, Workload(2)):
+            if action.part is not None and action.kind in (Kind.FORWARD, Kind.BACKWARD):
+                open_now[action.part] += 1 if action.kind is Kind.FORWARD else -1
+                most |= open_now
+        assert {part: found[part].in_flight for part in pipeline.parts_of(rank)} == most
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from typing import Any
 
 from ds_vpipe.planning.memory import StageMemory
 from ds_vpipe.planning.recompute_choice import ratio_for
-from ds_vpipe.planning.residency import interleaved_in_flight, interleaved_moments
+from ds_vpipe.schedules.in_flight import in_flight
+from ds_vpipe.schedules.pipeline import Pipeline, Schedule
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -71,7 +72,7 @@ class Plan:
         notes: what to know about the numbers, one line each.
     """
 
-    schedule: str
+    schedule: Schedule
     stages: tuple[StagePlan, ...]
     depths: tuple[int, ...]
     micro_batches: int
@@ -99,13 +100,12 @@ class Plan:
 
     def _together(self, rank: int, ranks: int) -> StageMemory:
         parts = [stage.memory for stage in self.stages[rank::ranks]]
-        most = interleaved_in_flight(ranks, self.micro_batches, self.virtual_stages, rank)
-        kept = [part.activations // count for part, count in zip(parts, most, strict=True)]
-        moments = interleaved_moments(ranks, self.micro_batches, self.virtual_stages, rank)
+        counts = in_flight(Pipeline(self.schedule, ranks, self.micro_batches, None, self.virtual_stages), rank)
+        kept = [part.activations // count for part, count in zip(parts, counts.most, strict=True)]
         working = max(parts, key=lambda part: part.recompute + part.workspace)
         return replace(
             sum(parts, StageMemory()),
-            activations=max(sum(map(mul, moment, kept)) for moment in moments),
+            activations=max(sum(map(mul, moment, kept)) for moment in counts.moments),
             recompute=working.recompute,
             workspace=working.workspace,
         )

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from ds_vpipe.planning.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes, configured_optimizer_bytes
 from ds_vpipe.planning.pace import FREE_LINK, Link
-from ds_vpipe.planning.residency import Residency, Schedule, residency
+from ds_vpipe.planning.residency import Residency, residency
 from ds_vpipe.refusal import Refusal
+from ds_vpipe.schedules.pipeline import Schedule
 from ds_vpipe.schedules.schedule import default_depths
 from ds_vpipe.staleness.settings import Staleness
 

@@ -17,6 +17,23 @@ _TOTAL = "train_batch_size"
 _PARTS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
+def micro_batches_of(ds_config: Mapping[str, Any], replicas: int) -> int:
+    """Micro-batches per batch, M, as DeepSpeed works them out from the batch sizes.
+
+    Raises:
+        VPipeConfigError: no key says it, or not with a number.
+    """
+    total, (micro, given) = ds_config.get(_TOTAL), (ds_config.get(key) for key in _PARTS)
+    if given is None and type(total) is int and type(micro) is int and micro > 0:
+        return max(1, total // (micro * replicas))
+    if given is None and (type(total) is int or type(micro) is int):
+        return 1
+    if type(given) is not int or given < 1:
+        remedy = f"write it, or {_TOTAL} and {_PARTS[0]}"
+        raise Refusal(_PARTS[1], given, "a whole number >= 1 in the JSON", remedy).error()
+    return given
+
+
 def corrected_batch_sizes(ds_config: dict[str, Any], ranks: int, num_stages: int) -> tuple[dict[str, Any], str]:
     """``ds_config`` with the total for ``ranks / num_stages`` replicas where it is exactly that for ``ranks``.
 

@@ -190,7 +190,7 @@ def test_wrong_blocks_are_refused_in_one_line(tmp_path: Path, capsys: pytest.Cap
     for content, message in (
         ({**CONFIG, "vpipe": {"sync": "asp"}}, "vpipe.sync"),
         ({**CONFIG, "vPipe": {}}, "did you mean"),
-        ({"vpipe": {"partition": [1, 1]}}, "give --micro-batches"),
+        ({"vpipe": {"partition": [1, 1]}}, "gradient_accumulation_steps: got null; allowed"),
         ({**CONFIG, "vpipe": {}}, "give --stages"),
         ([1], "it holds no object"),
         ({**CONFIG, "vpipe": {}, "optimizer": 5}, "optimizer: got 5"),
@@ -337,6 +337,15 @@ def test_plan_refuses_options_without_effect(config: str, profile: str, capsys: 
         assert "leave one of them out" in refused(capsys, *argv, *more)
     simulated = ["simulate", config, "--profile", profile]
     assert "--backward: got [1.0]; --profile has the seconds" in refused(capsys, *simulated, "--backward", "1")
+
+
+def test_micro_batches_are_what_deepspeed_makes_of_the_batch_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sizes.json"
+    path.write_text(json.dumps({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "vpipe": {}}))
+    assert "2 stages, 4 micro-batches per batch" in printed(capsys, "check", str(path), "--stages", "2")
+    assert "2 micro-batches per batch" in printed(capsys, "check", str(path), "--stages", "2", "--replicas", "2")
 
 
 def test_commands_plan_what_training_plans(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

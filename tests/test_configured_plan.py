@@ -10,9 +10,10 @@ import pytest
 import toy
 from worlds import Worlds
 
+from ds_vpipe.batch_sizes import micro_batches_of
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.planning.configured_plan import configured_micro_batches, planned
+from ds_vpipe.planning.configured_plan import planned
 from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 
 MB = 10**6
@@ -109,9 +110,13 @@ def test_a_profile_is_needed(key: str, word: str) -> None:
 
 
 def test_micro_batches_as_deepspeed_works_them_out() -> None:
-    assert configured_micro_batches({"gradient_accumulation_steps": 3}, 2) == 3
-    assert configured_micro_batches({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, 3) == 4
-    assert configured_micro_batches({}, 3) == 1
+    assert micro_batches_of({"gradient_accumulation_steps": 3}, 2) == 3
+    assert micro_batches_of({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, 3) == 4
+    assert micro_batches_of({"train_batch_size": 24}, 3) == 1
+    assert micro_batches_of({"train_micro_batch_size_per_gpu": 2}, 3) == 1
+    for wrong in ({}, {"gradient_accumulation_steps": 0}, {"gradient_accumulation_steps": True}):
+        with pytest.raises(VPipeConfigError, match=r"^gradient_accumulation_steps: got (null|0|true); allowed"):
+            micro_batches_of(wrong, 3)
 
 
 def train(ds_config: dict[str, Any]) -> dict[str, Any]:

@@ -294,9 +294,15 @@ def test_table() -> None:
             {"budget": [1, 2, 3]},
             "memory budget: got [1, 2, 3]; allowed: bytes > 0, one number or one for each of 2 ranks",
         ),
-        ({"depths": [1, 2]}, "depths: got [1, 2]; allowed: 2 ints that never rise and end in 0"),
-        ({"schedule": "zigzag"}, 'schedule: got "zigzag"; allowed: asp, 1f1b, gpipe, interleaved'),
-        ({"virtual_stages": 2}, "virtual_stages: got 2; schedule is asp; allowed: 1"),
+        (
+            {"depths": [1, 2]},
+            "depth_map: got [1, 2]; allowed: 2 whole numbers >= 0, each no larger than the one before, the last 0",
+        ),
+        ({"schedule": "zigzag"}, 'schedule: got "zigzag"; allowed: "asp", "1f1b", "gpipe", "interleaved"'),
+        (
+            {"virtual_stages": 2},
+            'virtual_stages: got 2; schedule is "asp"; allowed: 2 or more with schedule',
+        ),
     ],
 )
 def test_refused(change: dict[str, object], message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Literal
 
-from ds_vpipe.commands.quantities import count, seconds, size, sizes
+from ds_vpipe.commands.quantities import seconds, size, sizes
 from ds_vpipe.commands.settings import Settings
 from ds_vpipe.config import part_ratios
 from ds_vpipe.partition import resolve_partition
@@ -34,9 +34,6 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a link between two stages, per second, such as 10GB; default: link_bandwidth, or transfers are free",
     )
     group.add_argument("--latency", type=seconds, default=0.0, metavar="S", help="seconds of every transfer; default 0")
-    group.add_argument(
-        "--replicas", type=count, default=1, metavar="N", help="data-parallel replicas, which share ZeRO-1"
-    )
     group.add_argument(
         "--memory",
         type=sizes,

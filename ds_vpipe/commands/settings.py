@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_vpipe.batch_sizes import micro_batches_of
 from ds_vpipe.commands.quantities import count, numbers
 from ds_vpipe.config import VPipeConfig, block_of
 from ds_vpipe.refusal import Refusal
@@ -38,7 +39,10 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the pipeline; what is not given comes from the DeepSpeed JSON")
     group.add_argument("--stages", type=count, metavar="K", help="ranks of the pipeline; default: entries of partition")
     group.add_argument(
-        "--micro-batches", type=count, metavar="M", help="micro-batches per batch; default: gradient_accumulation_steps"
+        "--micro-batches", type=count, metavar="M", help="micro-batches per batch; default: what the batch sizes say"
+    )
+    group.add_argument(
+        "--replicas", type=count, default=1, metavar="N", help="data-parallel replicas, which share a batch and ZeRO-1"
     )
     group.add_argument("--schedule", choices=SCHEDULES, help="order of the passes")
     group.add_argument("--virtual-stages", type=count, metavar="V", help="parts of the model per rank, for interleaved")
@@ -96,7 +100,7 @@ def settings_from(arguments: argparse.Namespace, config: str | None) -> Settings
     pipeline = Pipeline(
         schedule=schedule,
         num_stages=arguments.stages if arguments.stages is not None else _stages(block, depth, virtual_stages),
-        micro_batches=arguments.micro_batches if arguments.micro_batches is not None else _micro_batches(ds_config),
+        micro_batches=arguments.micro_batches or micro_batches_of(ds_config, arguments.replicas),
         depth_map=depth,
         virtual_stages=virtual_stages,
         vertical=schedule == "asp" and block.weight_sync == "vertical",
@@ -133,11 +137,3 @@ def _stages(block: VPipeConfig, depth: tuple[int, ...] | None, virtual_stages: i
             return len(values) // share
     remedy = "give --stages K"
     raise Refusal("number of stages", None, "a whole number >= 1", remedy, "no list in the JSON says it").error()
-
-
-def _micro_batches(ds_config: dict[str, Any]) -> int:
-    steps = ds_config.get("gradient_accumulation_steps")
-    if isinstance(steps, int) and not isinstance(steps, bool):
-        return steps
-    remedy = "give --micro-batches M"
-    raise Refusal("gradient_accumulation_steps", steps, "a whole number >= 1 in the JSON", remedy).error()

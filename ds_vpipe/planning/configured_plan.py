@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ds_vpipe.batch_sizes import micro_batches_of
 from ds_vpipe.config import VPipeConfig, part_ratios
 from ds_vpipe.partition import resolve_partition
 from ds_vpipe.planning.optimizer_bytes import training_dtype
@@ -16,17 +17,6 @@ from ds_vpipe.planning.plan_settings import configured_settings
 from ds_vpipe.planning.planner import plan
 from ds_vpipe.profiles.layer_profile import ModelProfile
 from ds_vpipe.refusal import Refusal
-
-
-def configured_micro_batches(ds_config: Mapping[str, Any], replicas: int) -> int:
-    """M as DeepSpeed works it out from the JSON's batch sizes."""
-    given = ds_config.get("gradient_accumulation_steps")
-    total, micro = ds_config.get("train_batch_size"), ds_config.get("train_micro_batch_size_per_gpu")
-    if isinstance(given, int):
-        return given
-    if isinstance(total, int) and isinstance(micro, int):
-        return max(1, total // (micro * replicas))
-    return 1
 
 
 def planned(
@@ -70,7 +60,7 @@ def planned(
     pipeline = configured_settings(
         ds_config,
         num_stages,
-        configured_micro_batches(ds_config, replicas),
+        micro_batches_of(ds_config, replicas),
         replicas=replicas,
         budget=device_bytes if config.memory_budget is None else config.memory_budget,
         host_transfers=host_transfers,

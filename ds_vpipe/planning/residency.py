@@ -67,6 +67,8 @@ def residency(
     pipeline = Pipeline(schedule, num_stages, micro_batches, None if depths is None else tuple(depths), virtual_stages)
     counts = [in_flight(pipeline, rank) for rank in range(num_stages)]
     of_parts = [(counts[part % num_stages], part // num_stages) for part in range(pipeline.num_parts)]
+    # With several parts on a rank the gradients of another one may be there.
+    finding = [count.most if virtual_stages > 1 else count.with_gradients for count, _ in of_parts]
     versions = [1] * pipeline.num_parts
     if schedule == "asp" and weight_sync != "none":
         used = [pipeline.depths[0]] * num_stages if weight_sync == "vertical" else pipeline.depths
@@ -75,8 +77,8 @@ def residency(
     if host_transfers:
         buffers = _transfer_buffers(pipeline, [count.most[own] for count, own in of_parts])
     return tuple(
-        Residency(count.most[own], alive, *held, count.at_update[own], count.with_gradients[own])
-        for (count, own), alive, held in zip(of_parts, versions, buffers, strict=True)
+        Residency(count.most[own], alive, *held, count.at_update[own], begun[own])
+        for (count, own), begun, alive, held in zip(of_parts, finding, versions, buffers, strict=True)
     )
 
 

@@ -39,7 +39,7 @@ def profile(tmp_path: Path) -> str:
     """Eight layers of 1 ms and 2 ms; each has 1 MB of weights and keeps 1 MB."""
     layers = tuple(LayerProfile(f"Layer{i}", 1e-3, 2e-3, MB, MB, MB // 10) for i in range(8))
     path = tmp_path / "profile.json"
-    ModelProfile(layers, MB // 10, 4, "cpu", "float32", "measured").save(path)
+    ModelProfile(layers, MB // 10, 4, "some GPU", "float32", "measured").save(path)
     return str(path)
 
 
@@ -371,6 +371,23 @@ def test_commands_plan_what_training_plans(profile: str, tmp_path: Path, capsys:
     assert "too many" in refused(capsys, "plan", *argv)
     assert "too many" in refused(capsys, "simulate", *argv)
     printed(capsys, "plan", *argv, "--memory", "26MB")
+
+
+def test_a_plan_on_the_cpu_counts_the_bytes_that_training_counts(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Messages are kept in the same memory there."""
+    found = replace(ModelProfile.load(profile), device="cpu")
+    found.save(tmp_path / "cpu.json")
+    block = {"partition": "profile", "recompute_ratio": "auto", "profile": str(tmp_path / "cpu.json")}
+    vpipe: dict[str, Any] = {**block, "memory_budget": 26 * MB}
+    content = {**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "vpipe": vpipe}
+    path = tmp_path / "auto.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    _, training = planned(VPipeConfig.parse(vpipe), content, 2, [4, 4], host_transfers=True)
+    stages = printed_json(capsys, "plan", str(path), "--stages", "2")["stages"]
+    assert stages == json.loads(json.dumps(training.to_json()))["stages"]
+    assert all(stage["memory"]["buffers"] > 0 for stage in stages)
 
 
 def test_a_plan_of_parts_is_what_training_takes(

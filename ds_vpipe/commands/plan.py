@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.current:
         found = configured_plan(arguments, settings, profile)
     else:
-        pipeline = planner_pipeline(arguments, settings)
+        pipeline = planner_pipeline(arguments, settings, profile)
         counts = configured_partition(settings, profile) if "partition" in arguments.keep else None
         ratios = configured_ratios(settings) if "recompute_ratio" in arguments.keep else None
         if arguments.checkpoint is not None:

@@ -61,7 +61,7 @@ def model_profile(arguments: argparse.Namespace, settings: Settings) -> ModelPro
     return merge_profiles([ModelProfile.load(path) for path in paths])
 
 
-def planner_pipeline(arguments: argparse.Namespace, settings: Settings) -> PlanSettings:
+def planner_pipeline(arguments: argparse.Namespace, settings: Settings, profile: ModelProfile) -> PlanSettings:
     """What the planner has to know besides the profile."""
     pipeline, block = settings.pipeline, settings.block
     bandwidth = block.link_bandwidth if arguments.bandwidth is None else arguments.bandwidth
@@ -79,6 +79,7 @@ def planner_pipeline(arguments: argparse.Namespace, settings: Settings) -> PlanS
         virtual_stages=pipeline.virtual_stages,
         optimizer=configured_optimizer_bytes(settings.ds_config, arguments.replicas),
         link=Link(arguments.latency, **link),
+        host_transfers=profile.on_host,
         kept_weights=0 if block.staleness is None else block.staleness.kept_weights,
     )
 
@@ -120,7 +121,7 @@ def configured_plan(arguments: argparse.Namespace, settings: Settings, profile: 
     Raises:
         VPipeConfigError: A setting is wrong, or something was left to the planner and nothing fits.
     """
-    pipeline = planner_pipeline(arguments, settings)
+    pipeline = planner_pipeline(arguments, settings, profile)
     counts, ratios = configured_partition(settings, profile), configured_ratios(settings)
     if counts is None or ratios is None or pipeline.depths == "auto":
         return plan(profile, pipeline, counts, ratios)

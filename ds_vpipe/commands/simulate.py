@@ -123,8 +123,9 @@ def _profiled(arguments: argparse.Namespace, settings: Settings) -> Costs:
     from ds_vpipe.commands.profiled import configured_plan, model_profile, planner_pipeline
     from ds_vpipe.simulation.planned_costs import stage_costs
 
-    plan = configured_plan(arguments, settings, model_profile(arguments, settings))
-    planned, pipeline = planner_pipeline(arguments, settings), settings.pipeline
+    profile = model_profile(arguments, settings)
+    plan = configured_plan(arguments, settings, profile)
+    planned, pipeline = planner_pipeline(arguments, settings, profile), settings.pipeline
     if plan.depths:
         planned, pipeline = replace(planned, depths=plan.depths), replace(pipeline, depth_map=plan.depths)
     update_s = 0.0 if arguments.update is None else arguments.update[0]

@@ -103,6 +103,11 @@ class ModelProfile:
     def __len__(self) -> int:
         return len(self.layers)
 
+    @property
+    def on_host(self) -> bool:
+        """True if it was measured on the CPU, where messages take the memory that is planned."""
+        return self.source == "measured" and self.device == "cpu"
+
     def to_json(self) -> dict[str, Any]:
         """As JSON types; :meth:`from_json` is the inverse."""
         return asdict(self) | {"layers": [asdict(layer) for layer in self.layers]}

@@ -246,6 +246,7 @@ def test_data_dealt_out_to_ranks(tmp_path: Path) -> None:
             lines = [line for text in output for line in text.splitlines() if line.startswith("report ")]
             reports[name] = [json.loads(line.removeprefix("report ")) for line in lines]
     assert difference(saved(tmp_path / "alone"), saved(tmp_path / "stock")) == 0
+    assert saved(tmp_path / "two").keys() == saved(tmp_path / "stock").keys()
     (stock,) = reports["stock"]
     assert reports["alone"] == [stock]
     first, last = reports["two"]

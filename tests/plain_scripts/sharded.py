@@ -80,5 +80,6 @@ with torch.no_grad():
         correct += (logits.argmax(-1) == targets).sum(1).tolist()
         losses.append(loss.item())
 engine.save_checkpoint(args.output)
+torch.save(model.state_dict(), f"{args.output}/model.pt")
 report = {"seen": seen, "correct": correct, "losses": losses, "steps": engine.global_steps}
 print("report", json.dumps(report), flush=True)

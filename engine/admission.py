@@ -5,54 +5,34 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ds_vpipe.engine.link import cause
+from ds_vpipe.engine.groups import Groups
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 
-_FILES_LIMIT = timedelta(minutes=30)  # slow file systems are ordinary; DeepSpeed's own default
+_FILES_LIMIT_S = 30 * 60.0  # slow file systems are ordinary; DeepSpeed's own default
 
 
 class Agreement:
-    """Minima over the ranks of a stage or over all ranks, and what one stage of a pipeline decides for all.
+    """Minima over the ranks of a stage or over all ranks, and what one rank decides for others.
 
     Args:
         grid: DeepSpeed's process grid.
-        timeout_s: limit of every wait, in seconds.
+        groups: makes the groups of a stage's replicas and of all ranks.
     """
 
-    def __init__(self, grid: Any, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        limit = timedelta(seconds=timeout_s)
+    def __init__(self, grid: Any, groups: Groups) -> None:
         self._told: weakref.ref[VPipeError] | None = None
-        self._me = f"stage {grid.get_stage_id()} (rank {grid.get_global_rank()})"
-        self._replicas = None
-        if grid.data_parallel_size > 1:
-            for ranks in grid.dp_groups:  # all ranks name all groups in the same order, as torch wants it
-                group = dist.new_group(ranks, backend="gloo", timeout=limit)
-                if grid.get_global_rank() in ranks:
-                    self._replicas = group
-        self._stage = self._replicas
+        self._me = groups.me
+        replicas = next(ranks for ranks in grid.dp_groups if groups.me.rank in ranks)
+        self._replicas = self._stage = groups.of("replicas", replicas)
         if grid.get_slice_parallel_world_size() > 1:
-            for stage in range(grid.pipe_parallel_size):
-                ranks = sorted(grid.topology().filter_match(pipe=stage))
-                group = dist.new_group(ranks, backend="gloo", timeout=limit)
-                if grid.get_global_rank() in ranks:
-                    self._stage = group
-        self._pipeline = None
-        if grid.pipe_parallel_size > 1:
-            for ranks in grid.pipe_groups:
-                group = dist.new_group(ranks, backend="gloo", timeout=limit)
-                if grid.get_global_rank() in ranks:
-                    self._pipeline = group
-        self._everyone = self._at_files = None
-        if grid.world_size > 1:
-            self._everyone = dist.new_group(backend="gloo", timeout=limit)
-            self._at_files = dist.new_group(backend="gloo", timeout=max(limit, _FILES_LIMIT))
+            self._stage = groups.of("a stage", sorted(grid.topology().filter_match(pipe=groups.me.stage)))
+        self._pipeline = groups.of("pipeline", next(ranks for ranks in grid.pipe_groups if groups.me.rank in ranks))
+        self._files_limit_s = max(groups.timeout_s, _FILES_LIMIT_S)
+        self._everyone = groups.of("all ranks", range(grid.world_size), longest_s=self._files_limit_s)
 
     def all_have(self, mine: bool) -> bool:
         """True if all ranks of this stage pass True: a micro-batch is admitted only if every replica has one.
@@ -62,7 +42,7 @@ class Agreement:
         Raises:
             PipelinePeerError: one of them is lost or did not answer in time.
         """
-        return bool(self._minimum(int(mine), self._stage, "the stage's ranks to read a micro-batch"))
+        return bool(self._stage.minimum(int(mine), "the stage's ranks to read a micro-batch"))
 
     def lowest(self, value: int, what: str) -> int:
         """The smallest ``value`` of all ranks, between batches only; ``what`` is the name of the wait.
@@ -70,7 +50,7 @@ class Agreement:
         Raises:
             PipelinePeerError: a rank is lost or did not answer in time.
         """
-        return self._minimum(value, self._everyone, what)
+        return self._everyone.minimum(value, what)
 
     def is_same(self, value: int, what: str) -> bool:
         """True if all ranks pass the same ``value``, between batches only; ``what`` is the name of the wait.
@@ -86,13 +66,8 @@ class Agreement:
         Raises:
             PipelinePeerError: a rank is lost or did not answer in time.
         """
-        values = [value]
-        try:
-            dist.broadcast_object_list(values, source, group=self._pipeline)
-        except RuntimeError as error:
-            what = "all stages to agree on what a checkpoint holds"
-            raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
-        return values[0]
+        values = self._pipeline.gather(value, "all stages to agree on what a checkpoint holds")
+        return values[self._pipeline.ranks.index(source)]
 
     def of_replicas(self, value: Any) -> list[Any]:
         """The values that all replicas of this stage pass, in order, between batches only.
@@ -100,15 +75,7 @@ class Agreement:
         Raises:
             PipelinePeerError: a replica is lost or did not answer in time.
         """
-        if self._replicas is None:
-            return [value]
-        values = [None] * dist.get_world_size(self._replicas)
-        try:
-            dist.all_gather_object(values, value, group=self._replicas)
-        except RuntimeError as error:
-            what = "the stage's replicas to tell their optimizer states"
-            raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
-        return values
+        return self._replicas.gather(value, "the stage's replicas to tell their optimizer states")
 
     def of_stages(self, value: Any, what: str) -> list[Any]:
         """The values that all stages of this pipeline pass, in order; ``what`` is the name of the wait.
@@ -116,12 +83,7 @@ class Agreement:
         Raises:
             PipelinePeerError: a rank is lost or did not answer in time.
         """
-        values = [None] * dist.get_world_size(self._pipeline)
-        try:
-            dist.all_gather_object(values, value, group=self._pipeline)
-        except RuntimeError as error:
-            raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
-        return values
+        return self._pipeline.gather(value, what)
 
     def bytes_of_stage(self, tensor: torch.Tensor, stage: int, receivers: Sequence[int], what: str) -> None:
         """Bring a contiguous tensor in host memory from one stage of this pipeline to others.
@@ -135,23 +97,20 @@ class Agreement:
         Raises:
             PipelinePeerError: a rank is lost or did not answer in time.
         """
-        flat, ranks = tensor.view(-1).view(torch.uint8), dist.get_process_group_ranks(self._pipeline)
-        try:
-            if len(receivers) == len(ranks):
-                dist.broadcast(flat, ranks[stage], group=self._pipeline)
-            elif dist.get_rank() == ranks[stage]:
-                for receiver in receivers:
-                    dist.send(flat, ranks[receiver], group=self._pipeline)
-            else:
-                dist.recv(flat, ranks[stage], group=self._pipeline)
-        except RuntimeError as error:
-            raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
+        flat, group = tensor.view(-1).view(torch.uint8), self._pipeline
+        ranks = group.ranks
+        if len(receivers) == len(ranks):
+            group.broadcast(flat, ranks[stage], what)
+        elif group.me.rank == ranks[stage]:
+            for receiver in receivers:
+                group.wait(group.send(flat, ranks[receiver], 0), what)
+        else:
+            group.wait(group.recv(flat, ranks[stage], 0), what)
 
     @property
     def pipeline(self) -> tuple[str, list[int]]:
         """A name of this pipeline, the same on its ranks, and these."""
-        assert self._pipeline is not None
-        return self._pipeline.group_name, dist.get_process_group_ranks(self._pipeline)
+        return self._pipeline.name, list(self._pipeline.ranks)
 
     def of_first_rank(self, value: Any) -> Any:
         """The ``value`` that rank 0 passes; all ranks call it, between batches only.
@@ -159,15 +118,7 @@ class Agreement:
         Raises:
             PipelinePeerError: a rank is lost or did not answer in time.
         """
-        values = [value]
-        if self._everyone is None:
-            return value
-        try:
-            dist.broadcast_object_list(values, 0, group=self._everyone)
-        except RuntimeError as error:
-            what = "the first rank to name the folder of a checkpoint"
-            raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
-        return values[0]
+        return self._everyone.gather(value, "the first rank to name the folder of a checkpoint")[0]
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -193,35 +144,19 @@ class Agreement:
             text = _flat(error) if isinstance(error, VPipeError) else f"{type(error).__name__}: {_flat(error)}"
             line = f"{what}: {self._me} failed: {text}"
             with suppress(RuntimeError):  # what happened here matters more than who cannot be told
-                self._lines(line)
+                self._lines(line, what)
             told = error if isinstance(error, VPipeError) else VPipeError(line)
             self._told = weakref.ref(told)  # a reference would keep all frames of the traceback
             if told is error:
                 raise
             raise told from error
-        try:
-            lines = self._lines(None)
-        except RuntimeError as error:
-            raise PipelinePeerError(f"{self._me} waited for all ranks in {what}: {cause(error, None)}") from error
+        lines = self._lines(None, what)
         if lines:
             raise PipelinePeerError(lines[0])
 
-    def _lines(self, mine: str | None) -> list[str]:
-        lines = [mine]
-        if self._at_files is not None:
-            lines *= dist.get_world_size(self._at_files)
-            dist.all_gather_object(lines, mine, group=self._at_files)
+    def _lines(self, mine: str | None, what: str) -> list[str]:
+        lines = self._everyone.gather(mine, f"all ranks in {what}", self._files_limit_s)
         return [line for line in lines if line is not None]
-
-    def _minimum(self, value: int, group: dist.ProcessGroup | None, what: str) -> int:
-        if group is None:
-            return value
-        result = torch.tensor(value)
-        try:
-            dist.all_reduce(result, op=dist.ReduceOp.MIN, group=group)
-        except RuntimeError as error:
-            raise PipelinePeerError(f"{self._me} waited for {what}: {cause(error, self._timeout_s)}") from error
-        return int(result.item())
 
 
 def _flat(error: BaseException) -> str:

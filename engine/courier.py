@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 Task = Callable[[], None]
 
 
@@ -46,12 +48,16 @@ class Immediate:
 
 
 class Courier:
-    """Does tasks in a thread of its own, which ends with the last reference to the courier or with :meth:`stop`."""
+    """Does tasks in a thread of its own, which ends with the last reference to the courier or with :meth:`stop`.
 
-    def __init__(self) -> None:
+    Args:
+        device: what tasks use; a thread begins with the first one of its kind.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
-        arguments = (self._tasks, self._errors)
+        arguments = (self._tasks, self._errors, device)
         self._thread = threading.Thread(target=_work, args=arguments, name="ds_vpipe-courier", daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._tasks, self._thread)  # at the latest when the interpreter ends
@@ -95,7 +101,9 @@ def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> Non
         thread.join()
 
 
-def _work(tasks: queue.SimpleQueue[Task | None], errors: list[BaseException]) -> None:
+def _work(tasks: queue.SimpleQueue[Task | None], errors: list[BaseException], device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
     while (task := tasks.get()) is not None:
         try:
             task()

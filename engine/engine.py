@@ -31,13 +31,15 @@ from deepspeed.runtime.pipe.schedule import PipeSchedule
 from ds_vpipe.config import StageSettings, VPipeConfig
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.activation_checkpointing import use_sound_checkpointing
-from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.backend_threads import outlive_backend_threads
 from ds_vpipe.engine.draining import EndOfData
 from ds_vpipe.engine.evaluation import EvaluationMixin
 from ds_vpipe.engine.execution import ExecutionMixin
 from ds_vpipe.engine.feed import MicroBatchFeed
 from ds_vpipe.engine.flight import StageState
+from ds_vpipe.engine.groups import collective_groups
+from ds_vpipe.engine.handshake import without_handshake
+from ds_vpipe.engine.link import is_of_collective
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.module_walks import training_by_list
 from ds_vpipe.engine.neighbours import Neighbours
@@ -76,21 +78,18 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
         if prepared is None:
             kwargs, prepared = prepared_arguments(args, kwargs)
             args = ()
-        super().__init__(*args, **kwargs)
+        with without_handshake():
+            super().__init__(*args, **kwargs)
         self._list_modules()
         self.vpipe_config = VPipeConfig.parse(self.config["vpipe"])
         self.settings: StageSettings = prepared.settings
         self.plan = prepared.plan
         self.random_states = prepared.random_states
         self.asynchronous = self.vpipe_config.sync_mode == "asp"
-        if self.asynchronous and self.has_moe_layers:
-            raise VPipeConfigError(
-                'vpipe.sync_mode: got "asp" for a model with MoE layers, whose experts are reduced over ranks of '
-                'several stages; allowed: "bsp"; write "bsp" or remove the vpipe block'
-            )
+        self.groups, self._agreement = prepared.groups, prepared.agreement
         self._plan()
         self.state = StageState()
-        self.neighbours = Neighbours(self.grid, self.pipeline, self.vpipe_config.peer_timeout_s, self.device)
+        self.neighbours = Neighbours(self.grid, self.pipeline, self.groups, self.device)
         self.mitigation = self._make_mitigation()
         self.stashing_optimizer = self._make_stashing_optimizer()
         self._vertical = self.vpipe_config.weight_sync == "vertical"
@@ -100,9 +99,10 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
         self._feed = MicroBatchFeed(self.device, inputs=self.is_first_stage(), labels=self.is_last_stage())
         self._sets_back = self.asynchronous and self.num_stages > 1
         self._rests = RestWatch(self.global_rank == 0)
-        self._agreement = Agreement(self.grid, self.vpipe_config.peer_timeout_s)
         self._make_states_whole()
         self._observation = Observation(self)
+        for group in collective_groups(self.grid, self.module):
+            self.groups.failures.breaks(group)
         outlive_backend_threads()
         atexit.register(_at_exit, weakref.ref(self))
 
@@ -241,8 +241,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
                 'travel before DeepSpeed\'s optimizer adds them in fp32; allowed: "bf16", or "fp32" in "bsp"; remove '
                 "the key"
             )
-        timeout_s = self.vpipe_config.peer_timeout_s
-        return TiedWeights(self.module, self.grid, self.depths, timeout_s, self.device)
+        return TiedWeights(self.module, self.grid, self.depths, self.groups, self.device)
 
     def register_random_state(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Let recomputation, evaluation and checkpoints put back a random state that is not torch's own.
@@ -261,24 +260,41 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
         if "state" in self.__dict__:
             self._finish_sends()
             self._end_observation()
-            self.neighbours.courier.stop()
+            self._leave()
             # Their graphs refer to the engine through hooks, in cycles that Python cannot see.
             self.state.flights.clear()
         super().destroy()
 
     def _abort(self, error: BaseException) -> None:
-        if isinstance(error, PipelinePeerError):
-            self.state.failure = error.reason
-        else:
+        """Tell all ranks why this one stops.
+
+        Raises:
+            PipelinePeerError: the error is that of a collective of DeepSpeed's which another rank's failure has ended.
+        """
+        failures, me = self.groups.failures, self.neighbours.me
+        reason = error.reason if isinstance(error, PipelinePeerError) else None
+        elsewhere = None
+        if reason is None and is_of_collective(error):
+            elsewhere = reason = failures.reason()
+        if reason is None:
             text = " ".join(str(error).split())
-            self.state.failure = f"{self.neighbours.me} failed in {self.state.doing}: {type(error).__name__}: {text}"
-        abort_all(tuple(self._links_to_abort()), self.state.failure)
+            reason = f"{me} failed in {self.state.doing}: {type(error).__name__}: {text}"
+        self.state.failure = reason
+        failures.tell(reason)
+        abort_all(tuple(self._links_to_abort()), reason)
+        failures.wait_until_seen()
         self._end_observation()
+        if elsewhere is not None:
+            raise PipelinePeerError(f"{me} stopped waiting in {self.state.doing}: {reason}", reason) from error
 
     def _links_to_abort(self) -> Iterable[Sender]:
         """The sending ends on whose other ends somebody may wait."""
         links = () if self.ties is None else (*self.ties.weights_out, *self.ties.gradients_out)
         return (*self.neighbours.senders, *links)
+
+    def _leave(self) -> None:
+        self.neighbours.courier.stop()
+        self.groups.failures.stop()
 
     def _finish_sends(self) -> None:
         """A stage that is done stays until its neighbours have what they still need of it."""
@@ -304,4 +320,4 @@ def _at_exit(engine: weakref.ref[VPipeEngine]) -> None:
     if alive is not None:
         alive._finish_sends()
         alive._end_observation()
-        alive.neighbours.courier.stop()
+        alive._leave()

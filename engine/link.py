@@ -23,6 +23,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ds_vpipe.engine.wire import HEADER_BYTES
+from ds_vpipe.errors import VPipeError
 
 
 class Channel(enum.IntEnum):
@@ -84,3 +85,9 @@ def cause(error: RuntimeError, timeout_s: float | None) -> str:
     if "closed" in text or "reset" in text or "Broken pipe" in text:
         return "it is gone (connection closed); see that rank's log for the cause"
     return text
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """True if a backend's collective has raised it, and no layer of a model."""
+    words = ("gloo", "pair closure", "NCCL", "Operation timed out")
+    return isinstance(error, RuntimeError) and not isinstance(error, VPipeError) and any(w in str(error) for w in words)

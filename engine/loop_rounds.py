@@ -50,7 +50,7 @@ class LoopRoundMixin(VPipeEngine):
         self._lr_kwargs: dict[str, Any] | None = None
         self._rates = ScriptRates()
         self._written: list[tuple[torch.Tensor, int]] = []
-        self._loss_links = LossLinks(self.grid, self.vpipe_config.peer_timeout_s, self.device)
+        self._loss_links = LossLinks(self.grid, self.groups, self.device)
         self._feed.next_call(itertools.repeat((None, None)))  # labels travel with the inputs
 
     def is_gradient_accumulation_boundary(self) -> bool:

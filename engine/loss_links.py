@@ -8,12 +8,11 @@ that alone.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ds_vpipe.engine.groups import Groups
 from ds_vpipe.engine.link import Peer
 from ds_vpipe.engine.receiver import Receiver
 from ds_vpipe.engine.sender import Sender
@@ -29,28 +28,26 @@ class LossLinks:
 
     Args:
         grid: DeepSpeed's process grid.
-        timeout_s: limit of every wait, in seconds.
+        groups: makes a group of each two ranks.
         device: where the stage computes.
 
     Attributes:
         senders: on the last stage, by the stage at the other end.
     """
 
-    def __init__(self, grid: Any, timeout_s: float, device: torch.device) -> None:
-        stage, last = grid.get_stage_id(), grid.pipe_parallel_size - 1
-        me = Peer(stage, grid.get_global_rank())
-        self._me = me
+    def __init__(self, grid: Any, groups: Groups, device: torch.device) -> None:
+        last = grid.pipe_parallel_size - 1
+        ranks = [grid.stage_to_global(stage) for stage in range(last + 1)]
+        self._me = groups.me
         self.senders: dict[int, Sender] = {}
         self._receiver: Receiver | None = None
-        # All ranks name all groups in the same order, as torch wants it; only the members of a group connect.
-        for ranks in grid.pipe_groups:
-            for other, rank in enumerate(ranks[:-1]):
-                group = dist.new_group([rank, ranks[-1]], backend="gloo", timeout=timedelta(seconds=timeout_s))
-                if me.rank == ranks[-1]:
-                    pin = device.type == "cuda"
-                    self.senders[other] = Sender(group, me, Peer(other, rank), _PREFETCH, timeout_s, pin=pin)
-                elif me.rank == rank:
-                    self._receiver = Receiver(group, me, Peer(last, ranks[-1]), _PREFETCH, timeout_s)
+        for stage, rank in enumerate(ranks[:-1]):
+            pair = (rank, ranks[last])
+            if groups.me.stage == last:
+                group = groups.of("losses", pair)
+                self.senders[stage] = Sender(group, Peer(stage, rank), _PREFETCH, pin=device.type == "cuda")
+            elif groups.me.stage == stage:
+                self._receiver = Receiver(groups.of("losses", pair), Peer(last, ranks[last]), _PREFETCH)
 
     def tell(self, micro_batch: int, loss: torch.Tensor, stages: Iterable[int]) -> None:
         """Start sending the loss of ``micro_batch``, a tensor without dimensions, to ``stages``."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ds_vpipe.engine.courier import Courier
+from ds_vpipe.engine.groups import Group, Groups
 from ds_vpipe.engine.link import Channel, Peer
 from ds_vpipe.engine.receiver import Receiver
 from ds_vpipe.engine.sender import Sender
@@ -28,19 +27,18 @@ class Neighbours:
         grid: DeepSpeed's process grid.
         pipeline: its schedule, which says how many receives are posted ahead on a link. Where every stage has several
             parts of the model the last stage's next one is the first.
-        timeout_s: limit of every wait, in seconds.
+        groups: makes the two groups of each two neighbours, forward and backward.
         device: where the stage computes.
 
     Attributes:
         courier: sends and posts receives.
     """
 
-    def __init__(self, grid: Any, pipeline: Pipeline, timeout_s: float, device: torch.device) -> None:
+    def __init__(self, grid: Any, pipeline: Pipeline, groups: Groups, device: torch.device) -> None:
         ring = pipeline.virtual_stages > 1
         stage, last = grid.get_stage_id(), grid.pipe_parallel_size - 1
-        me = Peer(stage, grid.get_global_rank())
         pin = device.type == "cuda"
-        run = self.courier = Courier()
+        run = self.courier = Courier(device)
         self.activations_in: Receiver | None = None
         self.gradients_out: Sender | None = None
         self.eval_in: Receiver | None = None
@@ -50,44 +48,31 @@ class Neighbours:
         self.eval_out: Sender | None = None
         self.eval_loss_in: Receiver | None = None
 
-        groups = self._groups(grid, timeout_s, ring)
+        me = self.me = groups.me
+        ranks = [grid.stage_to_global(number) for number in range(last + 1)]
+        pairs: dict[tuple[int, int], tuple[Group, Group]] = {}
+        for before, after in pairwise([*ranks, ranks[0]] if ring else ranks):
+            if me.rank in (before, after):
+                of = (before, after)
+                pairs[of] = (groups.of(f"forward from {before}", of), groups.of(f"backward to {before}", of))
         if stage > 0 or ring:
             before = (stage - 1) % (last + 1)
-            peer = Peer(before, grid.stage_to_global(before))
+            peer = Peer(before, ranks[before])
             prefetch = posted_receives(pipeline, Link(ACTIVATIONS, before, stage))
-            forward, backward = groups[peer.rank, me.rank]
-            self.activations_in = Receiver(forward, me, peer, prefetch, timeout_s, pin=pin, runner=run)
-            self.gradients_out = Sender(backward, me, peer, prefetch, timeout_s, pin=pin, runner=run)
-            self.eval_in = Receiver(forward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
-            self.eval_loss_out = Sender(backward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
+            forward, backward = pairs[peer.rank, me.rank]
+            self.activations_in = Receiver(forward, peer, prefetch, pin=pin, runner=run)
+            self.gradients_out = Sender(backward, peer, prefetch, pin=pin, runner=run)
+            self.eval_in = Receiver(forward, peer, _EVAL_PREFETCH, Channel.EVALUATION, pin)
+            self.eval_loss_out = Sender(backward, peer, _EVAL_PREFETCH, Channel.EVALUATION, pin)
         if stage < last or ring:
             after = (stage + 1) % (last + 1)
-            peer = Peer(after, grid.stage_to_global(after))
+            peer = Peer(after, ranks[after])
             prefetch = posted_receives(pipeline, Link(ACTIVATIONS, stage, after))
-            forward, backward = groups[me.rank, peer.rank]
-            self.activations_out = Sender(forward, me, peer, prefetch, timeout_s, pin=pin, runner=run)
-            self.gradients_in = Receiver(backward, me, peer, prefetch, timeout_s, pin=pin, runner=run)
-            self.eval_out = Sender(forward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
-            self.eval_loss_in = Receiver(backward, me, peer, _EVAL_PREFETCH, timeout_s, Channel.EVALUATION, pin)
-        self.me = me
-
-    @staticmethod
-    def _groups(
-        grid: Any, timeout_s: float, ring: bool
-    ) -> dict[tuple[int, int], tuple[dist.ProcessGroup, dist.ProcessGroup]]:
-        """A forward and a backward group for every two neighbouring ranks of every pipeline.
-
-        All ranks name all groups in the same order, as torch wants it; only the members of a group connect.
-        """
-        limit = timedelta(seconds=timeout_s)
-        return {
-            pair: (
-                dist.new_group(list(pair), backend="gloo", timeout=limit),
-                dist.new_group(list(pair), backend="gloo", timeout=limit),
-            )
-            for ranks in grid.pipe_groups
-            for pair in pairwise([*ranks, ranks[0]] if ring else ranks)
-        }
+            forward, backward = pairs[me.rank, peer.rank]
+            self.activations_out = Sender(forward, peer, prefetch, pin=pin, runner=run)
+            self.gradients_in = Receiver(backward, peer, prefetch, pin=pin, runner=run)
+            self.eval_out = Sender(forward, peer, _EVAL_PREFETCH, Channel.EVALUATION, pin)
+            self.eval_loss_in = Receiver(backward, peer, _EVAL_PREFETCH, Channel.EVALUATION, pin)
 
     def wait_for_copies(self, kind: Kind) -> None:
         """Wait until an action of ``kind`` may change tensors that were sent.

@@ -14,6 +14,7 @@ from deepspeed.utils import logger
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.engine.comms_record import CommsRecord
 from ds_vpipe.engine.flight import StageState
+from ds_vpipe.engine.groups import Groups
 from ds_vpipe.engine.instructions import StageInstruction
 from ds_vpipe.engine.memory_report import PeakMemory, memory_line
 from ds_vpipe.engine.neighbours import Neighbours, links_by_kind
@@ -92,6 +93,7 @@ class Observation:
 class ObservationMixin(PipelineEngine):
     """Statistics of the pipeline, for an engine with an :class:`Observation`."""
 
+    groups: Groups
     neighbours: Neighbours
     state: StageState
     stashing_optimizer: WeightStashingOptimizer
@@ -143,6 +145,7 @@ class ObservationMixin(PipelineEngine):
     def _carry_out(self, instruction: StageInstruction) -> None:
         action, method = instruction.action, self._INSTRUCTION_MAP[type(instruction)]
         part = self.stage_id if action.part is None else action.part
+        self.groups.check(action)
         self.neighbours.wait_for_copies(action.kind)  # no part of the action: on an accelerator that is what computes
         self._observation.carry_out(action, method, self, action.index, part)
         ends_batch = action.kind is Kind.BACKWARD and (action.index + 1) % self.micro_batches == 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule as ds_schedule
@@ -25,7 +26,10 @@ from deepspeed.utils import logger
 
 from ds_vpipe.batch_sizes import refuse_batch_sizes
 from ds_vpipe.config import StageSettings, VPipeConfig, block_of, refuse_unsupported
+from ds_vpipe.engine.admission import Agreement
+from ds_vpipe.engine.groups import Groups
 from ds_vpipe.engine.interleaving import InterleavedMixin, recompute_parts
+from ds_vpipe.engine.link import Peer
 from ds_vpipe.engine.random_states import RandomStates
 from ds_vpipe.engine.recompute import apply_recompute
 from ds_vpipe.engine.repartition import repartition, stage_counts
@@ -49,12 +53,21 @@ class Prepared:
         settings: what the block means for every stage.
         plan: where the block left something to the planner.
         random_states: what recomputation restores.
+        groups: makes the engine's process groups.
+        agreement: of all ranks.
     """
 
     model_parameters: Any
     settings: StageSettings
     plan: Plan | None
     random_states: RandomStates
+    groups: Groups
+    agreement: Agreement
+
+
+def use_local_device() -> None:
+    """Take this rank's accelerator, before any collective: DeepSpeed takes it only while it builds an engine."""
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def prepare(
@@ -91,6 +104,11 @@ def prepare(
             f"PipelineModule(activation_checkpoint_interval): got {model.activation_checkpoint_interval}, allowed with "
             f"vpipe.virtual_stages is 0; use vpipe.recompute_ratio"
         )
+    use_local_device()
+    grid = model.mpu()
+    groups = Groups(Peer(grid.get_stage_id(), grid.get_global_rank()), config.peer_timeout_s)
+    agreement = Agreement(grid, groups)
+    _refuse_moe(model, config, agreement)
     plan = None
     if config.leaves_to_planner:
         config, plan = _planned(config, ds_config, model)
@@ -108,7 +126,17 @@ def prepare(
     else:
         apply_recompute(model, ratios[0], random_states)
     _limit_cpu_threads()
-    return Prepared(parameters, settings, plan, random_states)
+    return Prepared(parameters, settings, plan, random_states, groups, agreement)
+
+
+def _refuse_moe(model: PipelineModule, config: VPipeConfig, agreement: Agreement) -> None:
+    """On every rank: DeepSpeed's groups of experts, which all ranks would have to make, are not made without them."""
+    has_experts = any(isinstance(module, MoE) for module in model.modules())
+    if config.sync_mode == "asp" and agreement.lowest(-int(has_experts), "all ranks to look for MoE layers") < 0:
+        raise VPipeConfigError(
+            'vpipe.sync_mode: got "asp" for a model with MoE layers, whose experts are reduced over ranks of '
+            'several stages; allowed: "bsp"; write "bsp" or remove the vpipe block'
+        )
 
 
 def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Prepared]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from ds_vpipe.engine.courier import Immediate, Runner
-from ds_vpipe.engine.link import Capacity, Channel, Peer, cause
+from ds_vpipe.engine.groups import Group
+from ds_vpipe.engine.link import Capacity, Channel, Peer
 from ds_vpipe.engine.wire import HEADER_BYTES, Expected, Message, Received, unpack
 from ds_vpipe.errors import PipelinePeerError
 
@@ -34,19 +34,15 @@ class Receiver:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        me: Peer,
+        group: Group,
         source: Peer,
         prefetch: int,
-        timeout_s: float,
         channel: Channel = Channel.TRAINING,
         pin: bool = False,
         runner: Runner | None = None,
     ) -> None:
-        self._group, self._me, self._source = group, me, source
-        self._rank_there = dist.get_group_rank(group, source.rank)
+        self._group, self._source = group, source
         self._channel = channel
-        self._timeout_s = timeout_s
         self._capacity = Capacity(prefetch)
         self._pin = pin
         self._runner = runner or Immediate()
@@ -81,7 +77,8 @@ class Receiver:
         self._runner.submit(partial(self._post, self._buffer(self._capacity.received(message.size)), message.words))
         if message.kind is Message.ABORT:
             reason = bytes(message.tree.tolist()).decode(errors="replace")
-            raise PipelinePeerError(f"{self._me} stopped waiting for {what} from {self._source}: {reason}", reason)
+            waited = f"{self._group.me} stopped waiting for {what} from {self._source}"
+            raise PipelinePeerError(f"{waited}: {reason}", reason)
         return message
 
     def _buffer(self, size: int) -> torch.Tensor:
@@ -93,18 +90,11 @@ class Receiver:
 
     def _start(self, data: torch.Tensor, tag: int) -> dist.Work | RuntimeError:
         try:
-            return self._group.recv([data], self._rank_there, tag)
+            return self._group.recv(data, self._source.rank, tag)
         except RuntimeError as error:
             return error  # matters only if somebody waits for it
 
     def _wait(self, work: dist.Work | RuntimeError, what: str) -> None:
         begin = time.perf_counter()
-        try:
-            if isinstance(work, RuntimeError):
-                raise work
-            work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise PipelinePeerError(
-                f"{self._me} waited for {what} from {self._source}: {cause(error, self._timeout_s)}"
-            ) from error
+        self._group.wait(work, f"{what} from {self._source}")
         self.waited_s += time.perf_counter() - begin

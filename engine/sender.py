@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ds_vpipe.engine.courier import Immediate, Runner
-from ds_vpipe.engine.link import Capacity, Channel, Peer, cause
+from ds_vpipe.engine.groups import Group
+from ds_vpipe.engine.link import Capacity, Channel, Peer
 from ds_vpipe.engine.wire import HEADER_BYTES, Message, Packed, Packer, Tree, announcement
-from ds_vpipe.errors import PipelinePeerError
 
 _ABORT_GRACE_S = 5.0  # how long a failing stage tries to tell its neighbours why
 
@@ -38,11 +38,9 @@ class Sender:
     """The sending end of a link.
 
     Args:
-        group: process group of the two ranks.
-        me: this stage.
+        group: of the two ranks.
         to: the stage at the other end.
         prefetch: receives that the other end keeps posted.
-        timeout_s: limit of every wait, in seconds.
         channel: which of the group's links this is.
         pin: the tensors come from an accelerator and are staged through page-locked memory.
         runner: copies and sends; default: at once. With a courier tensors that are sent must not be changed before
@@ -55,19 +53,15 @@ class Sender:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        me: Peer,
+        group: Group,
         to: Peer,
         prefetch: int,
-        timeout_s: float,
         channel: Channel = Channel.TRAINING,
         pin: bool = False,
         runner: Runner | None = None,
     ) -> None:
-        self._group, self._me, self._to = group, me, to
-        self._rank_there = dist.get_group_rank(group, to.rank)
+        self._group, self._to = group, to
         self._channel = channel
-        self._timeout_s = timeout_s
         self._stream = torch.cuda.Stream() if pin else None
         self._packer, self._host_packer = Packer(pin), Packer()
         self._runner = runner or Immediate()
@@ -182,22 +176,15 @@ class Sender:
                     work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
 
     def _start(self, data: torch.Tensor, tag: int) -> dist.Work:
-        # The group's own method: dist.isend() checks its arguments again for every message.
-        return self._group.send([data], self._rank_there, tag)
+        return self._group.send(data, self._to.rank, tag)
 
     def _finish(self, outgoing: _Outgoing) -> None:
         if not outgoing.handed_over:
             self._runner.settle()
-        try:
-            if outgoing.error is not None:
-                raise outgoing.error
-            for work in outgoing.works:
-                work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise PipelinePeerError(
-                f"{self._me} waited for {self._to} to receive message {outgoing.micro_batch}: "
-                f"{cause(error, self._timeout_s)}"
-            ) from error
+        if outgoing.error is not None and not isinstance(outgoing.error, RuntimeError):
+            raise outgoing.error
+        for work in outgoing.works if outgoing.error is None else [outgoing.error]:
+            self._group.wait(work, f"{self._to} to receive message {outgoing.micro_batch}")
         outgoing.packer.release(outgoing.packed)
 
 

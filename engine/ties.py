@@ -18,13 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
+from ds_vpipe.engine.groups import Groups
 from ds_vpipe.engine.link import Peer
 from ds_vpipe.engine.receiver import Receiver
 from ds_vpipe.engine.sender import Sender
@@ -100,14 +99,14 @@ class TiedWeights:
         module: the pipeline module.
         grid: DeepSpeed's process grid.
         depths: warm-up depth of every stage.
-        timeout_s: limit of every wait, in seconds.
+        groups: makes the two groups of each owner and copy.
         device: where the stage computes.
     """
 
     def __init__(
-        self, module: PipelineModule, grid: Any, depths: Sequence[int], timeout_s: float, device: torch.device
+        self, module: PipelineModule, grid: Any, depths: Sequence[int], groups: Groups, device: torch.device
     ) -> None:
-        stage, me = grid.get_stage_id(), Peer(grid.get_stage_id(), grid.get_global_rank())
+        stage = grid.get_stage_id()
         pin = device.type == "cuda"
         self._depths, self._stage = depths, stage
         self._copies: list[_Copies] = []
@@ -117,20 +116,21 @@ class TiedWeights:
             for other in others:
                 pairs.setdefault((owner, other), []).append(key)
         for (owner, other), keys in sorted(pairs.items()):
-            down, up = _groups(grid, owner, other, timeout_s)
             if stage not in (owner, other):
                 continue
+            ranks = [grid.stage_to_global(owner), grid.stage_to_global(other)]
+            down, up = groups.of("tied weights", ranks), groups.of("tied gradients", ranks)
             weights = [weight for key in keys for weight in _weights(module, key)]
             if stage == owner:
-                peer = Peer(other, grid.stage_to_global(other))
-                receiver = Receiver(up, me, peer, _PREFETCH, timeout_s)
-                sender = Sender(down, me, peer, _PREFETCH, timeout_s, pin=pin)
+                peer = Peer(other, ranks[1])
+                receiver = Receiver(up, peer, _PREFETCH)
+                sender = Sender(down, peer, _PREFETCH, pin=pin)
                 self._copies.append(_Copies(other, weights, receiver, sender))
             else:
-                peer = Peer(owner, grid.stage_to_global(owner))
-                sender = Sender(up, me, peer, _PREFETCH, timeout_s, pin=pin)
+                peer = Peer(owner, ranks[0])
+                sender = Sender(up, peer, _PREFETCH, pin=pin)
                 values = [weight.detach().clone() for weight in weights]
-                receiver = Receiver(down, me, peer, _PREFETCH, timeout_s)
+                receiver = Receiver(down, peer, _PREFETCH)
                 self._owned.append(_Owned(weights, sender, receiver, owner, 0, values))
 
     @property
@@ -253,14 +253,3 @@ def _weights(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:
     tied = module.tied_comms[key]
     weights = [module._recursive_getattr(tied["module"], name) for name in tied["weight_attr"]]
     return [weight for weight in weights if weight.requires_grad]
-
-
-def _groups(grid: Any, owner: int, other: int, timeout_s: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Groups from owner to copy and back in this rank's pipeline; every rank names those of all pipelines."""
-    limit, mine = timedelta(seconds=timeout_s), None
-    for ranks in grid.pipe_groups:
-        members = [ranks[owner], ranks[other]]
-        groups = tuple(dist.new_group(members, backend="gloo", timeout=limit) for _ in range(2))
-        if mine is None or grid.get_global_rank() in members:
-            mine = groups
-    return mine  # type: ignore[return-value]

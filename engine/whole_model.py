@@ -11,6 +11,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
+from ds_vpipe.engine.preparation import use_local_device
 from ds_vpipe.engine.split_module import split_model, stages_in
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.refusal import Refusal
@@ -40,6 +41,7 @@ def split(
         given = type(model).__name__
         raise VPipeConfigError(f"initialize(model): got {given}, allowed is a torch.nn.Module; pass the model to train")
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    use_local_device()
     stages, ranks = stages_in(ds_config, block.get("partition"), block.get("virtual_stages", 1)), dist.get_world_size()
     if ranks % stages:
         allowed = f"a number of stages that divides the {ranks} ranks"

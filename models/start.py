@@ -16,6 +16,7 @@ import deepspeed
 from deepspeed.utils import logger as deepspeed_logger
 from torch import distributed
 
+from ds_vpipe.engine.preparation import use_local_device
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.extension_builds import extension_builds
@@ -75,6 +76,7 @@ def start_process_group() -> tuple[int, int]:
         )
     with silence(), extension_builds(), unnamed_buffers():
         deepspeed.init_distributed(timeout=START_LIMIT)
+    use_local_device()
     rank, world = distributed.get_rank(), distributed.get_world_size()
     print(
         f"Finished initializing process group; backend: {distributed.get_backend()}, rank: {rank}, world_size: {world}",

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from ds_vpipe.engine import groups
 from ds_vpipe.engine.courier import Courier
+from ds_vpipe.engine.groups import Group
 from ds_vpipe.engine.link import Peer
 from ds_vpipe.engine.sender import Sender, abort_all
 from ds_vpipe.engine.wire import Message, unpack
@@ -26,13 +27,10 @@ class Backend:
         return SimpleNamespace(wait=lambda limit: True)
 
 
-@pytest.fixture(autouse=True)
-def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank)
-
-
 def sender(backend: Any, courier: Courier, pin: bool = False) -> Sender:
-    return Sender(backend, Peer(0, 0), Peer(1, 1), 2, 5.0, pin=pin, runner=courier)
+    failures: Any = None
+    group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
+    return Sender(group, Peer(1, 1), 2, pin=pin, runner=courier)
 
 
 def reasons(backend: Backend) -> list[str]:
@@ -76,3 +74,13 @@ def test_messages_of_the_host_leave_after_the_device_has_failed(monkeypatch: pyt
     kinds = [unpack(data).kind for data in backend.sent]
     assert kinds == [Message.END, Message.NEWS, Message.QUIESCE, Message.ABORT]
     courier.stop()
+
+
+def test_the_interfaces_that_gloo_is_given_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(groups.ProcessGroupGloo, "create_device", lambda interface: asked.append(interface))
+    monkeypatch.setattr(groups.ProcessGroupGloo, "create_default_device", lambda: asked.append("default"))
+    for names in ("ib0", "ib0,ib1", ""):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+        groups._devices()
+    assert asked == ["ib0", "ib0", "ib1", "default"]

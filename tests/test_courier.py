@@ -8,6 +8,7 @@ import time
 import weakref
 
 import pytest
+import torch
 
 from ds_vpipe.engine.courier import Courier, Immediate
 
@@ -123,4 +124,15 @@ def test_a_stored_error_does_not_keep_a_task_from_being_done() -> None:
         courier.settle()
     assert done == [1]
     courier.check()
+    courier.stop()
+
+
+def test_the_thread_takes_its_device_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append((device, threading.get_ident())))
+    courier, device = Courier(torch.device("cuda", 1)), torch.device("cuda", 1)
+    courier.submit(lambda: taken.append(threading.get_ident()))
+    courier.settle()
+    assert taken == [(device, taken[1]), taken[1]]
+    assert taken[1] != threading.get_ident()
     courier.stop()

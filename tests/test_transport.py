@@ -18,21 +18,25 @@ pytestmark = pytest.mark.mp
 TIMEOUT_S = 30.0
 
 
+def group_of_two(timeout_s: float = TIMEOUT_S) -> Any:
+    from ds_vpipe.engine.groups import Groups
+    from ds_vpipe.engine.link import Peer
+
+    return Groups(Peer(3 + rank(), rank()), timeout_s).of("test", [0, 1])
+
+
 def link(prefetch: int, timeout_s: float = TIMEOUT_S, courier: bool = False) -> Any:
     """The sending end of a link on rank 0, the receiving end on rank 1."""
-    import torch.distributed as dist
-
     from ds_vpipe.engine.courier import Courier, Immediate
     from ds_vpipe.engine.link import Peer
     from ds_vpipe.engine.receiver import Receiver
     from ds_vpipe.engine.sender import Sender
 
-    group = dist.new_group([0, 1], backend="gloo")
-    here, there = Peer(3, 0), Peer(4, 1)
+    group, here, there = group_of_two(timeout_s), Peer(3, 0), Peer(4, 1)
     runner = Courier() if courier else Immediate()
-    if dist.get_rank() == 0:
-        return Sender(group, here, there, prefetch, timeout_s, runner=runner)
-    return Receiver(group, there, here, prefetch, timeout_s, runner=runner)
+    if rank() == 0:
+        return Sender(group, there, prefetch, runner=runner)
+    return Receiver(group, here, prefetch, runner=runner)
 
 
 def rank() -> int:
@@ -118,24 +122,22 @@ def test_messages_of_any_size_arrive_in_order(worlds: Worlds, prefetch: int, cou
 
 def two_channels(count: int) -> list[list[int]]:
     """Two links in one group; the receiver empties the second one first."""
-    import torch.distributed as dist
-
     from ds_vpipe.engine.link import Channel, Peer
     from ds_vpipe.engine.receiver import Receiver
     from ds_vpipe.engine.sender import Sender
     from ds_vpipe.engine.wire import Message
 
-    group, here, there = dist.new_group([0, 1], backend="gloo"), Peer(3, 0), Peer(4, 1)
+    group, here, there = group_of_two(), Peer(3, 0), Peer(4, 1)
     channels = (Channel.TRAINING, Channel.EVALUATION)
     if rank() == 0:
-        senders = [Sender(group, here, there, 2, TIMEOUT_S, channel) for channel in channels]
+        senders = [Sender(group, there, 2, channel) for channel in channels]
         for number in range(count):
             for sender, first in zip(senders, (0, 1000), strict=True):
                 sender.send(Message.ACTIVATION, number, torch.full((1 + 3000 * (number % 2),), first + number))
         for sender in senders:
             sender.flush()
         return []
-    receivers = [Receiver(group, there, here, 2, TIMEOUT_S, channel) for channel in channels]
+    receivers = [Receiver(group, here, 2, channel) for channel in channels]
     return [[int(receiver.receive("").tree[-1]) for _ in range(count)] for receiver in reversed(receivers)]
 
 
@@ -235,18 +237,15 @@ def test_a_wait_ends_at_the_time_limit(worlds: Worlds) -> None:
 
 def outlive(sends: int) -> str:
     """Rank 1 leaves the link after one message; rank 0 goes on sending, and notices when it waits."""
-    import torch.distributed as dist
-
     from ds_vpipe.engine.link import Peer
     from ds_vpipe.engine.receiver import Receiver
     from ds_vpipe.engine.wire import Message
 
-    group = dist.new_group([0, 1], backend="gloo")
+    group = group_of_two(5.0)
     end: Any
     if rank() == 1:
-        end = Receiver(group, Peer(4, 1), Peer(3, 0), 1, 5.0)
+        end = Receiver(group, Peer(3, 0), 1)
         end.receive("RECV_ACT0")
-        dist.destroy_process_group(group)
         del end, group
         gc.collect()
         barrier()
@@ -254,7 +253,7 @@ def outlive(sends: int) -> str:
         return ""
     from ds_vpipe.engine.sender import Sender, abort_all
 
-    end = Sender(group, Peer(3, 0), Peer(4, 1), 1, 5.0)
+    end = Sender(group, Peer(4, 1), 1)
     end.send(Message.ACTIVATION, 0, torch.ones(3))
     end.release(0)
     barrier()
@@ -349,19 +348,17 @@ def through_a_fake_accelerator() -> list[str]:
         setattr(place, name, fake)
     try:
         here, there = Peer(3, 0), Peer(4, 1)
-        import torch.distributed as dist
-
         from ds_vpipe.engine.courier import Courier
 
-        group = dist.new_group([0, 1], backend="gloo")
+        group = group_of_two()
         if rank() == 0:
-            end = sender.Sender(group, here, there, 1, TIMEOUT_S, pin=True, runner=Courier())
+            end = sender.Sender(group, there, 1, pin=True, runner=Courier())
             assert end._packer.asked_to_pin
             start, end._start = end._start, lambda *message: log.append("send") or start(*message)
             end.send(Message.ACTIVATION, 0, torch.ones(3))
             end.flush()
         else:
-            assert Receiver(group, there, here, 1, TIMEOUT_S).receive("RECV_ACT0").tree.tolist() == [1, 1, 1]
+            assert Receiver(group, here, 1).receive("RECV_ACT0").tree.tolist() == [1, 1, 1]
     finally:
         for (place, name), original in kept.items():
             setattr(place, name, original)

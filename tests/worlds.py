@@ -67,6 +67,7 @@ def _serve(connection: Connection, rank: int, gpus: int, environment: dict[str, 
     # DeepSpeed's shared-memory all-reduce can be set up only once in the life of a process.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     torch.set_num_threads(1)
+    deepspeed.get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     logger.setLevel("ERROR")
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology for every case
     threads_before = _threads()

@@ -1,0 +1,157 @@
+"""The first failure of any rank, told to all through a key in the store.
+
+A failing stage tells its neighbours on their links. Other replicas have no link to it: they stand in a reduction with
+a rank that will not come, for as long as the process that has failed is alive. So a thread of every rank looks at a key
+and, once a rank has failed, breaks off the groups in which this one may stand.
+
+Only that thread talks to the store: whoever asks it waits a moment and no longer, also if the store's host is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
+
+_INTERVAL_S = 0.5
+_PATIENCE_S = 2.0  # for the store, and for other ranks to have seen a failure
+_BYTES = 2048
+_TAG = 2**31 - 1  # of no message
+_STORE_IS_GONE = "the store of the default process group is gone, with the rank that had it"
+_FAILURE, _SEEN = "failure", "ranks that have seen it"
+
+
+@dataclass
+class _Shared:
+    """What the thread knows. It must not know the engine, which would then live for ever."""
+
+    store: Any
+    limit_s: float
+    groups: list[Any] = field(default_factory=list)
+    mine: str | None = None
+    reason: str | None = None
+    looks: int = 0
+    seen_by: int = 0
+    ended: bool = False
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    asked: threading.Event = field(default_factory=threading.Event)
+
+
+class FailureWatch:
+    """The key of one engine and the thread that looks at it, which ends with the watch.
+
+    Args:
+        store: of this engine alone.
+        ranks: how many look at the key.
+        limit_s: how long a rank may wait after the store has gone, in seconds.
+    """
+
+    def __init__(self, store: Any, ranks: int, limit_s: float) -> None:
+        self._ranks = ranks
+        # A connection of its own: an operation on a store waits for the one before it.
+        self._shared = _Shared(store.clone() if hasattr(store, "clone") else store, limit_s)
+        self._thread = threading.Thread(target=_watch, args=(self._shared,), name="ds_vpipe-failures", daemon=True)
+        self._thread.start()
+        self.stop: Callable[[], object] = weakref.finalize(self, _end, self._shared, self._thread)
+
+    @property
+    def known(self) -> str | None:
+        """Why a rank has failed, as far as it has been seen here."""
+        return self._shared.reason
+
+    def breaks(self, group: Any) -> None:
+        """Break ``group`` off, a process group or a backend, once another rank has failed."""
+        self._shared.groups.append(group)
+
+    def reason(self) -> str | None:
+        """Why a rank has failed, looked up now; None if none has, or if the store does not answer."""
+        shared = self._shared
+        with shared.changed:
+            after = shared.looks + 2  # one may have begun before the call
+            self._ask(lambda: shared.looks >= after or shared.reason is not None, time.monotonic() + _PATIENCE_S)
+        return shared.reason
+
+    def tell(self, reason: str) -> None:
+        """Let all ranks know that this one has failed, unless another one has before; does not wait."""
+        self._shared.mine = reason
+        self._shared.asked.set()
+
+    def wait_until_seen(self) -> None:
+        """Wait a moment for all ranks to have seen a failure: the store may end with this process."""
+        shared = self._shared
+        with shared.changed:
+            self._ask(lambda: shared.seen_by >= self._ranks, time.monotonic() + _PATIENCE_S)
+
+    def _ask(self, is_so: Callable[[], bool], deadline: float) -> None:
+        while not (is_so() or self._shared.ended or time.monotonic() > deadline):
+            self._shared.asked.set()
+            self._shared.changed.wait(0.05)
+
+
+def _watch(shared: _Shared) -> None:
+    lost, broken = None, False
+    while not shared.ended:
+        try:
+            _look(shared)
+            lost = None
+        except RuntimeError:  # the store ends with the process that has it, which is ordinary at the end of a run
+            lost = lost or time.monotonic()
+            if time.monotonic() > lost + shared.limit_s:
+                shared.reason = shared.reason or _STORE_IS_GONE
+        if shared.reason is not None and not broken:
+            broken = True
+            for group in shared.groups if shared.mine is None else ():
+                break_off(group)
+        with shared.changed:
+            shared.looks += 1
+            shared.changed.notify_all()
+        shared.asked.wait(_INTERVAL_S)
+        shared.asked.clear()
+
+
+def _look(shared: _Shared) -> None:
+    store = shared.store
+    if shared.reason is None:
+        if shared.mine is not None:
+            store.compare_set(_FAILURE, "", shared.mine.encode()[:_BYTES].decode(errors="ignore"))
+        if not store.check([_FAILURE]):
+            return
+        shared.reason = store.get(_FAILURE).decode()
+        store.add(_SEEN, 1)
+    if shared.mine is not None:
+        shared.seen_by = store.add(_SEEN, 0)
+
+
+def _end(shared: _Shared, thread: threading.Thread) -> None:
+    shared.ended = True
+    shared.asked.set()
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE_S)
+
+
+def break_off(group: Any) -> None:
+    """Have whatever waits in ``group``, a process group or a backend, raise; the group is of no use afterwards."""
+    if group is None or group.size() == 1:
+        return
+    if isinstance(group, dist.ProcessGroup):
+        for device in group._device_types:
+            break_off(group._get_backend(device))
+    elif isinstance(group, ProcessGroupGloo):
+        # Gloo closes all connections of a group whose limit has passed for anybody.
+        gloo: Any = group
+        for context in range(len(gloo.options._devices)):
+            with suppress(RuntimeError):
+                data, other = torch.empty(1, dtype=torch.uint8), (gloo.rank() + 1) % gloo.size()
+                gloo.recv([data], other, _TAG - context).wait(timedelta(milliseconds=1))
+    else:
+        with suppress(RuntimeError):
+            group.abort()

@@ -8,6 +8,7 @@ import copy
 import multiprocessing
 import random
 import re
+import resource
 import sys
 import time
 import warnings
@@ -35,7 +36,7 @@ from split_models import Stages  # noqa: E402
 from zoo_models import VARIANTS, NotByRuleError, Specimen, architectures, specimen  # noqa: E402
 
 PAGE = ROOT / "docs" / "data" / "zoo.md"
-STAGES, SECONDS = (2, 4), 40
+STAGES, SECONDS = (2, 4), 60
 EQUAL, REFUSED, DEFECT, LEFT_OUT = "equal", "refused", "defect", "left out"
 
 ABOUT = """
@@ -133,11 +134,15 @@ def _run_whole(made: Specimen) -> _Result:
     results = []
     for _ in range(2):
         model = copy.deepcopy(made.model)
+        before = list(model.modules())
         _seed()
         try:
             output = model(**copy.deepcopy(made.call))
         except Exception as error:
             raise NotByRuleError(f"its forward fails: {_line(error)}") from None
+        if before != list(model.modules()):  # replaced by the model in its first call, with fresh random numbers
+            made.model = model
+            return _run_whole(made)
         loss = find_loss(output)
         if loss is None or not loss.requires_grad:
             raise NotByRuleError("its forward returns no loss")
@@ -236,7 +241,7 @@ class _Running:
 
     def over(self) -> bool:
         """Whether :attr:`row` is the last one; kills a process that takes too long."""
-        late = time.monotonic() - self._began > SECONDS
+        late = time.monotonic() - self._began > 10 * SECONDS
         while not late and self.receiver.poll():
             try:
                 self.row = self.receiver.recv()
@@ -250,6 +255,7 @@ class _Running:
 
 
 def _send_rows(sender: Any, kind: str, head: str, name: str) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))  # of processor time: others may use the machine
     torch.set_num_threads(1)
     quiet()
     for row in examine(kind, head, name):

@@ -51,5 +51,13 @@ def test_the_table_has_every_architecture_and_its_head_line_is_counted(zoo: Any)
         assert f"[{count[0]}](data/zoo.md)" in (ROOT / "docs" / "plain_models.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("kind", ["pegasus", "altclip"])
+def test_inputs_with_the_usual_names_need_no_example(zoo: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoders with a decoder, images beside text."""
+    monkeypatch.setattr(zoo, "STAGES", (4,))
+    *_, found = zoo.examine(kind, *zoo.architectures()[kind])
+    assert (found.outcome, found.remark) == (zoo.EQUAL, "")
+
+
 def of_this_version(zoo: Any) -> bool:
     return f"transformers {transformers.__version__}, " in zoo.PAGE.read_text(encoding="utf-8")

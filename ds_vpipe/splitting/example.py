@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-_SAMPLES, _LENGTH, _MOST = 2, 8, 8
+_SAMPLES, _LENGTH, _MOST, _IMAGE = 2, 8, 8, 224
 
 
 def as_call(batch: Any) -> Call:
@@ -61,17 +61,32 @@ def takes(model: nn.Module, call: Call) -> bool:
 def guesses(model: nn.Module) -> Iterator[Call]:
     """Calls with token indices, int64 zeros [2, 8], for every argument that has to be given.
 
-    If that is one, it may also be a batch of several tensors.
+    If that is one, it may also be a batch of several tensors. Forwards with the names that Hugging Face's models give
+    to their inputs may want those by keyword, as encoders with a decoder do, and models of images.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = inspect.signature(model.forward).parameters
     required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        p
+        for p in parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
 
     def indices() -> torch.Tensor:
         return torch.zeros(_SAMPLES, _LENGTH, dtype=torch.int64)
 
+    named = {name: indices() for name in ("input_ids", "decoder_input_ids") if name in parameters}
+    if "pixel_values" in parameters:
+        named["pixel_values"] = _images(getattr(model, "config", None))
+    if named and all(p.name in named for p in required):
+        yield (), named
     yield tuple(indices() for _ in required), {}
     if len(required) == 1:
         for count in range(2, _MOST + 1):
             yield (tuple(indices() for _ in range(count)),), {}
+
+
+def _images(config: Any) -> torch.Tensor:
+    config = getattr(config, "vision_config", config)
+    size = getattr(config, "image_size", _IMAGE)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), height, width)

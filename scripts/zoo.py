@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
 from split_models import Stages  # noqa: E402
-from zoo_models import VARIANTS, NotByRuleError, Specimen, architectures, specimen  # noqa: E402
+from zoo_models import VARIANTS, NotByRuleError, Specimen, architectures, one_line, specimen  # noqa: E402
 
 PAGE = ROOT / "docs" / "data" / "zoo.md"
 STAGES, SECONDS = (2, 4), 60
@@ -110,11 +110,11 @@ def _in_pieces(row: Row, made: Specimen, wanted: _Result) -> Row:
         except SplitError as error:
             remark = str(error)
             if "\n" in remark:
-                return replace(row, outcome=DEFECT, remark=f"refused in several lines: {_line(error)}")
+                return replace(row, outcome=DEFECT, remark=f"refused in several lines: {one_line(error)}")
         except DiffersError as difference:
             return replace(row, outcome=DEFECT, remark=str(difference))
         except Exception as error:
-            return replace(row, outcome=DEFECT, remark=_line(error))
+            return replace(row, outcome=DEFECT, remark=one_line(error))
     return replace(row, outcome=REFUSED, remark=remark)
 
 
@@ -139,7 +139,7 @@ def _run_whole(made: Specimen) -> _Result:
         try:
             output = model(**copy.deepcopy(made.call))
         except Exception as error:
-            raise NotByRuleError(f"its forward fails: {_line(error)}") from None
+            raise NotByRuleError(f"its forward fails: {one_line(error)}") from None
         if before != list(model.modules()):  # replaced by the model in its first call, with fresh random numbers
             made.model = model
             return _run_whole(made)
@@ -197,11 +197,6 @@ def _seed() -> None:
     random.seed(11)
     np.random.seed(11)
     torch.manual_seed(11)
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:160]
-    return f"{type(error).__name__}: {text}"
 
 
 def quiet() -> None:

@@ -126,15 +126,15 @@ def specimen(kind: str, head: str, name: str, variant: tuple[int, int] = VARIANT
     try:
         config = small(model_class.config_class or CONFIG_MAPPING[kind], *variant)
     except Exception as error:
-        raise NotByRuleError(f"no small config: {_line(error)}") from None
+        raise NotByRuleError(f"no small config: {one_line(error)}") from None
     torch.manual_seed(0)
     _guard_size(model_class, config)
     try:
         model = model_class._from_config(config)
     except ImportError as error:
-        raise NotByRuleError(f"needs a package: {_line(error)}") from None
+        raise NotByRuleError(f"needs a package: {one_line(error)}") from None
     except Exception as error:
-        raise NotByRuleError(f"cannot be built from a small config: {_line(error)}") from None
+        raise NotByRuleError(f"cannot be built from a small config: {one_line(error)}") from None
     model.train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -289,6 +289,7 @@ def _guard_size(model_class: Any, config: Any) -> None:
         raise NotByRuleError(f"could not be shrunk: {size / 1e6:.0f} million parameters")
 
 
-def _line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Type and beginning of the message of an error."""
     text = " ".join(" ".join(str(error).split())[:160].split())
     return f"{type(error).__name__}: {text}"

@@ -9,12 +9,13 @@ micro-batch in the order of :mod:`ds_vpipe.schedules.schedule`. The rest of the 
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.engine.feed import MicroBatchFeed
-from ds_vpipe.engine.flight import StageState
+from ds_vpipe.engine.flight import DataEnd, StageState
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.rests import RestWatch
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
@@ -41,7 +42,7 @@ class DrainingMixin(PipelineEngine):
     _feed: MicroBatchFeed
     _rests: RestWatch
 
-    def _end_of_data(self, limit: int, read: int, call: int, unlabelled: int = 0) -> None:
+    def _end_of_data(self, limit: int, read: int, call: int, unlabelled: int = 0, asked: bool = True) -> NoReturn:
         """Pass the news on to the next stage and change course.
 
         Args:
@@ -49,47 +50,55 @@ class DrainingMixin(PipelineEngine):
             read: the first stage has sent micro-batches up to here all the same.
             call: the ``train_batch()`` call in which the first stage found out.
             unlabelled: micro-batches that the first stage has read and sent to nobody.
+            asked: the first stage has asked its iterator for one more, and the last one has yet to do the same.
 
         Raises:
             EndOfData: always; the rest of the batch's program is another.
         """
         state = self.state
         if self.neighbours.activations_out is not None and not self.is_last_stage():
-            self.neighbours.activations_out.send(Message.END, read, torch.tensor([limit, read, unlabelled]), note=call)
+            end = torch.tensor([limit, read, unlabelled, asked])
+            self.neighbours.activations_out.send(Message.END, read, end, note=call)
         elif not self.is_first_stage():
             for _ in range(unlabelled):
                 with suppress(StopIteration):
                     self._feed.read(call)
-            self._feed.expect_end(call)
-        self._forget_incomplete(limit)
+            if asked:
+                self._feed.expect_end(call)
+        state.data_end = DataEnd(call, self._forget_incomplete(limit))
         state.progress = at_data_end(self.pipeline, self.stage_id, state.progress, limit, read)
         if state.progress.completed < limit:
             self._warn_of_drain()
         raise EndOfData
 
-    def _forget_incomplete(self, limit: int) -> None:
-        """Undo what this stage has done of the micro-batches from ``limit`` on, an incomplete batch."""
+    def _forget_incomplete(self, limit: int) -> list[tuple[int, Any]]:
+        """Undo what this stage has done of an incomplete batch, from ``limit`` on; returns its micro-batches."""
         state = self.state
-        for index in [index for index in state.flights if index >= limit]:
-            del state.flights[index]
+        left_over = []
+        for index in sorted(index for index in state.flights if index >= limit):
+            flight = state.flights.pop(index)
+            left_over.append((flight.call, flight.taken))
             self.stashing_optimizer.release(index)
         if state.progress.completed > limit:
             self.optimizer.zero_grad()
             self.zero_grad()
         if state.progress.forwarded > limit and state.batch_loss is not None:
             state.batch_loss.restart()
+        return left_over
 
     def _refill(self) -> None:
         """Begin to fill the pipeline again, which has drained at the end of the data.
 
         Raises:
-            StopIteration: not even one batch since the pipeline was empty.
+            StopIteration: not even one batch since the pipeline was empty. An end that was met in an earlier call
+                and forgotten at rest says nothing about the iterator of this one, which is asked first.
         """
+        data_end, self.state.data_end = self.state.data_end, None
         progress, limit = self.state.progress, self.state.progress.completed
         self.state.progress = Progress(limit, limit, None, refill=limit)
         if self.ties is not None:
             self.ties.catch_up(limit // self.micro_batches)
-        if progress.refill == limit:
+        if progress.refill == limit and data_end is not None and data_end.call == self._feed.call:
             raise StopIteration
 
     def _warn_of_drain(self) -> None:

@@ -50,6 +50,8 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
         if self.pipeline.virtual_stages > 1 and index % self.micro_batches == 0:
             self._read_batch(index)
         call, taken = self._feed.next_again() or self._first_time(index)
+        if taken is None:  # the data ended here before a rest, which the stages after this one forgot
+            self._end_of_data(index - index % self.micro_batches, index, call)
         self._feed.forget_before(call)
         inputs = to_device(taken[0], self.device, copy=self._sets_back)
         flight = Flight(call, inputs, labels_to_device(taken[1], self.device))
@@ -65,12 +67,13 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
             while len(items) < self.micro_batches:
                 items.append(own_copy(self._feed.read(call)))
         if not self._agreement.all_have(len(items) == self.micro_batches):
-            self._end_of_data(index, index, call, unlabelled=len(items))
+            self._end_of_data(index, index, call, unlabelled=len(items), asked=len(items) < self.micro_batches)
         self._feed.read_again([(call, self._feed.take(item, self.batch_fn)) for item in items])
 
     def _first_time(self, index: int) -> tuple[int, MicroBatch]:
         """Admit a new micro-batch, if all ranks of the stage have one."""
         call, item, there = self._feed.call, None, False
+        known = self._feed.has_ended(call)
         with suppress(StopIteration):
             item = self._feed.read(call)
             there = True
@@ -80,7 +83,7 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
             limit = index - index % self.micro_batches
             if not there and limit > self.state.progress.refill:
                 self._feed.end_again(call)
-            self._end_of_data(limit=limit, read=index, call=call)
+            self._end_of_data(limit=limit, read=index, call=call, asked=not known)
         return call, self._feed.take(item, self.batch_fn)
 
     def _exec_recv_activation(self, index: int, part: int) -> None:
@@ -88,8 +91,8 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
         assert self.neighbours.gradients_out is not None
         message = self.neighbours.activations_in.receive(str(self.state.doing))
         if message.kind is Message.END:
-            limit, read, unlabelled = message.tree.tolist()
-            self._end_of_data(limit, read, message.note, unlabelled)
+            limit, read, unlabelled, asked = message.tree.tolist()
+            self._end_of_data(limit, read, message.note, unlabelled, bool(asked))
         self._expect(message.kind is Message.ACTIVATION and message.micro_batch == self._number(index, part), message)
         inputs, news = message.tree
         self.state.flights[self._key(index, part)] = Flight(message.note, self._arrived(inputs))

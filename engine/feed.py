@@ -45,7 +45,7 @@ class MicroBatchFeed:
         self._iterators: dict[int, Iterator[Item]] = {}  # by the first call that used each
         self._ended: set[int] = set()  # has ended while reading ahead, and the user has not been told yet
         self._returned: dict[int, Item] = {}  # read from an iterator to see whether it ends, but not used
-        self._ahead: deque[tuple[int, MicroBatch]] = deque()  # admitted once, to be admitted again
+        self._ahead: deque[tuple[int, MicroBatch | None]] = deque()  # admitted once, to be admitted again
         self._iterator_there: Iterator[Item] | None = None
 
     @property
@@ -113,11 +113,11 @@ class MicroBatchFeed:
         inputs, labels = (own_copy(item[at], self._device) if used else None for at, used in enumerate(self._uses))
         return inputs, labels
 
-    def read_again(self, items: Iterable[tuple[int, MicroBatch]]) -> None:
-        """Put ``(call, micro-batch)`` pairs that had been taken in front of everything else."""
+    def read_again(self, items: Iterable[tuple[int, MicroBatch | None]]) -> None:
+        """Put ``(call, micro-batch)`` pairs that had been taken in front of everything else; None is a data end."""
         self._ahead.extendleft(reversed(list(items)))
 
-    def next_again(self) -> tuple[int, MicroBatch] | None:
+    def next_again(self) -> tuple[int, MicroBatch | None] | None:
         """The next of those pairs, or None if there are none."""
         return self._ahead.popleft() if self._ahead else None
 
@@ -140,6 +140,10 @@ class MicroBatchFeed:
         source = self._source(call)
         if source is not None:
             self._ended.add(source)
+
+    def has_ended(self, call: int) -> bool:
+        """Whether :meth:`end_again` answers the next :meth:`read` of ``call``."""
+        return self._source(call) in self._ended
 
     def expect_end(self, call: int) -> None:
         """Let the iterator of ``call`` say that it has ended, as it has said to the first stage.

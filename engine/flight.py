@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,6 +66,18 @@ class Flight:
         return tuple(leaf.grad for leaf in leaves(self.inputs) if leaf is not None and leaf.requires_grad)
 
 
+class DataEnd(NamedTuple):
+    """End of the data that the first stage has met, until the pipeline is filled again.
+
+    Attributes:
+        call: number of the ``train_batch()`` call in which it was met.
+        left_over: micro-batches of an incomplete batch before it, each with the call that it was read in.
+    """
+
+    call: int
+    left_over: list[tuple[int, Any]]
+
+
 @dataclass(slots=True)
 class StageState:
     """What changes at a stage from instruction to instruction.
@@ -79,6 +91,7 @@ class StageState:
         sending: output of the latest forward pass, until it has been handed to the next stage.
         batch_loss: adds up the current batch's losses, on the last stage.
         report: the current batch's losses and more, once known here.
+        data_end: the end of the data, once known here and until the pipeline is filled again.
         failure: why training cannot go on, or None.
     """
 
@@ -88,6 +101,7 @@ class StageState:
     sending: Tree = None
     batch_loss: BatchLoss | None = None
     report: BatchReport | None = None
+    data_end: DataEnd | None = None
     failure: str | None = None
 
 

@@ -15,7 +15,7 @@ import gc
 import sys
 import weakref
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.utils import logger
@@ -128,7 +128,7 @@ class LoopRestMixin(LoopRoundMixin):
                     f"{before}; every rank has to run the same number of rounds before it evaluates, saves or ends"
                 )
         if neighbours.activations_out is not None:
-            neighbours.activations_out.send(Message.END, handed, torch.tensor([handed, handed, 0]))
+            neighbours.activations_out.send(Message.END, handed, torch.tensor([handed, handed, 0, False]))
         self._carry_out_actions("drain", drain_actions(self.pipeline, self.stage_id, state.progress, self._exchanges))
         if neighbours.gradients_in is not None:
             neighbours.gradients_in.receive("the mark of a drain from the last stage on")
@@ -141,7 +141,7 @@ class LoopRestMixin(LoopRoundMixin):
             sender.flush()
         self._forget_end()
 
-    def _end_of_data(self, limit: int, read: int, call: int, unlabelled: int = 0) -> None:
+    def _end_of_data(self, limit: int, read: int, call: int, unlabelled: int = 0, asked: bool = True) -> NoReturn:
         """A drain of the stage before where a micro-batch was expected: the script has gone on here."""
         raise PipelineProtocolError(
             f"{self.neighbours.me} was handed micro-batch {read}, before which stage {self.stage_id - 1} drains; every "

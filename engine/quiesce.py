@@ -3,8 +3,10 @@
 Between two calls of ``train_batch()`` every stage has made the same number of updates, but stages have
 run ahead with forward passes of later micro-batches. To rest, they forget those: each drops what it has
 in flight and what the previous stage has sent it, up to a mark that this sends last, and the first stage
-puts the micro-batches back in front of its data. The next call fills the pipeline again from there, as
-after a drain, so nothing is lost but the work of the forward passes.
+puts the micro-batches back in front of its data. So it does with an end of the data that it has met and
+the micro-batches left over before that: the last stage has yet to read their labels and meet the end. The
+next call fills the pipeline again from there, as after a drain, so nothing is lost but the work of the
+forward passes.
 """
 
 from __future__ import annotations
@@ -75,7 +77,11 @@ class QuiesceMixin(PipelineEngine):
             news = None if self.news is None else self.news.table
             neighbours.activations_out.send(Message.QUIESCE, state.progress.forwarded, news)
         if self.is_first_stage():
-            self._feed.read_again([(flight.call, flight.taken) for _, flight in sorted(state.flights.items())])
+            forgotten = [(flight.call, flight.taken) for _, flight in sorted(state.flights.items())]
+            if state.data_end is not None:
+                forgotten += [*state.data_end.left_over, (state.data_end.call, None)]
+            self._feed.read_again(forgotten)
+        state.data_end = None
         for index in list(state.flights):
             del state.flights[index]
             self.stashing_optimizer.release(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -12,7 +13,9 @@ import pytest
 import reference
 import torch
 import toy
+from deepspeed.pipe import LayerSpec
 from test_exactness import OPTIMIZERS, difference, sgd
+from torch import nn
 from worlds import Worlds
 
 from ds_vpipe.partition import uniform_partition
@@ -180,6 +183,106 @@ def test_iterator_that_starts_over(worlds: Worlds) -> None:
     )
     assert [report["batches"] for report in reports] == [6] * STAGES
     assert difference(cases.merged(reports), wanted) == 0
+
+
+def train_and_save(ds_config: dict[str, Any], stages: int, length: int, epochs: int, folder: str) -> dict[str, Any]:
+    """Save after every batch; every epoch ends by itself."""
+    trained = cases.engine(ds_config, stages)
+    iterator, losses = Restarting(length), []
+    for _ in range(epochs):
+        with suppress(StopIteration):
+            while True:
+                losses.append(float(trained.train_batch(iterator)))
+                trained.save_checkpoint(folder, tag="newest")
+    return {"losses": losses, "parameters": cases.parameters(trained)}
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_a_save_after_the_first_stage_has_met_the_end(worlds: Worlds, tmp_path: Path, length: int) -> None:
+    """It reads three ahead, so the others have forgotten that the data ended, and the micro-batch left over."""
+    ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform", "stage_to_depth_map": [3, 1, 0]})
+    reports = worlds.run(3, train_and_save, ds_config, 3, length, 3, str(tmp_path))
+    wanted, losses = reference.replay(
+        uniform_partition(10, 3), (3, 1, 0), 2, 6, sgd, order=[0, 1, 2, 3] * 3, refills=range(0, 12, 2)
+    )
+    for report in reports:
+        assert report["losses"] == pytest.approx(losses, rel=1e-5)
+    assert difference(cases.merged(reports), wanted) == 0
+
+
+class Times(nn.Module):
+    """Multiplies by one, which is not trained: what comes out is what went in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def distance(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs - labels).abs().mean()
+
+
+class Numbered(Restarting):
+    """Inputs are equal to their labels, and to those of no other micro-batch."""
+
+    def __next__(self) -> Any:
+        super().__next__()
+        number = torch.full((toy.MICRO_BATCH, 1), 100.0 * self.length + self.position)
+        return number, number.clone()
+
+
+def rest(trained: Any, what: str, folder: str) -> None:
+    if what == "save, load":
+        trained.save_checkpoint(folder, tag="newest")
+        trained.load_checkpoint(folder, tag="newest")
+    elif what == "another size":
+        size = 3 - trained.micro_batches
+        trained.set_train_batch_size(size * toy.MICRO_BATCH)
+    elif what == "evaluation":
+        assert float(trained.eval_batch(Numbered(10), num_micro_batches=1)) == 0
+    elif what == "rest":
+        trained.quiesce()
+
+
+def train_numbered(ds_config: dict[str, Any], stages: int, folder: str, whats: list[str]) -> list[Any]:
+    """Data of several lengths, each for two epochs, with those of others in between."""
+    trained = cases.engine(ds_config, stages, loss_fn=distance, specs=lambda: [LayerSpec(Times) for _ in range(4)])
+    found = []
+    for what in whats:
+        lengths = (4, 5, 7)
+        iterators = {length: Numbered(length) for length in lengths}
+        for length in lengths * 2:
+            losses = []
+            with suppress(StopIteration):
+                while True:
+                    losses.append(float(trained.train_batch(iterators[length])))
+                    rest(trained, what, folder)
+            found.append((what, length, losses))
+        trained.set_train_batch_size(2 * toy.MICRO_BATCH)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stages", "block"),
+    [
+        (2, {"stage_to_depth_map": [1, 0]}),
+        (3, {"stage_to_depth_map": [2, 1, 0]}),
+        (3, {"stage_to_depth_map": [6, 4, 0]}),
+        (2, {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}),
+    ],
+)
+def test_inputs_keep_their_labels(worlds: Worlds, tmp_path: Path, stages: int, block: dict[str, Any]) -> None:
+    """Whatever empties the pipeline near the end of data that start over."""
+    optimizer = {"type": "SGD", "params": {"lr": 0.0}}
+    whats = ["rest", "save, load", "another size", "evaluation"]
+    ds_config = cases.config(2, optimizer, {"partition": "uniform", **block})
+    for report in worlds.run(stages, train_numbered, ds_config, stages, str(tmp_path), whats):
+        for what, length, losses in report:
+            assert losses == [0] * len(losses), (what, length)
+            assert what == "another size" or len(losses) == length // 2, (what, length)
 
 
 def train_uneven(ds_config: dict[str, Any], stages: int) -> list[Any]:

@@ -11,27 +11,10 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from ds_vpipe.deepspeed_json import MICRO, STEPS, TOTAL
 from ds_vpipe.refusal import Refusal
 
-_TOTAL = "train_batch_size"
-_PARTS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
-def micro_batches_of(ds_config: Mapping[str, Any], replicas: int) -> int:
-    """Micro-batches per batch, M, as DeepSpeed works them out from the batch sizes.
-
-    Raises:
-        VPipeConfigError: no key says it, or not with a number.
-    """
-    total, (micro, given) = ds_config.get(_TOTAL), (ds_config.get(key) for key in _PARTS)
-    if given is None and type(total) is int and type(micro) is int and micro > 0:
-        return max(1, total // (micro * replicas))
-    if given is None and (type(total) is int or type(micro) is int):
-        return 1
-    if type(given) is not int or given < 1:
-        remedy = f"write it, or {_TOTAL} and {_PARTS[0]}"
-        raise Refusal(_PARTS[1], given, "a whole number >= 1 in the JSON", remedy).error()
-    return given
+_PARTS = (MICRO, STEPS)
 
 
 def corrected_batch_sizes(ds_config: dict[str, Any], ranks: int, num_stages: int) -> tuple[dict[str, Any], str]:
@@ -40,13 +23,13 @@ def corrected_batch_sizes(ds_config: dict[str, Any], ranks: int, num_stages: int
     Returns:
         The configuration, and one line about what has been changed, empty if nothing has.
     """
-    total, parts = ds_config.get(_TOTAL), [ds_config.get(key) for key in _PARTS]
+    total, parts = ds_config.get(TOTAL), [ds_config.get(key) for key in _PARTS]
     numbers = [value for value in parts if type(value) is int]
     if num_stages == 1 or len(numbers) < len(parts) or total != prod(numbers) * ranks:
         return ds_config, ""
     right = total // num_stages
-    return {**ds_config, _TOTAL: right}, (
-        f"{_TOTAL}: got {total} for {ranks} replicas, but {ranks} ranks in {num_stages} stages are "
+    return {**ds_config, TOTAL: right}, (
+        f"{TOTAL}: got {total} for {ranks} replicas, but {ranks} ranks in {num_stages} stages are "
         f"{ranks // num_stages}; an update is of {right} samples; for {total} write {_PARTS[1]} "
         f"{numbers[1] * num_stages}"
     )
@@ -58,7 +41,7 @@ def refuse_batch_sizes(ds_config: Mapping[str, Any], ranks: int, num_stages: int
     Raises:
         VPipeConfigError: they do; one line says what to write.
     """
-    total = ds_config.get(_TOTAL)
+    total = ds_config.get(TOTAL)
     given = {key: ds_config[key] for key in _PARTS if ds_config.get(key) is not None}
     if not given or not all(type(value) is int and value > 0 for value in (total, *given.values())):
         return  # nothing to compare, or for DeepSpeed to refuse
@@ -71,4 +54,4 @@ def refuse_batch_sizes(ds_config: Mapping[str, Any], ranks: int, num_stages: int
     allowed = f"{'' if whole else 'a multiple of '}{unit}, which is {factors}"
     reason = f"{ranks} ranks in {num_stages} stages are {replicas} replicas"
     remedy = f"write {unit}, or remove the key" if whole else f"change it, or {next(iter(given))}"
-    raise Refusal(_TOTAL, total, allowed, remedy, reason).error()
+    raise Refusal(TOTAL, total, allowed, remedy, reason).error()

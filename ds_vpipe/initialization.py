@@ -74,30 +74,30 @@ def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any,
             f"initialize(mpu): got a {type(given['mpu']).__name__}, allowed with a vpipe block is None, as the engine "
             f"divides the ranks into stages and replicas itself; leave it out, and ask engine.mpu for groups"
         )
+    config = VPipeConfig.parse(block)  # what is wrong with it is said before there are process groups
     if isinstance(model, PipelineModule) and not hasattr(model, "pack"):
-        prepared = prepare(model, ds_config, block, given.get("optimizer"), given.get("model_parameters"))
+        prepared = prepare(model, ds_config, config, given.get("optimizer"), given.get("model_parameters"))
         given["model_parameters"] = prepared.model_parameters
         kind: type[VPipeEngine] = VPipeEngine
     else:
-        ds_config, prepared = _prepare_whole(given, model, ds_config, block)
+        ds_config, prepared = _prepare_whole(given, model, ds_config, config)
         kind = VPipeLoopEngine
     with _engine_class(functools.partial(kind, prepared=prepared)), _replaced(given, ds_config):
         return tuple(theirs(**given))
 
 
 def _prepare_whole(
-    given: dict[str, Any], model: Any, ds_config: dict[str, Any], block: dict[str, Any]
+    given: dict[str, Any], model: Any, ds_config: dict[str, Any], config: VPipeConfig
 ) -> tuple[dict[str, Any], Prepared]:
     """Split a plain module. What ``given`` names of its parameters is cut down once the engine is there."""
-    VPipeConfig.parse(block)  # what is wrong with it is said before there are process groups
     given["model_parameters"] = listed(given.get("model_parameters"))
     if not isinstance(model, PipelineModule):
-        given["model"] = split(model, ds_config, block, given.get("training_data"), given.get("collate_fn"))
+        given["model"] = split(model, ds_config, config, given.get("training_data"), given.get("collate_fn"))
     module = given["model"]
     ds_config, changed = corrected_batch_sizes(ds_config, torch.distributed.get_world_size(), module.num_stages)
     if changed and module.global_rank == 0:
         logger.warning(f"ds_vpipe: {changed}")
-    return ds_config, prepare(module, ds_config, block, None, None)
+    return ds_config, prepare(module, ds_config, config, None, None)
 
 
 def deepspeed_initialize() -> Any:

@@ -22,7 +22,7 @@ def uniform_partition(num_layers: int, num_stages: int) -> tuple[int, ...]:
     Raises:
         VPipeConfigError: There are fewer layers than stages.
     """
-    _check_size(num_layers, num_stages)
+    check_size(num_layers, num_stages)
     size, rest = divmod(num_layers, num_stages)
     return tuple(size + (stage < rest) for stage in range(num_stages))
 
@@ -46,7 +46,7 @@ def balanced_partition(weights: Sequence[float], num_stages: int) -> tuple[int, 
         VPipeConfigError: There are fewer layers than stages.
         ValueError: A weight is negative or not finite.
     """
-    _check_size(len(weights), num_stages)
+    check_size(len(weights), num_stages)
     costs = _as_integers(weights)
     sums = bounds(costs)
     limit = _bottleneck(costs, num_stages)
@@ -101,7 +101,7 @@ def resolve_partition(
         VPipeConfigError: Nothing matches REGEX, the counts do not fit, or there are fewer layers than stages.
     """
     if not isinstance(method, str):
-        return _checked_counts(method, len(layer_names), num_stages)
+        return checked_counts(method, len(layer_names), num_stages)
     if method == "uniform":
         return uniform_partition(len(layer_names), num_stages)
     if method == "parameters":
@@ -119,7 +119,7 @@ def resolve_partition(
     return balanced_partition(matches, num_stages)
 
 
-def _check_size(num_layers: int, num_stages: int) -> None:
+def check_size(num_layers: int, num_stages: int) -> None:
     if num_stages < 1:
         raise ValueError(f"num_stages: got {num_stages}; allowed: an int >= 1")
     if num_layers < num_stages:
@@ -127,7 +127,7 @@ def _check_size(num_layers: int, num_stages: int) -> None:
         raise Refusal("number of stages", num_stages, f"1 to {num_layers}", "use fewer stages", reason).error()
 
 
-def _checked_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
+def checked_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
         allowed = f"{num_stages} counts >= 1 that sum to {num_layers}"
         reason = f"these are {len(counts)} counts that sum to {sum(counts)}"

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ds_vpipe.deepspeed_json import DeepSpeedJson
 from ds_vpipe.refusal import Refusal, raise_first
 
 if TYPE_CHECKING:
     from ds_vpipe.config import VPipeConfig
 
 BLOCK = "vpipe"
+_HALF = {"bfloat16": "bf16", "float16": "fp16"}
 _NAMES = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half")}
 
 
@@ -46,23 +48,23 @@ def refuse_unsupported(ds_config: Mapping[str, Any], block: VPipeConfig, num_sta
         VPipeConfigError: At least one such setting is there. One line names the first key, its value and what
             to put instead, and how many more there are.
     """
-    asp = block.sync_mode == "asp"
+    asp, config = block.sync_mode == "asp", DeepSpeedJson(ds_config)
     raise_first(
         [
-            *_zero(ds_config, asp),
-            *_precision(ds_config, block),
-            *_clipping(ds_config, block),
-            *_profiling(ds_config, num_stages),
-            *_pipeline(ds_config, block),
-            *_staleness(ds_config, block),
-            *_features(ds_config, asp),
-            *_checkpoints(ds_config, num_stages),
+            *_zero(config, asp),
+            *_precision(config, block),
+            *_clipping(config, block),
+            *_profiling(config, num_stages),
+            *_pipeline(config, block),
+            *_staleness(config, block),
+            *_features(config, asp),
+            *_checkpoints(config, num_stages),
         ]
     )
 
 
-def _zero(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:
-    stage = _zero_stage(config)
+def _zero(config: DeepSpeedJson, asp: bool) -> Iterator[Refusal]:
+    stage = config.zero_stage
     if stage is not None and stage > 1:
         why = "ZeRO-2 and ZeRO-3 split gradients or weights across steps that pipeline stages take at different times"
         yield Refusal("zero_optimization.stage", stage, "0 or 1", "use stage 1", why)
@@ -71,27 +73,26 @@ def _zero(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:
     if asp:
         offload.append(("offload_optimizer", "cpu_offload"))
     for key, flag in offload:
-        device = _get(config, f"zero_optimization.{key}.device")
+        device = config.get(f"zero_optimization.{key}.device")
         if device not in (None, "none"):
             yield Refusal(f"zero_optimization.{key}.device", device, '"none"', f"remove {key}", "not supported")
-        if _on(_get(config, f"zero_optimization.{flag}")):
+        if config.on(f"zero_optimization.{flag}"):
             yield Refusal(f"zero_optimization.{flag}", True, "false", "remove the key", "not supported")
-    zenflow = _get(config, "zero_optimization.zenflow")
+    zenflow = config.get("zero_optimization.zenflow")
     if zenflow is not None:
         why = "ZenFlow updates weights outside of the optimizer step"
         yield Refusal("zero_optimization.zenflow", zenflow, "no such key", "remove the key", why)
 
 
-def _precision(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal]:
-    bf16 = "bf16" if config.get("bf16") is not None else "bfloat16"
-    half = "fp16" if _on(_get(config, "fp16.enabled")) else "bf16" if _on(_get(config, f"{bf16}.enabled")) else None
-    accumulation = _get(config, "data_types.grad_accum_dtype")
+def _precision(config: DeepSpeedJson, block: VPipeConfig) -> Iterator[Refusal]:
+    half = _HALF.get(config.dtype)
+    accumulation = config.get("data_types.grad_accum_dtype")
     in_fp32 = half == "bf16" and accumulation in ("fp32", "float32")
-    if in_fp32 and (_zero_stage(config) != 1 or _on(_get(config, "zero_optimization.cpu_offload"))):
+    if in_fp32 and (config.zero_stage != 1 or config.on("zero_optimization.cpu_offload")):
         why = "DeepSpeed adds gradients in fp32 only with ZeRO-1"
         fix = 'add "zero_optimization": {"stage": 1}, or remove the key'
         yield Refusal("data_types.grad_accum_dtype", accumulation, '"bf16", or "fp32" with ZeRO-1', fix, why)
-    elif in_fp32 and _get(config, "zero_optimization.offload_optimizer.device") not in (None, "none"):
+    elif in_fp32 and config.get("zero_optimization.offload_optimizer.device") not in (None, "none"):
         why = "DeepSpeed adds gradients in fp32 only without offload"
         yield Refusal("data_types.grad_accum_dtype", accumulation, '"bf16"', "remove one of the two", why)
     elif in_fp32 and block.gradient_clipping_scope == "delayed_global":
@@ -101,46 +102,43 @@ def _precision(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusa
     elif half is not None and not in_fp32 and accumulation not in (None, *_NAMES[half]):
         allowed = '"bf16" or, with ZeRO-1, "fp32"' if half == "bf16" else '"fp16"'
         yield Refusal("data_types.grad_accum_dtype", accumulation, allowed, "remove the key", "not supported")
-    if _on(_get(config, "amp.enabled")):
+    if config.on("amp.enabled"):
         fix = 'remove amp and use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
         yield Refusal("amp.enabled", True, "no such key", fix, "apex amp caches casts of weights across versions")
-    if _on(_get(config, "compile.deepcompile")):
+    if config.on("compile.deepcompile"):
         yield Refusal("compile.deepcompile", True, "false", "write false or remove the key", "not supported yet")
-    dtype = _get(config, "torch_autocast.dtype")
-    if _on(_get(config, "torch_autocast.enabled")) and str(dtype).removeprefix("torch.") not in _NAMES["bf16"]:
+    dtype = config.get("torch_autocast.dtype")
+    if config.on("torch_autocast.enabled") and str(dtype).removeprefix("torch.") not in _NAMES["bf16"]:
         why = "with other types every stage would have a loss scale of its own"
         fix = 'write "bfloat16", or use "fp16": {"enabled": true} in place of torch_autocast'
         yield Refusal("torch_autocast.dtype", dtype, '"bfloat16"', fix, why)
 
 
-def _clipping(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal]:
-    if (
-        block.gradient_clipping_scope == "delayed_global"
-        and _get(config, "zero_optimization.compute_grad_norm") is False
-    ):
+def _clipping(config: DeepSpeedJson, block: VPipeConfig) -> Iterator[Refusal]:
+    if block.gradient_clipping_scope == "delayed_global" and config.get("zero_optimization.compute_grad_norm") is False:
         why = 'vpipe.gradient_clipping_scope is "delayed_global", which clips by norms'
         yield Refusal("zero_optimization.compute_grad_norm", False, "true", "remove the key", why)
 
 
-def _profiling(config: Mapping[str, Any], num_stages: int) -> Iterator[Refusal]:
-    if _on(config.get("wall_clock_breakdown")) and config.get("steps_per_print") is None:
+def _profiling(config: DeepSpeedJson, num_stages: int) -> Iterator[Refusal]:
+    if config.on("wall_clock_breakdown") and config.get("steps_per_print") is None:
         why = "wall_clock_breakdown prints every so many steps"
         fix = "add the key, or write false for wall_clock_breakdown"
         yield Refusal("steps_per_print", None, "a positive integer next to wall_clock_breakdown", fix, why)
     contiguous = "activation_checkpointing.contiguous_memory_optimization"
-    if num_stages > 1 and _on(_get(config, contiguous)):
+    if num_stages > 1 and config.on(contiguous):
         why = "its buffers hold the checkpoints of one micro-batch and the pipeline keeps several in flight"
         yield Refusal(contiguous, True, "false, or one stage", "write false or remove the key", why)
 
 
-def _pipeline(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal]:
+def _pipeline(config: DeepSpeedJson, block: VPipeConfig) -> Iterator[Refusal]:
     for key in ("pipe_partitioned", "grad_partitioned"):
-        if _on(_get(config, f"pipeline.{key}")):
+        if config.on(f"pipeline.{key}"):
             why = "activations are sent whole"
             yield Refusal(f"pipeline.{key}", True, "false", "write false or remove the key", why)
     ratio = block.recompute_ratio
     recomputes = any(ratio) if isinstance(ratio, tuple) else ratio == "auto" or ratio > 0
-    interval = _int(_get(config, "pipeline.activation_checkpoint_interval"))
+    interval = config.whole("pipeline.activation_checkpoint_interval")
     if interval is not None and interval > 0 and block.virtual_stages > 1:
         why = "vpipe.virtual_stages runs layers part by part"
         fix = "write 0 here and use vpipe.recompute_ratio"
@@ -151,13 +149,11 @@ def _pipeline(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal
         yield Refusal("pipeline.activation_checkpoint_interval", interval, "0 next to recompute_ratio", fix, why)
 
 
-def _staleness(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusal]:
+def _staleness(config: DeepSpeedJson, block: VPipeConfig) -> Iterator[Refusal]:
     if block.staleness is None or block.staleness.weight_prediction is None:
         return
     why = "weights are predicted from their own updates, which the master weights of"
-    half = [name for name, keys in _NAMES.items() if any(_on(_get(config, f"{key}.enabled")) for key in keys)]
-    zero = _zero_stage(config)
-    around = half[0] if half else "ZeRO" if zero is not None and zero > 0 else None
+    around = _HALF.get(config.dtype) or ("ZeRO" if config.zero_stage else None)
     if around is not None:
         given = block.staleness.weight_prediction.model_dump(exclude_unset=True) or True
         fix = "remove one of the two, or use nadam"
@@ -165,9 +161,9 @@ def _staleness(config: Mapping[str, Any], block: VPipeConfig) -> Iterator[Refusa
         yield Refusal("vpipe.staleness.weight_prediction", given, allowed, fix, f"{why} {around} keep elsewhere")
 
 
-def _features(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:
+def _features(config: DeepSpeedJson, asp: bool) -> Iterator[Refusal]:
     for name in ("elasticity", "autotuning", "hybrid_engine"):
-        if _on(_get(config, f"{name}.enabled")):
+        if config.on(f"{name}.enabled"):
             yield Refusal(f"{name}.enabled", True, "false", f"remove {name}", "not supported")
     by_step = (
         "data_efficiency",
@@ -176,12 +172,12 @@ def _features(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:
         "curriculum_learning",
     )
     for name in by_step:
-        if asp and _on(_get(config, f"{name}.enabled")):
+        if asp and config.on(f"{name}.enabled"):
             why = "what changes with the step would be asked for ahead of the step that it is for"
             fix = f'remove {name.rpartition(".")[2]}, or write "bsp" for vpipe.sync_mode'
             yield Refusal(f"{name}.enabled", True, 'false in "asp"', fix, why)
     for key in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
-        size = _int(_get(config, key))
+        size = config.whole(key)
         if size is not None and size > 1:
             why = "stages are parallel over layers and data only"
             yield Refusal(key, size, "1", "remove the key and use more stages or replicas", why)
@@ -191,49 +187,17 @@ def _features(config: Mapping[str, Any], asp: bool) -> Iterator[Refusal]:
         yield Refusal("managed_gradient_accumulation", managed, "true", "write true or remove the key", why)
 
 
-def _checkpoints(config: Mapping[str, Any], num_stages: int) -> Iterator[Refusal]:
+def _checkpoints(config: DeepSpeedJson, num_stages: int) -> Iterator[Refusal]:
     why = "a folder is renamed when it is complete, and such a writer goes on afterwards"
-    if _on(_get(config, "checkpoint.writer.decoupled")):
+    if config.on("checkpoint.writer.decoupled"):
         yield Refusal("checkpoint.writer.decoupled", True, "false", "write false or remove checkpoint.writer", why)
-    datastates = config.get("datastates_ckpt", False)
+    datastates = config.content.get("datastates_ckpt", False)
     if datastates is not False:
         yield Refusal("datastates_ckpt", datastates, "no such key", "remove the key", why)
-    if _on(_get(config, "zero_optimization.elastic_checkpoint")):
+    if config.on("zero_optimization.elastic_checkpoint"):
         why = "DeepSpeed's optimizer writes checkpoints with it that it cannot load"
         fix = "remove the key; checkpoints load with other numbers of replicas without it"
         yield Refusal("zero_optimization.elastic_checkpoint", True, "false", fix, why)
-    if num_stages > 1 and _on(_get(config, "checkpoint.use_node_local_storage")):
+    if num_stages > 1 and config.on("checkpoint.use_node_local_storage"):
         why = "one rank per machine would write the states of all stages on it"
         yield Refusal("checkpoint.use_node_local_storage", True, "false", "write false or remove the key", why)
-
-
-def _get(config: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted ``path``, or None where any part of it is missing or not an object."""
-    value: Any = config
-    for key in path.split("."):
-        if not isinstance(value, Mapping):
-            return None
-        value = value.get(key)
-    return value
-
-
-def _on(value: object) -> bool:
-    """Say whether DeepSpeed's models read ``value`` as true; they also take 1 and words."""
-    return value is True or value == 1 or (isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"))
-
-
-def _int(value: object) -> int | None:
-    """Return ``value`` as DeepSpeed's models read it for an int key, or None if it is no int."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
-        return int(value)
-    return int(value) if isinstance(value, str) and value.isdecimal() else None
-
-
-def _zero_stage(config: Mapping[str, Any]) -> int | None:
-    """Return the ZeRO stage, or None if it cannot be told. A bare boolean is DeepSpeed's deprecated form."""
-    zero = config.get("zero_optimization", {})
-    if isinstance(zero, bool):
-        return int(zero)
-    if not isinstance(zero, Mapping):
-        return None
-    return _int(zero.get("stage", 0))

@@ -28,7 +28,7 @@ import torch
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 
-from ds_vpipe.config import StageSettings, VPipeConfig
+from ds_vpipe.config import StageSettings
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.activation_checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.backend_threads import outlive_backend_threads
@@ -81,7 +81,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
         with without_handshake():
             super().__init__(*args, **kwargs)
         self._list_modules()
-        self.vpipe_config = VPipeConfig.parse(self.config["vpipe"])
+        self.vpipe_config = prepared.config
         self.settings: StageSettings = prepared.settings
         self.plan = prepared.plan
         self.random_states = prepared.random_states

@@ -50,7 +50,8 @@ class Prepared:
 
     Attributes:
         model_parameters: for DeepSpeed; other ones than were given where layers have changed hands.
-        settings: what the block means for every stage.
+        config: the block, with numbers where it left something to the planner.
+        settings: what it means for every stage.
         plan: where the block left something to the planner.
         random_states: what recomputation restores.
         groups: makes the engine's process groups.
@@ -58,6 +59,7 @@ class Prepared:
     """
 
     model_parameters: Any
+    config: VPipeConfig
     settings: StageSettings
     plan: Plan | None
     random_states: RandomStates
@@ -70,15 +72,12 @@ def use_local_device() -> None:
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def prepare(
-    model: Any, ds_config: Mapping[str, Any], block: Mapping[str, Any], optimizer: Any, parameters: Any
-) -> Prepared:
+def prepare(model: Any, ds_config: Mapping[str, Any], config: VPipeConfig, optimizer: Any, parameters: Any) -> Prepared:
     """Split ``model``, make it recompute, and give it the grid of its schedule; all ranks call this.
 
     Raises:
         VPipeConfigError: on every rank, with one line that names the key, the value and what is allowed.
     """
-    config = VPipeConfig.parse(block)
     if not isinstance(model, PipelineModule):
         raise VPipeConfigError(
             f"model: got {type(model).__name__}, allowed with a vpipe block is a deepspeed.pipe.PipelineModule; "
@@ -126,7 +125,7 @@ def prepare(
     else:
         apply_recompute(model, ratios[0], random_states)
     _limit_cpu_threads()
-    return Prepared(parameters, settings, plan, random_states, groups, agreement)
+    return Prepared(parameters, config, settings, plan, random_states, groups, agreement)
 
 
 def _refuse_moe(model: PipelineModule, config: VPipeConfig, agreement: Agreement) -> None:
@@ -164,7 +163,9 @@ def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[d
         block = _WITHOUT_BLOCK
         ds_config = {**ds_config, "vpipe": block}
     model = given["model"]
-    prepared = prepare(model, ds_config, block, given.get("optimizer"), given.get("model_parameters"))
+    prepared = prepare(
+        model, ds_config, VPipeConfig.parse(block), given.get("optimizer"), given.get("model_parameters")
+    )
     parameters = prepared.model_parameters
     return {**given, "config": ds_config, "model_parameters": parameters, "mpu": model.mpu()}, prepared
 

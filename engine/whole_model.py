@@ -11,6 +11,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
+from ds_vpipe.config import VPipeConfig
 from ds_vpipe.engine.preparation import use_local_device
 from ds_vpipe.engine.split_module import split_model, stages_in
 from ds_vpipe.errors import VPipeConfigError
@@ -20,7 +21,7 @@ from ds_vpipe.refusal import Refusal
 def split(
     model: torch.nn.Module,
     ds_config: Mapping[str, Any],
-    block: Mapping[str, Any],
+    config: VPipeConfig,
     training_data: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> PipelineModule:
@@ -29,7 +30,7 @@ def split(
     Args:
         model: whose forward returns the loss.
         ds_config: the DeepSpeed JSON, which says how many stages there are.
-        block: its ``"vpipe"`` block.
+        config: its ``"vpipe"`` block.
         training_data: as given to ``initialize()``; its first samples are an example of a call.
         collate_fn: likewise.
 
@@ -42,7 +43,7 @@ def split(
         raise VPipeConfigError(f"initialize(model): got {given}, allowed is a torch.nn.Module; pass the model to train")
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     use_local_device()
-    stages, ranks = stages_in(ds_config, block.get("partition"), block.get("virtual_stages", 1)), dist.get_world_size()
+    stages, ranks = stages_in(ds_config, config.partition, config.virtual_stages), dist.get_world_size()
     if ranks % stages:
         allowed = f"a number of stages that divides the {ranks} ranks"
         raise Refusal("pipeline.stages", stages, allowed, "change it, or start another number of ranks").error()

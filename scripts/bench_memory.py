@@ -91,11 +91,13 @@ def ds_config(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Any:
     """The planner's bytes of every rank, for layers split evenly."""
+    from ds_vpipe.config import VPipeConfig
     from ds_vpipe.partition import uniform_partition
     from ds_vpipe.planning.plan_settings import configured_settings
     from ds_vpipe.planning.planner import predict
 
-    pipeline = configured_settings(ds_config(case, options), options.stages, case.micro_batches, host_transfers=True)
+    block, json = VPipeConfig.parse(case.vpipe), ds_config(case, options)
+    pipeline = configured_settings(block, json, options.stages, case.micro_batches, host_transfers=True)
     parts = options.stages * pipeline.virtual_stages
     ratios = [case.vpipe.get("recompute_ratio", 0.0)] * parts
     return predict(profile, pipeline, uniform_partition(len(profile), parts), ratios).rank_memory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import toy
 from worlds import Worlds
 
-from ds_vpipe.batch_sizes import micro_batches_of
+from ds_vpipe.__main__ import main
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.configured_plan import planned
@@ -109,35 +110,33 @@ def test_a_profile_is_needed(key: str, word: str) -> None:
         VPipeConfig.parse({key: word})
 
 
-def test_micro_batches_as_deepspeed_works_them_out() -> None:
-    assert micro_batches_of({"gradient_accumulation_steps": 3}, 2) == 3
-    assert micro_batches_of({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, 3) == 4
-    assert micro_batches_of({"train_batch_size": 24}, 3) == 1
-    assert micro_batches_of({"train_micro_batch_size_per_gpu": 2}, 3) == 1
-    for wrong in ({}, {"gradient_accumulation_steps": 0}, {"gradient_accumulation_steps": True}):
-        with pytest.raises(VPipeConfigError, match=r"^gradient_accumulation_steps: got (null|0|true); allowed"):
-            micro_batches_of(wrong, 3)
-
-
 def train(ds_config: dict[str, Any]) -> dict[str, Any]:
     engine = cases.engine(ds_config, 2)
     iterator = toy.data()
     losses = [float(engine.train_batch(iterator)) for _ in range(4)]
-    report = {"losses": losses, "settings": engine.settings, "predicted": engine.plan is not None}
+    settled = engine.vpipe_config.partition, engine.vpipe_config.recompute_ratio, engine.vpipe_config.stage_to_depth_map
+    plan = None if engine.plan is None else engine.plan.to_json()
+    report = {"losses": losses, "settings": engine.settings, "settled": settled, "plan": plan}
     engine.destroy()
     return report
 
 
 @pytest.mark.mp
-def test_an_engine_runs_by_the_plan(worlds: Worlds, tmp_path: Path) -> None:
-    """The same training as with the plan's numbers in the JSON."""
+def test_an_engine_runs_by_the_plan(worlds: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same training as with the plan's numbers in the JSON; the command prints the same plan."""
     profile = profile_file(tmp_path, [5e-3] + [1e-3] * 9)
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
-    reports = worlds.run(2, train, cases.config(1, sgd, {**ALL, "profile": profile}))
+    ds_config = cases.config(1, sgd, {**ALL, "profile": profile})
+    reports = worlds.run(2, train, ds_config)
     settings = reports[0]["settings"]
     assert settings.partition == (3, 7)
-    assert all(report["predicted"] for report in reports)
+    assert reports[0]["settled"] == (settings.partition, settings.recompute_ratio, settings.depth)
+    (tmp_path / "ds_config.json").write_text(json.dumps(ds_config), encoding="utf-8")
+    assert main(["plan", str(tmp_path / "ds_config.json"), "--stages", "2", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    for report in reports:
+        assert json.loads(json.dumps(report["plan"])) == {key: printed[key] for key in report["plan"]}
     numbers = {"partition": list(settings.partition), "stage_to_depth_map": list(settings.depth)}
     for report in worlds.run(2, train, cases.config(1, sgd, numbers)):
         assert report["losses"] == reports[0]["losses"]
-        assert not report["predicted"]
+        assert report["plan"] is None

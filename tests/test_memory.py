@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_vpipe.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.lamb import Lamb
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.memory import ActivationSums, StageMemory, model_memory, stage_memory
@@ -21,7 +22,6 @@ from ds_vpipe.planning.optimizer_bytes import (
     OptimizerBytes,
     configured_optimizer_bytes,
     optimizer_bytes,
-    training_dtype,
 )
 from ds_vpipe.planning.residency import Residency, residency
 from ds_vpipe.profiles.allocations import count_allocations, watched
@@ -249,14 +249,11 @@ def test_gpt3_weights() -> None:
     ],
 )
 def test_optimizer_bytes(config: dict[str, object], held: Fraction, update: Fraction, bucket: int) -> None:
-    found = configured_optimizer_bytes(config, replicas=4)
+    found = configured_optimizer_bytes(DeepSpeedJson(config), replicas=4)
     assert replace(found, temporary=Fraction(0)) == OptimizerBytes(Fraction(1), held, update, bucket)
 
 
-def test_training_dtype() -> None:
-    assert training_dtype({}) == "float32"
-    assert training_dtype({"fp16": {"enabled": True}}) == "float16"
-    assert training_dtype({"bf16": {"enabled": True}}) == "bfloat16"
+def test_weights_of_other_types_are_refused() -> None:
     with pytest.raises(ValueError, match="dtype: got 'int8'"):
         optimizer_bytes(dtype="int8")
 
@@ -383,4 +380,4 @@ def watched_peak(step: Callable[[], Any]) -> int:
 
 def test_a_senseless_stage_of_zero_is_refused() -> None:
     with pytest.raises(VPipeConfigError, match=r'zero_optimization.stage: got "x"'):
-        configured_optimizer_bytes({"zero_optimization": {"stage": "x"}})
+        configured_optimizer_bytes(DeepSpeedJson({"zero_optimization": {"stage": "x"}}))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ds_vpipe.config import VPipeConfig
 from ds_vpipe.planning.optimizer_bytes import optimizer_bytes
 from ds_vpipe.planning.pace import Link
 from ds_vpipe.planning.plan_settings import PlanSettings, configured_settings
@@ -16,14 +18,18 @@ from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 CONFIGS = Path(__file__).parent.parent / "ds_configs"
 
 
+def settings_of(config: dict[str, Any], num_stages: int, micro_batches: int, **options: Any) -> PlanSettings:
+    return configured_settings(VPipeConfig.parse(config["vpipe"]), config, num_stages, micro_batches, **options)
+
+
 def test_asynchronous() -> None:
     config = {
         "optimizer": {"type": "AdamW"},
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 1},
-        "vpipe": {"stage_to_depth_map": "auto", "weight_sync": "vertical", "link_bandwidth": 2e9},
+        "vpipe": {"stage_to_depth_map": "auto", "weight_sync": "vertical", "link_bandwidth": 2e9, "profile": "p.json"},
     }
-    assert configured_settings(config, 4, 8, replicas=2, budget=100, host_transfers=True) == PlanSettings(
+    assert settings_of(config, 4, 8, replicas=2, device_bytes=100, host_transfers=True) == PlanSettings(
         num_stages=4,
         micro_batches=8,
         schedule="asp",
@@ -38,10 +44,10 @@ def test_asynchronous() -> None:
 
 def test_synchronous() -> None:
     for schedule in ("1f1b", "gpipe"):
-        found = configured_settings({"vpipe": {"sync_mode": "bsp", "schedule": schedule}}, 2, 3)
+        found = settings_of({"vpipe": {"sync_mode": "bsp", "schedule": schedule}}, 2, 3)
         assert found.schedule == schedule
         assert [there.versions for there in found.residencies()] == [1, 1]
-    parts = configured_settings({"vpipe": {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 3}}, 2, 4)
+    parts = settings_of({"vpipe": {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 3}}, 2, 4)
     assert (parts.schedule, parts.parts) == ("interleaved", 6)
 
 
@@ -55,7 +61,7 @@ def test_every_config_can_be_planned(path: Path) -> None:
     stages = 4 if counts is None else len(counts)
     size = 16 if counts is None else sum(counts)
     layers = (LayerProfile("x", 1, 2, 4, 8, 2),) * size
-    pipeline = configured_settings(config, stages, config["gradient_accumulation_steps"])
+    pipeline = settings_of(config, stages, config["gradient_accumulation_steps"])
     found = plan(ModelProfile(layers, 2, 1, "test", "float32", "analytic"), pipeline, counts, ratios)
     assert counts is None or found.partition == tuple(counts)
     assert (
@@ -72,7 +78,7 @@ def test_parts_share_the_budget_of_their_rank() -> None:
 
 def test_mitigations_of_staleness_hold_weights_where_gradients_are_late() -> None:
     config = {"vpipe": {"staleness": {"weight_prediction": True, "nadam": True}}}
-    versions = [there.versions for there in configured_settings(config, 3, 1).residencies()]
+    versions = [there.versions for there in settings_of(config, 3, 1).residencies()]
     assert versions == [5, 4, 1], "1 + W_s versions, the true weights and the last update; none on the last stage"
     config = {"vpipe": {"staleness": {"error_feedback": True}}}
-    assert [there.versions for there in configured_settings(config, 3, 2).residencies()] == [3, 3, 1]
+    assert [there.versions for there in settings_of(config, 3, 2).residencies()] == [3, 3, 1]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from worlds import Worlds
 
 from ds_vpipe import export
+from ds_vpipe.config import VPipeConfig
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.preparation import prepare
 from ds_vpipe.engine.split_module import split_model, stages_in
@@ -50,7 +51,7 @@ def train(kind: str, tied: bool, partition: Any, settings: dict[str, Any], folde
     ds_config = cases.config(1, ADAMW, {"partition": partition, **settings}, **extra)
     ds_config["train_micro_batch_size_per_gpu"] = 3
     # initialize() gives the engine for loops; the pieces have to work in the other one as well.
-    prepared = prepare(split, ds_config, ds_config["vpipe"], None, None)
+    prepared = prepare(split, ds_config, VPipeConfig.parse(ds_config["vpipe"]), None, None)
     given = {"model": split, "model_parameters": prepared.model_parameters, "config": ds_config}
     with _engine_class(partial(VPipeEngine, prepared=prepared)):
         engine = deepspeed_initialize()(**given)[0]

@@ -8,13 +8,11 @@ from dataclasses import replace
 from ds_vpipe.commands.inputs import print_json
 from ds_vpipe.commands.profiled import (
     add_profile_arguments,
-    configured_partition,
-    configured_plan,
-    configured_ratios,
     model_profile,
-    planner_pipeline,
+    planner_settings,
 )
 from ds_vpipe.commands.settings import add_pipeline_arguments, settings_from
+from ds_vpipe.planning.configured_plan import configured_partition, configured_plan, configured_ratios
 from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import plan
 from ds_vpipe.planning.recompute_choice import CHECKPOINT_MODES, checkpoint_ratios
@@ -61,12 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments, arguments.config)
     _check_choice(arguments)
     profile = model_profile(arguments, settings)
+    pipeline = planner_settings(arguments, settings, profile)
     if arguments.current:
-        found = configured_plan(arguments, settings, profile)
+        found = configured_plan(settings.block, pipeline, profile)
     else:
-        pipeline = planner_pipeline(arguments, settings, profile)
-        counts = configured_partition(settings, profile) if "partition" in arguments.keep else None
-        ratios = configured_ratios(settings) if "recompute_ratio" in arguments.keep else None
+        counts = configured_partition(settings.block, pipeline, profile) if "partition" in arguments.keep else None
+        ratios = configured_ratios(settings.block, pipeline) if "recompute_ratio" in arguments.keep else None
         if arguments.checkpoint is not None:
             ratios = checkpoint_ratios(arguments.checkpoint, settings.pipeline.num_parts)
         pipeline = replace(pipeline, depths="auto") if arguments.hide_transfers else pipeline

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ds_vpipe.commands.inputs import print_json
 from ds_vpipe.commands.quantities import count, rate
 from ds_vpipe.commands.settings import read_json
+from ds_vpipe.deepspeed_json import MICRO, DeepSpeedJson
 from ds_vpipe.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -79,10 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Profile, and return the exit status."""
     ds_config = {} if arguments.config is None else read_json(arguments.config)
-    size = arguments.micro_batch_size or ds_config.get("train_micro_batch_size_per_gpu")
+    size = arguments.micro_batch_size or ds_config.get(MICRO)
     if not isinstance(size, int) or size < 1:
         remedy = "give --micro-batch-size B"
-        raise Refusal("train_micro_batch_size_per_gpu", size, "a whole number >= 1", remedy).error()
+        raise Refusal(MICRO, size, "a whole number >= 1", remedy).error()
     profile = _profile(_example(arguments.model, size, dict(arguments.set)), arguments, size, ds_config)
     profile.save(arguments.output)
     if arguments.json:
@@ -123,7 +124,6 @@ def _profile(
 ) -> ModelProfile:
     import torch
 
-    from ds_vpipe.planning.optimizer_bytes import training_dtype
     from ds_vpipe.profiles.analytic_profile import analytic_profile
     from ds_vpipe.profiles.op_meter import DeviceModel
     from ds_vpipe.profiles.profiler import boundary_before, profile_layers
@@ -137,8 +137,9 @@ def _profile(
     options: dict[str, Any] = {"first_layer": start, "micro_batch_size": size}
     if stop == len(layers):
         options |= {"loss_fn": example.get("loss_fn"), "labels": example.get("labels")}
-    if training_dtype(ds_config) != "float32":
-        options["dtype"] = getattr(torch, training_dtype(ds_config))
+    dtype = DeepSpeedJson(ds_config).dtype
+    if dtype != "float32":
+        options["dtype"] = getattr(torch, dtype)
     inputs = boundary_before(layers, inputs, start) if start else inputs
     if arguments.analytic:
         name = f"model of a device with {arguments.flops:.3g} FLOP/s and {arguments.memory_bandwidth:.3g} bytes/s"

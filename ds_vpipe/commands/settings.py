@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.batch_sizes import micro_batches_of
 from ds_vpipe.commands.quantities import count, numbers
 from ds_vpipe.config import VPipeConfig, block_of
+from ds_vpipe.deepspeed_json import DeepSpeedJson
 from ds_vpipe.refusal import Refusal
 from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline, Schedule
 from ds_vpipe.schedules.programs import Workload
@@ -25,7 +25,7 @@ class Settings:
 
     Attributes:
         pipeline: Schedule and sizes.
-        block: The ``"vpipe"`` block, or that of DeepSpeed's own engine if there is none.
+        block: The ``"vpipe"`` block with the options in it; that of DeepSpeed's own engine if there is none.
         ds_config: The whole DeepSpeed JSON; empty if there is none.
     """
 
@@ -85,7 +85,7 @@ def settings_from(arguments: argparse.Namespace, config: str | None) -> Settings
     """
     ds_config = {} if config is None else read_json(config)
     for key in _OBJECTS:
-        if not isinstance(ds_config.get(key, {}), dict):
+        if not isinstance(ds_config.get(key, {}), dict | bool if key == "zero_optimization" else dict):
             raise Refusal(key, ds_config[key], "an object, as DeepSpeed has it", "correct the JSON").error()
     given = block_of(ds_config)
     if arguments.split is not None:
@@ -100,11 +100,14 @@ def settings_from(arguments: argparse.Namespace, config: str | None) -> Settings
     pipeline = Pipeline(
         schedule=schedule,
         num_stages=arguments.stages if arguments.stages is not None else _stages(block, depth, virtual_stages),
-        micro_batches=arguments.micro_batches or micro_batches_of(ds_config, arguments.replicas),
+        micro_batches=arguments.micro_batches or DeepSpeedJson(ds_config).micro_batches(arguments.replicas),
         depth_map=depth,
         virtual_stages=virtual_stages,
         vertical=schedule == "asp" and block.weight_sync == "vertical",
     )
+    mode: dict[str, object] = {"sync_mode": "asp"} if schedule == "asp" else {"sync_mode": "bsp", "schedule": schedule}
+    given_depth = {} if pipeline.depth_map is None else {"stage_to_depth_map": pipeline.depth_map}
+    block = block.model_copy(update={**mode, **given_depth, "virtual_stages": virtual_stages})
     return Settings(pipeline, block, ds_config)
 
 

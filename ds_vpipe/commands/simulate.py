@@ -120,12 +120,13 @@ def _given(arguments: argparse.Namespace, settings: Settings) -> Costs:
 
 
 def _profiled(arguments: argparse.Namespace, settings: Settings) -> Costs:
-    from ds_vpipe.commands.profiled import configured_plan, model_profile, planner_pipeline
+    from ds_vpipe.commands.profiled import model_profile, planner_settings
+    from ds_vpipe.planning.configured_plan import configured_plan
     from ds_vpipe.simulation.planned_costs import stage_costs
 
     profile = model_profile(arguments, settings)
-    plan = configured_plan(arguments, settings, profile)
-    planned, pipeline = planner_pipeline(arguments, settings, profile), settings.pipeline
+    planned, pipeline = planner_settings(arguments, settings, profile), settings.pipeline
+    plan = configured_plan(settings.block, planned, profile)
     if plan.depths:
         planned, pipeline = replace(planned, depths=plan.depths), replace(pipeline, depth_map=plan.depths)
     update_s = 0.0 if arguments.update is None else arguments.update[0]

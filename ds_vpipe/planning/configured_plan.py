@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds_vpipe.batch_sizes import micro_batches_of
 from ds_vpipe.config import VPipeConfig, part_ratios
+from ds_vpipe.deepspeed_json import DeepSpeedJson
 from ds_vpipe.partition import resolve_partition
-from ds_vpipe.planning.optimizer_bytes import training_dtype
 from ds_vpipe.planning.plan import Plan
-from ds_vpipe.planning.plan_settings import configured_settings
-from ds_vpipe.planning.planner import plan
+from ds_vpipe.planning.plan_settings import PlanSettings, configured_settings
+from ds_vpipe.planning.planner import plan, predict
 from ds_vpipe.profiles.layer_profile import ModelProfile
 from ds_vpipe.refusal import Refusal
 
@@ -52,32 +51,71 @@ def planned(
         reason = f"it has {len(profile)} layers but the model has {sum(own_counts)}"
         fix = "make the profile anew with: python -m ds_vpipe profile"
         raise Refusal("vpipe.profile", config.profile, "a profile of this model", fix, reason).error()
-    dtype = training_dtype(ds_config)
-    if profile.dtype != dtype:
-        reason = f"it is of {profile.dtype} and the JSON trains in {dtype}"
-        fix = f"make the profile anew with: python -m ds_vpipe profile, and layers in {dtype}"
-        raise Refusal("vpipe.profile", config.profile, f"a profile in {dtype}", fix, reason).error()
+    json = DeepSpeedJson(ds_config)
+    if profile.dtype != json.dtype:
+        reason = f"it is of {profile.dtype} and the JSON trains in {json.dtype}"
+        fix = f"make the profile anew with: python -m ds_vpipe profile, and layers in {json.dtype}"
+        raise Refusal("vpipe.profile", config.profile, f"a profile in {json.dtype}", fix, reason).error()
     pipeline = configured_settings(
+        config,
         ds_config,
         num_stages,
-        micro_batches_of(ds_config, replicas),
+        json.micro_batches(replicas),
         replicas=replicas,
-        budget=device_bytes if config.memory_budget is None else config.memory_budget,
+        device_bytes=device_bytes,
         host_transfers=host_transfers,
     )
-    counts: Sequence[int] | None = None
-    if config.partition is None:
-        counts = own_counts
-    elif config.partition != "profile":
-        weights = [layer.parameter_bytes for layer in profile.layers]
-        names = [layer.name for layer in profile.layers]
-        counts = resolve_partition(config.partition, lambda: weights, names, pipeline.parts)
-    ratio = config.recompute_ratio
-    ratios = None if ratio == "auto" else part_ratios(ratio, pipeline.parts)
-    found = plan(profile, pipeline, counts, ratios)
+    found = configured_plan(config, pipeline, profile, own_counts)
     settled = {
         "partition": found.partition,
-        "recompute_ratio": found.recompute_ratio if ratios is None else ratio,
+        "recompute_ratio": found.recompute_ratio if config.recompute_ratio == "auto" else config.recompute_ratio,
         "stage_to_depth_map": found.depths or "default",
     }
     return config.model_copy(update=settled), found
+
+
+def configured_plan(
+    config: VPipeConfig, pipeline: PlanSettings, profile: ModelProfile, own_counts: Sequence[int] | None = None
+) -> Plan:
+    """What training does by a block: its own numbers, whether they fit or not, or what the planner makes of the rest.
+
+    Raises:
+        VPipeConfigError: A setting is wrong, or something was left to the planner and nothing fits.
+    """
+    counts = configured_partition(config, pipeline, profile, own_counts)
+    ratios = configured_ratios(config, pipeline)
+    if counts is None or ratios is None or pipeline.depths == "auto":
+        return plan(profile, pipeline, counts, ratios)
+    return predict(profile, pipeline, counts, ratios)
+
+
+def configured_partition(
+    config: VPipeConfig, pipeline: PlanSettings, profile: ModelProfile, own_counts: Sequence[int] | None = None
+) -> Sequence[int] | None:
+    """Layers per part that a block asks for; None if it leaves them to the planner.
+
+    Without a word from it they are ``own_counts``, those of the module, or DeepSpeed's default: even parameters.
+
+    Raises:
+        VPipeConfigError: The counts do not fit the profile.
+    """
+    method = config.partition or own_counts or "parameters"
+    if method == "profile":
+        return None
+    weights = [layer.parameter_bytes for layer in profile.layers]
+    return resolve_partition(method, lambda: weights, [layer.name for layer in profile.layers], pipeline.parts)
+
+
+def configured_ratios(config: VPipeConfig, pipeline: PlanSettings) -> tuple[float, ...] | None:
+    """Recompute ratio of every part that a block asks for; None if it leaves them to the planner.
+
+    Raises:
+        VPipeConfigError: Their number is not that of the parts.
+    """
+    ratio = config.recompute_ratio
+    if ratio == "auto":
+        return None
+    if isinstance(ratio, tuple) and len(ratio) not in (pipeline.parts, pipeline.num_stages):
+        allowed = f"{pipeline.num_stages} numbers, one for each stage"
+        raise Refusal("vpipe.recompute_ratio", ratio, allowed, "correct the numbers").error()
+    return part_ratios(ratio, pipeline.parts)

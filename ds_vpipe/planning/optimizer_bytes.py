@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from ds_vpipe.deepspeed_json import DeepSpeedJson
 from ds_vpipe.refusal import Refusal
 
 _MASTER = 4  # bytes of an fp32 master weight
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-_ZERO_BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size, in elements
 
 # Values of the weight's size that an optimizer keeps per weight.
 _STATE = {
@@ -107,7 +107,7 @@ def optimizer_bytes(
     dtype: str = "float32",
     zero_stage: int = 0,
     replicas: int = 1,
-    bucket_elements: int = _ZERO_BUCKET,
+    bucket_elements: int = 500_000_000,
 ) -> OptimizerBytes:
     """Bytes that an optimizer needs.
 
@@ -130,30 +130,15 @@ def optimizer_bytes(
     return OptimizerBytes(held=held, update=update, bucket_bytes=bucket_elements * size if zero_stage else 0)
 
 
-def training_dtype(ds_config: Mapping[str, Any]) -> str:
-    """Type of the weights that a DeepSpeed JSON trains: ``bfloat16``, ``float16`` or ``float32``."""
-    for key, dtype in (("fp16", "float16"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16")):
-        if (ds_config.get(key) or {}).get("enabled"):
-            return dtype
-    return "float32"
+def configured_optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1) -> OptimizerBytes:
+    """:func:`optimizer_bytes` of a DeepSpeed JSON. One that names no optimizer counts as Adam.
 
-
-def configured_optimizer_bytes(ds_config: Mapping[str, Any], replicas: int = 1) -> OptimizerBytes:
-    """:func:`optimizer_bytes` of a DeepSpeed JSON. One that names no optimizer counts as Adam."""
-    optimizer = ds_config.get("optimizer") or {}
-    zero = ds_config.get("zero_optimization") or {}
-    return optimizer_bytes(
-        str(optimizer.get("type", "adam")),
-        optimizer.get("params"),
-        training_dtype(ds_config),
-        _zero_stage(zero),
-        replicas,
-        int(zero.get("reduce_bucket_size") or _ZERO_BUCKET),
-    )
-
-
-def _zero_stage(zero: Mapping[str, Any]) -> int:
-    stage = zero.get("stage") or 0
-    if stage not in (0, 1, 2, 3):
-        raise Refusal("zero_optimization.stage", stage, "0 or 1", "correct the JSON").error()
-    return int(stage)
+    Raises:
+        VPipeConfigError: the ZeRO stage is not a number.
+    """
+    stage = ds_config.zero_stage
+    if stage is None or stage > 3:
+        given = ds_config.get("zero_optimization.stage")
+        raise Refusal("zero_optimization.stage", given, "0 or 1", "correct the JSON").error()
+    kind, params = ds_config.optimizer or "adam", ds_config.optimizer_params
+    return optimizer_bytes(kind, params, ds_config.dtype, stage, replicas, ds_config.reduce_bucket)

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.deepspeed_json import DeepSpeedJson
 from ds_vpipe.planning.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes, configured_optimizer_bytes
 from ds_vpipe.planning.pace import FREE_LINK, Link
 from ds_vpipe.planning.residency import Residency, residency
 from ds_vpipe.refusal import Refusal
 from ds_vpipe.schedules.pipeline import Schedule
 from ds_vpipe.schedules.schedule import default_depths
-from ds_vpipe.staleness.settings import Staleness
 
 
 @dataclass(frozen=True)
@@ -87,38 +88,37 @@ class PlanSettings:
 
 
 def configured_settings(
+    block: VPipeConfig,
     ds_config: Mapping[str, Any],
     num_stages: int,
     micro_batches: int,
     *,
     replicas: int = 1,
-    budget: int | Sequence[int] | None = None,
+    device_bytes: int | None = None,
     host_transfers: bool = False,
 ) -> PlanSettings:
     """What to plan for, from the JSON that training reads.
 
     Args:
-        ds_config: the JSON; its ``"vpipe"`` block may say ``"auto"`` for depths, ratios and partition. Transfers are
-            free unless it has a ``link_bandwidth``.
+        block: the ``"vpipe"`` block. Transfers are free unless it has a ``link_bandwidth``.
+        ds_config: the JSON around it.
         num_stages: K.
-        micro_batches: M, ``gradient_accumulation_steps`` as DeepSpeed has worked it out.
+        micro_batches: M.
         replicas: data-parallel ranks per stage, among which ZeRO-1 divides.
-        budget: bytes per device, one number or one for each rank; None for no limit.
+        device_bytes: budget per device if the block has none; None for no limit.
         host_transfers: messages are kept in the memory that is planned, as on the CPU.
     """
-    block = ds_config.get("vpipe") or {}
-    asynchronous = block.get("sync_mode", "asp") == "asp"
-    bandwidth = block.get("link_bandwidth")
+    asynchronous = block.sync_mode == "asp"
     return PlanSettings(
         num_stages=num_stages,
         micro_batches=micro_batches,
-        schedule="asp" if asynchronous else block.get("schedule", "1f1b"),
-        budget=budget,
-        depths=block.get("stage_to_depth_map", "default") if asynchronous else "default",
-        weight_sync=block.get("weight_sync", "stash") if asynchronous else "none",
-        virtual_stages=block.get("virtual_stages", 1),
-        optimizer=configured_optimizer_bytes(ds_config, replicas),
-        link=FREE_LINK if bandwidth is None else Link(bytes_per_s=bandwidth),
+        schedule="asp" if asynchronous else block.schedule,
+        budget=device_bytes if block.memory_budget is None else block.memory_budget,
+        depths=block.stage_to_depth_map if asynchronous else "default",
+        weight_sync=block.weight_sync if asynchronous else "none",
+        virtual_stages=block.virtual_stages,
+        optimizer=configured_optimizer_bytes(DeepSpeedJson(ds_config), replicas),
+        link=FREE_LINK if block.link_bandwidth is None else Link(bytes_per_s=block.link_bandwidth),
         host_transfers=host_transfers,
-        kept_weights=Staleness.model_validate(block.get("staleness") or {}).kept_weights,
+        kept_weights=0 if block.staleness is None else block.staleness.kept_weights,
     )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.partition import balanced_partition, bounds
+from ds_vpipe.partition import balanced_partition, bounds, check_size, checked_counts
 from ds_vpipe.planning.memory import ActivationSums, StageMemory, stage_memory
 from ds_vpipe.planning.pace import advances, batch_seconds, hiding_depths, pace
 from ds_vpipe.planning.plan import Plan, StagePlan, show_bytes
@@ -57,9 +57,7 @@ def plan(
     Raises:
         VPipeConfigError: a setting is wrong, or nothing fits; the line says by how many bytes, where, and what helps.
     """
-    if len(profile) < pipeline.parts:
-        reason = f"the model has {len(profile)} layers"
-        raise Refusal("number of stages", pipeline.parts, f"1 to {len(profile)}", "use fewer stages", reason).error()
+    check_size(len(profile), pipeline.parts)
     _check_settled(len(profile), pipeline.parts, partition, recompute_ratio)
     best = _plan_for(profile, pipeline, partition, recompute_ratio)
     if pipeline.depths != "auto" or pipeline.schedule != "asp":
@@ -180,9 +178,8 @@ def _timed(pipeline: PlanSettings, stages: Sequence[StagePlan]) -> Plan:
 def _check_settled(
     num_layers: int, parts: int, partition: Sequence[int] | None, ratios: Sequence[float] | None
 ) -> None:
-    if partition is not None and (len(partition) != parts or sum(partition) != num_layers or min(partition) < 1):
-        allowed = f"{parts} counts >= 1 that sum to {num_layers}"
-        raise Refusal("partition", list(partition), allowed, "correct the counts").error()
+    if partition is not None:
+        checked_counts(partition, num_layers, parts)
     if ratios is not None and (len(ratios) != parts or not all(0 <= ratio <= 1 for ratio in ratios)):
         raise Refusal("recompute_ratio", list(ratios), f"{parts} numbers in [0, 1]", "correct the ratios").error()
 

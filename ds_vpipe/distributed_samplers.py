@@ -51,9 +51,9 @@ class DistributedSamplers:
         """Let all samplers for all ranks, and those still to be made, be for ``replicas``, of which this is one."""
         self._place = replicas, replica
         for sampler in list(self._made):
-            self._deal(sampler)
+            self._deal(sampler, "; what the script has computed of its length, as a schedule's, is too short")
 
-    def _deal(self, sampler: DistributedSampler[Any]) -> None:
+    def _deal(self, sampler: DistributedSampler[Any], remark: str = "") -> None:
         place, world = self._place, dist.get_world_size() if dist.is_initialized() else 1
         if place is None or place[0] == world or (sampler.num_replicas, sampler.rank) != (world, dist.get_rank()):
             return
@@ -65,5 +65,5 @@ class DistributedSamplers:
             logger.warning(
                 f"ds_vpipe: DistributedSampler(num_replicas={world}): {world} ranks are {place[0]} pipelines, and all "
                 f"ranks of one read the same data; num_replicas={place[0]} is used, with {sampler.num_samples} samples "
-                f"an epoch where they were {samples}"
+                f"an epoch where they were {samples}{remark}"
             )

@@ -52,6 +52,10 @@ class _Wish:
 
     path: str
     rank0_only: bool = False
+    copied: bool = False  # in a copy of the model, which a rank at the end of its script knows nothing of
+
+    def __str__(self) -> str:
+        return repr(self.path or "the model") + (" in a copy" if self.copied else "")
 
 
 class WholeStates:
@@ -78,7 +82,7 @@ class WholeStates:
         self._engine = None
 
     def gather(
-        self, own: Mapping[str, Any], what: str, path: str = "", rank0_only: bool = False
+        self, own: Mapping[str, Any], what: str, path: str = "", rank0_only: bool = False, copied: bool = False
     ) -> dict[str, tuple[Any, Any]]:
         """The entries of all stages; all ranks of the pipeline call it.
 
@@ -87,6 +91,7 @@ class WholeStates:
             what: begins the line of a refusal.
             path: of the module whose state dict it is, the same on all ranks.
             rank0_only: only the first stage gets them; others get nothing.
+            copied: the module is in a copy of the model.
 
         Returns:
             For every entry, a value in host memory, the same one for names of the same tensor, and in front of it the
@@ -96,14 +101,21 @@ class WholeStates:
             VPipeError: not all ranks have called.
             PipelinePeerError: a rank is lost or did not answer in time.
         """
+        wish = _Wish(path, rank0_only, copied)
         with self._all_calling(what):
             self._rest(what)
-            wishes = self._agreement.of_stages(_Wish(path, rank0_only), f"all ranks of the pipeline in {what}")
+            wishes = self._agreement.of_stages(wish, f"all ranks of the pipeline in {what}")
         wanted = {wish for wish in wishes if wish is not None}
         if len(wanted) > 1:
-            modules = ", ".join(repr(wish.path or "the model") for wish in wishes if wish is not None)
+            modules = ", ".join(str(wish) for wish in wishes if wish is not None)
             raise VPipeError(f"{what}: got calls for {modules} on different ranks, allowed is the same on every rank")
-        return self._exchange(own, _Wish(path, rank0_only), what)
+        if copied and None in wishes:
+            raise VPipeError(
+                f"{what}: called on rank {dist.get_rank()} for a copy of the model, of which another rank, whose "
+                f"script has come to its end, has a part; call state_dict() of the copy on every rank and write its "
+                f"result on one"
+            )
+        return self._exchange(own, wish, what)
 
     def complete(self, path: str, own: dict[str, Any], what: str, copied: bool) -> dict[str, Any]:
         """As :class:`~ds_vpipe.splitting.state_hooks.StateHooks` wants it.
@@ -114,7 +126,7 @@ class WholeStates:
         if not copied:
             self.refuse_written(what)
         whole: dict[str, Any] = {}
-        for name, (mine, value) in self.gather(own, what, path).items():
+        for name, (mine, value) in self.gather(own, what, path, copied=copied).items():
             same = isinstance(mine, torch.Tensor) and (copied or _is(mine, value))
             whole[name] = mine if same else value
             if mine is not None and not same and isinstance(value, torch.Tensor):
@@ -164,7 +176,8 @@ class WholeStates:
                 return
             if len(wanted) == 1:
                 (wish,) = wanted
-                self._exchange(own(wish.path), wish, what)
+                if not wish.copied:
+                    self._exchange(own(wish.path), wish, what)
 
     def _rest(self, what: str) -> None:
         if self._engine is not None:

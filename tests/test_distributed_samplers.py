@@ -78,3 +78,17 @@ def test_torchs_own_is_back_afterwards() -> None:
     with DistributedSamplers().watching():
         assert DistributedSampler.__init__ is not original
     assert DistributedSampler.__init__ is original
+
+
+def test_schedules_made_of_an_earlier_length_are_named(samplers: DistributedSamplers) -> None:
+    """They were computed where the sampler was shorter, and would end training early without a word."""
+    remark = "what the script has computed of its length, as a schedule's, is too short"
+    with (
+        mock.patch("torch.distributed.get_rank", return_value=0),
+        mock.patch.object(distributed_samplers.logger, "warning") as warning,
+    ):
+        earlier = DistributedSampler(DATA)
+        samplers.deal(REPLICAS, 0)
+        assert remark in warning.call_args.args[0]
+        assert len(earlier) == len(DistributedSampler(DATA)) == 12
+        assert remark not in warning.call_args.args[0]

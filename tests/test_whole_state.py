@@ -427,3 +427,29 @@ def test_first_rank_saves_in_the_last_lines(worlds: Worlds, tmp_path: Path, wher
     assert list(found) == list(adapted().state_dict())
     assert difference(found, {name: wanted[name] for name in found}) == 0
     assert list(torch.load(tmp_path / "encoder.pt")) == list(adapted().encoder.state_dict())
+
+
+def copy_on_one_rank(both: bool) -> str:
+    """The first rank's last lines save an average; the other's script has ended, or saves the model instead."""
+    model = adapted()
+    engine = built(model)
+    average = copy.deepcopy(model)
+    train(engine)
+    if both or engine.global_rank == 0:
+        with pytest.raises(VPipeError) as refused:
+            (average if engine.global_rank == 0 else model).state_dict()
+        serve_at_end(weakref.ref(engine))
+    else:
+        engine._at_end_of_script()
+    return str(refused.value) if engine.global_rank == 0 else ""
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("both", [False, True])
+def test_a_copy_is_not_completed_from_the_model(worlds: Worlds, both: bool) -> None:
+    """Its parts are other values than the model's: one file would hold averages and trained weights."""
+    line = worlds.run(STAGES, copy_on_one_rank, both)[0]
+    allowed = "allowed is the same on every rank" if both else "call state_dict() of the copy on every rank"
+    assert line.startswith("Adapted.state_dict(): ")
+    assert allowed in line
+    assert "\n" not in line

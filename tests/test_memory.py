@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ds_vpipe.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.lamb import Lamb
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.planning.memory import ActivationSums, StageMemory, model_memory, stage_memory
+from ds_vpipe.planning.memory import ActivationSums, stage_memory
 from ds_vpipe.planning.optimizer_bytes import (
     OptimizerBytes,
     configured_optimizer_bytes,
@@ -97,17 +97,6 @@ def test_updates_may_be_the_peak() -> None:
     assert found.activations + found.workspace == 2 * 38 + 2 * 300 + 1000
     drained = stage_memory(CHAIN, 0, 3, Residency(3), optimizer)
     assert drained.activations + drained.workspace == 2 * 300 + 1000
-
-
-def test_model_memory() -> None:
-    stages = model_memory(CHAIN, [3, 1], residency("asp", 2, 1), recomputed=[1, 0])
-    assert stages == (
-        stage_memory(CHAIN, 0, 3, Residency(2, 2, at_update=1, with_gradients=0), recomputed=1),
-        stage_memory(CHAIN, 3, 4, Residency(1, 1, at_update=0, with_gradients=0)),
-    )
-    assert (stages[0] + stages[1]).total == stages[0].total + stages[1].total
-    assert stages[0].to_json()["total"] == stages[0].total
-    assert StageMemory().total == 0
 
 
 @pytest.mark.parametrize("wrong", [(0, 0, 0), (0, 5, 0), (-1, 2, 0), (0, 2, 3)])

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_vpipe.planning.pace import Link, batch_seconds, hiding_depths, pace
-from ds_vpipe.planning.recompute_choice import cheapest_layers, checkpoint_ratios, ratio_for
-from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.planning.recompute_choice import checkpoint_ratios, ratio_for
 
 eighths = st.integers(1, 24).map(lambda n: n / 8)
 
@@ -137,18 +136,3 @@ def test_checkpoint_modes() -> None:
     assert checkpoint_ratios("never", 3) == (0, 0, 0)
     with pytest.raises(ValueError, match=r'checkpoint: got "allways"; .*did you mean "always"'):
         checkpoint_ratios("allways", 3)
-
-
-def test_cheapest_layers() -> None:
-    # Seconds and kept bytes per layer: 10, 1, 2 and 5 bytes per second; a layer's input has to be kept for it.
-    costs = [(1, 10), (4, 4), (2, 4), (2, 10)]
-    layers = tuple(LayerProfile("x", seconds, 0, 0, kept, 0) for seconds, kept in costs)
-    profile = ModelProfile(layers, 0, 1, "test", "float32", "analytic")
-    assert cheapest_layers(profile, 0, 4, 15).layers == (0, 3)
-    assert cheapest_layers(profile, 0, 4, 21).layers == (0, 3, 2)
-    assert cheapest_layers(profile, 0, 4, 5).layers == (0,)
-    advice = cheapest_layers(profile, 1, 4, 1000)
-    assert (advice.layers, advice.saved_bytes, advice.seconds) == ((3, 2, 1), 18, 8)
-    # A boundary of 6 bytes that nobody has kept so far eats up what layer 1 or 2 would save.
-    wide = ModelProfile(tuple(LayerProfile("x", s, 0, 0, k, 6) for s, k in costs), 6, 1, "t", "float32", "analytic")
-    assert cheapest_layers(wide, 0, 4, 1000).layers == (0, 3)

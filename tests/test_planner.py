@@ -23,7 +23,7 @@ from ds_vpipe.planning.memory import stage_memory
 from ds_vpipe.planning.optimizer_bytes import OptimizerBytes, optimizer_bytes
 from ds_vpipe.planning.pace import Link, pace
 from ds_vpipe.planning.plan_settings import PlanSettings
-from ds_vpipe.planning.planner import balance_by_computation, balance_by_parameters, plan, predict
+from ds_vpipe.planning.planner import plan, predict
 from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
 
 
@@ -247,12 +247,6 @@ def test_synchronous_seconds() -> None:
     for schedule in ("1f1b", "gpipe"):
         found = plan(profile, PlanSettings(4, 8, schedule))  # type: ignore[arg-type]
         assert 1 - 3.0 / found.seconds_per_micro_batch == pytest.approx(3 / 11)  # the bubble (K-1) / (K-1+M)
-
-
-def test_balances() -> None:
-    profile = model(layer(1, 2, 8), layer(1, 2, 1), layer(2, 4, 1), layer(4, 8, 1))
-    assert balance_by_parameters(profile, 2) == (1, 3)
-    assert balance_by_computation(profile, 2) == (3, 1)
 
 
 def test_plans_become_files(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ prefix sums, so that a planner can look at all splits of a model (:class:`Activa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -226,19 +225,3 @@ def stage_memory(
         buffers=int(residency.input_buffers * sums.inputs[start] + residency.output_buffers * sums.inputs[stop]),
         workspace=max(0, beyond),
     )
-
-
-def model_memory(
-    profile: ModelProfile,
-    partition: Sequence[int],
-    residencies: Sequence[Residency],
-    optimizer: OptimizerBytes = NO_OPTIMIZER,
-    recomputed: Sequence[int] | None = None,
-) -> tuple[StageMemory, ...]:
-    """:func:`stage_memory` of every stage of a partition."""
-    sums, start, result = ActivationSums(profile), 0, []
-    for stage, count in enumerate(partition):
-        again = 0 if recomputed is None else recomputed[stage]
-        result.append(stage_memory(profile, start, start + count, residencies[stage], optimizer, again, sums))
-        start += count
-    return tuple(result)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.partition import balanced_partition, bounds, check_size, checked_counts
+from ds_vpipe.partition import bounds, check_size, checked_counts
 from ds_vpipe.planning.memory import ActivationSums, StageMemory, stage_memory
 from ds_vpipe.planning.pace import advances, batch_seconds, hiding_depths, pace
 from ds_vpipe.planning.plan import Plan, StagePlan, show_bytes
@@ -25,16 +25,6 @@ from ds_vpipe.refusal import Refusal, show
 
 _ROUNDS = 4  # of finding depths for a split and a split for depths
 _WORTH = 0.999  # deeper stages must be faster than this part of what they replace
-
-
-def balance_by_parameters(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
-    """Layer counts for which the largest stage has as few bytes of parameters as possible."""
-    return balanced_partition([layer.parameter_bytes for layer in profile.layers], num_stages)
-
-
-def balance_by_computation(profile: ModelProfile, num_stages: int) -> tuple[int, ...]:
-    """Layer counts for which the slowest stage takes as few seconds for its passes as possible."""
-    return balanced_partition([layer.forward_s + layer.backward_s for layer in profile.layers], num_stages)
 
 
 def plan(

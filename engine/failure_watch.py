@@ -98,15 +98,17 @@ class FailureWatch:
 
 
 def _watch(shared: _Shared) -> None:
-    lost, broken = None, False
+    lost, gone, broken = None, False, False
     while not shared.ended:
         try:
-            _look(shared)
-            lost = None
-        except RuntimeError:  # the store ends with the process that has it, which is ordinary at the end of a run
+            if not gone:
+                _look(shared)
+                lost = None
+        except RuntimeError as error:  # the store ends with the process that has it, ordinary at the end of a run
+            gone = isinstance(error, dist.DistNetworkError)  # torch does not connect anew, and prints a stack each time
             lost = lost or time.monotonic()
-            if time.monotonic() > lost + shared.limit_s:
-                shared.reason = shared.reason or _STORE_IS_GONE
+        if lost is not None and time.monotonic() > lost + shared.limit_s:
+            shared.reason = shared.reason or _STORE_IS_GONE
         if shared.reason is not None and not broken:
             broken = True
             for group in shared.groups if shared.mine is None else ():

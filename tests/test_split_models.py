@@ -56,7 +56,7 @@ def test_models_of_ones_own(name: str, partition: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_exported_graphs(name: str, stages: int) -> None:
+def test_models_without_blocks(name: str, stages: int) -> None:
     build, args, kwargs = GRAPHS[name]
     model = build()
     split = Stages(model, GRAPH_PARTITIONS[name][stages], example=(args, kwargs))
@@ -181,7 +181,7 @@ def test_pieces_are_profiled_like_layers() -> None:
     assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in profile.layers)
 
 
-def test_shapes_of_exported_graphs_may_change() -> None:
+def test_shapes_may_change_without_blocks() -> None:
     build, args, kwargs = GRAPHS["perceptron"]
     model = build()
     split = Stages(model, (1, 3, 1), example=(args, kwargs))
@@ -199,7 +199,7 @@ def test_random_numbers_of_inputs_are_drawn_once() -> None:
             return (self.second(torch.relu(self.first(noisy))) + noisy).mean()
 
     model, arguments = Noisy(), (torch.randn(3, 12),)
-    check(model, Stages(model, (1, 1, 1), example=(arguments, {})), arguments, {})
+    check(model, Stages(model, (1, 1), example=(arguments, {})), arguments, {})
 
 
 def test_running_statistics_are_those_of_the_whole_model() -> None:

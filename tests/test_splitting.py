@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ds_vpipe.splitting.absent import Absent, Ledger, SplitError
+from ds_vpipe.splitting.blocks import all_modules, block_choices
 from ds_vpipe.splitting.call import CallForms
-from ds_vpipe.splitting.chain import chains
 from ds_vpipe.splitting.example import as_call, from_data, guesses
 from ds_vpipe.splitting.loss import find_loss, loss_of
 from ds_vpipe.splitting.route_choice import split_in_process
@@ -131,10 +131,11 @@ def test_absent_tensors_refuse_to_become_values() -> None:
         torch.ones(6) + weight
 
 
-def test_the_largest_chain_is_the_first() -> None:
-    assert [chain.name for chain in chains(bert())] == ["bert.encoder.layer"]
-    assert chains(gpt2())[0].name == "transformer.h"
-    assert chains(Perceptron()) == []
+def test_the_largest_list_is_the_first() -> None:
+    assert [blocks.name for blocks in block_choices(bert())] == ["bert.encoder.layer"]
+    assert next(block_choices(gpt2())).name == "transformer.h"
+    assert list(block_choices(Perceptron())) == []
+    assert all_modules(Perceptron()).names == ("first", "second", "third", "norm", "last")
 
 
 def test_examples() -> None:

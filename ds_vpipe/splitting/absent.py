@@ -1,15 +1,17 @@
 """Tensors without values: what a stage has in place of other stages' parameters and of what is computed from them.
 
 An :class:`Absent` has shape, strides, type and device, so that code which asks for those runs; operations on it
-cost no memory and compute nothing. Its :class:`Ledger` sees every operation: it says which parameters are used where,
-and refuses operations whose result would depend on a value that is not there.
+cost no memory and compute nothing. Its :class:`Ledger` sees every operation: in a trial it says which parameters and
+which values of earlier pieces each piece uses; later it refuses operations whose result would depend on a value that is
+not there.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
@@ -19,6 +21,7 @@ from ds_vpipe.errors import VPipeConfigError
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _MOST_RESULTS = 4096
 _DERIVED = "what is computed from"
+_UNIFORM = "a random number between 0 and 1"
 _VALUE_FREE = {
     torch.ops.aten.zeros_like.default,
     torch.ops.aten.ones_like.default,
@@ -33,6 +36,10 @@ class SplitError(VPipeConfigError):
     """A model cannot be split, or a call of it cannot be run in pieces; one line with reason, place and remedy."""
 
 
+class ValueNeededError(SplitError):
+    """Code looks at the value of an absent tensor, or writes it into one that has values."""
+
+
 def place() -> str:
     """``file:line`` of the innermost code that is neither torch's nor this package's."""
     frame = sys._getframe(1)
@@ -44,6 +51,24 @@ def place() -> str:
     return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno}"
 
 
+class Key(NamedTuple):
+    """Where a value comes from, which is the same in the trial and in every later pass.
+
+    Attributes:
+        piece: that makes it.
+        kind: of the place: an argument of the first block, a result of a block, a result of a function, a parameter.
+        number: of the block's call, or of the function's within its scope.
+        scope: of a function: the call of a block that it is in, or -1.
+        leaf: among the arguments or results; a parameter's name.
+    """
+
+    piece: int
+    kind: str
+    number: int
+    scope: int
+    leaf: int | str
+
+
 class Ledger:
     """What operations on the absent values of one model mean at the moment.
 
@@ -52,13 +77,16 @@ class Ledger:
         holder: who lacks the values, for messages.
         piece: in a trial pass the piece whose code is running, else None.
         touched: in a trial pass the pieces that use each parameter, by name.
+        last_use: in a trial pass the last piece that uses each value of an earlier piece.
+        guessing: absent values have made-up ones.
     """
 
     def __init__(self) -> None:
-        self.strict = False
+        self.strict = self.guessing = False
         self.holder = "this stage"
         self.piece: int | None = None
         self.touched: dict[str, set[int]] = {}
+        self.last_use: dict[Key, int] = {}
         self._results: dict[Any, Any] = {}
 
     def bare_result(self, func: Any, args: Any, kwargs: dict[str, Any], in_place: bool) -> Any:
@@ -76,35 +104,60 @@ class Ledger:
             self._results[key] = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
         return self._results[key]
 
-    def note(self, func: Any, absent: list[Absent], written: bool, meets_present: bool) -> None:
+    def note(self, func: Any, absent: list[Absent], target: torch.Tensor | None, meets_present: bool) -> None:
         """See one operation.
+
+        Args:
+            func: the operation.
+            absent: its arguments without values.
+            target: what it writes to.
+            meets_present: it has arguments with values, too.
 
         Raises:
             SplitError: it cannot be right.
         """
-        if written:
-            raise SplitError(
+        if target is not None and not isinstance(target, Absent):
+            raise ValueNeededError(
                 f"{place()}: {func} writes {absent[0].origin} into a tensor, and {self.holder} does not have that "
-                f"value; allowed before the blocks is to compute new tensors; use the form that does not work in place"
+                f"value; allowed outside the blocks is to compute new tensors; use the form that does not work in place"
             )
         if self.strict and meets_present:
             raise SplitError(
-                f"{place()}: {func} needs {absent[0].origin}, which {self.holder} does not have; allowed between and "
-                f"after the blocks are the output of the block before, the call's inputs and parameters that code "
-                f"before the blocks does not use; change the forward, or put these pieces on one stage"
+                f"{place()}: {func} needs {absent[0].origin}, which {self.holder} does not have; allowed are values "
+                f"and parameters whose use was seen when such a call was tried out; make the forward use the same ones "
+                f"in every call, or put these pieces on one stage"
             )
         if self.piece is not None:
             for value in absent:
-                self._trace(func, value, self.piece)
+                self.use(value)
+            if target is not None:
+                self._write(func, target, self.piece)
 
-    def _trace(self, func: Any, value: Absent, piece: int) -> None:
+    def use(self, value: Absent) -> None:
+        """In a trial pass, see that the running piece uses a value."""
+        assert self.piece is not None
+        made_in = self.piece if value.made_in is None else value.made_in
         if value.slot is not None:
-            self.touched.setdefault(value.slot, set()).add(piece)
-        elif value.made_in != piece and not (value.carried and value.made_in == piece - 1):
+            self.touched.setdefault(value.slot, set()).add(made_in)
+        if made_in == self.piece:
+            return
+        if value.slot is not None:
+            value.key = Key(made_in, "parameter", 0, -1, value.slot)
+        if value.key is None:
             raise SplitError(
-                f"{place()}: {func} in piece {piece} needs {value.origin}, which piece {value.made_in} has made; "
-                f"allowed is what the piece before hands on, the output of a block; change the forward to use the last "
-                f"block's output only"
+                f"{place()}: needs {value.origin}, which piece {made_in} has made in a way that cannot be followed; "
+                f"allowed are results of torch's functions and of modules; change the forward"
+            )
+        self.last_use[value.key] = max(self.piece, self.last_use.get(value.key, 0))
+
+    def _write(self, func: Any, target: Absent, piece: int) -> None:
+        """Refuse a write into a value of an earlier piece that is known by two tensors, which travel separately."""
+        root = target if target.root is None else target.root
+        known = [root, *(view() for view in root.views)]
+        if sum(value is not None and value.made_in is not None and value.made_in < piece for value in known) > 1:
+            raise SplitError(
+                f"{place()}: {func} writes into {target.origin} of which an earlier piece has made a view, and does "
+                f"not see it there; allowed is to compute new tensors; use the form that does not work in place"
             )
 
 
@@ -117,7 +170,10 @@ class Absent(torch.Tensor):
         origin: which value is missing, for messages.
         slot: name of the parameter that it stands for, if it is one itself.
         made_in: in a trial pass the piece that made it.
-        carried: it goes from ``made_in`` to the next piece.
+        key: where it comes from, if it can be found again.
+        guess: a made-up value, inside of a block that looks at values.
+        root: what it is a view of.
+        views: of it, as weak references.
     """
 
     bare: torch.Tensor
@@ -125,7 +181,10 @@ class Absent(torch.Tensor):
     origin: str
     slot: str | None
     made_in: int | None
-    carried: bool
+    key: Key | None
+    guess: torch.Tensor | None
+    root: Absent | None
+    views: list[weakref.ref[Absent]] | tuple[()]
 
     @staticmethod
     def __new__(
@@ -135,8 +194,10 @@ class Absent(torch.Tensor):
         made: Absent = torch.Tensor._make_wrapper_subclass(
             cls, bare.shape, strides=bare.stride(), dtype=bare.dtype, device=device
         )
-        made.bare, made.ledger, made.origin, made.slot = bare, ledger, origin, slot
-        made.made_in, made.carried = ledger.piece, False
+        made.__dict__.update(
+            bare=bare, ledger=ledger, origin=origin, slot=slot, made_in=ledger.piece, key=None, guess=None, root=None,
+            views=(),
+        )  # fmt: skip
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -151,11 +212,42 @@ class Absent(torch.Tensor):
         """On another rank it is a tensor of the meta device, which has a shape and a type alone too."""
         return _valueless, (tuple(self.shape), self.dtype)
 
-    def handed_on(self, origin: str) -> Absent:
-        """The same value as what a piece gives to the next."""
-        made = Absent(self.bare, self.device, self.ledger, origin)
-        made.carried = True
-        return made
+    def looked_at(self, func: Any) -> ValueNeededError:
+        """The refusal of a look at the value."""
+        return ValueNeededError(
+            f"{place()}: {func} looks at the value of {self.origin}, which {self.ledger.holder} does not have; "
+            f"allowed are branches on shapes, types and the call's own inputs, and on any value inside a block; "
+            f"compute with torch.where, or change the forward"
+        )
+
+    def tolist(self) -> Any:
+        """Made-up values, where there are some."""
+        if not self.ledger.guessing:
+            raise self.looked_at("tolist")
+        return self.guessed().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if self.dim() else format(self.item(), spec)
+
+    def guessed(self) -> torch.Tensor:
+        """A made-up value, zeros if none has been computed."""
+        if self.guess is not None:
+            return self.guess
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride(), strict=True) if size)
+        zeros = torch.zeros(span, dtype=self.dtype, device=self.device).as_strided(self.shape, self.stride())
+        if self.slot is None:  # code may write to it, and parameters may be large
+            self.guess = zeros
+        return zeros
+
+    @classmethod
+    def drawn(cls, value: torch.Tensor, ledger: Ledger, func: Any) -> Absent:
+        """Stand for a value that ``func`` has drawn."""
+        return cls.like(value, ledger, _UNIFORM if func is torch.ops.aten.rand.default else f"what {func} has drawn")
+
+    @classmethod
+    def like(cls, value: torch.Tensor, ledger: Ledger, origin: str) -> Absent:
+        """Stand for ``value``."""
+        return cls(value.bare if isinstance(value, Absent) else _bare(value), value.device, ledger, origin)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -167,10 +259,10 @@ class Absent(torch.Tensor):
         device = first.device if device is None else torch.device(device)
         if func in _VALUE_FREE:
             return func(*tree_map(_bare, args), **(tree_map(_bare, kwargs) | {"device": device}))
-        target = _written(func, args, kwargs)
-        present = any(not isinstance(t, Absent) for t in tensors)
-        written = target is not None and not isinstance(target, Absent)
-        first.ledger.note(func, absent, written, present)
+        if func is torch.ops.aten.lt.Scalar and first.origin == _UNIFORM and args[1] <= 0:
+            return torch.zeros(first.shape, dtype=torch.bool, device=device)  # as where layers are dropped at rate 0
+        target = written(func, args, kwargs)
+        first.ledger.note(func, absent, target, len(absent) < len(tensors))
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
         kwargs.pop("pin_memory", None)
@@ -179,19 +271,20 @@ class Absent(torch.Tensor):
         except (RuntimeError, NotImplementedError) as error:
             if not _needs_values(func, error):
                 raise
-            raise SplitError(
-                f"{place()}: {func} looks at the value of {first.origin}, which {first.ledger.holder} does not have; "
-                f"allowed are branches on shapes, types and the call's own inputs; compute with torch.where, or "
-                f"change the forward"
-            ) from None
-        if isinstance(target, Absent):
-            target.made_in, target.carried = target.ledger.piece, False
+            raise first.looked_at(func) from None
+        if target is not None:
             return target
         origin = first.origin if first.origin.startswith(_DERIVED) else f"{_DERIVED} {first.origin}"
-        return tree_map(
+        results = tree_map(
             lambda value: Absent(value, device, first.ledger, origin) if isinstance(value, torch.Tensor) else value,
             made,
         )
+        if first.ledger.piece is not None and any(r.alias_info is not None for r in func._schema.returns):
+            root = first if first.root is None else first.root
+            for view in (leaf for leaf in tree_leaves(results) if isinstance(leaf, Absent)):
+                view.root = root
+                root.views = [*root.views, weakref.ref(view)]
+        return results
 
 
 def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -201,7 +294,9 @@ def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def _bare(value: Any) -> Any:
     if isinstance(value, Absent):
         return value.bare
-    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
 
 
 def _outline(value: Any) -> Any:
@@ -211,7 +306,7 @@ def _outline(value: Any) -> Any:
     return type(value), value if value.__hash__ is not None else repr(value)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+def written(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)

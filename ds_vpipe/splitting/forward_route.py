@@ -1,27 +1,28 @@
-"""A model with a chain of blocks, run piece by piece through the user's own forward.
+"""A model run piece by piece through the user's own forward.
 
-Pieces are the code before the first block, each block, and the code after the last one; code between two blocks
-belongs to the later one. A run of pieces ``start`` to ``stop - 1`` calls the user's forward with the call's own
-arguments: until the activations are put in, parameters are absent and blocks are skipped; after the last block of the
-run the forward is ended. What depends only on the arguments, such as attention masks, is therefore computed on each
-stage.
+Pieces begin where a block is called or where one returns. A run of pieces ``start`` to ``stop - 1`` calls the user's
+forward with the call's own arguments: until the activations are put in, parameters are absent and blocks are skipped;
+after the run's last piece the forward is ended. What depends only on the arguments, such as attention masks, is
+therefore computed on each stage. Any other value that a later piece uses travels from the piece that makes it.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from ds_vpipe.splitting.absent import Ledger, SplitError
+from ds_vpipe.splitting import generators
+from ds_vpipe.splitting.absent import Ledger, SplitError, ValueNeededError
+from ds_vpipe.splitting.blocks import Blocks
 from ds_vpipe.splitting.call import CallForm
-from ds_vpipe.splitting.chain import Chain
-from ds_vpipe.splitting.gates import Finished, Outlines, gated
-from ds_vpipe.splitting.passes import NoDraws, Run, Trial
+from ds_vpipe.splitting.gates import Finished, Gates
+from ds_vpipe.splitting.outlines import AgainError, Outlines, Where, own_buffers
+from ds_vpipe.splitting.passes import OtherWayError, Plan, Run, Trial
 from ds_vpipe.splitting.slots import Slot
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,55 +33,138 @@ class ForwardRoute:
 
     Args:
         model: the user's, with all its parameters.
-        chain: its blocks.
+        blocks: between which it may be split.
         slots: its parameters.
         ledger: of the slots' absent values.
 
     Attributes:
+        model: the user's.
+        blocks: between which it may be split.
+        ledger: of the slots' absent values.
+        outlines: of what the blocks return.
+        outside: parameters outside the blocks.
+        sequence: the blocks in the order in which they are called; None until the first trial.
         piece_names: one per piece.
         pieces_of: the pieces that use each slot, by name.
         buffer_piece: the piece of each buffer, by ``id`` of its module and its name there.
-        cut_short: the last trial ended before the forward did.
+        writers: the piece that writes to a buffer, as seen in the last trial.
+        cut_short: the last trial's own call was not run to the end.
         running: the model's forward is called here, and not by somebody else.
     """
 
-    def __init__(self, model: nn.Module, chain: Chain, slots: Sequence[Slot], ledger: Ledger) -> None:
-        self._model, self._chain, self._slots, self._ledger = model, chain, slots, ledger
-        self.piece_names = ["front", *chain.names(), "tail"]
-        self._outlines = Outlines()
+    def __init__(self, model: nn.Module, blocks: Blocks, slots: Sequence[Slot], ledger: Ledger) -> None:
+        self.model, self.ledger = model, ledger
+        self._choice, self._slots = blocks, slots
+        self.blocks = blocks.modules
+        self._names = {id(block): name for block, name in zip(blocks.modules, blocks.names, strict=True)}
+        self._gates = Gates(model, self.blocks)
+        parts = {id(block): {id(part) for part in block.modules()} for block in self.blocks}
+        members = {block: [slot for slot in slots if id(slot.module) in found] for block, found in parts.items()}
+        self._members = members
+        self.outlines = Outlines(ledger, members)
+        self._inside = set().union(*parts.values())
+        self.outside = [slot for slot in slots if id(slot.module) not in self._inside]
+        self._by_name = {str(slot.absent.slot): slot for slot in reversed(slots)}
+        self.sequence: list[nn.Module] | None = None
+        self._cuts: frozenset[int] | None = None
+        self._plans: dict[tuple[int, bool], Plan] = {}
         self.cut_short = self.running = False
-        self._handed: dict[tuple[int, bool], list[list[str]]] = {}
-        inside = {id(m): i + 1 for i, block in enumerate(chain.blocks) for m in block.modules()}
-        self._inside = inside
-        self._outside = [slot for slot in slots if id(slot.module) not in inside]
-        order = [id(module) for module in model.modules()]
-        self._first_block = order.index(id(chain.blocks[0]))
-        self._position = {module: position for position, module in enumerate(order)}
+        self.piece_names: list[str] = []
         self.pieces_of: dict[str, tuple[int, ...]] = {}
         self.buffer_piece: dict[tuple[int, str], int] = {}
-        self.assign({})
+        self._buffers: dict[int, int] = {}
+        self._written: set[Where] = set()
+        self.writers: dict[Where, int] = {}
+
+    # Where pieces begin
+
+    def is_cut(self, event: int) -> bool:
+        """Whether a piece begins with an event: twice a block's call for what comes before it, and one more behind."""
+        if self._cuts is not None:
+            return event in self._cuts
+        return event >= 2 and event % 2 == 0 if self._choice.merged else event == 0 or event % 2 == 1
+
+    def name_of(self, block: nn.Module) -> str:
+        """A block's name in the model."""
+        return self._names[id(block)]
+
+    def slot(self, name: int | str) -> Slot:
+        """A parameter by its first name."""
+        return self._by_name[str(name)]
+
+    def split_at_all(self, sequence: Sequence[nn.Module]) -> None:
+        """Settle the order in which blocks are called, with all cuts."""
+        self.sequence = list(sequence)
+        self._cut([event for event in range(2 * len(sequence)) if self.is_cut(event)])
+
+    def thin(self, pieces: int) -> bool:
+        """Leave cuts out that more than the least number of values cross, if so many pieces remain without them.
+
+        Returns:
+            Some have been left out, so that all plans are gone.
+        """
+        assert self._cuts is not None
+        plan, cuts = next(iter(self._plans.values())), sorted(self._cuts)
+        counts = [len(crossing) for crossing in plan.crossing[1:-1]]
+        for least in sorted(set(counts)):
+            kept = [cut for cut, count in zip(cuts, counts, strict=True) if count <= least]
+            if len(kept) + 1 >= pieces and len(kept) < len(cuts):
+                self._cut(kept)
+                self._plans.clear()
+                return True
+            if len(kept) + 1 >= pieces:
+                break
+        return False
+
+    def _cut(self, events: Sequence[int]) -> None:
+        assert self.sequence is not None
+        self._cuts = frozenset(events)
+        if self._choice.merged:
+            starts = [0, *(event // 2 for event in events)]
+            self.piece_names = [self.name_of(self.sequence[call]) for call in starts]
+        else:
+            self.piece_names = ["front", *map(self.name_of, self.sequence), "tail"]
+
+    # Which piece has what
 
     def assign(self, touched: dict[str, set[int]]) -> None:
         """Give every slot to the pieces that use it, or else by where it is registered.
 
         If nothing is known, parameters of the modules around the blocks themselves belong to both ends.
         """
-        around = {id(m) for m in self._model.modules() if any(p is self._chain.container for p in m.modules())}
+        assert self.sequence is not None
+        blocks = {id(block) for block in self.blocks}
+        around = {id(m) for m in self.model.modules() if blocks & {id(part) for part in m.modules()}} - self._inside
+        if not touched:
+            touched = {}
+            for piece, block in enumerate(self.sequence, 1):
+                for slot in self._members[id(block)]:
+                    touched.setdefault(str(slot.absent.slot), set()).add(piece)
+                for part in block.modules():
+                    self._buffers.setdefault(id(part), piece)
+            for slot in self.outside:
+                if id(slot.module) in around:
+                    touched[str(slot.absent.slot)] = {0, len(self.piece_names) - 1}
         for slot in self._slots:
-            own = self._by_place(slot.module)
-            used = set(touched.get(str(slot.absent.slot), ()))
-            if id(slot.module) in self._inside:
-                used.add(own)
-            if not touched and id(slot.module) in around and id(slot.module) not in self._inside:
-                used = {0, len(self.piece_names) - 1}
-            self.pieces_of[slot.name] = tuple(sorted(used)) or (own,)
-        for module in self._model.modules():
+            used = touched.get(str(slot.absent.slot), ())
+            self.pieces_of[slot.name] = tuple(sorted(used)) or (self._by_place(slot.module),)
+        for module in self.model.modules():
             for key in module._buffers:
-                self.buffer_piece.setdefault((id(module), key), self._by_place(module))
+                self.buffer_piece[id(module), key] = self._buffers.get(id(module), self._by_place(module))
 
     def _by_place(self, module: nn.Module) -> int:
-        last = len(self.piece_names) - 1
-        return self._inside.get(id(module), 0 if self._position[id(module)] < self._first_block else last)
+        order = {id(part): position for position, part in enumerate(self.model.modules())}
+        first = min(order[id(block)] for block in self.blocks)
+        return 0 if order[id(module)] < first else len(self.piece_names) - 1
+
+    def note_block(self, block: nn.Module, piece: int) -> None:
+        """In a trial, see that a block with all that belongs to it is used in a piece."""
+        for slot in self._members[id(block)]:
+            self.ledger.touched.setdefault(str(slot.absent.slot), set()).add(piece)
+        for part in block.modules():
+            self._buffers.setdefault(id(part), piece)
+
+    # Passes
 
     def try_out(self, form: CallForm, call: Call, *, to_the_end: bool = True) -> dict[str, set[int]]:
         """Run a call without any parameter and return which pieces use which slots.
@@ -94,37 +178,67 @@ class ForwardRoute:
         Raises:
             SplitError: the pieces cannot be run one after the other; says why.
         """
-        state = random.getstate()
-        self.cut_short = True
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), self._standing_in(()), self._noting_modules():
-            trial = Trial(self, form)
-            self._ledger.piece, self._ledger.strict, self._ledger.touched = 0, False, {}
-            self._ledger.holder = "a stage without that parameter"
+        as_given = _copy(call)
+        guess, again = False, False
+        while True:
             try:
-                with gated(self._chain, trial), NoDraws(trial), self._running():
-                    self._model(*call[0], **call[1])
+                trial, output = self._try(_copy(as_given) if again else call, to_the_end, guess)
+            except AgainError:
+                again = True
+                continue
+            if trial is not None:
+                break
+            guess = again = True  # what comes after the last block may look at values, as no other piece follows
+        self.cut_short |= again
+        if not trial.sequence or (self.sequence is not None and len(trial.sequence) < len(self.sequence)):
+            raise self._too_few_calls(len(trial.sequence))
+        if self.sequence is None:
+            self.split_at_all(trial.sequence)
+        self._plans[form.fingerprint, self.model.training] = trial.plan(output)
+        return self.ledger.touched
+
+    def _try(self, call: Call, to_the_end: bool, guess: bool) -> tuple[Trial | None, Any]:
+        """A trial, and what the forward returned; None if the end of the forward looks at values."""
+        output = None
+        self.ledger.strict, self.ledger.touched, self.ledger.last_use = False, {}, {}
+        self.ledger.holder = "a stage without that parameter"
+        self.cut_short = True
+        with ExitStack() as around:
+            around.enter_context(torch.no_grad())
+            around.enter_context(generators.untouched_generators())
+            around.enter_context(self._standing_in(self._slots))
+            around.enter_context(self._noting_modules())
+            around.enter_context(self._running())
+            trial = Trial(self, around.enter_context(own_buffers(self.model)), guess)
+            around.enter_context(self._gates.closed(trial))
+            around.enter_context(trial.functions)
+            around.enter_context(trial.draws)
+            try:
+                trial.enter(0)
+                output = self.model(*call[0], **call[1])
                 self.cut_short = False
-            except SplitError as error:
-                # What comes after the last block is not run in pieces, so it may look at values.
-                if not trial.done or "looks at the value" not in str(error):
+            except ValueNeededError:
+                if not trial.done:
                     raise
+                if not guess:
+                    return None, None
+            except SplitError:
+                raise
             except Exception:
-                if to_the_end or not trial.done:
+                if not trial.done or (to_the_end and not guess):
                     raise
             finally:
-                self._ledger.piece = None
-        if not trial.done:
-            raise SplitError(
-                f"{self._chain.name}: forward called {trial.next} of {len(self._chain.keys)} blocks; allowed is a "
-                f"forward that calls each once, in order; change the forward"
-            )
-        if random.getstate() != state:
-            raise SplitError(
-                "forward: Python's random numbers are drawn outside the blocks, which every stage would draw for "
-                "itself; allowed are draws inside a block; move them there, or into the data"
-            )
-        self._handed[form.fingerprint, self._model.training] = trial.handed
-        return self._ledger.touched
+                trial.end()
+        self.writers = trial.writers
+        self._written |= {where for where in trial.writers if where[0] not in self._inside}
+        return trial, output
+
+    def _too_few_calls(self, found: int) -> SplitError:
+        expected = len(self.blocks if self.sequence is None else self.sequence)
+        return SplitError(
+            f"{self._choice.name}: forward called {found} of {expected} blocks; allowed is a forward that "
+            f"calls the same ones in the same order in every call; change the forward"
+        )
 
     def run(
         self, form: CallForm, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int, holder: str
@@ -144,24 +258,50 @@ class ForwardRoute:
 
         Raises:
             SplitError: the forward needs something that this run does not have.
+            OtherWayError: it does not go as it did when a call of this form was tried out; no number has been drawn.
         """
-        self._ledger.holder, self._ledger.strict = holder, start == 0
-        run = Run(self, form, activations, start, stop)
-        used = [slot for slot in self._outside if any(start <= p < stop for p in self.pieces_of[slot.name])]
-        run.arriving = used
-        with self._standing_in(used if start == 0 else ()), gated(self._chain, run), self._running():
+        self.ledger.holder, self.ledger.strict = holder, start == 0
+        plan = self._plan(form)
+        hidden, arriving = self._parameters_of(start, stop)
+        copies = ExitStack()
+        if start and self._written:
+            copies.enter_context(own_buffers(self.model, self._written))
+        run = Run(self, plan, activations, start, stop, arriving, copies.close)
+        with copies, ExitStack() as around:
+            for context in (self._standing_in(hidden), self._gates.closed(run), self._running(), *run.modes()):
+                around.enter_context(context)
+            run.begin()
             try:
-                output = self._model(*call[0], **call[1])
+                output = self.model(*call[0], **call[1])
             except Finished as finished:
                 return finished.activations
+            except (OtherWayError, AgainError):
+                generators.restore(run.before)
+                raise OtherWayError from None
             finally:
-                self._ledger.strict = False
-        if run.next != len(self._chain.keys) or stop != len(self.piece_names):
-            raise SplitError(
-                f"{self._chain.name}: forward called {run.next} of {len(self._chain.keys)} blocks; allowed is a "
-                f"forward that calls each once, in order, in every call; change the forward"
-            )
+                run.end()
+                self.ledger.strict = False
+        if not run.done or stop != len(self.piece_names):
+            raise self._too_few_calls(run.calls)
         return output
+
+    def _plan(self, form: CallForm) -> Plan:
+        known = self._plans.get((form.fingerprint, self.model.training))
+        return known or self._plans[form.fingerprint, not self.model.training]
+
+    def _parameters_of(self, start: int, stop: int) -> tuple[list[Slot], list[Slot]]:
+        """Slots to be hidden at first, and those of them that the run has once its first piece begins."""
+        hidden, arriving = [], []
+        for slot in self._slots:
+            pieces = self.pieces_of[slot.name]
+            here = slot.parameter is not None and any(start <= piece < stop for piece in pieces)
+            if slot.parameter is None:
+                hidden.append(slot)
+            elif not here or (start and (id(slot.module) not in self._inside or pieces[0] < start)):
+                hidden.append(slot)
+                if here:
+                    arriving.append(slot)
+        return hidden, arriving
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -171,17 +311,9 @@ class ForwardRoute:
         finally:
             self.running = False
 
-    def handed(self, form: CallForm, piece: int) -> list[str]:
-        """Where in the first block's arguments, or in a block's outputs, what ``piece`` hands on is."""
-        known = self._handed.get((form.fingerprint, self._model.training))
-        return (known or self._handed[form.fingerprint, not self._model.training])[piece]
-
     @contextmanager
-    def _standing_in(self, shown: Sequence[Slot]) -> Iterator[None]:
-        """Show parameters outside the blocks only if they are in ``shown``; afterwards all slots are as at rest."""
-        known = {id(slot) for slot in shown}
-        hidden = [slot for slot in self._slots if slot.parameter is None]
-        hidden += [slot for slot in self._outside if slot.parameter is not None and id(slot) not in known]
+    def _standing_in(self, hidden: Sequence[Slot]) -> Iterator[None]:
+        """Hide parameters from the forward; afterwards all slots are as at rest."""
         for slot in hidden:
             slot.stand_in()
         try:
@@ -198,12 +330,12 @@ class ForwardRoute:
         """Note in which piece modules with buffers are called."""
 
         def note(module: nn.Module, _: Any) -> None:
-            if self._ledger.piece is not None and id(module) not in self._inside:
-                self.buffer_piece.update({(id(module), key): self._ledger.piece for key in module._buffers})
+            if self.ledger.piece is not None:
+                self._buffers[id(module)] = self.ledger.piece
 
         handles = [
             module.register_forward_pre_hook(note)
-            for module in self._model.modules()
+            for module in self.model.modules()
             if module._buffers and id(module) not in self._inside
         ]
         try:
@@ -212,16 +344,7 @@ class ForwardRoute:
             for handle in handles:
                 handle.remove()
 
-    def name(self, index: int) -> str:
-        """A block's name."""
-        return self.piece_names[index + 1]
 
-    @property
-    def outlines(self) -> Outlines:
-        """Of the blocks."""
-        return self._outlines
-
-    @property
-    def ledger(self) -> Ledger:
-        """Of the absent values."""
-        return self._ledger
+def _copy(call: Call) -> Call:
+    copied: Call = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
+    return copied

@@ -1,147 +1,507 @@
-"""Passes through a user's forward, block by block: one tries it out without values, others run some pieces."""
+"""Passes through a user's forward, block by block: one tries it out without values, others run some pieces.
+
+Both find a value again by its :class:`~ds_vpipe.splitting.absent.Key`: an argument or a result of a block's call, or
+a result of the n-th call of a torch function that returns tensors, in a piece outside the blocks or in a block. The
+names of all functions called there until then have to be the same, so that a forward that takes another way is noticed.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ds_vpipe.splitting.absent import Absent, SplitError, place
-from ds_vpipe.splitting.call import CallForm
+from ds_vpipe.splitting import generators
+from ds_vpipe.splitting.absent import Absent, Key, Ledger, SplitError, place
 from ds_vpipe.splitting.gates import Finished, Surroundings
+from ds_vpipe.splitting.outlines import Guesses, Where
 from ds_vpipe.splitting.slots import Slot
 
 if TYPE_CHECKING:
     from ds_vpipe.splitting.forward_route import ForwardRoute
 
+Place = tuple[int, int, int]
+OUTSIDE = -1
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+class OtherWayError(BaseException):
+    """Ends a forward that does not go the way that it went when a call of its form was tried out."""
+
+
+@dataclass
+class Plan:
+    """What is known of calls of one form.
+
+    Attributes:
+        crossing: for every piece the values that it gets from the piece before, in the order in which they travel.
+        paths: of function calls (piece, scope, number) whose results travel, what all names until then come to.
+        specs: forms of the trees of arguments and results of blocks, by kind and call.
+        drawn: function calls outside the blocks that draw random numbers.
+    """
+
+    crossing: list[tuple[Key, ...]]
+    paths: dict[Place, int] = field(default_factory=dict)
+    specs: dict[tuple[str, int], TreeSpec] = field(default_factory=dict)
+    drawn: frozenset[Place] = frozenset()
+    _wanted: dict[tuple[int, int], Wanted] = field(default_factory=dict)
+
+    def wanted(self, start: int, stop: int) -> Wanted:
+        """The values to look out for while pieces ``start`` to ``stop - 1`` are run."""
+        if (start, stop) not in self._wanted:
+            self._wanted[start, stop] = Wanted(
+                {*self.crossing[start], *self.crossing[stop]}, [at for at in self.drawn if at[0] < start]
+            )
+        return self._wanted[start, stop]
+
+
+class Wanted:
+    """Where values come from that one run has to find.
+
+    Args:
+        keys: of the values.
+        drawn: function calls before the run's pieces that draw random numbers.
+
+    Attributes:
+        arguments: of blocks' calls, by call.
+        results: of blocks' calls, by call.
+        functions: results of function calls, by place.
+        scopes: places without numbers where function calls have to be counted.
+        parameters: keys of parameters.
+    """
+
+    def __init__(self, keys: Iterable[Key], drawn: Iterable[Place]) -> None:
+        self.arguments: dict[int, list[Key]] = defaultdict(list)
+        self.results: dict[int, list[Key]] = defaultdict(list)
+        self.functions: dict[Place, list[Key]] = defaultdict(list)
+        self.parameters: list[Key] = []
+        for key in keys:
+            if key.kind == "argument":
+                self.arguments[key.number].append(key)
+            elif key.kind == "result":
+                self.results[key.number].append(key)
+            elif key.kind == "function":
+                self.functions[key.piece, key.scope, key.number].append(key)
+            else:
+                self.parameters.append(key)
+        self.scopes = {(piece, scope) for piece, scope, _ in (*self.functions, *drawn)}
+
+
+class Functions(TorchFunctionMode):
+    """Numbers the calls of torch's functions that return tensors, in each piece and in each block's call.
+
+    Args:
+        seen: gets the place of each call, what the names until then come to, the arguments and the result, which it
+            may replace.
+        scopes: (piece, scope) where calls are numbered; everywhere if None.
+    """
+
+    def __init__(self, seen: Callable[[Place, int, Any, Any], Any], scopes: set[tuple[int, int]] | None = None) -> None:
+        super().__init__()
+        self._seen, self._scopes = seen, scopes
+        self._counts: dict[tuple[int, int], int] = defaultdict(int)
+        self._paths: dict[tuple[int, int], int] = defaultdict(int)
+        self.move(0)
+
+    def move(self, piece: int, scope: int = OUTSIDE) -> None:
+        """Say which piece is running, and which block's call."""
+        self._where = piece, scope
+        self._on = self._scopes is None or self._where in self._scopes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._on or not any(isinstance(leaf, torch.Tensor) for leaf in _parts(result)):
+            return result
+        where, number = self._where, self._counts[self._where]
+        self._counts[where] += 1
+        self._paths[where] = hash((self._paths[where], getattr(func, "__name__", "")))
+        return self._seen((*where, number), self._paths[where], args, result)
+
+
+def _parts(result: Any) -> Any:
+    return result if isinstance(result, (tuple, list)) else (result,)
+
+
+def _hidden(result: Any, ledger: Ledger, func: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda value: Absent.drawn(value, ledger, func), result)
+
+
+class Draws(TorchDispatchMode):
+    """Notices random numbers that are drawn without an activation among the arguments.
+
+    Attributes:
+        by: the operation that has drawn some since this was set to None.
+        on: it is looked for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: Any = None
+        self.on = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawn = self.on and torch.Tag.nondeterministic_seeded in func.tags
+        if drawn and not any(isinstance(value, Absent) for value in tree_leaves((args, kwargs))):
+            self.by = func
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_draws(by: Any) -> SplitError:
+    return SplitError(
+        f"{place()}: {by} draws random numbers outside the blocks, which every stage would draw for itself; allowed "
+        f"are draws inside a block, dropout of activations, and torch functions that return new tensors, in every "
+        f"call alike; move them there, or into the data"
+    )
+
 
 class Pass:
-    """One pass through the forward, block by block."""
+    """One pass through the forward, block by block.
 
-    def __init__(self, route: ForwardRoute, form: CallForm) -> None:
-        self.route, self.form, self.next = route, form, 0
-        self._surroundings = Surroundings()
+    Attributes:
+        calls: of blocks so far.
+        piece: that is running.
+        inside: a block is running.
+    """
 
-    def step(self, index: int) -> None:
-        if index != self.next:
-            what = "again" if index < self.next else f"before {self.route.name(self.next)}"
+    def __init__(self, route: ForwardRoute) -> None:
+        self.route = route
+        self.calls, self.piece, self.inside = 0, 0, False
+        self._surroundings, self.before = Surroundings(), generators.states()
+
+    def step(self, block: nn.Module) -> int:
+        """The number of a block's call.
+
+        Raises:
+            SplitError: it is another block's turn, or there can be no boundary here.
+        """
+        number, sequence = self.calls, self.route.sequence
+        name = self.route.name_of(block)
+        if sequence is not None and block is not sequence[number]:
             raise SplitError(
-                f"{place()}: forward calls {self.route.name(index)} {what}, allowed are blocks that are called once "
-                f"each, in order; change the forward"
+                f"{place()}: forward calls {name} where it called {self.route.name_of(sequence[number])} when it was "
+                f"tried out, allowed are the same blocks in the same order in every call; change the forward"
             )
-        self.next += 1
-        self._surroundings.check(self.route.name(index))
+        self.calls += 1
+        self._surroundings.check(name)
+        return number
+
+    @property
+    def done(self) -> bool:
+        """All blocks have been called, so that what comes is the last piece."""
+        return not self.inside and self.route.sequence is not None and self.calls >= len(self.route.sequence)
 
 
 class Trial(Pass):
     """A pass without parameters that finds out what belongs where.
 
+    Args:
+        route: whose model.
+        buffers: copies, which the model has during the trial.
+        guess: give absent values made-up ones once all blocks have been called.
+
     Attributes:
-        handed: for every piece, where in its tree of outputs there are absent values; for the first, among the first
-            block's arguments.
-        inside: a block is running.
+        sequence: the blocks called, in order.
+        functions: to be entered around the forward.
+        draws: to be entered inside of ``functions``.
+        writers: the piece that writes to a buffer.
     """
 
-    def __init__(self, route: ForwardRoute, form: CallForm) -> None:
-        super().__init__(route, form)
-        self.handed: list[list[str]] = []
-        self.inside = False
+    def __init__(self, route: ForwardRoute, buffers: dict[Where, torch.Tensor], guess: bool) -> None:
+        super().__init__(route)
+        self.sequence: list[nn.Module] = []
+        self.functions, self.draws = Functions(self._seen), Draws()
+        self._paths: dict[Place, int] = {}
+        self._specs: dict[tuple[str, int], TreeSpec] = {}
+        self._drawn: dict[Place, SplitError | None] = {}
+        self.writers: dict[Where, int] = {}
+        self._buffers = buffers
+        self._versions = {where: buffer._version for where, buffer in buffers.items()}
+        self._at_last_block = self.before
+        self._tail = ExitStack()
+        self._guess = guess
 
     @property
     def done(self) -> bool:
-        return self.next == len(self.route.piece_names) - 2 and not self.inside
+        if self.route.sequence is None:
+            return not self.inside and len({id(block) for block in self.sequence}) == len(self.route.blocks)
+        return super().done
 
-    def block(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.step(index)
-        ledger = self.route.ledger
-        if index == 0:
-            args, kwargs = self._hand_on((args, kwargs), "the input of the first block")
-            if not self.handed[0]:
-                raise SplitError(
-                    f"{self.route.name(0)}: none of its arguments comes from a parameter before it; allowed are blocks "
-                    f"behind an embedding or another layer; change the forward"
-                )
-        ledger.piece, self.inside = index + 1, True
-        outputs = self._hand_on(block(*args, **kwargs), f"the output of block {index}")
-        ledger.piece, self.inside = index + 2, False
-        return outputs
+    def enter(self, piece: int) -> None:
+        """See a piece begin."""
+        self._look_at_buffers()
+        self.piece = self.route.ledger.piece = piece
+        self.functions.move(piece)
+        for slot in self.route.outside:
+            slot.stand_in(anew=True)
 
-    def _hand_on(self, tree: Any, name: str) -> Any:
-        pairs, spec = tree_flatten_with_path(tree)
-        self.handed.append([str(path) for path, leaf in pairs if isinstance(leaf, Absent)])
-        return tree_unflatten([leaf.handed_on(name) if isinstance(leaf, Absent) else leaf for _, leaf in pairs], spec)
+    def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block and give names to what goes in and comes out."""
+        if self.inside or (self.route.sequence is not None and self.done):
+            return block(*args, **kwargs)
+        number = self.step(block)
+        self.sequence.append(block)
+        if self.route.is_cut(2 * number):
+            leaves, self._specs["argument", number] = tree_flatten((args, kwargs))
+            self._name(leaves, "argument", number, OUTSIDE)
+            self.enter(self.piece + 1)
+        self.route.note_block(block, self.piece)
+        self.inside, self.draws.on = True, False
+        self.functions.move(self.piece, number)
+        outputs, spec, written = self.route.outlines.trial(block, args, kwargs)
+        self.functions.move(self.piece)
+        self.inside, self.draws.on = False, True
+        for where in written:
+            self._writes(where)
+        self._name(outputs, "result", number, number)
+        self._specs["result", number] = spec
+        if self.route.is_cut(2 * number + 1):
+            self.enter(self.piece + 1)
+        self._at_last_block = generators.states()
+        if self._guess and self.done:
+            self._tail.enter_context(Guesses(self.route.ledger, None))
+        return tree_unflatten(outputs, spec)
+
+    def end(self) -> None:
+        """See the forward end."""
+        self._tail.close()
+        self._look_at_buffers()
+        self.route.ledger.piece = None
+
+    def _name(self, leaves: list[Any], kind: str, number: int, scope: int) -> None:
+        """Let values that were made in this piece, or in this call, be known by where they are here."""
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, Absent) or leaf.slot is not None or leaf.made_in != self.piece:
+                continue
+            if leaf.key is None or (leaf.key.kind, leaf.key.scope) == ("function", scope):
+                leaf.key = Key(self.piece, kind, number, OUTSIDE, position)
+
+    def _look_at_buffers(self) -> None:
+        """See which buffers outside the blocks have been written to."""
+        for where, buffer in self._buffers.items():
+            if buffer._version != self._versions[where]:
+                self._versions[where] = buffer._version
+                self._writes(where)
+
+    def _writes(self, where: Where) -> None:
+        if self.writers.setdefault(where, self.piece) != self.piece:
+            raise SplitError(
+                f"buffer {where[1]}: is written in pieces {self.writers[where]} and {self.piece}, each of which would "
+                f"have its own; allowed are buffers that one piece writes; use a module for each call"
+            )
+
+    def _seen(self, where: Place, path: int, args: Any, result: Any) -> Any:
+        if self.draws.by is not None:
+            by, self.draws.by = self.draws.by, None
+            given = tree_leaves(args)
+            in_place = any(part is argument for part in _parts(result) for argument in given)
+            self._drawn[where] = _refuse_draws(by) if in_place else None
+            if not self.done or self.route.sequence is None:
+                result = result if in_place else _hidden(result, self.route.ledger, by)
+        for position, part in enumerate(_parts(result)):
+            if isinstance(part, Absent) and part.key is None and part.slot is None and part.made_in == self.piece:
+                part.key = Key(where[0], "function", where[2], where[1], position)
+                self._paths[where] = path
+        return result
+
+    def plan(self, output: Any) -> Plan:
+        """What was found.
+
+        Args:
+            output: of the forward. Its values travel to the last piece if it is an evaluation.
+
+        Raises:
+            SplitError: random numbers are drawn in a way that cannot be run in pieces.
+        """
+        last, ledger = self.piece, self.route.ledger
+        drawn = {where: refused for where, refused in self._drawn.items() if where[0] < last}
+        refused = next((refused for refused in drawn.values() if refused is not None), None)
+        if refused is not None:
+            raise refused
+        if not generators.alike((None, None, *self.before[2:]), (None, None, *self._at_last_block[2:])):
+            raise _refuse_draws("Python or numpy")
+        if not self.route.model.training:
+            ledger.piece = last
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Absent) and leaf.key is not None and leaf.key.scope == OUTSIDE:
+                    ledger.use(leaf)
+            ledger.piece = None
+        uses = sorted(ledger.last_use.items(), key=lambda use: (*use[0][:4], str(use[0].leaf)))
+        crossing = [tuple(key for key, used in uses if key.piece < piece <= used) for piece in range(last + 1)]
+        paths = {(key.piece, key.scope, key.number) for key, _ in uses if key.kind == "function"}
+        return Plan(
+            [*crossing, ()],
+            {where: self._paths[where] for where in paths},
+            self._specs,
+            frozenset(drawn),
+        )
 
 
 class Run(Pass):
-    """A pass through some pieces."""
+    """A pass through some pieces.
+
+    Args:
+        route: whose pieces.
+        plan: of the call's form.
+        activations: from the piece before.
+        start: first piece.
+        stop: behind the last piece.
+        arriving: parameters that the model has from the first piece on.
+        arrived: called when that begins.
+    """
 
     def __init__(
-        self, route: ForwardRoute, form: CallForm, activations: tuple[torch.Tensor, ...], start: int, stop: int
+        self,
+        route: ForwardRoute,
+        plan: Plan,
+        activations: tuple[torch.Tensor, ...],
+        start: int,
+        stop: int,
+        arriving: list[Slot],
+        arrived: Callable[[], object],
     ) -> None:
-        super().__init__(route, form)
-        self._activations, self._start, self._stop = activations, start, stop
-        self.arriving: list[Slot] = []
+        super().__init__(route)
+        self._plan, self._activations, self._start, self._stop = plan, activations, start, stop
+        self._arriving, self._arrived = arriving, arrived
+        self._wanted = plan.wanted(start, stop)
+        self._found: dict[Key, torch.Tensor] = {}
+        self.functions = Functions(self._seen, self._wanted.scopes) if self._wanted.scopes else None
+        self.draws = Draws() if start and plan.drawn else None
+        self._no_views: Any = None
 
-    def block(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.step(index)
-        piece = index + 1
-        if index == 0 and self._stop == 1:
-            raise Finished(self._leaving((args, kwargs), 0))
-        if index == 0 and self._start == 1:
-            args, kwargs = self._replaced((args, kwargs))
-        if piece < self._start:
-            outputs = self.route.outlines.outputs(index, block, args, kwargs)
-            return self._replaced(outputs) if piece == self._start - 1 else outputs
-        outputs = block(*args, **kwargs)
-        if piece == self._stop - 1:
-            raise Finished(self._leaving(outputs, piece))
+    def modes(self) -> list[Any]:
+        """To be entered around the forward."""
+        return [mode for mode in (self.functions, self.draws) if mode is not None]
+
+    def begin(self) -> None:
+        """See the forward begin; absent values have no views until real ones take their places."""
+        if self._start:
+            for key in self._wanted.parameters:
+                if key.piece < self._start:
+                    self._found[key] = self.route.slot(key.leaf).stand_in(anew=True)
+            self._no_views = torch._C._ExcludeDispatchKeyGuard(_VIEWS)
+            self._no_views.__enter__()
+
+    def end(self) -> None:
+        """See the forward end, or a piece begin that is really run."""
+        if self._no_views is not None:
+            self._no_views.__exit__(None, None, None)
+            self._no_views = None
+
+    def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block or skip it, or end the forward."""
+        if self.inside or self.done:
+            return block(*args, **kwargs)
+        number = self.step(block)
+        if self.route.is_cut(2 * number):
+            if number in self._wanted.arguments:
+                self._find(self._wanted.arguments[number], *tree_flatten((args, kwargs)))
+            self._next_piece()
+        self._move(number)
+        if self.piece < self._start:
+            again = (self.piece, number) in self._wanted.scopes
+            leaves, spec = self.route.outlines.outputs(block, args, kwargs, again, f"a result of {number}")
+            outputs = tree_unflatten(leaves, spec)
+        else:
+            leaves, outputs = None, block(*args, **kwargs)
+        self._move(OUTSIDE)
+        if number in self._wanted.results:
+            if leaves is None:
+                leaves, spec = tree_flatten(outputs)
+            self._find(self._wanted.results[number], leaves, spec)
+        if self.route.is_cut(2 * number + 1):
+            self._next_piece()
         return outputs
 
-    def _leaving(self, tree: Any, piece: int) -> tuple[torch.Tensor, ...]:
-        leaves = {str(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
-        places = self.route.handed(self.form, piece)
-        if not all(isinstance(leaves.get(path), torch.Tensor) for path in places):
-            raise SplitError(
-                f"{self.route.piece_names[piece]}: returned another structure than when it was tried out, allowed is "
-                f"the same in every call; change the forward"
-            )
-        return tuple(leaves[path] for path in places)
+    def _move(self, scope: int) -> None:
+        self.inside = scope != OUTSIDE
+        if self.functions is not None:
+            self.functions.move(self.piece, scope)
+        if self.draws is not None:
+            self.draws.on = not self.inside and self.piece < self._start
 
-    def _replaced(self, tree: Any) -> Any:
-        """``tree`` with the activations in the places of what is absent; from here on everything is real."""
-        leaves, spec = tree_flatten(tree)
-        places = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Absent)]
-        if len(places) != len(self._activations):
+    def _find(self, keys: list[Key], leaves: list[Any], spec: TreeSpec) -> None:
+        if spec != self._plan.specs[keys[0].kind, keys[0].number]:
+            raise OtherWayError
+        for key in keys:
+            self._keep(key, leaves[key.leaf])  # type: ignore[index]
+
+    def _seen(self, where: Place, path: int, args: Any, result: Any) -> Any:
+        if self.draws is not None and self.draws.by is not None:
+            by, self.draws.by = self.draws.by, None
+            if where not in self._plan.drawn:
+                raise OtherWayError
+            result = _hidden(result, self.route.ledger, by)
+        for key in self._wanted.functions.get(where, ()):
+            if path != self._plan.paths[where]:
+                raise OtherWayError
+            self._keep(key, _parts(result)[key.leaf])
+        return result
+
+    def _keep(self, key: Key, value: Any) -> None:
+        if not isinstance(value, torch.Tensor) or isinstance(value, Absent) != (self.piece < self._start):
+            raise OtherWayError
+        self._found[key] = value
+
+    def _next_piece(self) -> None:
+        self.piece += 1
+        if self.piece == self._stop:
+            raise Finished(self._leaving())
+        if self.piece == self._start:
+            with torch._C.DisableTorchFunction():
+                self._arrive()
+        if self.functions is not None:
+            self.functions.move(self.piece)
+
+    def _leaving(self) -> tuple[torch.Tensor, ...]:
+        for key in self._wanted.parameters:
+            if self._start <= key.piece < self._stop:
+                parameter = self.route.slot(key.leaf).parameter
+                assert parameter is not None
+                self._found[key] = parameter
+        keys = self._plan.crossing[self._stop]
+        if not all(key in self._found for key in keys):
+            raise OtherWayError
+        return tuple(self._found[key] for key in keys)
+
+    def _arrive(self) -> None:
+        """Put real values into the places of absent ones; from here on everything is real."""
+        self.end()
+        if self._plan.drawn:
+            generators.restore(self.before)
+        elif not generators.alike(self.before, generators.states()):
+            raise _refuse_draws("the forward")
+        keys = self._plan.crossing[self._start]
+        if len(keys) != len(self._activations):
             raise SplitError(
-                f"{self.route.name(max(0, self._start - 2))}: got {len(self._activations)} activations from the stage "
-                f"before, allowed are {len(places)} as in this rank's own call; make the same call on every rank, and "
-                f"have blocks return tensors only (use_cache=False)"
+                f"{self.route.piece_names[self._start]}: got {len(self._activations)} activations from the stage "
+                f"before, allowed are {len(keys)} as in this rank's own call; make the same call on every rank"
             )
-        for position, activation in zip(places, self._activations, strict=True):
-            leaves[position] = activation
-        for slot in self.arriving:
+        for key, activation in zip(keys, self._activations, strict=True):
+            if key not in self._found:
+                raise OtherWayError
+            _replace(self._found[key], activation)
+        for slot in self._arriving:
             slot.show()
+        self._arrived()
         self.route.ledger.strict = True
-        return tree_unflatten(leaves, spec)
 
 
-class NoDraws(TorchDispatchMode):
-    """Refuses random numbers that are drawn outside the blocks, before the last one has ended, and on no activation."""
-
-    def __init__(self, trial: Trial) -> None:
-        super().__init__()
-        self._trial = trial
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not self._trial.inside and not self._trial.done:
-            values = tree_leaves((args, kwargs))
-            if not any(isinstance(value, Absent) for value in values):
-                raise SplitError(
-                    f"{place()}: {func} draws random numbers outside the blocks, which every stage would draw for "
-                    f"itself; allowed are draws inside a block and dropout of activations; move them there, or into "
-                    "the data"
-                )
-        return func(*args, **(kwargs or {}))
+def _replace(absent: torch.Tensor, value: torch.Tensor) -> None:
+    """Make the tensor that all code knows as ``absent`` a view of ``value`` that may be written to."""
+    if absent.shape != value.shape:
+        raise SplitError(
+            f"{absent!r}: got a value of shape {list(value.shape)} from the stage before; allowed are shapes that "
+            f"follow from those of the call's arguments; change the forward"
+        )
+    with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+        alias = value.view_as(value)
+    swap_tensors(absent, alias)

@@ -1,4 +1,4 @@
-"""How a model is split: along its chain of blocks through its own forward, or else along an exported graph."""
+"""How a model is split: between the layers in its lists, or else between any of its modules."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from torch import nn
 
 from ds_vpipe.splitting.absent import Ledger, SplitError
 from ds_vpipe.splitting.alone import refuse_parts
+from ds_vpipe.splitting.blocks import Blocks, all_modules, block_choices
 from ds_vpipe.splitting.call import CallForms
-from ds_vpipe.splitting.chain import Chain, chains
 from ds_vpipe.splitting.example import Call, guesses, own_example, takes
 from ds_vpipe.splitting.forward_route import ForwardRoute
-from ds_vpipe.splitting.graph_route import GraphRoute
 from ds_vpipe.splitting.materialisation import materialise_buffers
-from ds_vpipe.splitting.slots import Slot, slots_of
+from ds_vpipe.splitting.slots import slots_of
 from ds_vpipe.splitting.stage_model import StageModel
 
 
@@ -40,25 +39,50 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
     reasons: list[str] = []
     unfit = None if example is None or takes(model, example) else _unfit(model, example)
     example = None if unfit else example
-    for chain in chains(model):
-        if len(chain.keys) + 2 < num_stages:
-            reasons.append(_too_few(model, chain, num_stages))
-            continue
-        route = ForwardRoute(model, chain, slots, ledger)
-        found = _try_out(route, chain, example, model)
-        if found is None:
-            return StageModel(model, route, slots)
+    for blocks in block_choices(model):
+        found = _found(ForwardRoute(model, blocks, slots, ledger), blocks, example, num_stages)
+        if isinstance(found, ForwardRoute):
+            return StageModel(model, found, slots)
         reasons.append(found)
     if reasons and example is None:
         raise SplitError(reasons[0])
-    given = example or own_example(model)
-    if unfit and given is None:
+    if unfit and own_example(model) is None:
         raise SplitError(unfit)
-    return StageModel(model, _graph_route(model, slots, given, num_stages, reasons), slots)
+    example = example or own_example(model)
+    if example is None:
+        raise SplitError(
+            f"{type(model).__name__}: has no list of two or more layers to split between, allowed without one is a "
+            f"model with an example of its inputs; give initialize() training_data, or the model dummy_inputs"
+        )
+    blocks = all_modules(model)
+    found = _found(ForwardRoute(model, blocks, slots, ledger), blocks, example, num_stages)
+    if isinstance(found, ForwardRoute):
+        return StageModel(model, found, slots)
+    raise SplitError((reasons or [found])[0])
 
 
-def _try_out(route: ForwardRoute, chain: Chain, given: Call | None, model: nn.Module) -> str | None:
-    """Find out which piece uses what; returns why the chain will not do, or None.
+def _found(route: ForwardRoute, blocks: Blocks, example: Call | None, num_stages: int) -> ForwardRoute | str:
+    """The route, if a call goes through it and it has enough pieces, or why not."""
+    if not blocks.modules:
+        return f"{blocks.name}: has no parameters, allowed are models to be trained; use it without a vpipe block"
+    refused = _try_out(route, blocks, example, num_stages)
+    if refused is not None:
+        return refused
+    if len(route.piece_names) >= num_stages:
+        return route
+    if blocks.merged:
+        return (
+            f"{type(route.model).__name__}: got {num_stages} stages, allowed are 1 to {len(route.piece_names)}, as "
+            f"many as it calls modules with parameters; use fewer stages"
+        )
+    return (
+        f"{type(route.model).__name__}: got {num_stages} stages, allowed are 1 to {len(route.piece_names)}, the "
+        f"{len(route.piece_names) - 2} blocks of {blocks.name} and what is before and behind them; use fewer stages"
+    )
+
+
+def _try_out(route: ForwardRoute, blocks: Blocks, given: Call | None, num_stages: int) -> str | None:
+    """Find out which piece uses what; returns why these blocks will not do, or None.
 
     Without an example, and if neither the model's own nor a guess is to the forward's liking, pieces stay as modules
     are registered: every first real call is tried out too, and refused if that was wrong.
@@ -66,45 +90,29 @@ def _try_out(route: ForwardRoute, chain: Chain, given: Call | None, model: nn.Mo
     if given is not None:
         calls = [(given, True)]
     else:
-        own = own_example(model)
-        known = [*([] if own is None else [own]), *guesses(model)]
+        own = own_example(route.model)
+        known = [*([] if own is None else [own]), *guesses(route.model)]
         # One that the whole forward likes tells more than one that only its loss does not.
         calls = [(call, to_the_end) for to_the_end in (True, False) for call in known]
     refused = None
     for call, to_the_end in calls:
         packed, form = CallForms().pack(*call)
         try:
-            route.assign(route.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end))
+            touched = route.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
+            if blocks.merged and route.thin(num_stages):
+                touched = route.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
         except SplitError as error:
             refused = refused or str(error)
         except Exception as error:  # the user's code, with inputs that it may not like
             if given is not None:
-                return f"{chain.name}: forward failed without parameters: {type(error).__name__}: {_first_line(error)}"
+                return f"{blocks.name}: forward failed without parameters: {type(error).__name__}: {_first_line(error)}"
         else:
+            route.assign(touched)
             return None
+    if refused is None:
+        route.split_at_all(blocks.modules)
+        route.assign({})
     return refused
-
-
-def _graph_route(
-    model: nn.Module, slots: list[Slot], given: Call | None, num_stages: int, reasons: list[str]
-) -> GraphRoute:
-    if given is None:
-        raise SplitError(
-            f"{type(model).__name__}: has no list of two or more blocks of one class to split between, allowed without "
-            f"one is a model with an example of its inputs; give initialize() training_data, or the model dummy_inputs"
-        )
-    packed, form = CallForms().pack(*given)
-    try:
-        return GraphRoute(model, slots, form, form.rebuild(packed[1:]), num_stages)
-    except SplitError as error:
-        raise SplitError("; and ".join([*reasons[:1], str(error)])) from None
-
-
-def _too_few(model: nn.Module, chain: Chain, num_stages: int) -> str:
-    return (
-        f"{type(model).__name__}: got {num_stages} stages, allowed are 1 to {len(chain.keys) + 2}, the "
-        f"{len(chain.keys)} blocks of {chain.name} and what is before and behind them; use fewer stages"
-    )
 
 
 def _unfit(model: nn.Module, example: Call) -> str:

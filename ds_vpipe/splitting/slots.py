@@ -46,10 +46,22 @@ class Slot:
         self.module._parameters[self.key] = None
         self.module.__dict__[self.key] = self.absent
 
-    def stand_in(self) -> None:
-        """Let the module have the absent value as a parameter."""
+    def stand_in(self, anew: bool = False) -> Absent:
+        """Let the module have the absent value as a parameter, and return it.
+
+        Args:
+            anew: another one than before, so that code which has that is told from code that looks here again.
+        """
+        old = self.absent
+        absent = Absent(old.bare, old.device, old.ledger, old.origin, old.slot) if anew else old
         self.module.__dict__.pop(self.key, None)
-        self.module._parameters[self.key] = self.absent  # type: ignore[assignment]
+        self.module._parameters[self.key] = absent  # type: ignore[assignment]
+        return absent
+
+    @property
+    def shown(self) -> bool:
+        """The module has the parameter."""
+        return self.parameter is not None and self.module._parameters[self.key] is self.parameter
 
     def convert(self, function: Callable[[torch.Tensor], Any]) -> None:
         """Change type and device of the absent value, as ``Module._apply`` does with parameters."""

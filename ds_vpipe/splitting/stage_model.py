@@ -19,9 +19,9 @@ from ds_vpipe.splitting.absent import SplitError
 from ds_vpipe.splitting.alone import refuse_calls
 from ds_vpipe.splitting.call import CallForm, CallForms, Packed
 from ds_vpipe.splitting.forward_route import ForwardRoute
-from ds_vpipe.splitting.graph_route import GraphRoute
 from ds_vpipe.splitting.loss import find_loss, loss_of
 from ds_vpipe.splitting.materialisation import materialise
+from ds_vpipe.splitting.passes import OtherWayError
 from ds_vpipe.splitting.piece import Piece
 from ds_vpipe.splitting.slots import Slot, empty_parameter
 from ds_vpipe.splitting.state_hooks import StateHooks
@@ -42,7 +42,7 @@ class StageModel:
         state_hooks: make the model's state dicts whole, if there is somebody who can.
     """
 
-    def __init__(self, model: nn.Module, route: ForwardRoute | GraphRoute, slots: list[Slot]) -> None:
+    def __init__(self, model: nn.Module, route: ForwardRoute, slots: list[Slot]) -> None:
         self.model, self._route, self._slots = model, route, slots
         self._forms = CallForms()
         self._tried: set[tuple[int, bool]] = set()
@@ -221,10 +221,8 @@ class StageModel:
         self._follow_types()
         packed, form = self._forms.pack(args, kwargs)
         tried = (form.fingerprint, self.model.training)
-        if isinstance(self._route, GraphRoute):
-            self._route.check(form, form.rebuild(packed[1:]))
-        elif tried not in self._tried:
-            self._try_out(self._route, form, packed)
+        if tried not in self._tried:
+            self._try_out(form, packed[1:])
             self._tried.add(tried)
         return packed
 
@@ -243,28 +241,31 @@ class StageModel:
             here = slot.parameter
             slot.convert(_to(changed.get(slot.absent.dtype, slot.absent.dtype) if here is None else here.dtype))
 
-    def _try_out(self, route: ForwardRoute, form: CallForm, packed: Packed) -> None:
+    def _try_out(self, form: CallForm, given: Packed) -> None:
+        route = self._route
         device = next((slot.absent.device for slot in self._slots), torch.device("cpu"))
         # Every run has to find what the script gave, so that none may write into it.
-        copies = [tensor.to(device).clone() for tensor in packed[1:] if tensor is not None]
+        copies = [tensor.to(device).clone() for tensor in given if tensor is not None]
         marks = [tensor._version for tensor in copies]
         touched = route.try_out(form, form.rebuild(tuple(copies)))
         written = {at for at, copy in enumerate(copies) if route.cut_short or copy._version != marks[at]}
         self._written.setdefault(form.fingerprint, set()).update(written)
         for slot in self._slots:
             known = route.pieces_of[slot.name]
-            new = touched.get(str(slot.absent.slot), set()) - set(known)
-            if not new:
-                continue
-            holders = {piece if self._stage_of is None else self._stage_of(piece) for piece in known}
-            for piece in new:
-                if (piece if self._stage_of is None else self._stage_of(piece)) not in holders:
-                    raise SplitError(
-                        f"{slot.name}: used by {self.piece_names[piece]} (piece {piece}), which the example of a call "
-                        f"did not show, allowed is {self.piece_names[known[0]]} (piece {known[0]}); give initialize() "
-                        f"training_data whose samples are like the batches"
-                    )
-            route.pieces_of[slot.name] = tuple(sorted({*known, *new}))
+            for piece in touched.get(str(slot.absent.slot), set()) - set(known):
+                self._refuse_elsewhere(slot.name, piece, known)
+                route.pieces_of[slot.name] = tuple(sorted({*route.pieces_of[slot.name], piece}))
+        for where, piece in route.writers.items():
+            self._refuse_elsewhere(f"buffer {where[1]}", piece, (route.buffer_piece[where],))
+
+    def _refuse_elsewhere(self, name: str, piece: int, known: tuple[int, ...]) -> None:
+        stages = {other if self._stage_of is None else self._stage_of(other) for other in known}
+        if (piece if self._stage_of is None else self._stage_of(piece)) not in stages:
+            raise SplitError(
+                f"{name}: used by {self.piece_names[piece]} (piece {piece}), which the example of a call did not show, "
+                f"allowed is {self.piece_names[known[0]]} (piece {known[0]}); give initialize() training_data whose "
+                f"samples are like the batches"
+            )
 
     def run(self, value: Packed, start: int, stop: int) -> Any:
         """Run pieces ``start`` to ``stop - 1``, which the stage keeps.
@@ -284,10 +285,20 @@ class StageModel:
         form = self._forms.form_of(value)
         behind = 1 + form.num_tensors
         written = self._written.get(form.fingerprint, ())
-        given = (t.clone() if at in written and t is not None else t for at, t in enumerate(value[1:behind]))
-        call, activations = form.rebuild(tuple(given)), value[behind:]
         holder = f"the stage with pieces {start} to {stop - 1}"
-        output = self._route.run(form, call, activations, start, stop, holder)  # type: ignore[arg-type]
+        for again in (False, True):
+            given = (t.clone() if at in written and t is not None else t for at, t in enumerate(value[1:behind]))
+            call = form.rebuild(tuple(given))
+            try:
+                output = self._route.run(form, call, value[behind:], start, stop, holder)  # type: ignore[arg-type]
+                break
+            except OtherWayError:
+                if again:
+                    raise SplitError(
+                        f"{type(self.model).__name__}: the forward of {holder} does not go as it does without "
+                        f"parameters, allowed is one that calls the same functions; change the forward"
+                    ) from None
+                self._try_out(form, value[1:behind])  # as every rank does that sees these arguments
         if stop < len(self.pieces):
             return (*value[:behind], *output)
         if torch.is_grad_enabled():

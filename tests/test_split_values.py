@@ -1,0 +1,340 @@
+"""Values that travel from the piece that makes them to any later one, and what cannot."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from split_models import OldBert, Stages, built, padding, pass_through, tokens
+from torch import Tensor, nn
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    MPNetConfig,
+    MPNetForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from ds_vpipe.splitting.absent import SplitError
+from ds_vpipe.splitting.route_choice import split_in_process
+
+TEXT = {"input_ids": tokens(1), "attention_mask": padding(), "labels": tokens(2)}
+SIZES = {"vocab_size": 83, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def parts(model: nn.Module, stages: int, example: Any = None) -> list[int]:
+    count = split_in_process(model, stages, example).num_pieces
+    bounds = [round(stage * count / stages) for stage in range(stages + 1)]
+    return [bounds[stage + 1] - bounds[stage] for stage in range(stages)]
+
+
+def check(build: Callable[[], nn.Module], args: Any, kwargs: Any, *, stages: int = 3, example: bool = False) -> Stages:
+    """Two passes in pieces have the loss and the gradients of the whole model."""
+    given = (args, kwargs) if example else None
+    model = built(build)
+    split = Stages(model, parts(built(build), stages, given), given)
+    for _ in range(2):
+        for stage in split.models:
+            stage.model.zero_grad()
+        torch.manual_seed(7)
+        random.seed(7)
+        wanted, gradients = pass_through(model, args, kwargs)
+        torch.manual_seed(7)
+        random.seed(7)
+        loss = split.forward(*args, **kwargs)
+        assert torch.equal(loss, wanted)
+        split.backward(loss)
+        found, ties = split.gradients(), split.models[0].ties()
+        assert found.keys() == gradients.keys()
+        for name, value in gradients.items():
+            torch.testing.assert_close(
+                found[name], value, rtol=1e-5 if name in ties else 0, atol=1e-6 if name in ties else 0
+            )
+    return split
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "front's value in every block": lambda: DebertaV2ForMaskedLM(
+        DebertaV2Config(
+            **SIZES, relative_attention=True, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", type_vocab_size=0
+        )
+    ),
+    "front's position bias": lambda: MPNetForMaskedLM(MPNetConfig(**SIZES)),
+    "encoder and decoder, bias of the first block": lambda: T5ForConditionalGeneration(
+        T5Config(vocab_size=83, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    ),
+    "blocks that look at values": lambda: MixtralForCausalLM._from_config(
+        MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=3), experts_implementation="eager"
+    ),
+    "one block called again and again": lambda: AlbertForMaskedLM(AlbertConfig(**SIZES, embedding_size=16)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hugging_face_without_an_example(name: str) -> None:
+    check(MODELS[name], (), TEXT)
+
+
+def test_encoder_and_decoder_are_both_split() -> None:
+    names = split_in_process(built(MODELS["encoder and decoder, bias of the first block"]), 3).piece_names
+    assert names == ["front", *(f"{part}.block.{i}" for part in ("encoder", "decoder") for i in range(2)), "tail"]
+
+
+@pytest.mark.parametrize("head", ["all", "embedded"])
+def test_heads_on_earlier_values(head: str) -> None:
+    def build() -> nn.Module:
+        model = OldBert()
+        model.head = head
+        return model
+
+    check(build, ([tokens(1), tokens(2, 2, low=0), padding(), tokens(3, 2, (3,), 0), tokens(4)],), {}, stages=4)
+
+
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.convolution(x)))
+
+
+class Up(Down):
+    def forward(self, x: Tensor, skipped: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        assert skipped is not None
+        return super().forward(x + skipped)
+
+
+class Skipping(nn.Module):
+    """As a U-Net: two lists of blocks, of which the last of one is the first that the other needs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 1)
+        self.down = nn.ModuleList([Down() for _ in range(3)])
+        self.up = nn.ModuleList([Up() for _ in range(3)])
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, kept = self.first(x), []
+        for block in self.down:
+            x = block(x)
+            kept.append(x)
+        for block in self.up:
+            x = block(x, kept.pop())
+        return nn.functional.cross_entropy(self.last(x.mean((2, 3))), y)
+
+
+IMAGES = (torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2]))
+
+
+@pytest.mark.parametrize("example", [False, True])
+def test_skip_connections_between_two_lists(example: bool) -> None:
+    split = check(Skipping, IMAGES, {}, stages=4, example=example)
+    assert len(split.models[0].piece_names) == 8
+    model = built(Skipping)
+    model(*IMAGES)
+    model(*IMAGES)
+    for name, value in split.state().items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=0, atol=0)
+
+
+class Flexible(nn.Module):
+    """Blocks between an embedding and a head, and something in between."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.way, self.calls, self.rate = nn.Embedding(83, 8), way, 0, 0.0
+        self.blocks = nn.ModuleList([Odd(way) if i % 2 else nn.Linear(8, 8) for i in range(4)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        x, self.calls, numbers = self.words(ids), self.calls + 1, []
+        table = self.words.weight[:8, :8]
+        if self.way == "noise":
+            x = torch.where((torch.rand(ids.shape) < 0.3)[..., None], 0, x)
+        if self.way == "dropped layers" and self.training and torch.rand([]) < self.rate:
+            return x.sum()
+        if self.way == "late draws" and self.calls > 9:
+            torch.rand(3)
+        if self.way == "late numpy" and self.calls > 9:
+            np.random.rand()
+        seen = x[:, 0]
+        for block in self.blocks:
+            x = block(x, mask, numbers) if isinstance(block, Odd) else block(x)
+        if self.way == "view":
+            x[:, 0] = 0
+            x = x + seen[:, None]
+        if self.way == "again":
+            x = self.blocks[0](x)
+        if self.way == "parameter":
+            x = x @ table
+        for number in numbers:
+            x = x * number
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+class Odd(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(8, 8), way
+
+    def forward(self, x: Tensor, mask: Tensor, numbers: list[int]) -> Tensor:
+        if self.way == "python draws":
+            x = x * random.random()
+        return x + torch.tanh(self.linear(x))
+
+
+def call(seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    return tokens(seed), padding(), tokens(seed, 3, (3,), 0)
+
+
+@pytest.mark.parametrize("way", ["plain", "noise", "dropped layers", "python draws", "again", "parameter"])
+def test_lists_of_several_classes_and_what_may_be_between(way: str) -> None:
+    split = check(lambda: Flexible(way), call(), {}, stages=4)
+    assert len(split.models[0].piece_names) == (7 if way == "again" else 6)
+
+
+@pytest.mark.parametrize("way", ["late draws", "late numpy"])
+def test_draws_that_begin_later_are_refused(way: str) -> None:
+    split = Stages(built(lambda: Flexible(way)), (3, 3))
+    split.forward(*call())
+    for stage in split.models:
+        stage.model.calls = 9
+    with pytest.raises(SplitError, match="draws random numbers outside the blocks"):
+        split.forward(*call())
+
+
+class Counting(nn.Module):
+    """Blocks that return a Python number, which depends on the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(83, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList([Counts() for _ in range(3)])
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        x, total = self.words(ids), 0
+        for block in self.blocks:
+            x, number = block(x, mask)
+            total += number
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels) * total
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, int]:
+        return x + self.linear(x), int(mask.sum())
+
+
+def test_numbers_of_skipped_blocks_are_those_of_the_call() -> None:
+    model = built(Counting)
+    split = Stages(model, (2, 2, 1))
+    ids, mask, labels = call()
+    for kept in (12, 7, 3):
+        arguments = ids, mask * (torch.arange(12) < kept), labels
+        assert torch.equal(split.forward(*arguments), model(*arguments))
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+class Free(nn.Module):
+    """Layers without a list, and a forward with what a traced graph of it would lose."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm, self.way, self.tau = nn.LayerNorm(6), way, 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mask = torch.zeros(6)
+        mask[3:] = 1
+        shifted = y.new_zeros(y.shape)
+        shifted[1:] = y[:-1]
+        hidden = torch.relu(self.first(x)) * mask.to(x.dtype)
+        if self.way == "backward":
+            hidden = Reversed.apply(hidden)
+        if self.way == "hook" and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: 2 * gradient)
+        hidden = hidden + self.second(hidden) * self.tau
+        hidden = self.norm(self.third(hidden) * mask.to(x.dtype)) + torch.nn.functional.one_hot(shifted, 6)
+        return nn.functional.cross_entropy(hidden, y)
+
+
+FREE = (torch.randn(4, 6, generator=torch.Generator().manual_seed(3)), torch.tensor([5, 1, 0, 2]))
+
+
+@pytest.mark.parametrize("way", ["slices", "backward", "hook"])
+def test_models_without_lists_keep_what_their_forward_does(way: str) -> None:
+    check(lambda: Free(way), FREE, {}, stages=3, example=True)
+
+
+def test_attributes_that_the_script_changes_without_lists() -> None:
+    model = built(lambda: Free("slices"))
+    split = Stages(model, (1, 1, 2), example=(FREE, {}))
+    for module in (model, *(stage.model for stage in split.models)):
+        module.tau = 2.0
+    assert torch.equal(split.forward(*FREE), model(*FREE))
+
+
+def test_half_precision_without_lists() -> None:
+    model = built(lambda: Free("slices"))
+    split = Stages(model, (1, 1, 2), example=(FREE, {}))
+    for stage in split.models:
+        for parameter in stage.model.parameters():  # as DeepSpeed does after the split
+            parameter.data = parameter.data.bfloat16()
+    arguments = FREE[0].bfloat16(), FREE[1]
+    assert torch.equal(split.forward(*arguments), model.bfloat16()(*arguments))
+
+
+class Scaled(nn.Module):
+    """A list of blocks, and a normalisation that is used in two pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.norm(block(x))
+        return nn.functional.cross_entropy(self.head(x), y % 3)
+
+
+def test_statistics_that_two_pieces_would_write() -> None:
+    with pytest.raises(SplitError, match="buffer num_batches_tracked: is written in pieces"):
+        split_in_process(built(Scaled), 2, (FREE, {}))
+
+
+def test_writes_that_another_tensor_of_an_earlier_piece_would_not_see() -> None:
+    class Viewed(Flexible):
+        def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+            x = self.words(ids)
+            first = x[:, 0]
+            hidden = self.blocks[0](x)
+            hidden = self.blocks[1](hidden, mask, [])
+            x[:, 0] = 0
+            return nn.functional.cross_entropy(self.head((hidden + x).mean(1) + first), labels)
+
+    with pytest.raises(SplitError, match="an earlier piece has made a view"):
+        split_in_process(built(lambda: Viewed("plain")), 2, (call(), {}))

@@ -176,6 +176,10 @@ def _features(config: DeepSpeedJson, asp: bool) -> Iterator[Refusal]:
             why = "what changes with the step would be asked for ahead of the step that it is for"
             fix = f'remove {name.rpartition(".")[2]}, or write "bsp" for vpipe.sync_mode'
             yield Refusal(f"{name}.enabled", True, 'false in "asp"', fix, why)
+    if asp and config.on("expert_parallel.enabled"):
+        why = "experts are reduced over ranks of several stages"
+        fix = 'remove expert_parallel, or write "bsp" for vpipe.sync_mode'
+        yield Refusal("expert_parallel.enabled", True, 'false in "asp"', fix, why)
     for key in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
         size = config.whole(key)
         if size is not None and size > 1:

@@ -33,7 +33,7 @@ run_pytest() {
 
 ruff check .
 mypy -p ds_vpipe
-run_pytest -m "not mp" "$@"
+run_pytest -m "not mp" -n 2 "$@"
 if [[ $fast == false ]]; then
     # Ranks wait for each other most of the time: two worlds at once keep two cores busy. Files of few long tests are
     # not left for the end, where one core would have nothing to do.

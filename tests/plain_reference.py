@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -182,9 +183,10 @@ def run(
         made.append(Engine(model, replay))
         return made[0], None, None, None
 
-    arguments = [str(script), "--output", "unused", *options]
-    with mock.patch.object(deepspeed, "initialize", initialize), mock.patch.object(sys, "argv", arguments):
-        runpy.run_path(str(script), run_name="__main__")
+    with tempfile.TemporaryDirectory() as folder:  # for the model that the script writes in the end
+        arguments = [str(script), "--output", str(Path(folder, "output")), *options]
+        with mock.patch.object(deepspeed, "initialize", initialize), mock.patch.object(sys, "argv", arguments):
+            runpy.run_path(str(script), run_name="__main__")
     return made[0].replay.named()
 
 

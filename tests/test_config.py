@@ -445,6 +445,13 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
     ),
     ({"elasticity": {"enabled": True}}, {}, "elasticity.enabled", True, "remove elasticity"),
     ({"autotuning": {"enabled": True}}, {}, "autotuning.enabled", True, "remove autotuning"),
+    (
+        {"expert_parallel": {"enabled": True}},
+        {},
+        "expert_parallel.enabled",
+        True,
+        'remove expert_parallel, or write "bsp" for vpipe.sync_mode',
+    ),
     ({"hybrid_engine": {"enabled": True}}, {}, "hybrid_engine.enabled", True, "remove hybrid_engine"),
     ({"tensor_parallel": {"autotp_size": 2}}, {}, "tensor_parallel.autotp_size", 2, "remove the key"),
     ({"sequence_parallel_size": 2}, {"sync_mode": "bsp"}, "sequence_parallel_size", 2, "remove the key"),

@@ -12,7 +12,7 @@ iterator: with tensor slices one rank of a slice reads, and ``batch_fn`` makes o
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -44,7 +44,7 @@ class MicroBatchFeed:
         self._call = -1
         self._iterators: dict[int, Iterator[Item]] = {}  # by the first call that used each
         self._ended: set[int] = set()  # has ended while reading ahead, and the user has not been told yet
-        self._returned: dict[int, Item] = {}  # read from an iterator to see whether it ends, but not used
+        self._returned: defaultdict[int, deque[Item]] = defaultdict(deque)  # read from an iterator, but not used yet
         self._ahead: deque[tuple[int, MicroBatch | None]] = deque()  # admitted once, to be admitted again
         self._iterator_there: Iterator[Item] | None = None
 
@@ -87,11 +87,11 @@ class MicroBatchFeed:
                 "training_data to initialize(), on the first and last stage; None is for ranks of a tensor slice whose "
                 "data come from a batch_fn, given to set_batch_fn()"
             )
+        if self._returned[source]:
+            return self._returned[source].popleft()
         if source in self._ended:
             self._ended.remove(source)
             raise StopIteration
-        if source in self._returned:
-            return self._returned.pop(source)
         return next(self._iterators[source])
 
     def take(self, item: Item, batch_fn: Callable[[Item], Item] | None) -> MicroBatch:
@@ -121,6 +121,22 @@ class MicroBatchFeed:
         """The next of those pairs, or None if there are none."""
         return self._ahead.popleft() if self._ahead else None
 
+    def ahead(self) -> list[int]:
+        """Calls in which those pairs were read."""
+        return [call for call, _ in self._ahead]
+
+    def catch_up(self, ahead: Iterable[int]) -> None:
+        """Ask every iterator as often as the first stage has, which has read ``ahead`` in those calls.
+
+        It may drop that; the iterators of the two stages are at the same position all the same.
+        """
+        for source, times in Counter(self._source(call) for call in ahead).items():
+            while source is not None and len(self._returned[source]) < times and source not in self._ended:
+                try:
+                    self._returned[source].append(own_copy(next(self._iterators[source])))
+                except StopIteration:
+                    self._ended.add(source)
+
     def start_over(self) -> None:
         """Training goes on from a checkpoint: what was read ahead counts only if the same iterator is used on."""
         if self._ahead:
@@ -130,7 +146,7 @@ class MicroBatchFeed:
         """Undo the last :meth:`read` of ``call``."""
         source = self._source(call)
         if source is not None:
-            self._returned[source] = own_copy(item)
+            self._returned[source].appendleft(own_copy(item))
 
     def end_again(self, call: int) -> None:
         """Let the next :meth:`read` of ``call``'s iterator report its end once more, without asking it.
@@ -152,10 +168,10 @@ class MicroBatchFeed:
         has more to give loses nothing.
         """
         source = self._source(call)
-        if source is None or source in self._returned:
+        if source is None or self._returned[source]:
             return
         with suppress(StopIteration):
-            self._returned[source] = own_copy(self.read(call))
+            self._returned[source].append(own_copy(self.read(call)))
 
     def _source(self, call: int) -> int | None:
         return max((number for number in self._iterators if number <= call), default=None)

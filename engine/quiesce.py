@@ -4,15 +4,17 @@ Between two calls of ``train_batch()`` every stage has made the same number of u
 run ahead with forward passes of later micro-batches. To rest, they forget those: each drops what it has
 in flight and what the previous stage has sent it, up to a mark that this sends last, and the first stage
 puts the micro-batches back in front of its data. So it does with an end of the data that it has met and
-the micro-batches left over before that: the last stage has yet to read their labels and meet the end. The
-next call fills the pipeline again from there, as after a drain, so nothing is lost but the work of the
-forward passes.
+the micro-batches left over before that. The mark tells the last stage of them, which reads as far: what
+comes next may drop them, rewind the iterators or read them elsewhere, and inputs and labels stay together.
+The next call fills the pipeline again from there, as after a drain, so nothing is lost but the work of
+the forward passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.engine.feed import MicroBatchFeed
@@ -66,21 +68,25 @@ class QuiesceMixin(PipelineEngine):
 
     def _rest(self, at: int) -> None:
         state, neighbours = self.state, self.neighbours
-        if neighbours.activations_in is not None and not self.is_first_stage():
-            while True:
-                message = neighbours.activations_in.receive("the mark of a pipeline at rest")
-                if message.kind is Message.QUIESCE:
-                    break
-            if self.news is not None:
-                self.news.from_earlier(message.tree)
-        if neighbours.activations_out is not None and not self.is_last_stage():
-            news = None if self.news is None else self.news.table
-            neighbours.activations_out.send(Message.QUIESCE, state.progress.forwarded, news)
         if self.is_first_stage():
             forgotten = [(flight.call, flight.taken) for _, flight in sorted(state.flights.items())]
             if state.data_end is not None:
                 forgotten += [*state.data_end.left_over, (state.data_end.call, None)]
             self._feed.read_again(forgotten)
+        ahead = torch.tensor(self._feed.ahead(), dtype=torch.int64)
+        if neighbours.activations_in is not None and not self.is_first_stage():
+            while True:
+                message = neighbours.activations_in.receive("the mark of a pipeline at rest")
+                if message.kind is Message.QUIESCE:
+                    break
+            ahead, news = message.tree
+            if self.news is not None:
+                self.news.from_earlier(news)
+            if self.is_last_stage():
+                self._feed.catch_up(ahead.tolist())
+        if neighbours.activations_out is not None and not self.is_last_stage():
+            news = None if self.news is None else self.news.table
+            neighbours.activations_out.send(Message.QUIESCE, state.progress.forwarded, (ahead, news))
         state.data_end = None
         for index in list(state.flights):
             del state.flights[index]

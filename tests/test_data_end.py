@@ -285,6 +285,35 @@ def test_inputs_keep_their_labels(worlds: Worlds, tmp_path: Path, stages: int, b
             assert what == "another size" or len(losses) == length // 2, (what, length)
 
 
+def train_after_loads(ds_config: dict[str, Any], folder: str) -> list[Any]:
+    """Data that go on, and others in between after one or two checkpoints; the first may be rewound by then."""
+    trained = cases.engine(ds_config, 2, loss_fn=distance, specs=lambda: [LayerSpec(Times) for _ in range(4)])
+    found = []
+    for before, loads, rewound in ((1, 1, False), (2, 1, False), (3, 2, False), (2, 1, True)):
+        old, other = Numbered(20), Numbered(30)
+        losses = [float(trained.train_batch(old)) for _ in range(before)]
+        for _ in range(loads):
+            rest(trained, "save, load", folder)
+        if rewound:
+            old.position = 0
+        losses += [float(trained.train_batch(iterator)) for iterator in (other, other, old, old)]
+        found.append((before, loads, rewound, losses))
+        trained.quiesce()
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_iterator_that_goes_on_after_a_load_and_other_data(
+    worlds: Worlds, tmp_path: Path, micro_batches: int
+) -> None:
+    """What the first stage had read ahead of it is dropped, with its labels."""
+    optimizer = {"type": "SGD", "params": {"lr": 0.0}}
+    ds_config = cases.config(micro_batches, optimizer, {"partition": "uniform", "stage_to_depth_map": [1, 0]})
+    for report in worlds.run(2, train_after_loads, ds_config, str(tmp_path)):
+        for *case, losses in report:
+            assert losses == [0] * len(losses), case
+
+
 def train_uneven(ds_config: dict[str, Any], stages: int) -> list[Any]:
     trained = cases.engine(ds_config, stages)
     iterator = toy.data(7 if trained.grid.data_parallel_id else 10, replica=trained.grid.data_parallel_id)

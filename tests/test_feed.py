@@ -156,6 +156,17 @@ def test_expect_end_loses_nothing_of_an_iterator_that_goes_on() -> None:
     feed_of().expect_end(0)
 
 
+def test_catch_up_reads_once_what_the_first_stage_has_read() -> None:
+    iterator = Restarting(2)
+    feed = feed_of(iterator, iter("xyz"))
+    for _ in range(2):
+        feed.catch_up([0, 0, 0, 1])
+    assert [feed.read(0), feed.read(0), feed.read(1)] == [0, 1, "x"]
+    feed.expect_end(0)
+    assert next(iterator) == 0, "the end was met in between, once"
+    assert [feed.read(1), feed.read(1)] == ["y", "z"]
+
+
 def test_end_again_reports_an_end_that_was_met_while_reading_ahead() -> None:
     iterator = Restarting(2)
     feed = feed_of(iterator)

@@ -93,7 +93,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
         self.mitigation = self._make_mitigation()
         self.stashing_optimizer = self._make_stashing_optimizer()
         self._vertical = self.vpipe_config.weight_sync == "vertical"
-        use_sound_checkpointing(self.module, self.asynchronous)
+        use_sound_checkpointing(self.module, self.asynchronous, self.random_states)
         self.ties = self._make_ties()
         self._prepare_updates()
         self._feed = MicroBatchFeed(self.device, inputs=self.is_first_stage(), labels=self.is_last_stage())

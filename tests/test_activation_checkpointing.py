@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import Any
 
@@ -64,3 +65,34 @@ def test_activation_checkpointing_keeps_versions_and_dropout(worlds: Worlds) -> 
         assert_same([rank[name] for rank in ranks], plain)
     for rank in ranks:
         assert rank["interval"]["calls"] > 1.5 * rank["plain"]["calls"] > 0, "layers run once more in backward passes"
+
+
+class Draws(nn.Linear):
+    """A layer whose output depends on a draw that torch does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * random.random()
+
+
+def drawn(mode: str, use_reentrant: bool) -> list[dict[str, Any]]:
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    reports = []
+    ds_config = cases.config(2, SGD, {"sync_mode": mode}, pipeline={"use_reentrant": use_reentrant})
+    for interval in (0, 1):
+        torch.manual_seed(1234)
+        specs = [*toy.layer_specs()[:-1], LayerSpec(Draws, toy.HIDDEN, toy.HIDDEN), toy.layer_specs()[-1]]
+        net = PipelineModule(
+            specs, num_stages=STAGES, loss_fn=nn.CrossEntropyLoss(), activation_checkpoint_interval=interval
+        )
+        random.seed(5)
+        reports.append(train(build(ds_config, net), toy.data(), 2))
+    return reports
+
+
+@pytest.mark.parametrize("mode", ["asp", "bsp"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpointed_layer_draws_the_same_twice(worlds: Worlds, mode: str, use_reentrant: bool) -> None:
+    """From Python's generator, which DeepSpeed does not put back."""
+    ranks = worlds.run(STAGES, drawn, mode, use_reentrant)
+    assert_same([checkpointed for _, checkpointed in ranks], [plain for plain, _ in ranks])

@@ -6,7 +6,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from worlds import Worlds
+
+settings.register_profile("untimed", deadline=None)  # a loaded machine is no defect
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from shapes import pipelines
 
@@ -82,7 +82,6 @@ def test_losses_known_after_a_drain() -> None:
     assert known == [5, 6, 6, 6, 7]
 
 
-@settings(deadline=None)
 @given(looped, st.integers(1, 4))
 def test_portions_are_the_program(pipeline: Pipeline, batches: int) -> None:
     count = batches * pipeline.micro_batches
@@ -93,7 +92,6 @@ def test_portions_are_the_program(pipeline: Pipeline, batches: int) -> None:
         assert got == list(rank_program(pipeline, rank, Workload(batches), EXCHANGES))
 
 
-@settings(deadline=None)
 @given(looped, st.lists(st.integers(0, 9), min_size=1, max_size=4))
 def test_every_pass_runs_once_whatever_is_drained(pipeline: Pipeline, counts: list[int]) -> None:
     """Also where drains come in the middle of batches; updates belong to complete batches only."""
@@ -164,7 +162,6 @@ class Lockstep:
         self.progress = [Progress(handed, handed, None, refill=handed) for _ in self.ranks]
 
 
-@settings(deadline=None)
 @given(looped, st.lists(st.integers(0, 9), min_size=1, max_size=3))
 def test_scripts_may_wait_for_each_other_between_any_two_calls(pipeline: Pipeline, counts: list[int]) -> None:
     script = Lockstep(pipeline)

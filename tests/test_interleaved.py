@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_vpipe.schedules.actions import Kind
@@ -46,7 +46,6 @@ def test_groups(num_stages: int, micro_batches: int, sizes: tuple[int, ...]) -> 
 
 
 @given(st.integers(1, 9), st.integers(1, 30), st.integers(2, 5), st.data())
-@settings(deadline=None)
 def test_every_pass_once_and_the_warm_up(
     num_stages: int, micro_batches: int, virtual: int, data: st.DataObject
 ) -> None:

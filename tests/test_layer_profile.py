@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_vpipe.errors import VPipeConfigError
@@ -36,7 +36,6 @@ def part(start: int, stop: int) -> ModelProfile:
     return replace(MODEL, layers=LAYERS[start:stop], first_layer=start, input_bytes=64 if start == 0 else 20)
 
 
-@settings(deadline=None)
 @given(cuts=st.sets(st.integers(1, 4)), order=st.randoms(use_true_random=False))
 def test_parts_merge_in_any_order(cuts: set[int], order: Any) -> None:
     edges = [0, *sorted(cuts), 5]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_vpipe.deepspeed_json import DeepSpeedJson
@@ -119,7 +119,6 @@ def chains(draw: st.DrawFn) -> ModelProfile:
     return model(*found, input_bytes=draw(sizes))
 
 
-@settings(deadline=None)
 @given(profile=chains(), data=st.data())
 def test_prefix_sums_against_a_walk(profile: ModelProfile, data: st.DataObject) -> None:
     stop = data.draw(st.integers(1, len(profile)))
@@ -169,7 +168,6 @@ def test_prefix_sums_against_a_walk(profile: ModelProfile, data: st.DataObject) 
     assert found.total == found.weights + max(moments)
 
 
-@settings(deadline=None)
 @given(profile=chains())
 def test_tables_and_single_stages_agree(profile: ModelProfile) -> None:
     sums = ActivationSums(profile)

@@ -111,7 +111,7 @@ def test_clocks_without_messages_both_ways_are_refused() -> None:
     schedule=st.sampled_from(["asp", "1f1b", "gpipe"]),
     origins=st.lists(st.integers(0, 10**13), min_size=4, max_size=4),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_offsets_are_found(offsets: list[float], transfer: float, schedule: str, origins: list[int]) -> None:
     pipeline = Pipeline(schedule, 4, 2)  # type: ignore[arg-type]
     timeline = planned_timeline(pipeline, Workload(3), transfer=transfer)

@@ -43,7 +43,7 @@ def walk(
     return [[ends["B", stage, index] for index in range(count)] for stage in range(stages)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), stages=st.integers(1, 4))
 def test_pace_is_that_of_the_schedule(data: st.DataObject, stages: int) -> None:
     some = st.lists(eighths, min_size=stages, max_size=stages)
@@ -92,7 +92,6 @@ def test_gpipe_batches_are_two_flow_shops() -> None:
     assert batch_seconds([1, 3], [2, 1], [0], None, 3) == (1 + 3 * 3) + (1 + 3 * 2)
 
 
-@settings(deadline=None)
 @given(data=st.data(), stages=st.integers(1, 4))
 def test_hiding_depths_are_smallest(data: st.DataObject, stages: int) -> None:
     compute = data.draw(st.lists(eighths, min_size=stages, max_size=stages))

@@ -106,7 +106,7 @@ def brute_force(profile: ModelProfile, pipeline: PlanSettings) -> float | None:
     return best
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(problem=problems())
 def test_plans_are_optimal_and_fit(problem: tuple[ModelProfile, PlanSettings]) -> None:
     profile, pipeline = problem
@@ -122,7 +122,7 @@ def test_plans_are_optimal_and_fit(problem: tuple[ModelProfile, PlanSettings]) -
     assert predict(profile, pipeline, found.partition, found.recompute_ratio) == found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(problem=problems(), data=st.data())
 def test_settled_partitions_and_ratios_are_kept(
     problem: tuple[ModelProfile, PlanSettings], data: st.DataObject
@@ -152,7 +152,7 @@ def test_settled_partitions_and_ratios_are_kept(
             assert tighter.stages[0].recomputed > 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(problem=problems())
 def test_the_missing_bytes_are_exact(problem: tuple[ModelProfile, PlanSettings]) -> None:
     profile, pipeline = problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from shapes import pipelines, trainings
 
@@ -148,7 +148,6 @@ def test_exchanges_of_every_rank() -> None:
 
 
 @given(trainings())
-@settings(deadline=None)
 def test_the_engine_is_handed_the_same_actions(training: tuple[Pipeline, Workload]) -> None:
     """What the generator gives to a rank that finds the end of the data where it wants a micro-batch."""
     pipeline, workload = training
@@ -175,7 +174,6 @@ def test_the_engine_is_handed_the_same_actions(training: tuple[Pipeline, Workloa
 
 
 @given(pipelines(), st.booleans())
-@settings(deadline=None)
 def test_progress_after_a_batch(pipeline: Pipeline, ends: bool) -> None:
     for rank in range(pipeline.num_stages):
         progress = Progress(limit=2 * pipeline.micro_batches if ends and not pipeline.synchronous else None)

@@ -100,7 +100,7 @@ def test_the_interleaved_order_needs_what_its_groups_say(num_stages: int, micro_
 
 
 @given(pipelines())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_more_posted_receives_hold_nobody_up(pipeline: Pipeline) -> None:
     built = programs(pipeline, Workload(3))
     for more in (0, 1, 5, 10**6):

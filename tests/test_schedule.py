@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_vpipe.schedules.actions import Action, Kind
@@ -179,7 +179,6 @@ class Stage:
 
 
 @given(depth=st.integers(0, 9), micro_batches=st.integers(1, 6), ends=st.lists(st.integers(0, 25), max_size=4))
-@settings(deadline=None)
 def test_version_used_is_the_number_of_updates(depth: int, micro_batches: int, ends: list[int]) -> None:
     stage = Stage(depth, micro_batches)
     for length in [*ends, 30]:
@@ -193,7 +192,6 @@ def test_version_used_is_the_number_of_updates(depth: int, micro_batches: int, e
 
 
 @given(depth=st.integers(0, 12), micro_batches=st.integers(1, 8))
-@settings(deadline=None)
 def test_versions_alive_in_steady_state(depth: int, micro_batches: int) -> None:
     stage = Stage(depth, micro_batches)
     for _ in range(30):
@@ -299,7 +297,6 @@ def dry_run(
 
 
 @given(pipelines())
-@settings(deadline=None)
 def test_no_dead_lock_and_every_receive_matched(pipeline: tuple[tuple[int, ...], int, int, int | None]) -> None:
     depths, micro_batches, batches, limit = pipeline
     stuck, links = dry_run(depths, micro_batches, batches, limit)
@@ -319,7 +316,6 @@ def test_dry_run_finds_a_dead_lock() -> None:
 
 
 @given(pipelines())
-@settings(deadline=None)
 def test_every_micro_batch_passes_once(pipeline: tuple[tuple[int, ...], int, int, int | None]) -> None:
     depths, micro_batches, batches, limit = pipeline
     for stage in range(len(depths)):
@@ -331,7 +327,6 @@ def test_every_micro_batch_passes_once(pipeline: tuple[tuple[int, ...], int, int
 
 
 @given(pipelines())
-@settings(deadline=None)
 def test_vertical_version_exists_when_it_is_used(pipeline: tuple[tuple[int, ...], int, int, int | None]) -> None:
     """The version stage 0 used for a micro-batch is at every stage one that the stage has made already."""
     depths, micro_batches, batches, _ = pipeline

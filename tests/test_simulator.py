@@ -47,7 +47,7 @@ def test_published_bubbles(schedule: Schedule, num_stages: int, micro_batches: i
     st.floats(0.1, 5),
     st.integers(1, 3),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_bubble_of_synchronous_pipelines(
     schedule: Schedule, num_stages: int, micro_batches: int, virtual: int, backward_s: float, batches: int
 ) -> None:
@@ -64,7 +64,7 @@ def test_bubble_of_synchronous_pipelines(
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.floats(0.1, 5), st.booleans())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_no_bubble_in_the_steady_state_of_asp(
     num_stages: int, micro_batches: int, backward_s: float, vertical: bool
 ) -> None:
@@ -198,7 +198,7 @@ COSTS = st.builds(StageCost, st.integers(1, 6), st.integers(1, 6), SECONDS, SECO
 
 
 @given(trainings(most_stages=4, most_micro_batches=6), st.data())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_against_a_naive_simulation(training: tuple[Pipeline, Workload], data: st.DataObject) -> None:
     pipeline, workload = training
     costs = data.draw(st.lists(COSTS, min_size=pipeline.num_parts, max_size=pipeline.num_parts))
@@ -231,7 +231,7 @@ def test_memory_of_a_stage() -> None:
 
 
 @given(trainings(), st.integers(0, 9), st.integers(0, 9))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_peak_from_counts(training: tuple[Pipeline, Workload], activation: int, version: int) -> None:
     """No more than the most in flight and the most versions, and exactly that if only one of the two counts."""
     pipeline, workload = training

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from timelines import TWO_PARTS, TWO_STAGES
 
@@ -64,7 +64,6 @@ def test_pieces_of_an_action(text: str, name: ActionName) -> None:
 
 
 @given(st.sampled_from(Kind), st.integers(0, 10**6), st.none() | st.integers(0, 500), st.booleans())
-@settings(deadline=None)
 def test_every_action_is_understood(kind: Kind, index: int, part: int | None, waiting: bool) -> None:
     text = ("WAIT" if waiting else "") + str(Action(kind, index, part))
     assert action_name(text) == ActionName(waiting, part, kind.value, index)

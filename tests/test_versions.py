@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -131,7 +131,6 @@ def test_values_of_versions_in_flight_never_change(build: Build) -> None:
 @given(
     steps=st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 12), max_size=3), st.integers(0, 12)), max_size=12)
 )
-@settings(deadline=None)
 def test_any_order_of_updates(steps: list[tuple[bool, set[int], int]]) -> None:
     for build in (flat, with_offsets, aliased_in_several, large_and_small):
         parameters, holders = build()

@@ -96,13 +96,12 @@ TREES = st.recursive(
 
 
 @given(tree=TREES, extra=st.integers(0, 300))
-@settings(deadline=None)
 def test_any_tree(tree: Any, extra: int) -> None:
     assert_same(through(tree, extra), tree)
 
 
 @given(trees=st.lists(TREES, min_size=1, max_size=6))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_one_packer_for_changing_layouts(trees: list[Any]) -> None:
     packer = Packer()
     for number, tree in enumerate([*trees, *trees]):

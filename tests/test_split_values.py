@@ -322,7 +322,7 @@ class Scaled(nn.Module):
 
 
 def test_statistics_that_two_pieces_would_write() -> None:
-    with pytest.raises(SplitError, match="buffer num_batches_tracked: is written in pieces"):
+    with pytest.raises(SplitError, match="buffer running_mean: is written in pieces"):
         split_in_process(built(Scaled), 2, (FREE, {}))
 
 
@@ -338,3 +338,99 @@ def test_writes_that_another_tensor_of_an_earlier_piece_would_not_see() -> None:
 
     with pytest.raises(SplitError, match="an earlier piece has made a view"):
         split_in_process(built(lambda: Viewed("plain")), 2, (call(), {}))
+
+
+class Remembering(nn.Module):
+    """Blocks, and something that a call leaves behind for later ones or for the code behind them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.way, self.calls = nn.Embedding(83, 8), way, 0
+        self.blocks = nn.ModuleList([Leaving(way) for _ in range(4)])
+        self.head, self.one, self.other = nn.Linear(8, 3), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("steps", torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("variance", torch.ones(8))
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        x, factor, full = self.words(ids), torch.ones(()), bool(mask.all())
+        numbers: list[int] = []
+        if self.way == "counter in a buffer":
+            self.steps += 1
+            factor = self.steps.sum()
+        elif self.way == "counter that is replaced":
+            self.steps = self.steps + 1
+            factor = self.steps.sum()
+        elif self.way == "memory":
+            x = x + self.mean
+        elif self.way == "attribute of the model":
+            self.calls += 1
+            factor = factor * self.calls
+        one, other = self.one(x), self.other(x)
+        x = self.blocks[1](self.blocks[0](x, mask, numbers), mask, numbers)
+        if full and self.way in ("branch", "statistics"):
+            x = torch.relu(x)
+        kept = torch.sin(x)
+        x = self.blocks[2](x, mask, numbers)
+        if self.way == "branch":
+            x = x + (one if full else other)
+        elif self.way == "shared statistics":
+            for _ in range(2):
+                x = nn.functional.batch_norm(x.transpose(1, 2), self.mean, self.variance, training=True).transpose(1, 2)
+                x = self.blocks[3](x, mask, numbers)
+        x = self.blocks[3](x, mask, numbers) + kept
+        if self.way == "memory":
+            self.mean = 0.9 * self.mean + x.detach().mean((0, 1))
+        if self.way == "attribute of a block":
+            factor = factor * sum(block.kept for block in self.blocks)
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels) * factor * (1 + sum(numbers))
+
+
+class Leaving(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(8, 8), way
+        self.norm = nn.BatchNorm1d(8) if way == "statistics" else None
+
+    def forward(self, x: Tensor, mask: Tensor, numbers: list[int]) -> Tensor:
+        if self.way == "attribute of a block":
+            self.kept = int(mask.sum())
+        elif self.way == "list":
+            numbers.append(3)
+        if self.norm is not None:
+            x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return x + torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("way", ["counter in a buffer", "counter that is replaced", "memory", "shared statistics"])
+def test_buffers_that_one_piece_writes_and_another_needs_are_refused(way: str) -> None:
+    with pytest.raises(SplitError, match=r"buffer .* is written in piece"):
+        split_in_process(built(lambda: Remembering(way)), 3, (call(), {}))
+
+
+@pytest.mark.parametrize("way", ["attribute of the model", "attribute of a block", "list"])
+def test_what_python_remembers_is_that_of_the_call(way: str) -> None:
+    model = built(lambda: Remembering(way))
+    split = Stages(model, (2, 2, 2))
+    ids, mask, labels = call()
+    for kept in (12, 7, 12, 3):
+        arguments = ids, mask * (torch.arange(12) < kept), labels
+        assert torch.equal(split.forward(*arguments), model(*arguments))
+
+
+def test_values_of_another_branch_do_not_take_each_others_places() -> None:
+    split = Stages(built(lambda: Remembering("branch")), (2, 2, 2))
+    ids, mask, labels = call()
+    split.forward(ids, mask, labels)
+    with pytest.raises(SplitError, match="does not go as it does without parameters"):
+        split.forward(ids, torch.ones_like(mask), labels)
+
+
+def test_statistics_are_written_once_where_a_forward_is_run_again() -> None:
+    model = built(lambda: Remembering("statistics"))
+    split = Stages(model, (3, 3))
+    ids, mask, labels = call()
+    for given in (mask, torch.ones_like(mask), mask):
+        assert torch.equal(split.forward(ids, given, labels), model(ids, given, labels))
+    for name, value in split.state().items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=0, atol=0)

@@ -21,7 +21,7 @@ from ds_vpipe.splitting.absent import Ledger, SplitError, ValueNeededError
 from ds_vpipe.splitting.blocks import Blocks
 from ds_vpipe.splitting.call import CallForm
 from ds_vpipe.splitting.gates import Finished, Gates
-from ds_vpipe.splitting.outlines import AgainError, Outlines, Where, own_buffers
+from ds_vpipe.splitting.outlines import AgainError, Outlines, Where, own_buffers, own_numbers
 from ds_vpipe.splitting.passes import OtherWayError, Plan, Run, Trial
 from ds_vpipe.splitting.slots import Slot
 
@@ -64,6 +64,7 @@ class ForwardRoute:
         self.outlines = Outlines(ledger, members)
         self._inside = set().union(*parts.values())
         self.outside = [slot for slot in slots if id(slot.module) not in self._inside]
+        self._modules = {id(module): module for module in model.modules()}
         self._by_name = {str(slot.absent.slot): slot for slot in reversed(slots)}
         self.sequence: list[nn.Module] | None = None
         self._cuts: frozenset[int] | None = None
@@ -75,6 +76,7 @@ class ForwardRoute:
         self._buffers: dict[int, int] = {}
         self._written: set[Where] = set()
         self.writers: dict[Where, int] = {}
+        self._ever_written: dict[Where, int] = {}
 
     # Where pieces begin
 
@@ -150,7 +152,8 @@ class ForwardRoute:
             self.pieces_of[slot.name] = tuple(sorted(used)) or (self._by_place(slot.module),)
         for module in self.model.modules():
             for key in module._buffers:
-                self.buffer_piece[id(module), key] = self._buffers.get(id(module), self._by_place(module))
+                piece = self._buffers.get(id(module), self._by_place(module))
+                self.buffer_piece[id(module), key] = self.writers.get((id(module), key), piece)
 
     def _by_place(self, module: nn.Module) -> int:
         order = {id(part): position for position, part in enumerate(self.model.modules())}
@@ -206,6 +209,7 @@ class ForwardRoute:
         with ExitStack() as around:
             around.enter_context(torch.no_grad())
             around.enter_context(generators.untouched_generators())
+            around.enter_context(own_numbers(self.model))
             around.enter_context(self._standing_in(self._slots))
             around.enter_context(self._noting_modules())
             around.enter_context(self._running())
@@ -230,6 +234,7 @@ class ForwardRoute:
             finally:
                 trial.end()
         self.writers = trial.writers
+        self._ever_written |= trial.writers
         self._written |= {where for where in trial.writers if where[0] not in self._inside}
         return trial, output
 
@@ -267,6 +272,7 @@ class ForwardRoute:
         if start and self._written:
             copies.enter_context(own_buffers(self.model, self._written))
         run = Run(self, plan, activations, start, stop, arriving, copies.close)
+        kept = [(module, key, buffer, buffer.clone()) for module, key, buffer in self._statistics(start, stop)]
         with copies, ExitStack() as around:
             for context in (self._standing_in(hidden), self._gates.closed(run), self._running(), *run.modes()):
                 around.enter_context(context)
@@ -277,6 +283,9 @@ class ForwardRoute:
                 return finished.activations
             except (OtherWayError, AgainError):
                 generators.restore(run.before)
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    for module, key, buffer, before in kept:
+                        module._buffers[key] = buffer.copy_(before)
                 raise OtherWayError from None
             finally:
                 run.end()
@@ -284,6 +293,14 @@ class ForwardRoute:
         if not run.done or stop != len(self.piece_names):
             raise self._too_few_calls(run.calls)
         return output
+
+    def _statistics(self, start: int, stop: int) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """Buffers that a run writes to, which a forward that is run again would do twice."""
+        written = [
+            (self._modules[where[0]], where[1]) for where, at in self._ever_written.items() if start <= at < stop
+        ]
+        found = ((module, key, module._buffers.get(key)) for module, key in written)
+        return [(module, key, buffer) for module, key, buffer in found if buffer is not None]
 
     def _plan(self, form: CallForm) -> Plan:
         known = self._plans.get((form.fingerprint, self.model.training))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ Where = tuple[int, str]
 """A buffer: ``id`` of its module, and its name there."""
 
 _MOST_KNOWN = 4096
+_OF_MODULES = frozenset(nn.Module().__dict__)
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Outlines:
         self._ledger, self._slots = ledger, slots
         self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
         self._looking: set[int] = set()
+        self._remembering: set[int] = set()
 
     def outputs(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool, name: str
@@ -130,8 +133,8 @@ class Outlines:
         """Leaves and form of the block's outputs, with absent tensors.
 
         The block is run the first time, or every time if it returns what it has computed from the call's own
-        arguments, writes into those, or if somebody listens inside of it, such as code that collects all attention
-        weights, which would else miss entries without noticing.
+        arguments, writes into those, sets attributes or adds to lists, or if somebody listens inside of it, such as
+        code that collects all attention weights, which would else miss entries without noticing.
 
         Args:
             block: to be run.
@@ -142,12 +145,16 @@ class Outlines:
         """
         leaves, spec = tree_flatten((args, kwargs))
         key = (id(block), block.training, spec, *(_outline(leaf) for leaf in leaves))
-        if again or key not in self._known or _watched(block):
+        if again or id(block) in self._remembering or key not in self._known or _watched(block):
             outputs, out_spec, same, _ = self._run(block, args, kwargs)
             places = {id(leaf): index for index, leaf in reversed(list(enumerate(leaves)))}
             memo: dict[int, Any] = {}
             kept = [memo.setdefault(id(leaf), _kept(leaf, places)) for leaf in outputs]
-            if same and all(leaf is None or isinstance(leaf, (Absent, _Passed)) for leaf in kept):
+            if (
+                same
+                and id(block) not in self._remembering
+                and all(leaf is None or isinstance(leaf, (Absent, _Passed)) for leaf in kept)
+            ):
                 if len(self._known) == _MOST_KNOWN:
                     self._known.clear()
                 self._known[key] = kept, out_spec
@@ -168,6 +175,7 @@ class Outlines:
         """Leaves and form of outputs; whether nothing else has changed, and which buffers have."""
         with torch.no_grad(), untouched_generators(), self._without_parameters(block), own_buffers(block) as copies:
             buffers, same = list(copies.values()), True
+            attributes, (given, given_spec) = _attributes(block), tree_flatten((args, kwargs))
             if id(block) in self._looking:
                 with Guesses(self._ledger, buffers):
                     outputs, spec = tree_flatten(block(*args, **kwargs))
@@ -183,7 +191,10 @@ class Outlines:
                     self._looking.add(id(block))
                     raise AgainError from error
                 same = not writes.outside
-            return outputs, spec, same, [where for where, copy in copies.items() if copy._version]
+            after, after_spec = tree_flatten((args, kwargs))
+            if attributes != _attributes(block) or given_spec != after_spec or not all(map(operator.is_, given, after)):
+                self._remembering.add(id(block))
+            return outputs, spec, same, _changed(block, copies)
 
     @contextmanager
     def _without_parameters(self, block: nn.Module) -> Iterator[None]:
@@ -214,6 +225,40 @@ def own_buffers(model: nn.Module, only: Collection[Where] | None = None) -> Iter
     finally:
         for module, key, buffer in kept:
             module._buffers[key] = buffer
+
+
+def _changed(block: nn.Module, copies: Mapping[Where, torch.Tensor]) -> list[Where]:
+    """Buffers that have been written to, or replaced."""
+    modules = {id(module): module for module in block.modules()}
+    return [
+        (module, key)
+        for (module, key), copy in copies.items()
+        if copy._version or modules[module]._buffers.get(key) is not copy
+    ]
+
+
+def _attributes(block: nn.Module) -> list[tuple[int, str, int, int]]:
+    """What the modules of a block remember, apart from what torch knows of."""
+    return [
+        (id(module), key, id(value), len(value) if isinstance(value, (list, dict, set)) else 0)
+        for module in block.modules()
+        for key, value in module.__dict__.items()
+        if key not in _OF_MODULES
+    ]
+
+
+@contextmanager
+def own_numbers(model: nn.Module) -> Iterator[None]:
+    """Numbers that modules have as attributes, such as counters, are afterwards what they were before."""
+    kept = [
+        (module, {key: value for key, value in module.__dict__.items() if type(value) in (int, float)})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, before in kept:
+            module.__dict__.update(before)
 
 
 def _refuse_numbers(block: nn.Module, outputs: list[Any]) -> None:

@@ -7,6 +7,7 @@ names of all functions called there until then have to be the same, so that a fo
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ds_vpipe.splitting import generators
-from ds_vpipe.splitting.absent import Absent, Key, Ledger, SplitError, place
+from ds_vpipe.splitting.absent import Absent, Key, Ledger, SplitError, place, written
 from ds_vpipe.splitting.gates import Finished, Surroundings
 from ds_vpipe.splitting.outlines import Guesses, Where
 from ds_vpipe.splitting.slots import Slot
@@ -54,6 +55,11 @@ class Plan:
     specs: dict[tuple[str, int], TreeSpec] = field(default_factory=dict)
     drawn: frozenset[Place] = frozenset()
     _wanted: dict[tuple[int, int], Wanted] = field(default_factory=dict)
+
+    def mark(self, piece: int) -> torch.Tensor:
+        """An empty tensor whose shape says which values cross to a piece, as a rank with another plan has others."""
+        digest = hashlib.sha256(repr([tuple(key) for key in self.crossing[piece]]).encode()).digest()
+        return torch.empty(1, 0, int.from_bytes(digest[:7], "big"), dtype=torch.uint8)
 
     def wanted(self, start: int, stop: int) -> Wanted:
         """The values to look out for while pieces ``start`` to ``stop - 1`` are run."""
@@ -138,21 +144,44 @@ def _hidden(result: Any, ledger: Ledger, func: Any) -> Any:
 class Draws(TorchDispatchMode):
     """Notices random numbers that are drawn without an activation among the arguments.
 
+    Args:
+        read: gets the tensors that operations outside the blocks read.
+
     Attributes:
         by: the operation that has drawn some since this was set to None.
         on: it is looked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[torch.Tensor], None] | None = None) -> None:
         super().__init__()
+        self._read = read
         self.by: Any = None
         self.on = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         drawn = self.on and torch.Tag.nondeterministic_seeded in func.tags
         if drawn and not any(isinstance(value, Absent) for value in tree_leaves((args, kwargs))):
             self.by = func
-        return func(*args, **(kwargs or {}))
+        statistics = _statistics(func, args)
+        torch.autograd.graph.increment_version(statistics)
+        if self._read is not None and self.on:
+            targets = [written(func, args, kwargs), *statistics]
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and not any(leaf is target for target in targets):
+                    self._read(leaf)
+        return func(*args, **kwargs)
+
+
+def _statistics(func: Any, args: Any) -> list[torch.Tensor]:
+    """Running statistics that an operation writes to, of which its schema says nothing."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "running_mean" not in names or not any(
+        argument is True for name, argument in zip(names, args, strict=False) if name in ("train", "training")
+    ):
+        return []
+    given = (args[names.index(name)] for name in ("running_mean", "running_var"))
+    return [value for value in given if isinstance(value, torch.Tensor)]
 
 
 def _refuse_draws(by: Any) -> SplitError:
@@ -218,12 +247,14 @@ class Trial(Pass):
     def __init__(self, route: ForwardRoute, buffers: dict[Where, torch.Tensor], guess: bool) -> None:
         super().__init__(route)
         self.sequence: list[nn.Module] = []
-        self.functions, self.draws = Functions(self._seen), Draws()
+        self.functions, self.draws = Functions(self._seen), Draws(self._reads)
         self._paths: dict[Place, int] = {}
         self._specs: dict[tuple[str, int], TreeSpec] = {}
         self._drawn: dict[Place, SplitError | None] = {}
         self.writers: dict[Where, int] = {}
         self._buffers = buffers
+        self._modules = {id(module): module for module in route.model.modules()}
+        self._readers: dict[Where, set[int]] = defaultdict(set)
         self._versions = {where: buffer._version for where, buffer in buffers.items()}
         self._at_last_block = self.before
         self._tail = ExitStack()
@@ -286,10 +317,20 @@ class Trial(Pass):
 
     def _look_at_buffers(self) -> None:
         """See which buffers outside the blocks have been written to."""
-        for where, buffer in self._buffers.items():
-            if buffer._version != self._versions[where]:
-                self._versions[where] = buffer._version
+        for where, known in self._buffers.items():
+            buffer = self._modules[where[0]]._buffers.get(where[1])
+            if buffer is not None and (buffer is not known or buffer._version != self._versions[where]):
+                self._buffers[where], self._versions[where] = buffer, buffer._version
                 self._writes(where)
+
+    def _reads(self, value: torch.Tensor) -> None:
+        """See which buffers are read outside the blocks."""
+        if isinstance(value, Absent) or value.is_meta:
+            return
+        storage = value.untyped_storage()._cdata
+        for where, buffer in self._buffers.items():
+            if not isinstance(buffer, Absent) and buffer.untyped_storage()._cdata == storage:
+                self._readers[where].add(self.piece)
 
     def _writes(self, where: Where) -> None:
         if self.writers.setdefault(where, self.piece) != self.piece:
@@ -328,6 +369,14 @@ class Trial(Pass):
             raise refused
         if not generators.alike((None, None, *self.before[2:]), (None, None, *self._at_last_block[2:])):
             raise _refuse_draws("Python or numpy")
+        for where, piece in self.writers.items():
+            readers = self._readers.get(where)
+            if readers and (piece < last or min(readers) < piece):
+                raise SplitError(
+                    f"buffer {where[1]}: is written in piece {piece} and read outside the blocks in piece "
+                    f"{min(readers)}, whose stage may have an older value; allowed are buffers that are written and "
+                    f"read behind the last block, or in one block; pass the value as an argument of the call"
+                )
         if not self.route.model.training:
             ledger.piece = last
             for leaf in tree_leaves(output):
@@ -336,10 +385,15 @@ class Trial(Pass):
             ledger.piece = None
         uses = sorted(ledger.last_use.items(), key=lambda use: (*use[0][:4], str(use[0].leaf)))
         crossing = [tuple(key for key, used in uses if key.piece < piece <= used) for piece in range(last + 1)]
-        paths = {(key.piece, key.scope, key.number) for key, _ in uses if key.kind == "function"}
+        places = {(key.piece, key.scope, key.number) for key, _ in uses if key.kind == "function"}
+        if not places <= self._paths.keys():
+            raise SplitError(
+                f"{type(self.route.model).__name__}: uses a value of another call, which this stage does not have; "
+                f"allowed are values of the same call; change the forward"
+            )
         return Plan(
             [*crossing, ()],
-            {where: self._paths[where] for where in paths},
+            {where: self._paths[where] for where in places},
             self._specs,
             frozenset(drawn),
         )
@@ -470,7 +524,7 @@ class Run(Pass):
         keys = self._plan.crossing[self._stop]
         if not all(key in self._found for key in keys):
             raise OtherWayError
-        return tuple(self._found[key] for key in keys)
+        return (self._plan.mark(self._stop), *(self._found[key] for key in keys))
 
     def _arrive(self) -> None:
         """Put real values into the places of absent ones; from here on everything is real."""
@@ -480,12 +534,15 @@ class Run(Pass):
         elif not generators.alike(self.before, generators.states()):
             raise _refuse_draws("the forward")
         keys = self._plan.crossing[self._start]
-        if len(keys) != len(self._activations):
+        mark, *activations = self._activations or (None,)
+        if len(keys) != len(activations):
             raise SplitError(
-                f"{self.route.piece_names[self._start]}: got {len(self._activations)} activations from the stage "
+                f"{self.route.piece_names[self._start]}: got {len(activations)} activations from the stage "
                 f"before, allowed are {len(keys)} as in this rank's own call; make the same call on every rank"
             )
-        for key, activation in zip(keys, self._activations, strict=True):
+        if mark is not None and mark.shape != self._plan.mark(self._start).shape:
+            raise OtherWayError
+        for key, activation in zip(keys, activations, strict=True):
             if key not in self._found:
                 raise OtherWayError
             _replace(self._found[key], activation)

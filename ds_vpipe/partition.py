@@ -120,6 +120,12 @@ def resolve_partition(
 
 
 def check_size(num_layers: int, num_stages: int) -> None:
+    """Check of the number of stages against that of layers.
+
+    Raises:
+        ValueError: there is no stage.
+        VPipeConfigError: there are more stages than layers.
+    """
     if num_stages < 1:
         raise ValueError(f"num_stages: got {num_stages}; allowed: an int >= 1")
     if num_layers < num_stages:
@@ -128,6 +134,11 @@ def check_size(num_layers: int, num_stages: int) -> None:
 
 
 def checked_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers per stage, as given.
+
+    Raises:
+        VPipeConfigError: they are not one count >= 1 per stage, or do not sum to the number of layers.
+    """
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
         allowed = f"{num_stages} counts >= 1 that sum to {num_layers}"
         reason = f"these are {len(counts)} counts that sum to {sum(counts)}"

@@ -307,6 +307,7 @@ def _outline(value: Any) -> Any:
 
 
 def written(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """First tensor that an operation writes to, by its schema; None if it writes to none."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)

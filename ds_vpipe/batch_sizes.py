@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ds_vpipe.deepspeed_json import MICRO, STEPS, TOTAL
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 
 _PARTS = (MICRO, STEPS)
 

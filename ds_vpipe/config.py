@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from ds_vpipe.config_help import HELP, refusal_of
-from ds_vpipe.refusal import Refusal, raise_first
+from ds_vpipe.errors import Refusal, raise_first
 from ds_vpipe.split_file import is_split_file, merge_split_file
 from ds_vpipe.staleness.settings import KEYS as STALENESS_KEYS
 from ds_vpipe.staleness.settings import Staleness

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from pydantic_core import ErrorDetails
 
-from ds_vpipe.refusal import Refusal, did_you_mean
+from ds_vpipe.errors import Refusal, did_you_mean
 from ds_vpipe.staleness.settings import HELP as STALENESS_HELP
 
 # Key -> (what it accepts, what to do about a value that it does not accept).

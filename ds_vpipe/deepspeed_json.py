@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"

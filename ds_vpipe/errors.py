@@ -1,4 +1,18 @@
-"""Exceptions that ds_vpipe raises on purpose; every message is one line that says what to do."""
+"""Exceptions of ds_vpipe, and the wording of refused settings.
+
+Every message is one line with the key, the value given, what is allowed and what to do: every rank prints it, and
+launchers interleave the output of ranks, so that a message of several lines cannot be read. Values are shown as JSON
+because that is how the user wrote them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_LONGEST_VALUE = 100
 
 
 class VPipeError(RuntimeError):
@@ -6,13 +20,13 @@ class VPipeError(RuntimeError):
 
 
 class VPipeConfigError(VPipeError, ValueError):
-    """A setting is wrong: the message names the key, the value given, what is allowed and what to do."""
+    """A wrong setting: its key, the value given, what is allowed and what to do."""
 
 
 class PipelinePeerError(VPipeError):
-    """A wait on another stage ended without what was waited for: time limit, lost peer, or its own failure.
+    """A failed wait for another stage: time limit, lost peer, or a failure there.
 
-    ``reason`` is the part that other stages should hear too: the first failure.
+    ``reason`` is the part that is sent on to other stages: the first failure.
     """
 
     def __init__(self, message: str, reason: str | None = None) -> None:
@@ -21,8 +35,66 @@ class PipelinePeerError(VPipeError):
 
 
 class PipelineProtocolError(VPipeError):
-    """Stages disagree about what comes next; a defect in ds_vpipe or different code on different ranks."""
+    """A message out of order: a defect in ds_vpipe, or different code on different ranks."""
 
 
 class CallOrderError(VPipeError, AssertionError):
-    """A script's ``engine(...)``, ``backward()`` and ``step()`` do not follow each other as DeepSpeed demands."""
+    """Calls of ``engine(...)``, ``backward()`` and ``step()`` out of DeepSpeed's order."""
+
+
+def show(value: object) -> str:
+    """Return ``value`` as JSON on one line, cut to a readable length."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value)
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return ``', did you mean "x"?'`` for the closest of ``known``, or an empty string."""
+    if not isinstance(word, str):
+        return ""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f', did you mean "{by_lower[close[0]]}"?' if close else ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One setting that is refused.
+
+    Attributes:
+        key: Full name of the key, such as ``vpipe.recompute_ratio[1]``.
+        value: The value given.
+        allowed: What the key accepts.
+        remedy: What to do, as an imperative.
+        reason: Why the value is refused, where "it is not among the allowed" does not say it.
+    """
+
+    key: str
+    value: object
+    allowed: str
+    remedy: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        reason = f"{self.reason}; " if self.reason else ""
+        line = f"{self.key}: got {show(self.value)}; {reason}allowed: {self.allowed}; {self.remedy}"
+        return " ".join(line.split())
+
+    def error(self) -> VPipeConfigError:
+        """Return the exception to raise."""
+        return VPipeConfigError(str(self))
+
+
+def raise_first(refusals: Sequence[Refusal]) -> None:
+    """Raise the first of ``refusals``, saying how many more there are; return if there is none.
+
+    Raises:
+        VPipeConfigError: ``refusals`` is not empty.
+    """
+    if refusals:
+        more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
+        raise VPipeConfigError(f"{refusals[0]}{more}")

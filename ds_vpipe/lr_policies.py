@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from ds_vpipe.refusal import Refusal, did_you_mean
+from ds_vpipe.errors import Refusal, did_you_mean
 
 
 class LRPolicy(BaseModel):

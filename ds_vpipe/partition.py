@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate
 
-from ds_vpipe.refusal import Refusal, show
+from ds_vpipe.errors import Refusal, show
 
 
 def bounds(counts: Sequence[int]) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from typing_extensions import TypeIs
 
-from ds_vpipe.refusal import Refusal, did_you_mean
+from ds_vpipe.errors import Refusal, did_you_mean
 
 _KEYS = ("partition", "recompute_ratio")
 _CONTENT = 'a JSON file {"partition": [counts], "recompute_ratio": [ratios]}'

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ds_vpipe.deepspeed_json import DeepSpeedJson
-from ds_vpipe.refusal import Refusal, raise_first
+from ds_vpipe.errors import Refusal, raise_first
 
 if TYPE_CHECKING:
     from ds_vpipe.config import VPipeConfig

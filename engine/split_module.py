@@ -12,8 +12,8 @@ from deepspeed.pipe import PipelineModule
 from torch._dynamo import OptimizedModule
 
 from ds_vpipe.engine.repartition import VPipeModule, complete
+from ds_vpipe.errors import Refusal
 from ds_vpipe.partition import bounds
-from ds_vpipe.refusal import Refusal
 from ds_vpipe.splitting.absent import SplitError
 from ds_vpipe.splitting.call import Packed
 from ds_vpipe.splitting.example import Call, from_data

@@ -14,8 +14,7 @@ from deepspeed.pipe import PipelineModule
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.engine.preparation import use_local_device
 from ds_vpipe.engine.split_module import split_model, stages_in
-from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal, VPipeConfigError
 
 
 def split(

@@ -24,14 +24,13 @@ from torch import Tensor
 
 from ds_vpipe.checkpoints.checkpoint_folder import checkpoint_folder
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint
-from ds_vpipe.errors import VPipeError
+from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.export import DTYPES, full_state_dict
 from ds_vpipe.models.architecture import MODEL_CONFIG, Architecture, full_name
 from ds_vpipe.models.bert.architecture import BERT
 from ds_vpipe.models.gpt2.architecture import GPT2
 from ds_vpipe.models.roberta.architecture import ROBERTA
 from ds_vpipe.models.weight_folder import config_of, read_config
-from ds_vpipe.refusal import Refusal
 
 ARCHITECTURES = (BERT, ROBERTA, GPT2)
 

@@ -16,10 +16,10 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from transformers import PreTrainedConfig
 
+from ds_vpipe.errors import Refusal
 from ds_vpipe.models.architecture import Architecture, LayerNames, full_name
 from ds_vpipe.models.attention import DEFAULT_ATTENTION
 from ds_vpipe.models.weight_folder import WEIGHTS, StoredTensor, read_config, read_tensors, stored_tensors
-from ds_vpipe.refusal import Refusal
 
 LayerTensors = Mapping[str, StoredTensor]
 """Names within a pipeline layer, and where their tensors lie."""

@@ -13,10 +13,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.models.architecture import Architecture
 from ds_vpipe.models.attention import DEFAULT_ATTENTION
-from ds_vpipe.refusal import Refusal
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _KEY = "from_pretrained"

@@ -12,8 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from ds_vpipe.config import VPipeConfig, block_of, refuse_unsupported
-from ds_vpipe.errors import VPipeConfigError, VPipeError
-from ds_vpipe.refusal import show
+from ds_vpipe.errors import VPipeConfigError, VPipeError, show
 
 NAN = float("nan")
 INTERLEAVED = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from ds_vpipe.commands.inputs import print_json
-from ds_vpipe.refusal import show
+from ds_vpipe.errors import show
 
 DESCRIPTION = """\
 Turn the YAML of a vPipe or PipeDream run, its partition file and its mp_conf.json into a DeepSpeed JSON, a hostfile and

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ds_vpipe.commands.quantities import numbers, seconds
 from ds_vpipe.commands.settings import add_pipeline_arguments, read_json, settings_from, workload_from
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
 from ds_vpipe.simulation.simulator import simulate

@@ -12,11 +12,11 @@ from ds_vpipe.commands.profiled import (
     planner_settings,
 )
 from ds_vpipe.commands.settings import add_pipeline_arguments, settings_from
+from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.configured_plan import configured_partition, configured_plan, configured_ratios
 from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import plan
 from ds_vpipe.planning.recompute_choice import CHECKPOINT_MODES, checkpoint_ratios
-from ds_vpipe.refusal import Refusal
 from ds_vpipe.schedules.bubble import optimal_microbatches
 
 DESCRIPTION = """\

@@ -14,7 +14,7 @@ from ds_vpipe.commands.inputs import print_json
 from ds_vpipe.commands.quantities import count, rate
 from ds_vpipe.commands.settings import read_json
 from ds_vpipe.deepspeed_json import MICRO, DeepSpeedJson
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 
 if TYPE_CHECKING:
     from ds_vpipe.profiles.layer_profile import ModelProfile

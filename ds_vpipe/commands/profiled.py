@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ds_vpipe.commands.quantities import seconds, size, sizes
 from ds_vpipe.commands.settings import Settings
+from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.plan_settings import PlanSettings, configured_settings
 from ds_vpipe.profiles.layer_profile import ModelProfile, merge_profiles
-from ds_vpipe.refusal import Refusal
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:

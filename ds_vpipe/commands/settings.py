@@ -11,7 +11,7 @@ from typing import Any
 from ds_vpipe.commands.quantities import count, numbers
 from ds_vpipe.config import VPipeConfig, block_of
 from ds_vpipe.deepspeed_json import DeepSpeedJson
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline, Schedule
 from ds_vpipe.schedules.programs import Workload
 

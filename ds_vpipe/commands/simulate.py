@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ds_vpipe.commands.inputs import entitled, print_json
 from ds_vpipe.commands.quantities import numbers, seconds
 from ds_vpipe.commands.settings import Settings, add_pipeline_arguments, settings_from, workload_from
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 
 if TYPE_CHECKING:
     from ds_vpipe.schedules.pipeline import Pipeline

@@ -18,7 +18,7 @@ from ds_vpipe.diagnosis.facts import Facts, NodeFacts, RemoteFacts
 from ds_vpipe.diagnosis.host_checks import parse_hostfile
 from ds_vpipe.diagnosis.limited import exchange, run
 from ds_vpipe.diagnosis.versions import PACKAGES
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 
 DEFAULT_PORT = 29500  # of DeepSpeed's launcher
 _PORTS_AT_ONCE = 32

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds_vpipe.errors import Refusal
 from ds_vpipe.migration.learning_rate import scheduler
 from ds_vpipe.migration.machines import LOCAL, Hosts
 from ds_vpipe.migration.remark import Remark
 from ds_vpipe.migration.stage_files import Split, StageMaps
 from ds_vpipe.migration.vpipe_block import micro_batches, vpipe_block
 from ds_vpipe.migration.vpipe_file import VPipeFile
-from ds_vpipe.refusal import Refusal
 
 MODEL_OF_LAYERS = {49: "large", 97: "large-48l"}
 """Sizes of this project's BERT that have as many layers as vPipe's models."""

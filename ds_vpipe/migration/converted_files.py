@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_vpipe.errors import Refusal, show
 from ds_vpipe.migration.conversion import Conversion
 from ds_vpipe.migration.machines import LOCAL
 from ds_vpipe.migration.remark import Remark
 from ds_vpipe.migration.vpipe_file import VPipeFile
-from ds_vpipe.refusal import Refusal, show
 
 _SCRIPT = Path("models/bert/train.py")
 

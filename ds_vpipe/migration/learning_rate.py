@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ds_vpipe.errors import Refusal
 from ds_vpipe.migration.remark import Remark
 from ds_vpipe.migration.vpipe_file import VPipeFile
-from ds_vpipe.refusal import Refusal
 
 TOTAL_STEPS = 36320
 """Updates of the schedule that vPipe's BERT always trains with, whatever the YAML says; in its code."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_vpipe.refusal import show
+from ds_vpipe.errors import show
 
 
 @dataclass(frozen=True)

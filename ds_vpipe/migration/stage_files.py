@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.refusal import Refusal, did_you_mean
+from ds_vpipe.errors import Refusal, did_you_mean
 
 _MAPS = ("module_to_stage_map", "stage_to_rank_map", "stage_to_depth_map")
 

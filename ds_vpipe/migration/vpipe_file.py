@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import yaml
 
+from ds_vpipe.errors import Refusal, did_you_mean
 from ds_vpipe.migration.machines import Machine, machine
-from ds_vpipe.refusal import Refusal, did_you_mean
 
 MODEL_TYPES = ("bert", "translation", "image_classification", "speech_to_text")
 

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Final
 
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 from ds_vpipe.timelines.span_category import Category, category_of
 from ds_vpipe.timelines.timeline import Span, Timeline
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from ds_vpipe.config import VPipeConfig, part_ratios
 from ds_vpipe.deepspeed_json import DeepSpeedJson
+from ds_vpipe.errors import Refusal
 from ds_vpipe.partition import resolve_partition
 from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.plan_settings import PlanSettings, configured_settings
 from ds_vpipe.planning.planner import plan, predict
 from ds_vpipe.profiles.layer_profile import ModelProfile
-from ds_vpipe.refusal import Refusal
 
 
 def planned(

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from ds_vpipe.deepspeed_json import DeepSpeedJson
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 
 _MASTER = 4  # bytes of an fp32 master weight
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.deepspeed_json import DeepSpeedJson
+from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes, configured_optimizer_bytes
 from ds_vpipe.planning.pace import FREE_LINK, Link
 from ds_vpipe.planning.residency import Residency, residency
-from ds_vpipe.refusal import Refusal
 from ds_vpipe.schedules.pipeline import Schedule
 from ds_vpipe.schedules.schedule import default_depths
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.errors import Refusal, VPipeConfigError, show
 from ds_vpipe.partition import bounds, check_size, checked_counts
 from ds_vpipe.planning.memory import ActivationSums, StageMemory, stage_memory
 from ds_vpipe.planning.pace import advances, batch_seconds, hiding_depths, pace
@@ -21,7 +21,6 @@ from ds_vpipe.planning.plan_settings import PlanSettings
 from ds_vpipe.planning.split_search import Band, fastest_split, smallest_maximum
 from ds_vpipe.planning.stage_choices import UNLIMITED, Choices, StageCosts
 from ds_vpipe.profiles.layer_profile import ModelProfile
-from ds_vpipe.refusal import Refusal, show
 
 _ROUNDS = 4  # of finding depths for a split and a split for depths
 _WORTH = 0.999  # deeper stages must be faster than this part of what they replace

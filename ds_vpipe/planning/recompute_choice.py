@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ds_vpipe.refusal import Refusal, did_you_mean
+from ds_vpipe.errors import Refusal, did_you_mean
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 
 Tree = Any
 """A tensor, None, or a tuple, list or dict of those; anything else is passed on as it is."""

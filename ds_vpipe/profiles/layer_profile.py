@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.refusal import Refusal, did_you_mean, show
+from ds_vpipe.errors import Refusal, VPipeConfigError, did_you_mean, show
 
 SOURCES = ("measured", "analytic")
 _CONTENT = "a profile written by ds_vpipe, a JSON object with layers and sizes"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 
 
 def bubble_share(num_stages: int, micro_batches: int, virtual_stages: int = 1) -> float:

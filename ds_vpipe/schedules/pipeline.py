@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.interleaved import warm_up
 from ds_vpipe.schedules.schedule import default_depths
 

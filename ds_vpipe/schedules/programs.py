@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.interleaved import interleaved_actions
 from ds_vpipe.schedules.pipeline import Pipeline

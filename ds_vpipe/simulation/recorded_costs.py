@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import ceil
 from statistics import fmean
 
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 from ds_vpipe.simulation.stage_cost import StageCost
 from ds_vpipe.timelines.messages import messages
 from ds_vpipe.timelines.timeline import Span, Timeline

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ds_vpipe.errors import PipelineProtocolError
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import PipelineProtocolError, Refusal
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload, rank_program

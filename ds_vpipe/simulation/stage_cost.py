@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 
 
 class _Settings(BaseModel):

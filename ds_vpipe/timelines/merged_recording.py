@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 from ds_vpipe.timelines.clock_offsets import ClockOffset, estimate_offsets
 from ds_vpipe.timelines.messages import messages
 from ds_vpipe.timelines.recording import RankRecording, read_recording, recording_files

@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.timelines.timeline import MemorySample, Span
 
 FORMAT: Final = "ds_vpipe.timelines.recording"

@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from ds_vpipe.refusal import Refusal
+from ds_vpipe.errors import Refusal
 from ds_vpipe.timelines.action_name import ActionName, action_name, is_action
 
 __all__ = ["FORMAT", "SOURCES", "VERSION", "WAIT", "ActionName", "MemorySample", "Span", "Timeline", "action_name"]

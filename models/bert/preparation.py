@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.errors import VPipeConfigError, show
 from ds_vpipe.models.bert.sample import Ints, Sample, shuffled
 from ds_vpipe.models.bert.samples import PairSamples, Spans, spans_of
 from ds_vpipe.models.bert.shards import SUFFIXES, write_shard
 from ds_vpipe.models.bert.wordpiece import TokenCorpus
-from ds_vpipe.refusal import show
 
 MANIFEST = "preparation.json"
 

@@ -8,8 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.refusal import show
+from ds_vpipe.errors import VPipeConfigError, show
 
 _STATE = "bert_pretraining"
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ds_vpipe.errors import Refusal
 from ds_vpipe.models.bert.sample import Ints, Order, Sample, shuffled
 from ds_vpipe.models.bert.shards import Rows, Shard, open_shard, read_rows, sample_of
-from ds_vpipe.refusal import Refusal
 
 BLOCK_ROWS = 32768
 _BLOCKS_KEPT = 2

@@ -23,8 +23,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_vpipe.errors import Refusal
 from ds_vpipe.models.bert.sample import IGNORED_LABEL, Sample
-from ds_vpipe.refusal import Refusal
 
 TYPES = {
     "input_ids": "i4",

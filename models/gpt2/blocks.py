@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_vpipe.errors import Refusal
 from ds_vpipe.models.gpt2.text import Tokens
-from ds_vpipe.refusal import Refusal
 
 MicroBatch = tuple[Tensor, Tensor]
 

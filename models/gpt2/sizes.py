@@ -4,9 +4,9 @@ from pathlib import Path
 
 from transformers import GPT2Config
 
+from ds_vpipe.errors import Refusal
 from ds_vpipe.models.gpt2.architecture import GPT2
 from ds_vpipe.models.weight_folder import read_config
-from ds_vpipe.refusal import Refusal
 
 # hidden size, blocks, attention heads, vocabulary, positions, dropout; `tiny` trains in minutes and cannot overfit
 _SIZES: dict[str, tuple[int, int, int, int, int, float]] = {

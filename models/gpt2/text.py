@@ -14,9 +14,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from ds_vpipe.errors import Refusal
 from ds_vpipe.models.bert.cache import cached
 from ds_vpipe.models.bert.corpus import default_documents, default_key, file_documents, files_key
-from ds_vpipe.refusal import Refusal
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # bytes and the end of a text

@@ -3,7 +3,7 @@
 On an accelerator the peak is its allocator's, since the engine was built. The CPU has no such count; what is measured
 there is the process's resident memory: its peak from then on, less what was resident when the engine had been built,
 plus the weights, which were. That includes what libraries take and what the C allocator keeps of freed memory, so it is
-more than the tensors need; ``scripts/bench_memory.py`` counts those exactly.
+more than the tensors need; ``scripts/bench/memory.py`` counts those exactly.
 """
 
 from __future__ import annotations

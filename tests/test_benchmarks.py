@@ -27,7 +27,7 @@ ARMS = [
     "asp-deeper",
 ]
 SMALL = {
-    "bench_schedule.py": (
+    "schedule.py": (
         "--stages 2 --micro-batches 1 4 --stage-ms 3 --links 0.5 --link-stages 2 --link-micro-batches 1 "
         "--real-micro-batches 1 --seconds 0.02 --repetitions 1 --json out/rows.jsonl --plot out/efficiency.png "
         "--table out/rows.md",
@@ -38,16 +38,16 @@ SMALL = {
             r"real +K=2 M=1 .*\| stock ",
         ],
     ),
-    "bench_simulation.py": (
+    "simulation.py": (
         "--stages 2 --stage-ms 3 --micro-batches 4 --repetitions 1",
         [r"asp +K=2 M=1 v=1 .*simulated +[\d.]+ measured", r"interleaved K=2 M=8 v=2 .*off by"],
     ),
-    "bench_memory.py": (
+    "memory.py": (
         "--stages 2 --hidden 64 --layers 4 --batch 1 --vocabulary 64 --cases asp 1f1b",
         [r"asp +M=1 .*predicted .*measured", r"largest difference: [\d.]+ %"],
     ),
-    "bench_overhead.py": ("--tensors 32 --turns 1", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
-    "bench_convergence.py": (
+    "overhead.py": ("--tensors 32 --turns 1", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
+    "convergence.py": (
         "--stages 2 --methods none recommended --methods-of-full-batches recommended feedback "
         "--longer-methods recommended --seeds 2 --rates 1e-3 2e-3 --updates 5 --longer 6 --batch 4 "
         "--sequence 16 --layers 1 --validate-every 3 --validation 4 --processes 1 --output out/runs.jsonl "
@@ -59,7 +59,7 @@ SMALL = {
             r"K=2 M=2 feedback \| 5 \| .*\|",
         ],
     ),
-    "bench_recorder.py": ("--micro-batches 3 --repetitions 1", [r"us per micro-batch: -?[\d.]+ us per action"]),
+    "recorder.py": ("--micro-batches 3 --repetitions 1", [r"us per micro-batch: -?[\d.]+ us per action"]),
 }
 
 TEXT = "\n\n".join(
@@ -78,7 +78,7 @@ def test_a_small_run(script: str, tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, str(ROOT / "scripts" / script), *options.split()]
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / script), *options.split()]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     for line in lines:
@@ -88,20 +88,20 @@ def test_a_small_run(script: str, tmp_path: Path) -> None:
 
 
 def test_every_benchmark_is_here() -> None:
-    scripts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob("bench_*.py")}
+    scripts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "scripts" / "bench").glob("*.py")}
     assert {name for name, text in scripts.items() if "__main__" in text} == set(SMALL)
 
 
 def test_table_has_a_row_per_case_and_a_column_per_arm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import bench_table
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    import report
 
     def row(arm: str, micro_batches: int, rate: float, link: float = 0.0) -> dict[str, Any]:
         case = {"work": "emulated", "stages": 4, "micro_batches": micro_batches, "link": link, "stage_ms": 25.0}
         return {**case, "arm": arm, "rate": rate, "efficiency": rate / 40}
 
     rows = [row("stock", 8, 20), row("asp", 8, 36), row("stock", 1, 10), row("asp", 1, 30), row("asp", 8, 38)]
-    lines = bench_table.table([*rows, row("asp", 1, 20, link=0.5)])
+    lines = report.table([*rows, row("asp", 1, 20, link=0.5)])
     assert lines[0] == "| work | K | M | stage, ms | stock | asp | fastest, x stock |"
     assert lines[2:] == [
         "| emulated | 4 | 1 | 25.0 | 0.250 | 0.750 | asp 3.00 |",

@@ -13,10 +13,10 @@ import pytest
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
-    import bench_convergence
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts" / "bench"))
+    import convergence
 
-    return bench_convergence
+    return convergence
 
 
 def climbed(bench: Any, rates: list[float], loss_of: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""Bytes that the planner predicts against those that training engines allocate: scripts/bench_memory.py, small."""
+"""Bytes that the planner predicts against those that training engines allocate: scripts/bench/memory.py, small."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from worlds import Worlds
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-from bench_memory import BSP, Case, counted, predicted, sample
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
+from memory import BSP, Case, counted, predicted, sample
 
 STAGES, LIMIT = 2, 0.1
 SMALL = Namespace(stages=STAGES, hidden=128, layers=4, vocabulary=1024, batch=4, sequence=64)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench_work import REAL_BATCH, build, ds_config, endless, micro_batch
+from common import REAL_BATCH, build, ds_config, endless, micro_batch
 
 VIRTUAL = 2  # parts per rank, of schedules that have several
 LATENCY = 0.05  # of a message between two processes, in units of a stage's compute

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What the engine itself costs a stage per micro-batch, with many small parameter tensors.
 
-``python scripts/bench_overhead.py`` trains two stages, each of layers of 16 small tensors, with M = 1: an update, and
+``python scripts/bench/overhead.py`` trains two stages, each of layers of 16 small tensors, with M = 1: an update, and
 on stage 0 a fork of all weights, for every micro-batch. Printed is processor time of the main thread per micro-batch:
 of training, of the same layers' passes and the same optimizer's update alone, and the difference, which is what
 instructions, messages, stashing and DeepSpeed's bookkeeping take. Processor time depends less than any other on what
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from bench_work import join, machine, start
+from common import join, machine, start
 
 WIDTH = 16
 BATCH = 4

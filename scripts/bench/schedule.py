@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How fast pipelines are, DeepSpeed's, torch's and ours, in one run with interleaved repetitions.
 
-``python scripts/bench_schedule.py`` starts K ranks on this machine and trains two equal layers per stage with
+``python scripts/bench/schedule.py`` starts K ranks on this machine and trains two equal layers per stage with
 
 * stock: DeepSpeed's ``PipelineEngine``; dualpipev: its ``DualPipeVEngine``;
 * torch-1f1b, torch-interleaved, torch-zbv: ``torch.distributed.pipelining``, two parts per rank but for the first;
@@ -26,11 +26,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from bench_arms import ARMS, VIRTUAL, Case, refusal, slots, trainer
-from bench_link import EmulatedLinks
-from bench_plot import draw
-from bench_table import write
-from bench_work import ACTIVATION_BYTES, close_groups, join, machine, micro_batch, start, tell
+from common import ACTIVATION_BYTES, close_groups, join, machine, micro_batch, start, tell
+from pipelines import ARMS, VIRTUAL, Case, refusal, slots, trainer
+from report import draw, write_table
+from slow_links import EmulatedLinks
 
 SETTLING = 2  # batches before a measurement, in which buffers and connections are made
 
@@ -182,7 +181,7 @@ def main() -> None:
     if options.plot:
         draw(options.json, options.plot)
     if options.table:
-        write(options.json, options.table)
+        write_table(options.json, options.table)
 
 
 if __name__ == "__main__":

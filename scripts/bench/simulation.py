@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Simulated against measured throughput of every schedule, on emulated device time.
 
-``python scripts/bench_simulation.py`` starts four ranks on this machine, whose layers sleep for their forward and
+``python scripts/bench/simulation.py`` starts four ranks on this machine, whose layers sleep for their forward and
 backward passes, 1 : 2. A short run of 1F1B, or of interleaved 1F1B with another number of micro-batches, is recorded;
 the simulator takes the costs from there (:mod:`ds_vpipe.simulation.recorded_costs`) and says how fast the other
 schedules are, which then run and are measured without a recorder. Prints micro-batches/s of both and how far the
@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
-from bench_work import build, ds_config, endless, join, machine, start, tell
+from common import build, ds_config, endless, join, machine, start, tell
 
 if TYPE_CHECKING:
     from ds_vpipe.simulation.stage_cost import StageCost

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Predicted against counted peak bytes of every stage, for small BERTs on the CPU.
 
-``python scripts/bench_memory.py`` starts four ranks on this machine, which train a BERT with each schedule. The
+``python scripts/bench/memory.py`` starts four ranks on this machine, which train a BERT with each schedule. The
 prediction is the planner's, from a profile of the model's layers and the JSON, and knows nothing of the run. Counted is
 every allocation and release of torch's CPU allocator since before the model was built; the peak is that of training.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench_work import join, machine, start, tell
+from common import join, machine, start, tell
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Trainings that ``bench_convergence.py`` compares: what an arm is, one run of it, and the file of all results."""
+"""Trainings that ``convergence.py`` compares: what an arm is, one run of it, and the file of all results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What recording a timeline costs, per micro-batch: the same training with and without it, interleaved repetitions.
 
-``python scripts/bench_recorder.py`` trains one stage with one small layer, so that the engine's own work is nearly all
+``python scripts/bench/recorder.py`` trains one stage with one small layer, so that the engine's own work is nearly all
 there is, and prints medians in microseconds. A micro-batch is five actions (LOAD, F, B, REDUCE, STEP).
 """
 
@@ -15,7 +15,7 @@ import tempfile
 import time
 from typing import Any
 
-from bench_work import join, machine
+from common import join, machine
 
 ACTIONS = 5
 WIDTH, BATCH = 64, 4

@@ -1,6 +1,6 @@
 """What asynchronous training costs in quality, and what mitigations of staleness bring back.
 
-``python scripts/bench_convergence.py`` trains a small BERT on the docstrings of the installed packages, or on
+``python scripts/bench/convergence.py`` trains a small BERT on the docstrings of the installed packages, or on
 ``--text``, by :class:`ds_vpipe.replay.Replay`, whose updates are the engine's bit for bit: synchronously with each
 optimizer, and as an asynchronous pipeline of K stages with M = 1 and M = K and each mitigation. Every arm sees the same
 samples per update. Its learning rate is found on the first seed, each trained in full: from the middle of ``--rates``
@@ -10,7 +10,7 @@ takes less time, so the arms of ``--longer-methods`` are trained for ``--longer`
 
 Every run is one line of ``--output``; a line that is there is not computed again, so that a run that was stopped goes
 on, and one with more seeds, arms or rates adds to it. The table and the picture are made of all of that file that is of
-the same model, data and schedule. ``--throughput`` takes what ``bench_schedule.py --json`` has measured, for the time
+the same model, data and schedule. ``--throughput`` takes what ``schedule.py --json`` has measured, for the time
 that an arm takes.
 """
 
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", help="own text; default: docstrings of the installed packages")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--output", type=Path, default=Path("runs/convergence.jsonl"))
-    parser.add_argument("--throughput", type=Path, help="file of bench_schedule.py --json")
+    parser.add_argument("--throughput", type=Path, help="file of schedule.py --json")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -188,10 +188,6 @@ class VPipeConfig(BaseModel):
             if self.staleness is not None:
                 given = self.staleness.model_dump(exclude_unset=True)
                 _refuse(given, key="staleness", reason='sync_mode is "bsp", which has none', remedy="remove the key")
-        predicts = self.staleness is not None and self.staleness.weight_prediction is not None
-        if predicts and self.weight_sync == "none":
-            why = 'weight_sync is "none", which keeps no weights for backward passes'
-            _refuse(True, key="staleness.weight_prediction", reason=why, remedy="remove one of the two")
         return self
 
     @model_validator(mode="after")

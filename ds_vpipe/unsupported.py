@@ -56,7 +56,6 @@ def refuse_unsupported(ds_config: Mapping[str, Any], block: VPipeConfig, num_sta
             *_clipping(config, block),
             *_profiling(config, num_stages),
             *_pipeline(config, block),
-            *_staleness(config, block),
             *_features(config, asp),
             *_checkpoints(config, num_stages),
         ]
@@ -147,18 +146,6 @@ def _pipeline(config: DeepSpeedJson, block: VPipeConfig) -> Iterator[Refusal]:
         why = "vpipe.recompute_ratio recomputes the same layers"
         fix = "write 0 here, or remove vpipe.recompute_ratio"
         yield Refusal("pipeline.activation_checkpoint_interval", interval, "0 next to recompute_ratio", fix, why)
-
-
-def _staleness(config: DeepSpeedJson, block: VPipeConfig) -> Iterator[Refusal]:
-    if block.staleness is None or block.staleness.weight_prediction is None:
-        return
-    why = "weights are predicted from their own updates, which the master weights of"
-    around = _HALF.get(config.dtype) or ("ZeRO" if config.zero_stage else None)
-    if around is not None:
-        given = block.staleness.weight_prediction.model_dump(exclude_unset=True) or True
-        fix = "remove one of the two, or use nadam"
-        allowed = "in fp32 or torch_autocast, without ZeRO"
-        yield Refusal("vpipe.staleness.weight_prediction", given, allowed, fix, f"{why} {around} keep elsewhere")
 
 
 def _features(config: DeepSpeedJson, asp: bool) -> Iterator[Refusal]:

@@ -216,17 +216,14 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin, MitigationMixin):
         self._plan()
         if self.mitigation is not None:
             self.mitigation.delay = self._delays(self.micro_batches)[self.stage_id]
-            self.mitigation.beginning = self.beginning
+            self.mitigation.warmup = self.delay_warmup
             self.stashing_optimizer = self._make_stashing_optimizer()
         self._restart_at(self.stashing_optimizer.latest_version)
 
     def _make_stashing_optimizer(self) -> WeightStashingOptimizer:
         stash = self.vpipe_config.weight_sync != "none"
         parameters = self.module.parameters()
-        predictor = self.mitigation if self.mitigation is not None and self.mitigation.predicts else None
-        return WeightStashingOptimizer(
-            self.optimizer, parameters, stash=stash, version=self.global_steps, predictor=predictor
-        )
+        return WeightStashingOptimizer(self.optimizer, parameters, stash=stash, version=self.global_steps)
 
     def _equalize_scale(self) -> None:
         """Give every stage the last one's loss scaler, as DeepSpeed expects it."""

@@ -53,7 +53,7 @@ from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfi
 from ds_vpipe.schedules.checks import check_pipeline
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.schedule import exchanges_by_rank
-from ds_vpipe.staleness.beginning import beginning
+from ds_vpipe.staleness.delay_warmup import DelayWarmup
 
 _EXIT_GRACE_S = 60.0
 
@@ -159,7 +159,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
 
         Batches are numbered from 0 since the start of training.
         """
-        return self.beginning.filling(batch)[1] if self.asynchronous else batch + 1
+        return self.delay_warmup.drain_interval(batch)[1] if self.asynchronous else batch + 1
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         if not isinstance(pipe_schedule, instr.StageSchedule):
@@ -230,7 +230,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
         self._exchanges = exchanges[self.stage_id]
         self.depths = self.pipeline.depths
         self.depth = self.depths[self.stage_id]
-        self.beginning = beginning(config.staleness, max(self._delays(self.micro_batches)))
+        self.delay_warmup = DelayWarmup.of(config.staleness, max(self._delays(self.micro_batches)))
 
     def _make_ties(self) -> TiedWeights | None:
         if not self.asynchronous or not tied_stages(self.module):

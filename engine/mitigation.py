@@ -5,11 +5,9 @@ from __future__ import annotations
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.engine.ties import tied_stages
-from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.schedule import update_delays
-from ds_vpipe.staleness.beginning import Beginning
+from ds_vpipe.staleness.delay_warmup import DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 from ds_vpipe.staleness.settings import refuse_delays
 
@@ -18,13 +16,13 @@ class MitigationMixin(PipelineEngine):
     """Which delay a stage has, and what it does about it.
 
     Attributes:
-        beginning: when the pipeline drains.
+        delay_warmup: drain intervals.
         mitigation: at stages with a delay, if the block asks for it, else None.
     """
 
     vpipe_config: VPipeConfig
     pipeline: Pipeline
-    beginning: Beginning
+    delay_warmup: DelayWarmup
     mitigation: StalenessMitigation | None
 
     def _delays(self, micro_batches: int) -> tuple[int, ...]:
@@ -42,11 +40,6 @@ class MitigationMixin(PipelineEngine):
             return None
         delays = self._delays(self.micro_batches)
         refuse_delays(settings, delays)
-        if settings.weight_prediction is not None and tied_stages(self.module):
-            raise VPipeConfigError(
-                "vpipe.staleness.weight_prediction: got it for a model with weights tied across stages, whose copies "
-                "have no updates of their own to predict from; allowed is a model without; remove one of the two"
-            )
         # Made on all stages, so that all refuse what cannot be.
-        mitigation = StalenessMitigation(self.basic_optimizer, settings, delays[self.stage_id], self.beginning)
+        mitigation = StalenessMitigation(self.basic_optimizer, settings, delays[self.stage_id], self.delay_warmup)
         return mitigation if delays[self.stage_id] > 0 else None

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_vpipe.engine.predicted_versions import PredictedVersions, Predictor
 from ds_vpipe.engine.versions import WeightVersions
 
 
@@ -33,7 +32,6 @@ class WeightStashingOptimizer:
         stash: keep the weights of micro-batches in flight. Without it (``weight_sync: "none"``)
             every backward pass sees the newest weights; for comparison only.
         version: updates that the weights have had already.
-        predictor: makes of the newest weights those that forward passes use; default: they use the newest.
     """
 
     def __init__(
@@ -43,15 +41,10 @@ class WeightStashingOptimizer:
         *,
         stash: bool = True,
         version: int = 0,
-        predictor: Predictor | None = None,
     ) -> None:
         self.base_optimizer = base_optimizer
         self._stash = stash
-        self._versions = (
-            WeightVersions(parameters, holders=[base_optimizer], version=version)
-            if predictor is None
-            else PredictedVersions(parameters, [base_optimizer], version, predictor)
-        )
+        self._versions = WeightVersions(parameters, holders=[base_optimizer], version=version)
         self._in_flight: dict[int, int] = {}
         self._keep_from: int | None = None
 

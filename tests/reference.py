@@ -114,7 +114,6 @@ class Replay:
         if "nadam" in self.staleness:
             self.optimizers = [self.nadam(o) if self.delay(s) else o for s, o in enumerate(self.optimizers)]
         self.history = [self.snapshot()]
-        self.seen = [self.history[0]]
         self.changes: list[list[torch.Tensor] | None] = [None for _ in self.counts]
         self.losses: list[float] = []
         self.norms: list[list[float]] = []
@@ -208,7 +207,6 @@ class Replay:
         self.update(batch, scale)
         self.history.append(self.snapshot())
         self.refresh_copies(batch)
-        self.seen.append(self.predicted() if "weight_prediction" in self.staleness else self.history[-1])
 
     def mean_over_replicas(self, found: list[torch.Tensor], dtype: torch.dtype | None) -> torch.Tensor:
         """In the type of the gradients, where it matters what is done first: a sum may overflow."""
@@ -224,7 +222,7 @@ class Replay:
         for position, layer in enumerate(self.layers):
             depth = self.depths[0] if self.vertical else self.depths[self.stage_of[position]]
             version = batch if self.newest else max(self.refill(j), j - depth) // self.micro_batches
-            weights = {n: w.clone().requires_grad_() for n, w in self.seen[version][position].items()}
+            weights = {n: w.clone().requires_grad_() for n, w in self.history[version][position].items()}
             leaves.update({(position, n): w for n, w in weights.items()})
             with autocast:
                 value = functional_call(layer, weights, (value,))
@@ -277,15 +275,6 @@ class Replay:
         if delay and "error_feedback" in self.staleness and last is not None and batch not in self.drained:
             for parameter, change, earlier in zip(parameters, changes, last, strict=True):
                 parameter.data += change - earlier
-
-    def predicted(self) -> list[Weights]:
-        """The newest weights, and what the last update changed as many times as they will be used late."""
-        new, old = self.history[-1], self.history[-2]
-        delays = [self.late(len(self.history) - 1, stage) for stage in self.stage_of]
-        return [
-            {n: w[n] + delay * (w[n] - before[n]) for n in w} if delay else w
-            for w, before, delay in zip(new, old, delays, strict=True)
-        ]
 
     def refresh_copies(self, batch: int) -> None:
         """Copies of tied weights follow their owners: with a delay, at a drain without."""

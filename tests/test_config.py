@@ -111,6 +111,13 @@ WRONG: list[tuple[object, str, object, str, str]] = [
     ({"timeline": {"path": 3}}, "vpipe.timeline.path", 3, "a path", ""),
     ({"staleness": 3}, "vpipe.staleness", 3, "an object with nadam", ""),
     ({"staleness": {"nadm": True}}, "vpipe.staleness.nadm", True, "nadam, error_feedback", 'did you mean "nadam"?'),
+    (
+        {"staleness": {"weight_prediction": True}},
+        "vpipe.staleness.weight_prediction",
+        True,
+        "nadam, error_feedback",
+        "",
+    ),
     ({"staleness": {"nadam": "yes"}}, "vpipe.staleness.nadam", "yes", "true, false or an object", ""),
     ({"staleness": {"nadam": {"beta": 1}}}, "vpipe.staleness.nadam.beta", 1, "betas", 'did you mean "betas"?'),
     ({"staleness": {"nadam": {"betas": [0.9]}}}, "vpipe.staleness.nadam.betas", [0.9], "two numbers in [0, 1)", ""),
@@ -119,20 +126,6 @@ WRONG: list[tuple[object, str, object, str, str]] = [
     ({"staleness": {"delay_warmup_updates": -1}}, "vpipe.staleness.delay_warmup_updates", -1, "an int >= 0", "grow"),
     ({"staleness": {"synchronous_updates": True}}, "vpipe.staleness.synchronous_updates", True, "an int >= 0", ""),
     ({"staleness": {"synchronous_updates": 0.2}}, "vpipe.staleness.synchronous_updates", 0.2, "an int >= 0", ""),
-    (
-        {"staleness": {"weight_prediction": {"scale": -1}}},
-        "vpipe.staleness.weight_prediction.scale",
-        -1,
-        "a number >= 0",
-        "",
-    ),
-    (
-        {"staleness": {"weight_prediction": {"smoothing": 1}}},
-        "vpipe.staleness.weight_prediction.smoothing",
-        1,
-        "a number in [0, 1)",
-        "",
-    ),
     (
         {"staleness": {"error_feedback": {"scale": NAN}}},
         "vpipe.staleness.error_feedback.scale",
@@ -147,20 +140,6 @@ WRONG: list[tuple[object, str, object, str, str]] = [
         0,
         "an int >= 1",
         "",
-    ),
-    (
-        {"staleness": {"error_feedback": True, "weight_prediction": True}},
-        "vpipe.staleness.error_feedback",
-        True,
-        "without weight_prediction",
-        "makes up for the same delay",
-    ),
-    (
-        {"weight_sync": "none", "staleness": {"weight_prediction": True}},
-        "vpipe.staleness.weight_prediction",
-        True,
-        'weight_sync "stash" or "vertical"',
-        "remove one of the two",
     ),
     (
         {"sync_mode": "bsp", "staleness": {"nadam": {}}},
@@ -228,7 +207,7 @@ GOOD: list[dict[str, Any]] = [
     {"weight_sync": "none", "partition": "type:Block|Head", "peer_timeout_s": 0.5},
     {"partition": None, "stage_to_depth_map": [1, 1, 1, 0], "gradient_clipping_scope": "delayed_global"},
     {"partition": "parameters", "recompute_ratio": 0.25, "timeline": {}},
-    {"staleness": {"nadam": {"betas": [0.98, 0.99]}, "weight_prediction": {}, "lr_rescheduling": {"num_steps": 9}}},
+    {"staleness": {"nadam": {"betas": [0.98, 0.99]}, "lr_rescheduling": {"num_steps": 9}}},
     {"staleness": {"error_feedback": {"scale": 0.5}, "nadam": None}},
 ]
 

@@ -18,8 +18,8 @@ from worlds import Worlds
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.lr_policies import CosineWarmupLR
 from ds_vpipe.partition import uniform_partition
-from ds_vpipe.replay import Replay
 from ds_vpipe.schedules.schedule import default_depths
+from ds_vpipe.staleness.replay import Replay
 
 BATCHES = 12
 
@@ -98,17 +98,17 @@ def test_one_stage_is_plain_training() -> None:
         if index % 2:
             optimizer.step()
             optimizer.zero_grad()
-    got, *_ = replayed([LAYERS], 2, "SGD", 3, staleness={"nadam": None, "weight_prediction": True})
+    got, *_ = replayed([LAYERS], 2, "SGD", 3, staleness={"nadam": None, "lr_rescheduling": {"num_steps": 9}})
     assert difference(got, {n: p.detach() for n, p in nn.ModuleList(layers).named_parameters()}) == 0
 
 
 def test_memory_and_evaluation() -> None:
-    """A stage keeps its delay + 1 versions, the last stage one, and evaluation sees the true weights."""
-    *_, run = replayed([3, 3, 4], 1, "SGD", staleness={"weight_prediction": True})
+    """A stage keeps its delay + 1 versions, the last stage one, and evaluation sees the newest weights."""
+    *_, run = replayed([3, 3, 4], 1, "SGD")
     assert [len(stage._versions) for stage in run.stages] == [3, 2, 1]
     run.layers.train()
     before = weights_of(run)
-    run.stages[0].point_to(run.batches)
+    run.stages[0].point_to(run.batches - 2)
     assert difference(before, weights_of(run)) > 0
     loss = run.evaluate(toy.data(2))
     assert difference(before, weights_of(run)) == 0

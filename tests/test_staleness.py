@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_vpipe.config import VPipeConfig, refuse_unsupported
 from ds_vpipe.engine.lamb import Lamb
-from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.schedule import update_delay, update_delays, versions_alive
-from ds_vpipe.staleness.beginning import ALWAYS_FULL, Beginning, beginning
-from ds_vpipe.staleness.mitigation import LAST_UPDATE, StalenessMitigation
+from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
+from ds_vpipe.staleness.mitigation import PREVIOUS_CHANGE, StalenessMitigation
 from ds_vpipe.staleness.settings import Staleness, refuse_delays
 
 LR = 0.125  # with gradients and weights that are small multiples of powers of two nothing is rounded
@@ -34,13 +32,13 @@ def run(
     gradients: Sequence[Sequence[float]],
     delay: int,
     start: Sequence[float] = (1.0, -2.0),
-    beginning: Beginning = ALWAYS_FULL,
+    warmup: DelayWarmup = NO_WARMUP,
     **methods: Any,
 ) -> tuple[list[torch.Tensor], StalenessMitigation, torch.nn.Parameter]:
     """Weights after every update, the first being the initial ones."""
     parameter = weight(*start)
     optimizer = make([parameter])
-    mitigation = StalenessMitigation(optimizer, settings_of(**methods), delay, beginning)
+    mitigation = StalenessMitigation(optimizer, settings_of(**methods), delay, warmup)
     weights = [parameter.detach().clone()]
     for number, gradient in enumerate(gradients):
         parameter.grad = torch.tensor(gradient)
@@ -60,39 +58,6 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def random_gradients(count: int) -> list[list[float]]:
     return torch.randn(count, 2, generator=torch.Generator().manual_seed(3)).tolist()
-
-
-@pytest.mark.parametrize("delay", [1, 3, 7])
-def test_prediction_is_the_future_weight_for_a_constant_gradient(delay: int) -> None:
-    weights, mitigation, parameter = run(sgd, [(0.5, 0.25)] * 10, delay, weight_prediction=True)
-    foreseen = torch.empty(2)
-    mitigation.predict([parameter], [foreseen], 6)
-    assert torch.equal(foreseen, weights[-1] - delay * LR * torch.tensor([0.5, 0.25]))
-    later, *_ = run(sgd, [(0.5, 0.25)] * (10 + delay), 0)
-    assert torch.equal(foreseen, later[-1])
-    assert torch.equal(weights[-1], later[10])  # updates go to the true weights
-
-
-def test_prediction_extrapolates_a_moving_average() -> None:
-    gradients = random_gradients(4)
-    smooth = {"weight_prediction": {"smoothing": 0.75, "scale": 2.0}}
-    weights, mitigation, parameter = run(sgd, gradients, 3, **smooth)
-    changes = [after - before for before, after in itertools.pairwise(weights)]
-    average = changes[0]
-    for change in changes[1:]:
-        average = 0.75 * average + 0.25 * change
-    foreseen = torch.empty(2)
-    mitigation.predict([parameter], [foreseen], 6)
-    torch.testing.assert_close(foreseen, weights[-1] + 2.0 * 3 * average)
-
-
-def test_prediction_without_an_update_is_a_copy() -> None:
-    parameters = [weight(1.0), weight(2.0)]
-    mitigation = StalenessMitigation(sgd(parameters), settings_of(weight_prediction=True), 3)
-    into = [torch.zeros(1), torch.zeros(1)]
-    mitigation.predict(parameters, into, 0)
-    assert [float(value) for value in into] == [1.0, 2.0]
-    mitigation.predict([], [], 0)
 
 
 def test_feedback_telescopes_on_a_linear_loss() -> None:
@@ -115,22 +80,17 @@ def test_feedback_makes_up_for_one_update_where_gradients_change_evenly() -> Non
 
 
 def test_methods_where_the_pipeline_drains() -> None:
-    """Fillings of 1, 2, 3 and 4 updates of which D = 3, then one without end."""
+    """Intervals of 1, 2, 3 and 4 updates with D = 3, then one without end."""
     methods = {"synchronous_updates": 1, "delay_warmup_updates": 6}
-    begun = beginning(settings_of(**methods), 3)
+    warmup = DelayWarmup.of(settings_of(**methods), 3)
     gradients = [(1.0 + n, -2.0) for n in range(12)]
     plain, *_ = run(sgd, gradients, 3)
-    fed, *_ = run(sgd, gradients, 3, beginning=begun, error_feedback=True, **methods)
+    fed, *_ = run(sgd, gradients, 3, warmup=warmup, error_feedback=True, **methods)
     extra = torch.stack(fed).diff(dim=0) - torch.stack(plain).diff(dim=0)
     assert [bool(row.any()) for row in extra] == [n not in (0, 1, 3, 6, 10) for n in range(12)]
-    rescheduled, *_ = run(sgd, gradients, 3, beginning=begun, lr_rescheduling={"num_steps": 10**9}, **methods)
+    rescheduled, *_ = run(sgd, gradients, 3, warmup=warmup, lr_rescheduling={"num_steps": 10**9}, **methods)
     share = (torch.stack(rescheduled).diff(dim=0) / torch.stack(plain).diff(dim=0))[:, 0].tolist()
     assert share == pytest.approx([1, 1, 1, 1 / 2, 1 / 2, 1 / 2, *[1 / 3] * 6], rel=1e-5)
-    for version, late in ((0, 0), (1, 1), (2, 1), (4, 2), (9, 3), (11, 3)):
-        _, mitigation, parameter = run(sgd, gradients[:1], 3, beginning=begun, weight_prediction=True, **methods)
-        seen = torch.empty(2)
-        mitigation.predict([parameter], [seen], version)
-        assert torch.equal(seen, parameter.detach() - late * LR * torch.tensor(gradients[0]))
 
 
 @pytest.mark.parametrize("delay", [1, 2, 5])
@@ -187,7 +147,7 @@ def test_nadam_around_lamb_mixes_before_the_trust_ratio() -> None:
         torch.testing.assert_close(before - after, rate * before.norm() / direction.norm() * direction)
 
 
-EVERYTHING = {"nadam": True, "weight_prediction": True, "lr_rescheduling": {"num_steps": 10}}
+EVERYTHING = {"nadam": True, "lr_rescheduling": {"num_steps": 10}}
 
 
 @pytest.mark.parametrize("make", [adamw, lambda p: Lamb(p, lr=0.01)])
@@ -204,23 +164,17 @@ def test_no_delay_is_no_change(make: Callable[[Any], torch.optim.Optimizer], met
     assert torch.equal(parameter, plain_parameter)
 
 
-@pytest.mark.parametrize("methods", [{"weight_prediction": {"scale": 0.0}}, {"error_feedback": {"scale": 0.0}}])
-def test_scale_zero_is_no_change(methods: dict[str, Any]) -> None:
+def test_feedback_of_scale_zero_is_no_change() -> None:
     gradients = random_gradients(6)
     wanted, *_ = run(adamw, gradients, 0)
-    weights, mitigation, parameter = run(adamw, gradients, 1, **methods)
+    weights, *_ = run(adamw, gradients, 1, error_feedback={"scale": 0.0})
     assert all(torch.equal(got, want) for got, want in zip(weights, wanted, strict=True))
-    foreseen = torch.empty(2)
-    mitigation.predict([parameter], [foreseen], 6)
-    assert torch.equal(foreseen, weights[-1])
 
 
-@pytest.mark.parametrize(
-    "methods", [{"nadam": True, "error_feedback": True}, {"nadam": True, "weight_prediction": True}]
-)
-def test_state_goes_through_a_checkpoint_of_the_optimizer(methods: dict[str, Any]) -> None:
+def test_state_goes_through_a_checkpoint_of_the_optimizer() -> None:
+    methods: dict[str, Any] = {"nadam": True, "error_feedback": True}
     gradients = random_gradients(8)
-    wanted, judge, straight = run(adamw, gradients, 1, **methods)
+    wanted, *_ = run(adamw, gradients, 1, **methods)
 
     def optimizer_of(parameter: torch.nn.Parameter) -> tuple[torch.optim.Optimizer, StalenessMitigation]:
         optimizer = adamw([parameter])
@@ -234,14 +188,11 @@ def test_state_goes_through_a_checkpoint_of_the_optimizer(methods: dict[str, Any
             parameter = torch.nn.Parameter(parameter.detach().clone())
             optimizer, mitigation = optimizer_of(parameter)
             optimizer.load_state_dict(state)
+            assert PREVIOUS_CHANGE in optimizer.state[parameter]
         parameter.grad = torch.tensor(gradient)
         mitigation.updates = number
         optimizer.step()
     assert torch.equal(parameter.detach(), wanted[-1])
-    foreseen, known = torch.empty(2), torch.empty(2)
-    mitigation.predict([parameter], [foreseen], 6)
-    judge.predict([straight], [known], 6)
-    assert torch.equal(foreseen, known)
 
 
 def test_schedulers_of_torch_step_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
@@ -254,40 +205,6 @@ def test_schedulers_of_torch_step_without_a_warning(recwarn: pytest.WarningsReco
     scheduler.step()
     assert parameter.item() != 1.0
     assert [str(warning.message) for warning in recwarn] == []
-
-
-def test_stashed_passes_see_the_prediction_and_updates_go_to_the_true_weights() -> None:
-    """F(j) and B(j) use one and the same predicted weights, whatever was updated in between."""
-    parameter = weight(1.0)
-    optimizer = sgd([parameter])
-    mitigation = StalenessMitigation(optimizer, settings_of(weight_prediction=True), 2)
-    stashing = WeightStashingOptimizer(optimizer, [parameter], predictor=mitigation)
-
-    def forward(number: int) -> torch.Tensor:
-        with stashing.forward(number):
-            return (parameter * 1.0).square().sum()
-
-    losses = {number: forward(number) for number in (0, 1)}
-    used = []
-    for number in range(6):
-        losses[number + 2] = forward(number + 2)
-        stashing.load_old_params(number)
-        losses[number].backward()
-        assert parameter.grad is not None
-        used.append(float(parameter.grad) / 2)
-        assert parameter.item() == used[-1]  # what B sees is what F used
-        stashing.load_new_params()
-        stashing.release(number)
-        stashing.step()
-        parameter.grad = None
-    true, predicted = [1.0], [1.0]
-    for number in range(6):
-        assert used[number] == pytest.approx(predicted[max(0, number - 2)])
-        true.append(true[-1] - LR * 2 * used[number])
-        predicted.append(true[-1] + 2 * (true[-1] - true[-2]))
-    assert parameter.item() == pytest.approx(true[-1])
-    assert stashing.versions.allocated == 2 + 1 + 1  # alive, the true weights, and a spare set
-    assert LAST_UPDATE in optimizer.state[parameter]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adamax, torch.optim.RAdam, torch.optim.RMSprop])
@@ -316,25 +233,3 @@ def test_feedback_is_for_one_update() -> None:
     refuse_delays(None, [9, 0])
     with pytest.raises(VPipeConfigError, match=r"stage 1 is 2 updates behind, .* gradient_accumulation_steps"):
         refuse_delays(settings_of(error_feedback=True), [1, 2, 0])
-
-
-@pytest.mark.parametrize(
-    ("extra", "what"),
-    [
-        ({"bf16": {"enabled": True}}, "bf16"),
-        ({"fp16": {"enabled": True}}, "fp16"),
-        ({"zero_optimization": {"stage": 1}}, "ZeRO"),
-        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, None),
-        ({}, None),
-    ],
-)
-def test_prediction_is_for_weights_that_are_trained_themselves(extra: dict[str, Any], what: str | None) -> None:
-    block = VPipeConfig.parse({"staleness": {"weight_prediction": True}})
-    if what is None:
-        refuse_unsupported(extra, block, 4)
-        return
-    with pytest.raises(
-        VPipeConfigError, match=f"^vpipe.staleness.weight_prediction: got true; .* {what} keep"
-    ) as error:
-        refuse_unsupported(extra, block, 4)
-    assert "\n" not in str(error.value)

@@ -17,7 +17,7 @@ from test_resume import resume_everywhere
 from worlds import CaseFailed, Worlds
 
 from ds_vpipe.partition import uniform_partition
-from ds_vpipe.staleness.mitigation import LAST_UPDATE
+from ds_vpipe.staleness.mitigation import PREVIOUS_CHANGE
 
 pytestmark = pytest.mark.mp
 
@@ -33,18 +33,17 @@ RESCHEDULING = {"lr_rescheduling": {"num_steps": 9}}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "nadam": ("AdamW", {"nadam": True}),
     "feedback": ("SGD", {"error_feedback": True}),
-    "prediction": ("SGD", {"weight_prediction": True}),
     "rescheduling": ("SGD", RESCHEDULING),
-    "nadam, prediction, rescheduling": ("AdamW", {"nadam": True, "weight_prediction": True, **RESCHEDULING}),
+    "nadam, rescheduling": ("AdamW", {"nadam": True, **RESCHEDULING}),
     "nadam, feedback": ("AdamW", {"nadam": True, "error_feedback": True}),
-    "a synchronous beginning": ("SGD", {"synchronous_updates": 5}),
-    "the same with prediction": ("SGD", {"synchronous_updates": 5, "weight_prediction": True, **RESCHEDULING}),
-    "a growing delay with prediction": (
-        "SGD",
-        {"synchronous_updates": 2, "delay_warmup_updates": 6, "weight_prediction": True, **RESCHEDULING},
+    "synchronous updates": ("SGD", {"synchronous_updates": 5}),
+    "synchronous updates, rescheduling": ("SGD", {"synchronous_updates": 5, **RESCHEDULING}),
+    "delay warm-up, rescheduling": ("SGD", {"synchronous_updates": 2, "delay_warmup_updates": 6, **RESCHEDULING}),
+    "delay warm-up, nadam, feedback": ("AdamW", {"delay_warmup_updates": 5, "nadam": True, "error_feedback": True}),
+    "synchronous updates, nadam, feedback": (
+        "AdamW",
+        {"synchronous_updates": 5, "nadam": True, "error_feedback": True},
     ),
-    "a growing delay with feedback": ("AdamW", {"delay_warmup_updates": 5, "nadam": True, "error_feedback": True}),
-    "the same with feedback": ("AdamW", {"synchronous_updates": 5, "nadam": True, "error_feedback": True}),
 }
 
 
@@ -79,7 +78,7 @@ def test_every_method_against_the_replay(worlds: Worlds, micro_batches: int) -> 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_with_vertical_sync_every_stage_is_late(worlds: Worlds, micro_batches: int) -> None:
-    settings: dict[str, Any] = {"weight_prediction": {"scale": 1.0}, **RESCHEDULING}
+    settings: dict[str, Any] = RESCHEDULING
     block = {"partition": "uniform", "weight_sync": "vertical", "staleness": settings}
     config = cases.config(micro_batches, OPTIMIZERS["SGD"][0], block)
     reports = worlds.run(STAGES, cases.train, config, STAGES, BATCHES)
@@ -121,10 +120,9 @@ def test_copies_of_tied_weights_follow_the_owner(worlds: Worlds) -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_nothing_changes_where_nothing_is_late(worlds: Worlds, stages: int) -> None:
     """With one stage, and with a scale of 0, bit for bit."""
-    everything: dict[str, Any] = {"nadam": True, "weight_prediction": True, **RESCHEDULING}
-    if stages > 1:
-        everything = {"weight_prediction": {"scale": 0.0}}
-    blocks: list[dict[str, Any]] = [{}, {"staleness": everything}, {"staleness": {"error_feedback": {"scale": 0.0}}}]
+    blocks: list[dict[str, Any]] = [{}, {"staleness": {"error_feedback": {"scale": 0.0}}}]
+    if stages == 1:
+        blocks.append({"staleness": {"nadam": True, **RESCHEDULING}})
     configs = [cases.config(1, OPTIMIZERS["AdamW"][0], {"partition": "uniform", **block}) for block in blocks]
     ranks = worlds.run(stages, cases.train_each, configs, stages, 8)
     plain, *others = (cases.merged([rank[position] for rank in ranks]) for position in range(len(configs)))
@@ -132,37 +130,9 @@ def test_nothing_changes_where_nothing_is_late(worlds: Worlds, stages: int) -> N
         assert difference(other, plain) == 0
 
 
-def versions_in_memory(config: dict[str, Any]) -> tuple[int, int, bool, bool]:
-    """Versions alive, sets in memory, whether evaluation leaves the weights, whether the newest are predicted."""
-    engine = cases.engine(config, 3)
-    iterator = toy.data()
-    for _ in range(6):
-        engine.train_batch(iterator)
-    before = cases.parameters(engine)
-    engine.eval_batch(toy.data(1))
-    same = all(torch.equal(value, before[name]) for name, value in cases.parameters(engine).items())
-    versions = engine.stashing_optimizer.versions
-    predicted = next(iter(versions.tensors(versions.latest)))[1]
-    away = not torch.equal(predicted, next(iter(engine.module.parameters())))
-    report = (len(versions.alive), versions.allocated, same, away)
-    engine.destroy()
-    return report
-
-
-def test_memory_and_evaluation_with_predicted_weights(worlds: Worlds) -> None:
-    block = {"staleness": {"weight_prediction": True}, "partition": "uniform"}
-    config = cases.config(1, OPTIMIZERS["SGD"][0], block)
-    for stage, (alive, allocated, same, away) in enumerate(worlds.run(3, versions_in_memory, config)):
-        assert alive == 3 - stage
-        assert allocated <= alive + (2 if stage < 2 else 0)  # the true weights, and a spare set
-        assert same
-        assert away == (stage < 2)
-
-
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_resumed_bit_for_bit(worlds: Worlds, tmp_path: Path, micro_batches: int) -> None:
-    predicted = {"weight_prediction": {"smoothing": 0.5}, "nadam": True, **RESCHEDULING}
-    settings = {"partition": "uniform", "staleness": predicted}
+    settings: dict[str, Any] = {"partition": "uniform", "staleness": {"nadam": True, **RESCHEDULING}}
     config = cases.config(micro_batches, OPTIMIZERS["AdamW"][0], settings)
     for wrong in worlds.run(3, resume_everywhere, str(tmp_path / "p"), config, 3, (1, 6)):
         assert wrong == []
@@ -192,8 +162,8 @@ def train_on(directory: str, first: dict[str, Any], second: dict[str, Any]) -> d
 
 
 def test_checkpoints_without_its_state_and_for_engines_without_it(worlds: Worlds, tmp_path: Path) -> None:
-    plain: dict[str, Any] = {"partition": "uniform"}
-    with_it = {**plain, "staleness": {"weight_prediction": True, "nadam": True}}
+    plain: dict[str, Any] = {"partition": "uniform", "stage_to_depth_map": [1, 1, 0]}
+    with_it = {**plain, "staleness": {"error_feedback": True, "nadam": True}}
     for number, (first, second) in enumerate([(plain, with_it), (with_it, plain)]):
         configs = [cases.config(1, OPTIMIZERS["FusedAdam"][0], block) for block in (first, second)]
         for parameters in worlds.run(3, train_on, str(tmp_path / str(number)), *configs):
@@ -201,8 +171,9 @@ def test_checkpoints_without_its_state_and_for_engines_without_it(worlds: Worlds
 
 
 def extrapolated(directory: str, stages: int, save: bool) -> dict[str, torch.Tensor]:
-    """Train and save, or load; what weight prediction has of this stage's parameters."""
-    block = {"partition": "uniform", "staleness": {"weight_prediction": True, "nadam": True}}
+    """Train and save, or load; what error feedback has of this stage's parameters."""
+    block = {"partition": "uniform", "staleness": {"error_feedback": True, "nadam": True}}
+    block["stage_to_depth_map"] = [1] * (stages - 1) + [0]
     engine = cases.engine(cases.config(1, OPTIMIZERS["AdamW"][0], block), stages)
     if save:
         iterator = toy.data()
@@ -212,7 +183,7 @@ def extrapolated(directory: str, stages: int, save: bool) -> dict[str, torch.Ten
     else:
         engine.load_checkpoint(directory)
     states = {name: engine.optimizer.state.get(p, {}) for name, p in engine.module.named_parameters()}
-    found = {name: state[LAST_UPDATE].clone() for name, state in states.items() if LAST_UPDATE in state}
+    found = {name: state[PREVIOUS_CHANGE].clone() for name, state in states.items() if PREVIOUS_CHANGE in state}
     if not save:
         engine.train_batch(toy.data(start=engine.consumed_micro_batches))
     engine.destroy()
@@ -231,24 +202,16 @@ def test_its_state_follows_the_layers_to_other_stages(worlds: Worlds, tmp_path: 
 
 
 REFUSED = [
-    ({"error_feedback": True}, "AdamW", {}, "vpipe.staleness.error_feedback: got true; stage 0 is 2 updates behind"),
-    ({"nadam": True}, "SGD", {}, "vpipe.staleness.nadam: got an optimizer of type SGD"),
-    (
-        {"weight_prediction": True},
-        "SGD",
-        {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions},
-        "vpipe.staleness.weight_prediction: got it for a model with weights tied across stages",
-    ),
+    ({"error_feedback": True}, "AdamW", "vpipe.staleness.error_feedback: got true; stage 0 is 2 updates behind"),
+    ({"nadam": True}, "SGD", "vpipe.staleness.nadam: got an optimizer of type SGD"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "optimizer", "module", "line"), REFUSED)
-def test_refused_on_every_rank(
-    worlds: Worlds, settings: dict[str, Any], optimizer: str, module: dict[str, Any], line: str
-) -> None:
+@pytest.mark.parametrize(("settings", "optimizer", "line"), REFUSED)
+def test_refused_on_every_rank(worlds: Worlds, settings: dict[str, Any], optimizer: str, line: str) -> None:
     config = cases.config(1, OPTIMIZERS[optimizer][0], {"partition": "uniform", "staleness": settings})
     with pytest.raises(CaseFailed) as failed:
-        worlds.run(3, cases.train, config, 3, 1, **module)
+        worlds.run(3, cases.train, config, 3, 1)
     assert len(failed.value.errors) == 3
     for error in failed.value.errors.values():
         assert line in error
@@ -276,6 +239,6 @@ def test_batch_size_changes_the_delay(worlds: Worlds) -> None:
     refused = ["vpipe.staleness.error_feedback"]
     for stage, found in enumerate(worlds.run(3, other_batch_size, feedback)):
         assert found == [*[min(1, 2 - stage)] * 2, *refused, min(1, 2 - stage)]
-    block = {"partition": "uniform", "staleness": {"weight_prediction": True}}
+    block = {"partition": "uniform", "staleness": RESCHEDULING}
     for stage, found in enumerate(worlds.run(3, other_batch_size, cases.config(2, OPTIMIZERS["SGD"][0], block))):
         assert found == [min(1, 2 - stage), min(1, 2 - stage), 2 - stage]

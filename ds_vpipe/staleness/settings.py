@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
-from typing_extensions import Self
 
 from ds_vpipe.errors import Refusal
 
@@ -51,18 +50,6 @@ class ErrorFeedback(_Settings):
     scale: float = Field(default=1.0, ge=0, le=1)
 
 
-class WeightPrediction(_Settings):
-    """Options of weight prediction.
-
-    Attributes:
-        scale: times the delay is how many updates ahead weights are predicted; 0 predicts nothing.
-        smoothing: decay of the moving average of updates that is extrapolated; 0 takes the last update alone.
-    """
-
-    scale: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    smoothing: float = Field(default=0.0, ge=0, lt=1)
-
-
 class LRRescheduling(_Settings):
     """Options of learning-rate rescheduling.
 
@@ -93,12 +80,11 @@ class Staleness(_Settings):
             afterwards. Clipping and loss scaling are those of asynchronous training all the time.
             Source: PipeMare (Yang et al., MLSys 2021), technique 3.
         delay_warmup_updates: over so many updates after those the pipeline drains ever less often, so that delays grow
-            from none to what the depths give: :mod:`ds_vpipe.staleness.beginning`.
+            from none to what the depths give: :mod:`ds_vpipe.staleness.delay_warmup`.
     """
 
     nadam: NAdam | None = None
     error_feedback: ErrorFeedback | None = None
-    weight_prediction: WeightPrediction | None = None
     lr_rescheduling: LRRescheduling | None = None
     synchronous_updates: int = Field(default=0, ge=0)
     delay_warmup_updates: int = Field(default=0, ge=0)
@@ -107,40 +93,27 @@ class Staleness(_Settings):
     def kept_weights(self) -> int:
         """Sets of a stage's weights that are held besides the versions, where gradients are late.
 
-        Prediction holds the true weights and the last update, error feedback the last change.
+        Error feedback holds the last change.
         """
-        return 2 * (self.weight_prediction is not None) + (self.error_feedback is not None)
+        return int(self.error_feedback is not None)
 
-    @field_validator("nadam", "error_feedback", "weight_prediction", mode="before")
+    @field_validator("nadam", "error_feedback", mode="before")
     @classmethod
     def _switch(cls, value: object) -> object:
         return {} if value is True else None if value is False else value
-
-    @model_validator(mode="after")
-    def _one_extrapolation(self) -> Self:
-        if self.error_feedback is not None and self.weight_prediction is not None:
-            context = {
-                "key": "staleness.error_feedback",
-                "value": True,
-                "reason": "weight_prediction makes up for the same delay",
-                "remedy": "remove one of the two",
-            }
-            raise PydanticCustomError("vpipe_refusal", "refused", context)
-        return self
 
 
 KEYS: dict[str, tuple[str, ...]] = {
     "staleness": tuple(Staleness.model_fields),
     "staleness.nadam": tuple(NAdam.model_fields),
     "staleness.error_feedback": tuple(ErrorFeedback.model_fields),
-    "staleness.weight_prediction": tuple(WeightPrediction.model_fields),
     "staleness.lr_rescheduling": tuple(LRRescheduling.model_fields),
 }
 """The keys of each object, for messages."""
 
 HELP: dict[str, tuple[str, str]] = {
     "staleness": (
-        "an object with nadam, error_feedback, weight_prediction, lr_rescheduling, synchronous_updates or "
+        "an object with nadam, error_feedback, lr_rescheduling, synchronous_updates or "
         'delay_warmup_updates, with sync_mode "asp" only',
         'name what to use, such as {"nadam": true}, or remove the key',
     ),
@@ -148,16 +121,10 @@ HELP: dict[str, tuple[str, str]] = {
     "staleness.nadam.betas": ("two numbers in [0, 1)", "give such as [0.99, 0.999]"),
     "staleness.nadam.momentum_decay": ("a number >= 0", "give such as 0.004"),
     "staleness.error_feedback": (
-        "true, false or an object, without weight_prediction, where no stage is more than one update behind",
+        "true, false or an object, where no stage is more than one update behind",
         "write true or remove the key",
     ),
     "staleness.error_feedback.scale": ("a number in [0, 1]", "give such as 1"),
-    "staleness.weight_prediction": (
-        'true, false or an object, with weight_sync "stash" or "vertical"',
-        "write true or remove the key",
-    ),
-    "staleness.weight_prediction.scale": ("a number >= 0", "give such as 1"),
-    "staleness.weight_prediction.smoothing": ("a number in [0, 1)", "give such as 0.9, or 0 for none"),
     "staleness.lr_rescheduling": ('an object {"num_steps": ...}', 'write such as {"num_steps": 1000}'),
     "staleness.synchronous_updates": ("an int >= 0", "give the updates until the loss has begun to fall, such as 1000"),
     "staleness.delay_warmup_updates": ("an int >= 0", "give the updates over which delays are to grow, such as 1000"),
@@ -176,7 +143,7 @@ def refuse_delays(settings: Staleness | None, delays: Sequence[int]) -> None:
         return
     stage = next(stage for stage, delay in enumerate(delays) if delay > 1)
     why = f"stage {stage} is {delays[stage]} updates behind, and it makes up for one"
-    fix = "raise gradient_accumulation_steps to K-1 or more, or use nadam or weight_prediction"
+    fix = "raise gradient_accumulation_steps to K-1 or more, or use nadam"
     given = settings.error_feedback.model_dump(exclude_unset=True) or True
     raise Refusal("vpipe.staleness.error_feedback", given, "where no stage is further behind", fix, why).error()
 

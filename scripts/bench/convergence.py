@@ -1,9 +1,9 @@
 """What asynchronous training costs in quality, and what mitigations of staleness bring back.
 
 ``python scripts/bench/convergence.py`` trains a small BERT on the docstrings of the installed packages, or on
-``--text``, by :class:`ds_vpipe.replay.Replay`, whose updates are the engine's bit for bit: synchronously with each
-optimizer, and as an asynchronous pipeline of K stages with M = 1 and M = K and each mitigation. Every arm sees the same
-samples per update. Its learning rate is found on the first seed, each trained in full: from the middle of ``--rates``
+``--text``, by :class:`ds_vpipe.staleness.replay.Replay`, whose updates are the engine's bit for bit: synchronously with
+each optimizer, and as an asynchronous pipeline of K stages with M = 1 and M = K and each mitigation. Every arm sees the
+same samples per update. Its learning rate is found on the first seed, each trained in full: from the middle of ``--rates``
 on, for as long as a neighbour is better. The other seeds are trained with that; where all seeds have been trained with
 several, the best on average counts. An update of an asynchronous pipeline
 takes less time, so the arms of ``--longer-methods`` are trained for ``--longer`` updates too, with the rates found.
@@ -40,7 +40,7 @@ from convergence_runs import (
 )
 
 from ds_vpipe.schedules.schedule import update_delay
-from ds_vpipe.staleness.beginning import beginning
+from ds_vpipe.staleness.delay_warmup import DelayWarmup
 from ds_vpipe.staleness.settings import Staleness
 
 
@@ -102,10 +102,10 @@ def paces(path: Path | None) -> dict[tuple[int, int], Pace]:
 def time_of(arm: Arm, updates: float, whole: int, pace: Pace) -> float:
     """Time of an asynchronous arm's first ``updates``, of that which DeepSpeed's engine takes for ``whole``."""
     settings = Staleness.model_validate(staleness(arm.method, whole))
-    begun = beginning(settings, update_delay(arm.stages - 1, arm.micro_batches))
-    drains, end = 0, begun.filling(0)[1]
+    warmup = DelayWarmup.of(settings, update_delay(arm.stages - 1, arm.micro_batches))
+    drains, end = 0, warmup.drain_interval(0)[1]
     while end is not None and end <= updates:
-        drains, end = drains + 1, begun.filling(end)[1]
+        drains, end = drains + 1, warmup.drain_interval(end)[1]
     return (updates * pace.update + drains * pace.drain) / whole
 
 

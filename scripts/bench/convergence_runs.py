@@ -18,10 +18,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "none": {},
     "nadam": {"nadam": True},
     "feedback": {"error_feedback": True},
-    "prediction": {"weight_prediction": True},
     "rescheduling": {"lr_rescheduling": {"num_steps": 500}},
     "nadam+feedback": {"nadam": True, "error_feedback": True},
-    "nadam+prediction": {"nadam": True, "weight_prediction": True},
     "nadam+rescheduling": {"nadam": True, "lr_rescheduling": {"num_steps": 500}},
     "sync20%": {"synchronous_updates": 0.2},
     "nadam+sync20%": {"nadam": True, "synchronous_updates": 0.2},
@@ -138,7 +136,7 @@ def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     from ds_vpipe.models.bert.batches import MicroBatches
     from ds_vpipe.models.bert.sample import IGNORED_LABEL
     from ds_vpipe.partition import uniform_partition
-    from ds_vpipe.replay import Replay
+    from ds_vpipe.staleness.replay import Replay
 
     torch.set_num_threads(1)
     begin = time.monotonic()

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ds_vpipe.schedules.schedule import default_depths, update_delays, version_used
-from ds_vpipe.staleness.beginning import ALWAYS_FULL, Beginning, beginning
+from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 from ds_vpipe.staleness.settings import Staleness, refuse_delays
 
@@ -41,7 +41,7 @@ class ReplayedStage:
         staleness: what is done about that delay.
         clip: largest norm of the stage's gradient; 0 for no limit.
         factor: what the optimizer's learning rates are multiplied with in an update, numbered from 1.
-        beginning: when the pipeline drains.
+        warmup: drain intervals.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ReplayedStage:
         staleness: Staleness | None = None,
         clip: float = 0.0,
         factor: Callable[[int], float] | None = None,
-        beginning: Beginning = ALWAYS_FULL,
+        warmup: DelayWarmup = NO_WARMUP,
     ) -> None:
         self.parameters = parameters
         self.optimizer = make_optimizer(parameters)
@@ -62,13 +62,13 @@ class ReplayedStage:
         self._factor = factor
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         late = staleness if delay > 0 else None
-        self._mitigation = None if late is None else StalenessMitigation(self.optimizer, late, delay, beginning)
+        self._mitigation = None if late is None else StalenessMitigation(self.optimizer, late, delay, warmup)
         self._newest = [parameter.data for parameter in parameters]
         self._versions: deque[list[torch.Tensor]] = deque(maxlen=delay + 1)  # the last is the newest
-        self._versions.append(self._seen([]))
+        self._versions.append(self._copy([]))
 
     def point_to(self, version: int) -> None:
-        """Make the parameters refer to a version, as passes see it.
+        """Make the parameters refer to a version.
 
         Raises:
             IndexError: it is too old to be kept.
@@ -95,16 +95,14 @@ class ReplayedStage:
         self.optimizer.zero_grad()
         self.updates += 1
         full = len(self._versions) == self._versions.maxlen
-        self._versions.append(self._seen(self._versions.popleft() if full else []))
+        self._versions.append(self._copy(self._versions.popleft() if full else []))
 
-    def _seen(self, into: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The newest weights as passes will see them, in tensors that may be overwritten, if there are any."""
+    def _copy(self, into: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The newest weights as a version, in tensors that may be overwritten, if there are any."""
         if self._delay == 0:
             return self._newest
         into = into or [torch.empty_like(value) for value in self._newest]
-        if self._mitigation is not None:
-            self._mitigation.predict(self.parameters, into, self.updates)
-        elif into:
+        if into:
             torch._foreach_copy_(into, self._newest)
         return into
 
@@ -173,14 +171,14 @@ class Replay:
         self._depths = [depths[0] if vertical else depth for depth in depths]
         settings = Staleness.model_validate(staleness) if isinstance(staleness, dict) else staleness
         delays = update_delays(self._depths, micro_batches)
-        self._beginning = beginning(settings, max(delays))
+        self._warmup = DelayWarmup.of(settings, max(delays))
         refuse_delays(settings, delays)
         parts = [list(layers[start:stop]) for start, stop in pairwise(accumulate(partition, initial=0))]
         owned = [_trainable(part) for part in parts]
         if len({id(p) for members in owned for p in members}) != sum(map(len, owned)):
             raise ValueError("layers: got a weight that two stages share, allowed are stages without; untie it")
         self.stages = [
-            ReplayedStage(members, make_optimizer, delay, settings, clip, factor, self._beginning)
+            ReplayedStage(members, make_optimizer, delay, settings, clip, factor, self._warmup)
             for members, delay in zip(owned, delays, strict=True)
         ]
 
@@ -197,7 +195,7 @@ class Replay:
         if len(items) < self.micro_batches:
             raise StopIteration
         first, total = self.batches * self.micro_batches, 0.0
-        refill = self._beginning.filling(self.batches)[0] * self.micro_batches
+        refill = self._warmup.drain_interval(self.batches)[0] * self.micro_batches
         for micro_batch, (inputs, labels) in enumerate(items, first):
             for stage, depth in zip(self.stages, self._depths, strict=True):
                 stage.point_to(version_used(micro_batch, depth, self.micro_batches, refill))

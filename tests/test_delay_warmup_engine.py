@@ -1,4 +1,4 @@
-"""Asynchronous trainings whose first updates are synchronous, and whose delay grows from there."""
+"""Delay warm-up in the engine: first synchronous updates, then drains that become rarer."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ pytestmark = pytest.mark.mp
 STAGES, BATCHES, ON_TIME = 3, 10, 4
 COUNTS = uniform_partition(LAYERS, STAGES)
 GROWING = {"synchronous_updates": 1, "delay_warmup_updates": 5}
-BEGINNINGS = [{"synchronous_updates": ON_TIME}, GROWING, {"delay_warmup_updates": 7}]
+WARMUPS = [{"synchronous_updates": ON_TIME}, GROWING, {"delay_warmup_updates": 7}]
 SGD, ADAMW = OPTIMIZERS["SGD"][0], OPTIMIZERS["AdamW"][0]
 
 
-def began(staleness: dict[str, Any], **more: Any) -> dict[str, Any]:
+def with_staleness(staleness: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"partition": "uniform", "staleness": staleness, **more}
 
 
 def block(updates: int, **more: Any) -> dict[str, Any]:
-    return began({"synchronous_updates": updates}, **more)
+    return with_staleness({"synchronous_updates": updates}, **more)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -55,7 +55,7 @@ def test_as_long_as_it_lasts_it_is_synchronous_training(worlds: Worlds, micro_ba
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("staleness", BEGINNINGS)
+@pytest.mark.parametrize("staleness", WARMUPS)
 def test_against_the_reference(worlds: Worlds, micro_batches: int, staleness: dict[str, int]) -> None:
     """Versions, and what stages know of each other's norms, go on from where the pipeline drained last."""
     rows: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -64,7 +64,7 @@ def test_against_the_reference(worlds: Worlds, micro_batches: int, staleness: di
         ({"gradient_clipping_scope": "delayed_global"}, {"clip": 0.3, "scope": "delayed_global"}),
     ]
     configs = [
-        cases.config(micro_batches, SGD, began(staleness, **more), gradient_clipping=options.get("clip", 0.0))
+        cases.config(micro_batches, SGD, with_staleness(staleness, **more), gradient_clipping=options.get("clip", 0.0))
         for more, options in rows
     ]
     ranks = worlds.run(STAGES, cases.train_each, configs, STAGES, BATCHES)
@@ -77,7 +77,7 @@ def test_against_the_reference(worlds: Worlds, micro_batches: int, staleness: di
             assert report["losses"] == pytest.approx(losses, rel=1e-5), more
 
 
-@pytest.mark.parametrize("staleness", BEGINNINGS)
+@pytest.mark.parametrize("staleness", WARMUPS)
 def test_tied_weights(worlds: Worlds, staleness: dict[str, int]) -> None:
     reports, counts = test_ties.run(worlds, 2, 1, BATCHES, {"staleness": staleness})
     wanted = test_ties.replayed(counts, default_depths(2), 1, staleness=staleness).run(BATCHES)
@@ -99,10 +99,10 @@ def train_two_parts(ds_config: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("staleness", BEGINNINGS)
+@pytest.mark.parametrize("staleness", WARMUPS)
 def test_data_that_end_meanwhile(worlds: Worlds, staleness: dict[str, int]) -> None:
     """Two batches of the first data, eight of the others; what is left over is no batch."""
-    reports = worlds.run(STAGES, train_two_parts, cases.config(2, SGD, began(staleness)))
+    reports = worlds.run(STAGES, train_two_parts, cases.config(2, SGD, with_staleness(staleness)))
     order = [0, 1, 2, 3, *range(16)]
     wanted, losses = reference.replay(
         COUNTS, default_depths(STAGES), 2, 10, OPTIMIZERS["SGD"][1],
@@ -126,10 +126,10 @@ def train_and_save(ds_config: dict[str, Any], directory: str, at: int) -> dict[s
     return report
 
 
-def test_a_save_inside_a_filling(worlds: Worlds, tmp_path: Path) -> None:
-    """Fillings begin at 0, 1, 3, 5 and 8 as without it, and at 4 and 6."""
+def test_a_save_inside_a_drain_interval(worlds: Worlds, tmp_path: Path) -> None:
+    """Intervals begin at 0, 1, 3, 5 and 8 as without it, and at 4 and 6."""
     for at in (4, 6):
-        config = cases.config(1, SGD, began(GROWING))
+        config = cases.config(1, SGD, with_staleness(GROWING))
         reports = worlds.run(STAGES, train_and_save, config, str(tmp_path / str(at)), at)
         wanted, _ = reference.replay(
             COUNTS, default_depths(STAGES), 1, BATCHES, OPTIMIZERS["SGD"][1], refills=(0, at), staleness=GROWING
@@ -139,10 +139,10 @@ def test_a_save_inside_a_filling(worlds: Worlds, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_resumed_bit_for_bit(worlds: Worlds, tmp_path: Path, micro_batches: int) -> None:
-    """Before, at and after the end of the synchronous updates and of a filling, with methods that begin there."""
-    methods = {"nadam": True, "weight_prediction": {"smoothing": 0.5}}
+    """Before, at and after the end of the synchronous updates and of an interval, with methods that begin there."""
+    methods = {"nadam": True, "lr_rescheduling": {"num_steps": 5}}
     for number, first in enumerate(({"synchronous_updates": 3}, {"synchronous_updates": 1, "delay_warmup_updates": 3})):
-        config = cases.config(micro_batches, ADAMW, began({**methods, **first}))
+        config = cases.config(micro_batches, ADAMW, with_staleness({**methods, **first}))
         folder = str(tmp_path / str(number))
         for wrong in worlds.run(STAGES, resume_everywhere, folder, config, STAGES, (2, 3, 4)):
             assert wrong == []
@@ -152,10 +152,10 @@ def test_resumed_bit_for_bit(worlds: Worlds, tmp_path: Path, micro_batches: int)
 def test_scripts_that_loop(worlds: Worlds, micro_batches: int) -> None:
     """Every stage has made the update when ``step()`` returns where the pipeline is drained."""
     rounds = BATCHES * micro_batches
-    beginnings = [{"synchronous_updates": BATCHES}, *BEGINNINGS]
-    configs = [cases.config(micro_batches, SGD, began(staleness)) for staleness in beginnings]
+    warmups = [{"synchronous_updates": BATCHES}, *WARMUPS]
+    configs = [cases.config(micro_batches, SGD, with_staleness(staleness)) for staleness in warmups]
     ranks = worlds.run(STAGES, loops.train_each, configs, STAGES, rounds)
-    for position, staleness in enumerate(beginnings):
+    for position, staleness in enumerate(warmups):
         run = loops.Replay(
             COUNTS, default_depths(STAGES), micro_batches, OPTIMIZERS["SGD"][1],
             staleness=staleness,
@@ -168,9 +168,9 @@ def test_scripts_that_loop(worlds: Worlds, micro_batches: int) -> None:
 
 
 def test_scripts_that_loop_resume(worlds: Worlds, tmp_path: Path) -> None:
-    """Saved in the third of four synchronous batches, and after them; inside a filling of two batches."""
+    """Saved in the third of four synchronous batches, and after them; inside an interval of two batches."""
     for first, at in (({"synchronous_updates": 4}, 6), ({"synchronous_updates": 4}, 10), (GROWING, 6)):
-        ds_config = cases.config(2, ADAMW, began({**first, "nadam": True}))
+        ds_config = cases.config(2, ADAMW, with_staleness({**first, "nadam": True}))
         folder = str(tmp_path / f"{len(first)} {at}")
         for report in worlds.run(STAGES, test_loop_engine.resume, folder, ds_config, at):
             for resumed in report["resumed"]:

@@ -1,0 +1,73 @@
+"""Delay warm-up: early drains of the pipeline, so that gradients become late little by little.
+
+Just after it was filled with the newest weights, a pipeline has no late gradients; its n-th batch after that is late by
+n - 1 updates, up to the delay that its depth gives. Draining now and then therefore bounds the delay. Here every batch
+of the first N is followed by a drain (technique 3 of PipeMare, Yang et al., MLSys 2021). Over the next R updates drains
+become rarer: the interval that begins r updates into those has 2 + floor(r D / R) batches, D the largest delay of all
+stages, which bounds the delay by one less. After that the pipeline is not drained any more.
+
+Why a step from no delay to all of it may hurt: with gradients in time the curvature grows to what the learning rate
+is just stable for (Cohen et al., Gradient Descent on Neural Networks Typically Occurs at the Edge of Stability, ICLR
+2021), and late gradients are stable for less. docs/convergence.md has what was measured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from typing_extensions import Self
+
+from ds_vpipe.staleness.settings import Staleness
+
+
+@dataclass(frozen=True)
+class DelayWarmup:
+    """Drain intervals: the batches between two drains.
+
+    Attributes:
+        synchronous: number of one-batch intervals at the start, N.
+        starts: first batch of each later interval; the last interval has no end.
+    """
+
+    synchronous: int
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, settings: Staleness | None, delay: int) -> Self:
+        """Intervals for ``synchronous_updates`` and ``delay_warmup_updates``.
+
+        Args:
+            settings: the ``"staleness"`` object, if there is one.
+            delay: largest delay of all stages in updates, D.
+        """
+        first, warmup = (0, 0) if settings is None else (settings.synchronous_updates, settings.delay_warmup_updates)
+        starts = [first]
+        while delay > 0 and starts[-1] < first + warmup:
+            starts.append(starts[-1] + 2 + (starts[-1] - first) * delay // warmup)
+        return cls(first, tuple(starts))
+
+    def drain_interval(self, batch: int) -> tuple[int, int | None]:
+        """First batch of the interval around a batch, and of the next interval; None without a next drain.
+
+        Args:
+            batch: from 0 since the start of training.
+        """
+        if batch < self.synchronous:
+            return batch, batch + 1
+        after = bisect_right(self.starts, batch)
+        return self.starts[after - 1], self.starts[after] if after < len(self.starts) else None
+
+    def delay(self, batch: int, largest: int) -> int:
+        """Largest delay in updates within the interval around a batch.
+
+        Args:
+            batch: from 0 since the start of training.
+            largest: delay of a stage in a pipeline that is not drained.
+        """
+        start, end = self.drain_interval(batch)
+        return largest if end is None else min(largest, end - start - 1)
+
+
+NO_WARMUP = DelayWarmup(0, (0,))
+"""A pipeline that is never drained."""

@@ -18,14 +18,13 @@ from ds_vpipe.batch_sizes import corrected_batch_sizes
 from ds_vpipe.config import VPipeConfig, block_of
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.loop_engine import VPipeLoopEngine
-from ds_vpipe.engine.lr_schedule import LRSchedule
 from ds_vpipe.engine.parameter_groups import listed
 from ds_vpipe.engine.preparation import Prepared, prepare
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.engine.whole_model import split
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.extension_builds import extension_builds
-from ds_vpipe.lr_policies import lr_policy
+from ds_vpipe.lr_policies import LRSchedule, lr_policy
 
 
 def initialize(

@@ -4,148 +4,99 @@ A DeepSpeed JSON selects one like DeepSpeed's own schedules; the learning rate t
 
     "scheduler": {"type": "PolyWarmupLR", "params": {"total_num_steps": 36320, "warmup_num_steps": 7264}}
 
-With n the number of an update, counted from 1, w = ``warmup_num_steps``, T = ``total_num_steps``, the learning rate of
-update n is that of the optimizer times n / w while n < w, and after that times
-
-===================== =================================================================
-``ConstantWarmupLR``  1
-``PolyWarmupLR``      (1 - n / T) ** ``degree``; 0.5 unless given
-``LinearWarmupLR``    (T - n) / (T - w)
-``CosineWarmupLR``    (1 + cos(pi (n - w) / (T - w))) / 2
-``TrapezoidWarmupLR`` 1, and in the last d = ``decay_num_steps`` updates (T - n) / d
-``StepWarmupLR``      ``gamma`` ** ((n - 1) // ``step_size``)
-===================== =================================================================
-
-and 0 after update T, where there is a T. The polynomial is that of NVIDIA's BERT, which vPipe's runs use: it counts
-from the first update and not from the end of the warm-up, so that the rate falls by a step there.
+With n the number of an update, counted from 1, w = ``warmup_num_steps`` and T = ``total_num_steps``, the learning rate
+of update n is that of the optimizer times n / w while n < w, after that times the decay in :data:`LR_POLICIES`, and 0
+after update T, where there is a T. The polynomial is that of NVIDIA's BERT, which vPipe's runs use: it counts from the
+first update and not from the end of the warm-up, so that the rate falls by a step there. The trapezoid is
+warmup-stable-decay (Haegele et al., NeurIPS 2024).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
-from typing_extensions import Self
+import torch
 
-from ds_vpipe.errors import Refusal, did_you_mean
+from ds_vpipe.errors import Refusal, VPipeError, did_you_mean
 
 
-class LRPolicy(BaseModel):
-    """A warm-up, and what :meth:`after_warmup` says. Instances are immutable; :func:`lr_policy` makes them."""
+def _to_come(n: int, p: SimpleNamespace) -> float:
+    """Share of the updates after the warm-up that are still to come."""
+    return max(0.0, (p.total_num_steps - n) / (p.total_num_steps - p.warmup_num_steps))
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    warmup_num_steps: int = Field(default=0, ge=0)
+LR_POLICIES: dict[str, tuple[dict[str, Any], Callable[[int, SimpleNamespace], float]]] = {
+    "ConstantWarmupLR": ({}, lambda n, p: 1.0),
+    "PolyWarmupLR": (
+        {"total_num_steps": None, "degree": 0.5},
+        lambda n, p: max(0.0, 1.0 - n / p.total_num_steps) ** p.degree,
+    ),
+    "LinearWarmupLR": ({"total_num_steps": None}, _to_come),
+    "CosineWarmupLR": ({"total_num_steps": None}, lambda n, p: 0.5 * (1.0 - math.cos(math.pi * _to_come(n, p)))),
+    "TrapezoidWarmupLR": (
+        {"total_num_steps": None, "decay_num_steps": None},
+        lambda n, p: min(1.0, max(0.0, (p.total_num_steps - n) / p.decay_num_steps)),
+    ),
+    "StepWarmupLR": ({"step_size": None, "gamma": 0.1}, lambda n, p: p.gamma ** ((n - 1) // p.step_size)),
+}
+"""Name -> (parameters besides ``warmup_num_steps`` with defaults, None for required; decay after the warm-up)."""
+
+# Parameter -> (type, check, accepted values). A check sees the parameters checked before it, in this order.
+_PARAMETERS: dict[str, tuple[type, Callable[[Any, dict[str, Any]], bool], str]] = {
+    "total_num_steps": (int, lambda v, p: v >= 1, "an int >= 1, the updates of the whole run"),
+    "warmup_num_steps": (
+        int,
+        lambda v, p: 0 <= v < p.get("total_num_steps", math.inf),
+        "an int >= 0, less than total_num_steps",
+    ),
+    "decay_num_steps": (
+        int,
+        lambda v, p: 1 <= v <= p["total_num_steps"] - p["warmup_num_steps"],
+        "an int >= 1, with warmup_num_steps not more than total_num_steps",
+    ),
+    "degree": (float, lambda v, p: 0 < v < math.inf, "a number > 0"),
+    "step_size": (int, lambda v, p: v >= 1, "an int >= 1, updates between two falls"),
+    "gamma": (float, lambda v, p: 0 < v <= 1, "a number in (0, 1]"),
+}
+
+
+class LRPolicy:
+    """Learning-rate policy with its parameters.
+
+    Raises:
+        VPipeConfigError: a parameter is missing, unknown or wrong.
+    """
+
+    def __init__(self, name: str, **params: Any) -> None:
+        self.name = name
+        own, self._decay = LR_POLICIES[name]
+        defaults = {"warmup_num_steps": 0, **own}
+        for key in params.keys() - defaults.keys():
+            fix = f"remove the key{did_you_mean(key, defaults)}"
+            raise Refusal(f"scheduler.params.{key}", params[key], f"{', '.join(defaults)} of {name}", fix).error()
+        checked: dict[str, Any] = {}
+        for key in (key for key in _PARAMETERS if key in defaults):
+            kind, accepts, allowed = _PARAMETERS[key]
+            value = params.get(key, defaults[key])
+            if key not in params and value is None:
+                raise Refusal(f"scheduler.params.{key}", None, allowed, f"add the key, which {name} needs").error()
+            number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+            if not number or not accepts(value, checked):
+                raise Refusal(f"scheduler.params.{key}", value, allowed, "correct the number").error()
+            checked[key] = value
+        self._params = SimpleNamespace(**checked)
 
     def factor(self, update: int) -> float:
-        """What the learning rate of an update, numbered from 1, is multiplied with: in [0, 1]."""
-        if update < self.warmup_num_steps:
-            return update / self.warmup_num_steps
-        return self.after_warmup(update)
-
-    def after_warmup(self, update: int) -> float:
-        """The factor of an update that is not in the warm-up."""
-        raise NotImplementedError
-
-
-class ConstantWarmupLR(LRPolicy):
-    """The optimizer's learning rate."""
-
-    def after_warmup(self, update: int) -> float:
-        """1."""
-        return 1.0
-
-
-class StepWarmupLR(LRPolicy):
-    """Falls by ``gamma`` after every ``step_size`` updates."""
-
-    step_size: int = Field(ge=1)
-    gamma: float = Field(default=0.1, gt=0, le=1)
-
-    def after_warmup(self, update: int) -> float:
-        """``gamma`` to the number of falls."""
-        return float(self.gamma ** ((update - 1) // self.step_size))
-
-
-class _EndingPolicy(LRPolicy):
-    """Falls to 0 at the last update."""
-
-    total_num_steps: int = Field(ge=1)
-
-    @model_validator(mode="after")
-    def _warmup_ends(self) -> Self:
-        if self.warmup_num_steps >= self.total_num_steps:
-            raise PydanticCustomError("long_warmup", "warm-up never ends", {})
-        return self
-
-    def progress(self, update: int) -> float:
-        """Share of the updates after the warm-up that are done, in [0, 1]."""
-        return min(1.0, (update - self.warmup_num_steps) / (self.total_num_steps - self.warmup_num_steps))
-
-
-class PolyWarmupLR(_EndingPolicy):
-    """A power of the share of updates to come."""
-
-    degree: float = Field(default=0.5, gt=0)
-
-    def after_warmup(self, update: int) -> float:
-        """(1 - n / T) ** degree."""
-        return float(max(0.0, 1.0 - update / self.total_num_steps) ** self.degree)
-
-
-class LinearWarmupLR(_EndingPolicy):
-    """A straight line from the end of the warm-up."""
-
-    def after_warmup(self, update: int) -> float:
-        """1 - progress."""
-        return 1.0 - self.progress(update)
-
-
-class CosineWarmupLR(_EndingPolicy):
-    """Half a cosine from the end of the warm-up."""
-
-    def after_warmup(self, update: int) -> float:
-        """(1 + cos(pi progress)) / 2."""
-        return 0.5 * (1.0 + math.cos(math.pi * self.progress(update)))
-
-
-class TrapezoidWarmupLR(_EndingPolicy):
-    """Constant, then a straight line to 0: warmup-stable-decay (Haegele et al., NeurIPS 2024)."""
-
-    decay_num_steps: int = Field(ge=1)
-
-    @model_validator(mode="after")
-    def _decay_begins(self) -> Self:
-        if self.warmup_num_steps + self.decay_num_steps > self.total_num_steps:
-            raise PydanticCustomError("long_decay", "decay begins in the warm-up", {})
-        return self
-
-    def after_warmup(self, update: int) -> float:
-        """1, at the end (T - n) / d."""
-        return min(1.0, max(0.0, (self.total_num_steps - update) / self.decay_num_steps))
-
-
-LR_POLICIES: dict[str, type[LRPolicy]] = {
-    policy.__name__: policy
-    for policy in (ConstantWarmupLR, PolyWarmupLR, LinearWarmupLR, CosineWarmupLR, TrapezoidWarmupLR, StepWarmupLR)
-}
-
-_ALLOWED = {
-    "warmup_num_steps": "an int >= 0, less than total_num_steps",
-    "total_num_steps": "an int >= 1, the updates of the whole run",
-    "decay_num_steps": "an int >= 1, with warmup_num_steps not more than total_num_steps",
-    "degree": "a number > 0",
-    "step_size": "an int >= 1, updates between two falls",
-    "gamma": "a number in (0, 1]",
-}
-
-_TOO_LONG = {"long_warmup": "warmup_num_steps", "long_decay": "decay_num_steps"}
+        """Share of the optimizer's learning rate in an update, numbered from 1."""
+        warmup = self._params.warmup_num_steps
+        return float(update / warmup if update < warmup else self._decay(update, self._params))
 
 
 def lr_policy(ds_config: dict[str, Any]) -> LRPolicy | None:
-    """The policy that the ``"scheduler"`` of a DeepSpeed JSON names, None if it is not one of those here.
+    """Policy that the ``"scheduler"`` of a DeepSpeed JSON names; None for a schedule of DeepSpeed's own.
 
     Raises:
         VPipeConfigError: a parameter is missing, unknown or wrong.
@@ -155,21 +106,59 @@ def lr_policy(ds_config: dict[str, Any]) -> LRPolicy | None:
     if not isinstance(block, dict) or not isinstance(name, str) or name not in LR_POLICIES:
         return None
     given = block.get("params", {})
-    policy = LR_POLICIES[name]
-    keys = ", ".join(policy.model_fields)
-    try:
-        return policy.model_validate(given)
-    except ValidationError as error:
-        details = error.errors(include_url=False)[0]
-    path = details["loc"]
-    if not path and details["type"] not in _TOO_LONG:
+    if not isinstance(given, dict):
+        keys = ", ".join(("warmup_num_steps", *LR_POLICIES[name][0]))
         raise Refusal("scheduler.params", given, f"an object with {keys}", "give one").error()
-    key = str(path[0]) if path else _TOO_LONG[details["type"]]
-    full_key = f"scheduler.params.{key}"
-    if details["type"] == "missing":
-        raise Refusal(full_key, None, _ALLOWED[key], f"add the key, which {name} needs").error()
-    if details["type"] == "extra_forbidden":
-        raise Refusal(
-            full_key, details["input"], f"{keys} of {name}", f"remove the key{did_you_mean(key, policy.model_fields)}"
-        ).error()
-    raise Refusal(full_key, given.get(key), _ALLOWED[key], "correct the number").error()
+    return LRPolicy(name, **given)
+
+
+class LRSchedule:
+    """Learning-rate schedule of one stage, which counts the updates of that stage.
+
+    It has the methods that DeepSpeed calls. torch's LambdaLR would also replace ``optimizer.step`` and add a key to the
+    parameter groups, which checkpoints hold.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, policy: LRPolicy) -> None:
+        self.optimizer = optimizer
+        self._policy = policy
+        self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        self._go_on_after(0)
+
+    def step(self) -> None:
+        """Count an update, and set the learning rates of the next one."""
+        self._go_on_after(self._updates + 1)
+
+    def get_last_lr(self) -> list[float]:
+        """Learning rates of the next update, one per parameter group."""
+        return [base * self._policy.factor(self._updates + 1) for base in self._base]
+
+    get_lr = get_last_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last update's number, counted from 0, under the name that DeepSpeed's own schedules give it.
+
+        So a checkpoint goes on with another type of schedule, in both directions.
+        """
+        return {"last_batch_iteration": self._updates - 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the updates that a state counts.
+
+        Raises:
+            VPipeError: the state of a schedule that does not count updates.
+        """
+        last = state.get("last_batch_iteration")
+        if not isinstance(last, int):
+            given = ", ".join(map(str, state)) or "nothing"
+            raise VPipeError(
+                f"lr scheduler in the checkpoint: got a state with {given}; allowed: last_batch_iteration, as "
+                "DeepSpeed's schedules have it; load with load_lr_scheduler_states=False"
+            )
+        self._go_on_after(last + 1)
+
+    def _go_on_after(self, updates: int) -> None:
+        self._updates = updates
+        # Optimizers replace their list of groups when they load a checkpoint: always ask for it anew.
+        for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
+            group["lr"] = rate

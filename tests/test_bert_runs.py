@@ -14,7 +14,7 @@ import torch
 from transformers import BertForPreTraining
 from worlds import Worlds
 
-from ds_vpipe.lr_policies import PolyWarmupLR
+from ds_vpipe.lr_policies import LRPolicy
 from ds_vpipe.models.bert import corpus, prepare, text_corpus
 from ds_vpipe.models.bert.pretraining import main
 from ds_vpipe.models.bert.samples import RandomSamples
@@ -99,7 +99,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(worlds: Worlds, folder: Folder) 
     whole = folder.run(worlds, 2, "whole", *common)
     assert sorted(step for step, name in whole if name == "loss") == [1, 2, 3, 4, 5, 6, 7]
     assert len({value for (_, name), value in whole.items() if name == "loss"}) == 7
-    policy = PolyWarmupLR(total_num_steps=20, warmup_num_steps=3)
+    policy = LRPolicy("PolyWarmupLR", total_num_steps=20, warmup_num_steps=3)
     rates = [whole[step, "learning_rate"] for step in range(1, 8)]
     assert rates == [0.01 * policy.factor(step + 1) for step in range(1, 8)]  # of the next update
     assert sorted(path.name for path in (folder.path / "saved").glob("global_step*")) == [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_vpipe.config import VPipeConfig, block_of, refuse_unsupported
-from ds_vpipe.lr_policies import PolyWarmupLR, lr_policy
+from ds_vpipe.lr_policies import lr_policy
 from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.sizes import bert_config
 from ds_vpipe.models.gpt2.layers import gpt2_layers
@@ -69,7 +69,8 @@ def test_split_is_the_published_one_and_fits_the_model(name: str) -> None:
 def test_learning_rates_are_vpipes(name: str) -> None:
     """A fifth of 36320 updates is warm-up."""
     policy = lr_policy(load(name))
-    assert isinstance(policy, PolyWarmupLR)
+    assert policy is not None
+    assert policy.name == "PolyWarmupLR"
     assert [policy.factor(update) for update in (726, 7264, 36320)] == pytest.approx([726 / 7264, 0.8**0.5, 0.0])
 
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 
-from ds_vpipe.engine.lr_schedule import LRSchedule
 from ds_vpipe.errors import VPipeConfigError, VPipeError
-from ds_vpipe.lr_policies import LR_POLICIES, LRPolicy, lr_policy
+from ds_vpipe.lr_policies import LR_POLICIES, LRPolicy, LRSchedule, lr_policy
 
 TOTAL, WARMUP = 40, 8
 CLOSED_FORMS: dict[str, tuple[dict[str, Any], Any]] = {

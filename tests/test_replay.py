@@ -16,7 +16,7 @@ from torch import nn
 from worlds import Worlds
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.lr_policies import CosineWarmupLR
+from ds_vpipe.lr_policies import LRPolicy
 from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.schedule import default_depths
 from ds_vpipe.staleness.replay import Replay
@@ -80,7 +80,7 @@ def test_equal_to_the_engine(worlds: Worlds, micro_batches: int) -> None:
     for position, (name, clip) in enumerate(runs):
         optimizer, settings = METHODS[name]
         options = {"depths": depths_of(settings, micro_batches), "staleness": settings, "clip": clip}
-        factor = CosineWarmupLR.model_validate(policy).factor
+        factor = LRPolicy("CosineWarmupLR", **policy).factor
         got, losses, _ = replayed(partition, micro_batches, optimizer, factor=factor, **options)
         reports = [rank[position] for rank in ranks]
         assert difference(got, cases.merged(reports)) == 0, f"{name}, clip {clip}"

@@ -3,10 +3,10 @@
 ``python scripts/bench/convergence.py`` trains a small BERT on the docstrings of the installed packages, or on
 ``--text``, by :class:`ds_vpipe.staleness.replay.Replay`, whose updates are the engine's bit for bit: synchronously with
 each optimizer, and as an asynchronous pipeline of K stages with M = 1 and M = K and each mitigation. Every arm sees the
-same samples per update. Its learning rate is found on the first seed, each trained in full: from the middle of ``--rates``
-on, for as long as a neighbour is better. The other seeds are trained with that; where all seeds have been trained with
-several, the best on average counts. An update of an asynchronous pipeline
-takes less time, so the arms of ``--longer-methods`` are trained for ``--longer`` updates too, with the rates found.
+same samples per update. Its learning rate is found on the first seed, each trained in full: from the middle of
+``--rates`` on, for as long as a neighbour is better. The other seeds are trained with that; where all seeds have been
+trained with several, the best on average counts. An update of an asynchronous pipeline takes less time, so the arms of
+``--longer-methods`` are trained for ``--longer`` updates too, with the rates found.
 
 Every run is one line of ``--output``; a line that is there is not computed again, so that a run that was stopped goes
 on, and one with more seeds, arms or rates adds to it. The table and the picture are made of all of that file that is of

@@ -132,7 +132,7 @@ def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from torch.nn.functional import cross_entropy
 
-    from ds_vpipe.lr_policies import TrapezoidWarmupLR
+    from ds_vpipe.lr_policies import LRPolicy
     from ds_vpipe.models.bert.batches import MicroBatches
     from ds_vpipe.models.bert.sample import IGNORED_LABEL
     from ds_vpipe.partition import uniform_partition
@@ -163,7 +163,8 @@ def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         loss,
         staleness=staleness(run.method, options.updates) if run.stages > 1 else None,
         clip=1.0,
-        factor=TrapezoidWarmupLR(
+        factor=LRPolicy(
+            "TrapezoidWarmupLR",
             warmup_num_steps=min(WARM_UP, run.updates // 2),
             total_num_steps=run.updates,
             decay_num_steps=max(1, round(options.decay * run.updates)),

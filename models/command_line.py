@@ -1,13 +1,24 @@
 """What the command lines of all models have in common."""
 
 import argparse
-from typing import NoReturn
+import sys
+from typing import Any, NoReturn
 
 from ds_vpipe.errors import VPipeConfigError
 
 
 class Parser(argparse.ArgumentParser):
     """Reports mistakes as exceptions, so that each rank prints one line and not the whole usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse with the words of names joined by dashes or underscores, whichever they were registered with."""
+        known = {name.replace("-", "_"): name for action in self._actions for name in action.option_strings}
+
+        def as_registered(word: str) -> str:
+            name, equals, value = word.partition("=")
+            return known.get(name.replace("-", "_"), name) + equals + value if word.startswith("--") else word
+
+        return super().parse_known_args([as_registered(word) for word in args or sys.argv[1:]], namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong with the command line."""

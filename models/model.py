@@ -30,24 +30,24 @@ class Model:
 def add_weight_arguments(parser: Any) -> None:
     """The options of :func:`model_of`; ``parser`` may be a group of one."""
     parser.add_argument(
-        "--from-pretrained",
+        "--model_name_or_path",
         type=Path,
         metavar="DIR",
         help="begin with the weights of a folder that Hugging Face's save_pretrained() has written",
     )
     parser.add_argument(
-        "--tie-word-embeddings",
+        "--tie_word_embeddings",
         action=BooleanOptionalAction,
         help="the decoder is the word embeddings; default: as the weights or the kind of model have it",
     )
 
 
 def model_of(arguments: Namespace, architectures: Sequence[Architecture], new: Callable[[], Any], tied: bool) -> Model:
-    """A new model, or one that begins with the weights of ``--from-pretrained``; no weight is read or made yet.
+    """A new model, or one that begins with the weights of ``--model_name_or_path``; no weight is read or made yet.
 
     Args:
         arguments: of the script: those of :func:`add_weight_arguments`, ``vocab_size``, ``seed`` and maybe
-            ``attention``.
+            ``attn_implementation``.
         architectures: what the folder may hold; the first is that of a new model.
         new: makes the configuration of a new model.
         tied: whether its decoder is tied unless the command line says.
@@ -55,21 +55,21 @@ def model_of(arguments: Namespace, architectures: Sequence[Architecture], new: C
     Raises:
         VPipeConfigError: the configuration or the folder is wrong.
     """
-    if arguments.from_pretrained is None:
+    if arguments.model_name_or_path is None:
         config = new()
         config.tie_word_embeddings = tied if arguments.tie_word_embeddings is None else arguments.tie_word_embeddings
         layers = architectures[0].layers(config, arguments.seed, config.tie_word_embeddings)
         return Model(config, layers, f"new {architectures[0].model_type}, {len(layers)} pipeline layers")
     if arguments.vocab_size is not None:
         raise VPipeConfigError(
-            f"--vocab-size {arguments.vocab_size} with --from-pretrained: the vocabulary is that of the weights; leave"
-            " one of them out"
+            f"--vocab_size {arguments.vocab_size} with --model_name_or_path: the vocabulary is that of the"
+            " weights; leave one of them out"
         )
     found = from_pretrained(
-        arguments.from_pretrained,
+        arguments.model_name_or_path,
         architectures,
         tied=arguments.tie_word_embeddings,
         seed=arguments.seed,
-        attention=getattr(arguments, "attention", DEFAULT_ATTENTION),
+        attention=getattr(arguments, "attn_implementation", DEFAULT_ATTENTION),
     )
-    return Model(found.config, found.layers, f"{arguments.from_pretrained}: {found}")
+    return Model(found.config, found.layers, f"{arguments.model_name_or_path}: {found}")

@@ -99,7 +99,9 @@ def record_run(output: Path, ds_config: Mapping[str, Any]) -> None:
         try:
             write_run_record(output, ds_config, sys.argv, names)
         except OSError as error:
-            failure[0] = f"--output {output}: {error.strerror} ({error.filename}); give a folder that can be written to"
+            failure[0] = (
+                f"--output_dir {output}: {error.strerror} ({error.filename}); give a folder that can be written to"
+            )
     distributed.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise VPipeConfigError(failure[0] if rank == 0 else f"rank 0: {failure[0]}")

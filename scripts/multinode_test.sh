@@ -122,7 +122,7 @@ launch() { # launch NUMBER LOG [launcher options] -- [arguments of train.py]
         export PYTHONPATH=$root "${variables[@]}" # what no ssh has to pass on
         on "$number" timeout "$LIMIT" deepspeed --hostfile "$work/hostfile" --master_addr "${ADDRESSES[0]}" \
             "${options[@]}" "$root/models/bert/train.py" --deepspeed_config "$work/config.json" --synthetic \
-            --steps "$STEPS" "$@"
+            --max_steps "$STEPS" "$@"
     ) >"$log" 2>&1
 }
 fail() {
@@ -151,12 +151,12 @@ echo "0. what doctor says of the two hosts"
 grep "ssh 10\|versions 10\|clock 10\|doctor" "$work/doctor.log" || fail "doctor has not reached the hosts" "$work/doctor.log"
 
 echo "1. two hosts, two ranks each, over ssh and pdsh"
-saves=(--checkpoint-every "$((KILL_AFTER / 2))") # a save sets micro-batches in flight back: both runs do it
-launch 0 "$work/whole.log" -- --output "$work/whole" --checkpoint-dir "$work/others" "${saves[@]}" ||
+saves=(--save_strategy steps --save_steps "$((KILL_AFTER / 2))") # a save sets micro-batches in flight back: both runs do it
+launch 0 "$work/whole.log" -- --output_dir "$work/whole" "${saves[@]}" ||
     fail "the undisturbed run ended with an error" "$work/whole.log"
 
 echo "2. the same, and a rank on the second host is killed"
-launch 0 "$work/killed.log" -- --output "$work/killed" --checkpoint-dir "$work/checkpoints" "${saves[@]}" &
+launch 0 "$work/killed.log" -- --output_dir "$work/killed" "${saves[@]}" &
 launched=$!
 for ((waited = 0; ; waited++)); do
     lines=$(grep -c . "$work/killed/metrics.jsonl" 2>/dev/null || true)
@@ -181,11 +181,12 @@ done
 grep -m 1 -o "stage [0-9]* .*lost\|stage [0-9]* .*\(closed\|failed\|ended\).*" "$work/killed.log" | head -n 1 || true
 
 echo "3. resumed without ssh, one command per node"
-launch 1 "$work/resumed1.log" --no_ssh --node_rank 1 -- --output "$work/resumed1" \
-    --checkpoint-dir "$work/checkpoints" --resume "${saves[@]}" &
+launch 1 "$work/resumed1.log" --no_ssh --node_rank 1 -- --output_dir "$work/resumed" \
+    --resume_from_checkpoint "$work/killed/checkpoints" "${saves[@]}" &
 second=$!
-launch 0 "$work/resumed0.log" --no_ssh --node_rank 0 -- --output "$work/resumed" \
-    --checkpoint-dir "$work/checkpoints" --resume "${saves[@]}" || fail "resuming failed" "$work/resumed0.log" "$work/resumed1.log"
+launch 0 "$work/resumed0.log" --no_ssh --node_rank 0 -- --output_dir "$work/resumed" \
+    --resume_from_checkpoint "$work/killed/checkpoints" "${saves[@]}" ||
+    fail "resuming failed" "$work/resumed0.log" "$work/resumed1.log"
 wait "$second" || fail "resuming failed on the second node" "$work/resumed1.log"
 
 python - "$work" "$STEPS" <<'PYTHON' || fail "losses differ" "$work/resumed0.log"

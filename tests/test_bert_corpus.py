@@ -82,7 +82,7 @@ def test_keys_follow_the_content(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(VPipeConfigError, match=r"--text .*nothing\.txt: not readable"):
+    with pytest.raises(VPipeConfigError, match=r"--train_file .*nothing\.txt: not readable"):
         corpus.files_key([tmp_path / "nothing.txt"])
 
 

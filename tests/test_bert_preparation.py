@@ -51,8 +51,10 @@ def text(tmp_path: Path) -> Path:
 
 
 def made(output: Path, *arguments: str) -> int:
-    shape = ["--seq-length", str(LENGTH), "--max-predictions", str(SLOTS), "--shard-size", "64"]
-    return prepare.main([*shape, "--output", str(output), "--workers", "1", "--vocab-size", "300", *arguments])
+    shape = ["--max_seq_length", str(LENGTH), "--max_predictions_per_seq", str(SLOTS), "--shard_size", "64"]
+    return prepare.main(
+        [*shape, "--output_dir", str(output), "--preprocessing_num_workers", "1", "--vocab_size", "300", *arguments]
+    )
 
 
 def contents(folder: Path) -> dict[str, list[list[int]]]:
@@ -87,10 +89,10 @@ def test_prose_is_cut_into_sentences(tmp_path: Path) -> None:
 
 
 def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(VPipeConfigError, match=r"--text .*absent\.txt: not readable"):
+    with pytest.raises(VPipeConfigError, match=r"--train_file .*absent\.txt: not readable"):
         pieces_of(tmp_path / "absent.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(VPipeConfigError, match=r"--text .*latin\.txt: not readable as UTF-8"):
+    with pytest.raises(VPipeConfigError, match=r"--train_file .*latin\.txt: not readable as UTF-8"):
         list(documents_of(Piece(tmp_path / "latin.txt", 0, 4), "lines"))
     (tmp_path / "empty.txt").write_text("")
     assert pieces_of(tmp_path / "empty.txt") == []
@@ -133,7 +135,7 @@ def test_a_vocabulary_file(tmp_path: Path, extra: list[str], lower: bool) -> Non
     [
         (["[PAD]", "[UNK]", "[CLS]", "[SEP]"], 9, "[MASK] is missing"),
         ([*SPECIAL_TOKENS, "a", "b", "a"], 9, "'a' is there twice"),
-        ([*SPECIAL_TOKENS, "a", "b"], 6, "7 tokens, at most 6 are allowed; see --vocab-size"),
+        ([*SPECIAL_TOKENS, "a", "b"], 6, "7 tokens, at most 6 are allowed; see --vocab_size"),
     ],
 )
 def test_a_wrong_vocabulary_is_refused(tmp_path: Path, tokens: list[str], most: int, says: str) -> None:
@@ -146,7 +148,7 @@ def test_samples_use_the_special_tokens_of_the_vocabulary(text: Path, tmp_path: 
     vocabulary = tmp_path / "vocab.txt"
     letters = [f"{mark}{letter}" for mark in ("", "##") for letter in "abcdefghijklmnopqrstuvwxyz"]
     vocabulary.write_text("\n".join(["[PAD]", *letters, "[UNK]", "[MASK]", "[SEP]", "[CLS]"]))
-    assert made(tmp_path / "out", "--text", str(text), "--vocab", str(vocabulary)) == 0
+    assert made(tmp_path / "out", "--train_file", str(text), "--tokenizer_name", str(vocabulary)) == 0
     rows = ShardSamples(open_shards(find_shards(tmp_path / "out")[0]), SLOTS, 57)
     masked = 0
     for index in range(len(rows)):
@@ -187,7 +189,7 @@ def test_streamed_text_may_have_a_vocabulary_of_its_own(
 def test_shards_hold_the_samples_of_streaming_in_the_order_of_streaming(
     small_docstrings: Callable[[], TokenCorpus], tmp_path: Path
 ) -> None:
-    assert made(tmp_path / "out", "--seed", "5", "--dupe-factor", "2") == 0
+    assert made(tmp_path / "out", "--seed", "5", "--dupe_factor", "2") == 0
     corpus = small_docstrings()
     training, held_out = (
         PairSamples(corpus, spans_of(corpus, numbers, LENGTH), LENGTH, SLOTS, seed=5)
@@ -213,7 +215,7 @@ def test_processes_and_restarts_change_nothing(text: Path, tmp_path: Path, monke
     one, two = tmp_path / "one", tmp_path / "two"
     vocabulary = tmp_path / "vocab.txt"
     write_vocabulary(train_wordpiece(documents(), 300), vocabulary)
-    source = ["--text", str(text), "--vocab", str(vocabulary)]
+    source = ["--train_file", str(text), "--tokenizer_name", str(vocabulary)]
     assert made(one, *source) == 0
     expected = contents(one)
     assert len(expected) > 5
@@ -232,7 +234,7 @@ def test_processes_and_restarts_change_nothing(text: Path, tmp_path: Path, monke
     monkeypatch.undo()
     assert sorted(contents(two)) == sorted(written)
     kept = {name: (two / name).stat().st_mtime_ns for name in written}
-    assert made(two, *source, "--workers", "2") == 0
+    assert made(two, *source, "--preprocessing_num_workers", "2") == 0
     assert contents(two) == expected
     assert {name: (two / name).stat().st_mtime_ns for name in written} == kept
     assert not (two / prepare.WORK_FOLDER).exists()
@@ -242,20 +244,20 @@ def test_processes_and_restarts_change_nothing(text: Path, tmp_path: Path, monke
 
 def test_a_finished_folder_is_left_alone_and_a_lost_shard_made_again(text: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    assert made(output, "--text", str(text)) == 0
+    assert made(output, "--train_file", str(text)) == 0
     before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
-    assert made(output, "--text", str(text)) == 0
+    assert made(output, "--train_file", str(text)) == 0
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
     expected = contents(output)
     find_shards(output)[0][2].unlink()
-    assert made(output, "--text", str(text)) == 0
+    assert made(output, "--train_file", str(text)) == 0
     assert contents(output) == expected
 
 
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        (["--dupe-factor", "2"], "made with dupe_factor 5, now it is 2"),
+        (["--dupe_factor", "2"], "made with dupe_factor 5, now it is 2"),
         (["--seed", "1"], "made with seed 0, now it is 1"),
         (["--form", "prose"], 'made with form "lines", now it is "prose"'),
         ([], "made with text 0"),
@@ -264,12 +266,12 @@ def test_a_finished_folder_is_left_alone_and_a_lost_shard_made_again(text: Path,
 def test_a_change_is_noticed(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: list[str], says: str
 ) -> None:
-    assert made(tmp_path / "out", "--text", str(text)) == 0
+    assert made(tmp_path / "out", "--train_file", str(text)) == 0
     if not option:
         text.write_text(text_of(documents(91)))
-    assert made(tmp_path / "out", "--text", str(text), *option) == 2
+    assert made(tmp_path / "out", "--train_file", str(text), *option) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"--output {tmp_path / 'out'}: its shards were " in error
+    assert f"--output_dir {tmp_path / 'out'}: its shards were " in error
     assert says in error
 
 
@@ -281,18 +283,18 @@ def test_what_cannot_work_is_refused_in_one_line(
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         return line
 
-    assert "--seq-length 7: must be at least 8" in error("--text", str(text), "--seq-length", "7")
-    assert "--vocab-size 9" in error("--text", str(text), "--vocab-size", "9")
+    assert "--max_seq_length 7: must be at least 8" in error("--train_file", str(text), "--max_seq_length", "7")
+    assert "--vocab_size 9" in error("--train_file", str(text), "--vocab_size", "9")
     (tmp_path / "out" / "preparation.json").unlink()
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"A caf\xe9 is a place.\n")
-    assert error("--text", str(latin)).startswith(f"error: --text {latin}: not readable")
+    assert error("--train_file", str(latin)).startswith(f"error: --train_file {latin}: not readable")
     (tmp_path / "out" / "preparation.json").unlink()
     text.write_text("One document only, and no blank line.\n")
-    assert "the text is too short (1 documents" in error("--text", str(text))
+    assert "the text is too short (1 documents" in error("--train_file", str(text))
     (tmp_path / "out" / "preparation.json").unlink()
     (tmp_path / "out" / "foreign_training.hdf5").write_text("")
-    assert "holds HDF5 files that are not of this command" in error("--text", str(text))
+    assert "holds HDF5 files that are not of this command" in error("--train_file", str(text))
     for wrong in ([1], {"made_of": {}, "result": [1]}, {"made_of": {}, "result": {}}):
         (tmp_path / "out" / "preparation.json").write_text(json.dumps(wrong))
-        assert "preparation.json: not readable" in error("--text", str(text))
+        assert "preparation.json: not readable" in error("--train_file", str(text))

@@ -58,8 +58,8 @@ class Folder:
         (self.path / "ds.json").write_text(json.dumps(content))
 
     def arguments(self, output: str, *others: str) -> list[str]:
-        files = ["--deepspeed_config", str(self.path / "ds.json"), "--bert-config", str(self.path / "model.json")]
-        return [*files, "--output", str(self.path / output), *others]
+        files = ["--deepspeed_config", str(self.path / "ds.json"), "--config_name", str(self.path / "model.json")]
+        return [*files, "--output_dir", str(self.path / output), *others]
 
     def run(self, worlds: Worlds, ranks: int, output: str, *others: str) -> Metrics:
         """Losses and accuracies by step and name."""
@@ -94,32 +94,26 @@ def shards_in(path: Path, length: int = 16, count: int = 40) -> str:
 def test_a_resumed_run_is_the_uninterrupted_one(worlds: Worlds, folder: Folder) -> None:
     data = shards_in(folder.path / "data", count=20)
     folder.configure(gradient_accumulation_steps=2)
-    common = ["--data-dir", data, "--steps", "7", "--validate-every", "2", "--checkpoint-every", "3"]
-    common += ["--checkpoint-dir", str(folder.path / "saved")]
+    common = ["--data_dir", data, "--max_steps", "7", "--eval_steps", "2"]
+    common += ["--save_strategy", "steps", "--save_steps", "3"]
     whole = folder.run(worlds, 2, "whole", *common)
     assert sorted(step for step, name in whole if name == "loss") == [1, 2, 3, 4, 5, 6, 7]
     assert len({value for (_, name), value in whole.items() if name == "loss"}) == 7
     policy = LRPolicy("PolyWarmupLR", total_num_steps=20, warmup_num_steps=3)
     rates = [whole[step, "learning_rate"] for step in range(1, 8)]
     assert rates == [0.01 * policy.factor(step + 1) for step in range(1, 8)]  # of the next update
-    assert sorted(path.name for path in (folder.path / "saved").glob("global_step*")) == [
-        "global_step3",
-        "global_step5",  # the end of the first epoch
-        "global_step6",
-        "global_step7",
-    ]
-    for step in (3, 5):
-        (folder.path / "saved" / "latest").write_text(f"global_step{step}")
-        resumed = folder.run(
-            worlds, 2, f"on{step}", *common, "--checkpoint-dir", str(folder.path / "saved"), "--resume"
-        )
+    saved = folder.path / "whole" / "checkpoints"
+    assert sorted(path.name for path in saved.glob("global_step*")) == ["global_step3", "global_step6", "global_step7"]
+    for step in (3, 6):
+        (saved / "latest").write_text(f"global_step{step}")
+        resumed = folder.run(worlds, 2, f"on{step}", *common, "--resume_from_checkpoint", str(saved))
         assert resumed == {key: value for key, value in whole.items() if key[0] > step}
 
 
 def test_dropout_is_drawn_from_the_seed_and_not_by_validation(worlds: Worlds, folder: Folder) -> None:
-    common = ["--data-dir", shards_in(folder.path / "data"), "--steps", "4", "--keep-order"]
+    common = ["--data_dir", shards_in(folder.path / "data"), "--max_steps", "4", "--keep_order"]
     one = folder.run(worlds, 2, "one", *common, "--seed", "3")
-    two = folder.run(worlds, 2, "two", *common, "--seed", "3", "--validate-every", "1")
+    two = folder.run(worlds, 2, "two", *common, "--seed", "3", "--eval_steps", "1")
     assert {key: value for key, value in two.items() if key in one} == one
     assert len(two) == len(one) + 9  # validation in between changes nothing
     (folder.path / "model.json").write_text(json.dumps(MODEL | {"hidden_dropout_prob": 0.0}))
@@ -147,19 +141,29 @@ def with_small_corpus(cache: str, arguments: list[str], run: Any) -> Any:
 
 def test_shards_of_the_docstrings_train_to_the_losses_of_streaming_them(worlds: Worlds, folder: Folder) -> None:
     cache, data = str(folder.path / "cache"), str(folder.path / "data")
-    shape = ["--seq-length", "32", "--vocab-size", "600", "--seed", "1"]
-    making = [*shape, "--output", data, "--shard-size", "50", "--workers", "1", "--dupe-factor", "1"]
+    shape = ["--max_seq_length", "32", "--vocab_size", "600", "--seed", "1"]
+    making = [
+        *shape,
+        "--output_dir",
+        data,
+        "--shard_size",
+        "50",
+        "--preprocessing_num_workers",
+        "1",
+        "--dupe_factor",
+        "1",
+    ]
     assert with_small_corpus(cache, making, prepare.main) == 0
     assert len(list(Path(data).glob("*_training.hdf5"))) > 3
-    steps = ["--seed", "1", "--steps", "30"]
+    steps = ["--seed", "1", "--max_steps", "30"]
     results = []
-    for output, source in (("stream", shape[:2]), ("shards", ["--data-dir", data, "--keep-order"])):
+    for output, source in (("stream", shape[:2]), ("shards", ["--data_dir", data, "--keep_order"])):
         arguments = folder.arguments(output, *source, *steps)
         assert worlds.run(2, with_small_corpus, cache, arguments, main) == [0, 0]
         results.append(folder.metrics(output))
     assert results[0] == results[1]
     assert len(results[0]) == 63
-    assert folder.run(worlds, 2, "shuffled", "--data-dir", data, *steps)[1, "loss"] != results[0][1, "loss"]
+    assert folder.run(worlds, 2, "shuffled", "--data_dir", data, *steps)[1, "loss"] != results[0][1, "loss"]
 
 
 def weights_in(path: Path) -> dict[str, torch.Tensor]:
@@ -170,11 +174,11 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_second_phase_begins_with_the_weights_of_the_first(worlds: Worlds, folder: Folder) -> None:
-    first, second = folder.path / "phase1", folder.path / "phase2"
+    first, second = folder.path / "1" / "checkpoints", folder.path / "2" / "checkpoints"
     short, long = shards_in(folder.path / "short"), shards_in(folder.path / "long", length=48)
-    folder.run(worlds, 2, "1", "--data-dir", short, "--steps", "3", "--seed", "5", "--checkpoint-dir", str(first))
+    folder.run(worlds, 2, "1", "--data_dir", short, "--max_steps", "3", "--seed", "5", "--save_strategy", "epoch")
     folder.configure(scheduler=None, optimizer={"type": "SGD", "params": {"lr": 0.0}})
-    onwards = ["--data-dir", long, "--steps", "1", "--checkpoint-dir", str(second), "--initialise-from", str(first)]
+    onwards = ["--data_dir", long, "--max_steps", "1", "--save_strategy", "epoch", "--model_name_or_path", str(first)]
     folder.run(worlds, 2, "2", *onwards)
     before, after = weights_in(first / "global_step3"), weights_in(second / "global_step1")
     assert before.keys() == after.keys()
@@ -189,7 +193,7 @@ def test_deepspeeds_own_engine_validates_alike(worlds: Worlds, folder: Folder, m
         adam = {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}}
         # DeepSpeed's own engine clips by the norm of the first stage alone.
         folder.configure(vpipe=block, gradient_accumulation_steps=micro_batches, optimizer=adam, gradient_clipping=0.0)
-        arguments = ["--stages", "2", "--data-dir", data, "--steps", "3", "--validate-every", "2"]
+        arguments = ["--num_stages", "2", "--data_dir", data, "--max_steps", "3", "--eval_steps", "2"]
         results.append(folder.run(worlds, 4, output, *arguments))
     assert results[0] == results[1]
     assert sum("accuracy" in name for _, name in results[0]) == 4
@@ -212,7 +216,7 @@ def opened_files(arguments: list[str]) -> tuple[int, set[str]]:
 
 def test_only_the_first_and_the_last_stage_open_files_and_all_of_them(worlds: Worlds, folder: Folder) -> None:
     data = shards_in(folder.path / "data")
-    outcomes = worlds.run(3, opened_files, folder.arguments("out", "--data-dir", data, "--epochs", "1"))
+    outcomes = worlds.run(3, opened_files, folder.arguments("out", "--data_dir", data, "--num_train_epochs", "1"))
     everything = {"0_training.hdf5", "1_training.hdf5", "validation.hdf5"}
     assert outcomes == [(0, everything), (0, set()), (0, everything)]
     assert max(step for step, _ in folder.metrics("out")) == 20
@@ -230,7 +234,7 @@ def test_a_broken_row_ends_all_ranks_with_its_name(worlds: Worlds, folder: Folde
     data = shards_in(folder.path / "data")
     with h5py.File(Path(data) / "1_training.hdf5", "a") as file:
         file["masked_lm_ids"][33, 1] = 9999
-    outcomes = worlds.run(3, failing, folder.arguments("out", "--data-dir", data, "--epochs", "1"))
+    outcomes = worlds.run(3, failing, folder.arguments("out", "--data_dir", data, "--num_train_epochs", "1"))
     assert [code for code, _ in outcomes] == [2, 2, 2]
     for rank in (0, 2):
         assert "1_training.hdf5: masked_lm_ids, row 33: got 9999; allowed: 0 to 599" in outcomes[rank][1]
@@ -240,7 +244,7 @@ def test_a_truncated_file_ends_all_ranks_before_training(worlds: Worlds, folder:
     data = Path(shards_in(folder.path / "data"))
     content = (data / "1_training.hdf5").read_bytes()
     (data / "1_training.hdf5").write_bytes(content[:1000])
-    outcomes = worlds.run(3, failing, folder.arguments("out", "--data-dir", str(data)))
+    outcomes = worlds.run(3, failing, folder.arguments("out", "--data_dir", str(data)))
     for rank, (code, line) in enumerate(outcomes):
         assert code == 2
         assert line.startswith(f"[Rank {rank}] error: ")
@@ -249,38 +253,38 @@ def test_a_truncated_file_ends_all_ranks_before_training(worlds: Worlds, folder:
 
 
 def failing_on_own_data(folders: list[str], arguments: list[str]) -> tuple[int, str]:
-    return failing([*arguments, "--data-dir", folders[int(os.environ["RANK"])]])
+    return failing([*arguments, "--data_dir", folders[int(os.environ["RANK"])]])
 
 
 def test_ranks_with_different_data_end_before_training(worlds: Worlds, folder: Folder) -> None:
     one, other = shards_in(folder.path / "one"), shards_in(folder.path / "other")
     (Path(other) / "1_training.hdf5").rename(Path(other) / "2_training.hdf5")
-    for code, line in worlds.run(2, failing_on_own_data, [one, other], folder.arguments("out", "--steps", "1")):
+    for code, line in worlds.run(2, failing_on_own_data, [one, other], folder.arguments("out", "--max_steps", "1")):
         assert code == 2
         assert "error: ranks have different data (rank 0: " in line
 
 
 def test_an_output_that_cannot_be_written_ends_all_ranks_in_one_line(worlds: Worlds, folder: Folder) -> None:
     (folder.path / "out").write_text("a file, where a folder should be")
-    outcomes = worlds.run(2, failing, folder.arguments("out", "--synthetic", "--steps", "1"))
+    outcomes = worlds.run(2, failing, folder.arguments("out", "--synthetic", "--max_steps", "1"))
     assert [code for code, _ in outcomes] == [2, 2]
     for (_, line), begin in zip(outcomes, ("[Rank 0] error: ", "[Rank 1] error: rank 0: "), strict=True):
-        assert line.startswith(f"{begin}--output {folder.path / 'out'}: ")
+        assert line.startswith(f"{begin}--output_dir {folder.path / 'out'}: ")
 
 
 def test_a_run_on_other_samples_is_not_resumed(worlds: Worlds, folder: Folder) -> None:
-    saved = str(folder.path / "saved")
-    folder.run(worlds, 2, "one", "--synthetic", "--steps", "2", "--checkpoint-dir", saved)
+    saved = str(folder.path / "one" / "checkpoints")
+    folder.run(worlds, 2, "one", "--synthetic", "--max_steps", "2", "--save_strategy", "epoch")
     assert export([saved, str(folder.path / "exported")]) == 0  # which says itself what model it is of
     assert BertForPreTraining.from_pretrained(folder.path / "exported").config.hidden_size == MODEL["hidden_size"]
-    again = folder.arguments("two", "--synthetic", "--steps", "4", "--checkpoint-dir", saved, "--resume", "--seed", "1")
+    again = folder.arguments("two", "--synthetic", "--max_steps", "4", "--resume_from_checkpoint", saved, "--seed", "1")
     for code, line in worlds.run(2, failing, again):
         assert code == 2
-        assert f"--resume: the run in {saved} had seed 0, now it is 1" in line
-    absent = folder.arguments("two", "--synthetic", "--checkpoint-dir", saved + "x", "--resume")
+        assert f"--resume_from_checkpoint: the run in {saved} had seed 0, now it is 1" in line
+    absent = folder.arguments("two", "--synthetic", "--resume_from_checkpoint", saved + "x")
     for code, line in worlds.run(2, failing, absent):
         assert code == 2
-        assert f"--resume: there is no checkpoint in {saved}x" in line
+        assert f"--resume_from_checkpoint: there is no checkpoint in {saved}x" in line
 
 
 def test_too_few_held_out_samples_are_left_out(worlds: Worlds, folder: Folder) -> None:
@@ -288,7 +292,7 @@ def test_too_few_held_out_samples_are_left_out(worlds: Worlds, folder: Folder) -
     source = RandomSamples(3, MODEL["vocab_size"], 16, 3, 0)
     write_shard(data / "validation.hdf5", [source.sample(index, 0) for index in range(3)])
     for _ in range(2):
-        metrics = folder.run(worlds, 2, "out", "--data-dir", str(data), "--steps", "2", "--validate-every", "1")
+        metrics = folder.run(worlds, 2, "out", "--data_dir", str(data), "--max_steps", "2", "--eval_steps", "1")
         assert {name for _, name in metrics} == {"loss", "learning_rate"}
         (data / "validation.hdf5").unlink(missing_ok=True)
 

@@ -252,14 +252,14 @@ def test_lengths_must_agree_and_empty_files_do_no_harm(folder: Path, tmp_path: P
 
 def test_lengths_of_validation_and_command_line_must_be_that_of_training(folder: Path) -> None:
     def error(*options: str) -> str:
-        arguments = parse_arguments(["--deepspeed_config", "c", "--data-dir", str(folder), *options])
+        arguments = parse_arguments(["--deepspeed_config", "c", "--data_dir", str(folder), *options])
         with pytest.raises(VPipeConfigError) as caught:
             prepare(arguments, bert_config("tiny"), builder=True)
         return str(caught.value)
 
-    assert "sequences have 32 tokens, which does not fit --seq-length 48;" in error("--seq-length", "48")
+    assert "sequences have 32 tokens, which does not fit --max_seq_length 48;" in error("--max_seq_length", "48")
     other = RandomSamples(2, VOCABULARY, LENGTH + 1, SLOTS, 0)
     write_shard(folder / "9_validation.hdf5", [other.sample(0, 0)])
     says = f"sequences have 32 tokens, which does not fit {folder / '9_validation.hdf5'} with 33;"
     assert says in error()
-    assert says in error("--seq-length", "32")
+    assert says in error("--max_seq_length", "32")

@@ -16,7 +16,6 @@ from worlds import Worlds, free_port
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.arguments import parse_arguments
-from ds_vpipe.models.bert.deadline import Deadline
 from ds_vpipe.models.bert.epoch_clock import EpochClock
 from ds_vpipe.models.bert.pretraining import main
 from ds_vpipe.models.bert.report import Report
@@ -25,23 +24,6 @@ from ds_vpipe.models.start import read_ds_config
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ["--deepspeed_config", "config.json"]
-
-
-def stopped_after(limits: list[float | None], interval: int) -> int:
-    rank = torch.distributed.get_rank()
-    deadline = Deadline(limits[rank], interval)
-    step = next((step for step in range(1, 50) if deadline.passed(step)), 50)
-    deadline.close()
-    return step
-
-
-@pytest.mark.parametrize(("limits", "step"), [([0.0, 1000.0], 6), ([1000.0, 0.0], 6), ([1000.0, 1000.0], 50)])
-def test_all_ranks_stop_at_the_same_step(worlds: Worlds, limits: list[float | None], step: int) -> None:
-    assert worlds.run(2, stopped_after, limits, 3) == [step, step]
-
-
-def test_no_time_limit_needs_no_process_group() -> None:
-    assert not any(Deadline(None, interval=1).passed(step) for step in range(5))
 
 
 def config_file(folder: Path, **changes: Any) -> str:
@@ -73,8 +55,8 @@ def test_two_stages_train_on_own_text_and_report(worlds: Worlds, tmp_path: Path)
         sentences.append(" ".join(words[index] for index in chosen).capitalize() + ".")
     text.write_text(" ".join(sentences))
     output = tmp_path / "output"
-    arguments = ["--deepspeed_config", config_file(tmp_path), "--text", str(text), "--vocab-size", "256"]
-    arguments += ["--seq-length", "16", "--steps", "6", "--validate-every", "4", "--output", str(output)]
+    arguments = ["--deepspeed_config", config_file(tmp_path), "--train_file", str(text), "--vocab_size", "256"]
+    arguments += ["--max_seq_length", "16", "--max_steps", "6", "--eval_steps", "4", "--output_dir", str(output)]
     assert worlds.run(2, run_with_cache, str(tmp_path / "cache"), arguments) == [0, 0]
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [2, 4, 6]
@@ -108,18 +90,29 @@ def test_the_script_starts_without_installation_and_reports_a_mistake_in_one_lin
     [
         ([], "--deepspeed_config is missing"),
         ([*CONFIG, "--step", "3"], "unrecognized arguments: --step"),
-        ([*CONFIG, "--steps", "0"], "0 must be at least 1"),
-        ([*CONFIG, "--text", "a", "--synthetic"], "--text and --synthetic exclude each other"),
-        ([*CONFIG, "--data-dir", "a", "--synthetic"], "--data-dir and --synthetic exclude each other"),
-        ([*CONFIG, "--data-dir", "a", "--vocab", "v"], "--vocab v: only text has a vocabulary; leave it out with --da"),
-        ([*CONFIG, "--keep-order"], "--keep-order is for shards"),
-        ([*CONFIG, "--resume"], "--resume needs the folder of the checkpoints: give --checkpoint-dir"),
-        ([*CONFIG, "--checkpoint-every", "3"], "--checkpoint-every needs the folder"),
-        ([*CONFIG, "--from-pretrained", "d"], "--from-pretrained d: it has no vocab.txt, and a vocabulary made from"),
-        ([*CONFIG, "--checkpoint-dir", "c", "--resume", "--initialise-from", "d"], "exclude each other: --resume goes"),
-        ([*CONFIG, "--seq-length", "7"], "--seq-length 7: must be at least 8"),
-        ([*CONFIG, "--max-predictions", "62"], "--max-predictions 62: at most --seq-length - 3 = 61"),
-        ([*CONFIG, "--max-seconds", "-1"], "--max-seconds -1.0: must be greater than 0"),
+        ([*CONFIG, "--max_steps", "0"], "0 must be at least 1"),
+        ([*CONFIG, "--train_file", "a", "--synthetic"], "--train_file and --synthetic exclude each other"),
+        ([*CONFIG, "--data_dir", "a", "--synthetic"], "--data_dir and --synthetic exclude each other"),
+        (
+            [*CONFIG, "--data_dir", "a", "--tokenizer_name", "v"],
+            "--tokenizer_name v: only text has a vocabulary; leave it out with --da",
+        ),
+        ([*CONFIG, "--keep_order"], "--keep_order is for shards"),
+        ([*CONFIG, "--save_strategy", "often"], "argument --save_strategy: invalid choice: 'often'"),
+        (
+            [*CONFIG, "--learning-rate", "1e-4"],
+            "--learning_rate: belongs to the DeepSpeed JSON; set optimizer.params.lr",
+        ),
+        ([*CONFIG, "--fp16"], "--fp16: belongs to the DeepSpeed JSON; set fp16.enabled there"),
+        (
+            [*CONFIG, "--model_name_or_path", "d"],
+            "--model_name_or_path d: it has no vocab.txt, and a vocabulary made from",
+        ),
+        ([*CONFIG, "--max_seq_length", "7"], "--max_seq_length 7: must be at least 8"),
+        (
+            [*CONFIG, "--max_predictions_per_seq", "62"],
+            "--max_predictions_per_seq 62: at most --max_seq_length - 3 = 61",
+        ),
         ([*CONFIG, "--seed", "-1"], "--seed -1: must not be negative"),
     ],
 )
@@ -129,12 +122,30 @@ def test_wrong_arguments_are_refused_in_one_line(arguments: list[str], says: str
     assert "\n" not in str(caught.value)
 
 
+def test_words_of_names_are_joined_by_dashes_or_underscores(tmp_path: Path) -> None:
+    for max_steps, resume in (
+        ("--max_steps=7", "--resume_from_checkpoint"),
+        ("--max-steps=7", "--resume-from-checkpoint"),
+    ):
+        parsed = parse_arguments([*CONFIG, max_steps, resume, "--output-dir", "a-b_c"])
+        assert (parsed.max_steps, parsed.output_dir) == (7, Path("a-b_c"))
+        assert parsed.resume_from_checkpoint == Path("a-b_c/checkpoints")
+
+
+def test_a_checkpoint_is_told_from_a_folder_of_weights(tmp_path: Path) -> None:
+    (tmp_path / "latest").touch()
+    parsed = parse_arguments([*CONFIG, "--synthetic", "--model_name_or_path", str(tmp_path)])
+    assert (parsed.initial_checkpoint, parsed.model_name_or_path) == (tmp_path, None)
+    with pytest.raises(VPipeConfigError, match="exclude each other: the one"):
+        parse_arguments([*CONFIG, "--synthetic", "--model_name_or_path", str(tmp_path), "--resume_from_checkpoint"])
+
+
 def test_text_for_weights_is_read_with_their_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").touch()
-    weights = [*CONFIG, "--from-pretrained", str(tmp_path)]
-    assert parse_arguments(weights).vocab == tmp_path / "vocab.txt"
-    assert parse_arguments([*weights, "--vocab", "other.txt"]).vocab == Path("other.txt")
-    assert parse_arguments([*weights, "--synthetic"]).vocab is None
+    weights = [*CONFIG, "--model_name_or_path", str(tmp_path)]
+    assert parse_arguments(weights).tokenizer_name == tmp_path / "vocab.txt"
+    assert parse_arguments([*weights, "--tokenizer_name", "other.txt"]).tokenizer_name == Path("other.txt")
+    assert parse_arguments([*weights, "--synthetic"]).tokenizer_name is None
 
 
 @pytest.mark.parametrize(("content", "says"), [("{,", "not JSON"), ("[1]", "must hold a JSON object, not a list")])

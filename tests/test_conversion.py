@@ -88,7 +88,7 @@ def test_the_command_takes_any_path_and_bash_reads_it(tmp_path: Path, monkeypatc
     folder, *words, _ = done.stdout.split("\0")
     assert (done.returncode, folder) == (0, str(Path.cwd()))
     assert words[words.index("--deepspeed_config") + 1] == "out put/ds_config.json"
-    assert words[words.index("--data-dir") + 1] == f"bert/{data}"
+    assert words[words.index("--data_dir") + 1] == f"bert/{data}"
     assert words[-1] == "two words"
 
 
@@ -113,9 +113,9 @@ def test_the_shipped_files(convert: Convert, variant: str) -> None:
     assert result["stages"] == 4
     words = result["command"]
     assert words[:3] == ["deepspeed", "--num_accelerators", "4"]
-    assert words[words.index("--bert-config") :][:4] == ["--bert-config", "large", "--epochs", "40"]
-    assert words[words.index("--data-dir") + 1] == "bert/data/hdf5/bookscorpus"
-    assert words[words.index("--output") + 1] == f"bert/output/bert_4{variant}"
+    assert words[words.index("--config_name") :][:4] == ["--config_name", "large", "--num_train_epochs", "40"]
+    assert words[words.index("--data_dir") + 1] == "bert/data/hdf5/bookscorpus"
+    assert words[words.index("--output_dir") + 1] == f"bert/output/bert_4{variant}"
 
 
 def test_every_field_is_spoken_of(convert: Convert) -> None:
@@ -144,7 +144,7 @@ def test_defaults_are_those_of_vpipes_script(convert: Convert) -> None:
     assert result["ds_config"]["optimizer"]["params"]["lr"] == 0.1
     assert result["ds_config"]["optimizer"]["params"]["weight_decay"] == 1e-4
     assert result["ds_config"]["steps_per_print"] == 10
-    assert "--epochs 100" in " ".join(result["command"])
+    assert "--num_train_epochs 100" in " ".join(result["command"])
     assert remarks(result, "batch_size") == ["kept: train_micro_batch_size_per_gpu 8; vPipe's default"]
     assert result["ds_config"]["scheduler"]["type"] == "PolyWarmupLR"
 
@@ -236,12 +236,12 @@ def test_replicas(convert: Convert, refused: Callable[..., str]) -> None:
     result = convert(maps=four_by(2), machines=machines)
     assert (result["stages"], result["hosts"]) == (4, {"node0": [0, 1, 2, 3], "node1": [0, 1, 2, 3]})
     words = result["command"]
-    assert words[words.index("--stages") + 1] == "4"
+    assert words[words.index("--num_stages") + 1] == "4"
     assert remarks(result, "stage_to_rank_map") == ["kept: 4 stages of 2 rank(s); "]
     result = convert(maps=four_by(2, [0, 4, 1, 5, 2, 6, 3, 7]), machines=machines)
     assert remarks(result, "stage_to_rank_map")[0].startswith("changed")
     result = convert(config_file=None, machines=machines)
-    assert result["command"][result["command"].index("--stages") + 1] == "4"
+    assert result["command"][result["command"].index("--num_stages") + 1] == "4"
     assert "machines: got 8; stage_to_rank_map in vgpus=4/mp_conf.json has 4 ranks" in refused(machines=machines)
     assert "a multiple of 4" in refused(machines=machines[:6], config_file=None)
     uneven = {**MAPS, "stage_to_rank_map": {"0": [0, 1], "1": [2], "2": [3], "3": [4]}}
@@ -338,14 +338,14 @@ def test_paths_in_the_yaml(tmp_path: Path, refused: Callable[..., str], capsys: 
     assert main(["convert", str(moved), "--dry-run"]) == 2
     assert "there is no bert/vgpus=4/vpipe.json" in capsys.readouterr().err
     assert main(["convert", str(moved), "--dry-run", "--root", str(away)]) == 0
-    assert f"--data-dir {away}/bert/data/hdf5/bookscorpus" in capsys.readouterr().out
+    assert f"--data_dir {away}/bert/data/hdf5/bookscorpus" in capsys.readouterr().out
     assert not (tmp_path / "moved").exists()
 
 
 def test_synthetic_data(convert: Convert) -> None:
     for result in (convert(options=("--synthetic",)), convert(synthetic_data=True)):
         assert "--synthetic" in result["command"]
-        assert "--data-dir" not in result["command"]
+        assert "--data_dir" not in result["command"]
         assert remarks(result, "data_dir")[0].startswith("dropped")
 
 

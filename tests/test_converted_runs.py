@@ -69,7 +69,7 @@ def test_a_converted_run_trains(
     sync_mode, batch_size, _, _ = FOUR_GPUS[variant]
     updates, micro_batches = {"asp": (3, 1), "bsp": (1, 32)}[sync_mode]
     # Later arguments outweigh those of the file: the model and the length of the run, nothing of how it is trained.
-    command = ["out/launch.sh", "--bert-config", "tiny.json", "--steps", str(updates), "--seq-length", "8"]
+    command = ["out/launch.sh", "--config_name", "tiny.json", "--max_steps", str(updates), "--max_seq_length", "8"]
     text = Path("out/launch.sh").read_text(encoding="utf-8")
     port = f"deepspeed --master_port {environment['MASTER_PORT']} --num_accelerators 4"
     Path("out/launch.sh").write_text(text.replace("deepspeed --num_accelerators 4", port), encoding="utf-8")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.mp
 def test_the_demo(tmp_path: Path) -> None:
-    small = ["--steps", "3", "--synthetic", "--output", str(tmp_path / "run")]
+    small = ["--max_steps", "3", "--synthetic", "--output_dir", str(tmp_path / "run")]
     done = subprocess.run([str(ROOT / "scripts" / "demo.sh"), *small], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Finished 3 updates" in done.stdout

@@ -184,7 +184,7 @@ def test_the_script_trains_saves_and_goes_on_from_the_exported_weights(worlds: W
     out = tmp_path / "out"
     assert export([str(tmp_path / "saved"), str(out)]) == 0
     assert GPT2LMHeadModel.from_pretrained(out).config.n_layer == 2
-    again = [*common, "--from-pretrained", str(out), "--steps", "2"]
+    again = [*common, "--model_name_or_path", str(out), "--steps", "2"]
     assert worlds.run(2, run, cache, again) == [2, 2]  # without a tokenizer its numbers mean nothing
     with pytest.raises(VPipeConfigError, match=r"allowed: a folder with tokenizer\.json; save the model's tokenizer"):
         read_tokenizer(out)
@@ -195,8 +195,8 @@ def test_the_script_trains_saves_and_goes_on_from_the_exported_weights(worlds: W
 
 def test_weights_and_vocabulary_size_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ds.json").write_text("{}")
-    command = ["--deepspeed_config", str(tmp_path / "ds.json"), "--from-pretrained", str(tmp_path)]
+    command = ["--deepspeed_config", str(tmp_path / "ds.json"), "--model_name_or_path", str(tmp_path)]
     command += ["--vocab-size", "300"]
-    assert parse_arguments(command).from_pretrained == tmp_path
+    assert parse_arguments(command).model_name_or_path == tmp_path
     assert main(command) == 2
-    assert re.search("--vocab-size 300 with --from-pretrained", capsys.readouterr().err)
+    assert re.search("--vocab_size 300 with --model_name_or_path", capsys.readouterr().err)

@@ -179,9 +179,9 @@ def test_the_training_script_begins_with_the_weights_of_a_folder(worlds: Worlds,
         "vpipe": {"sync_mode": "asp"},
     }
     (tmp_path / "ds.json").write_text(json.dumps(ds_config))
-    common = ["--deepspeed_config", str(tmp_path / "ds.json"), "--synthetic", "--steps", "2"]
-    common += ["--output", str(tmp_path / "output")]
-    bert = [*common, "--seq-length", "12", "--from-pretrained", str(tmp_path / "bert")]
+    common = ["--deepspeed_config", str(tmp_path / "ds.json"), "--synthetic", "--max_steps", "2"]
+    common += ["--output_dir", str(tmp_path / "output")]
+    bert = [*common, "--max_seq_length", "12", "--model_name_or_path", str(tmp_path / "bert")]
     ranks = worlds.run(2, pretrain, bert)
     assert [code for code, _ in ranks] == [0, 0]
     said = [line for line in ranks[0][1].splitlines() if line.startswith("Model: ")]
@@ -194,6 +194,6 @@ def test_the_training_script_begins_with_the_weights_of_a_folder(worlds: Worlds,
     losses = [json.loads(line) for line in (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()]
     assert next(record["loss"] for record in losses if "loss" in record) > 10
     assert [code for code, _ in worlds.run(2, pretrain, [*bert, "--no-tie-word-embeddings"])] == [0, 0]
-    roberta = [*common, "--from-pretrained", str(tmp_path / "roberta"), "--seq-length"]
+    roberta = [*common, "--model_name_or_path", str(tmp_path / "roberta"), "--max_seq_length"]
     assert [code for code, _ in worlds.run(2, pretrain, [*roberta, "12"])] == [0, 0]
     assert [code for code, _ in worlds.run(2, pretrain, [*roberta, "13"])] == [2, 2]

@@ -64,7 +64,7 @@ def test_a_job_with_a_launcher_on_every_node(tmp_path: Path, environment: dict[s
     repository = tmp_path / "repository"  # a job's outputs go below the folder that it was submitted from
     repository.mkdir()
     (repository / "models").symlink_to(ROOT / "models")
-    command = ["bash", str(ROOT / "scripts" / "bert.sbatch"), "--synthetic", "--steps", "2"]
+    command = ["bash", str(ROOT / "scripts" / "bert.sbatch"), "--synthetic", "--max_steps", "2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     folder = repository / "runs" / f"slurm-{environment['SLURM_JOB_ID']}"
     logs = sorted((folder / "logs").glob("*_rank*.log")) if folder.exists() else []
@@ -82,19 +82,27 @@ def test_arguments_with_blanks_stay_whole(tmp_path: Path, environment: dict[str,
     (tmp_path / "repository" / "models").symlink_to(ROOT / "models")
     (tmp_path / "bin" / "deepspeed").write_text('#!/bin/sh\nprintf "<%s>" "$@" >"$SLURM_NODEID.got"\n')
     (tmp_path / "bin" / "deepspeed").chmod(0o755)
-    command = ["bash", str(ROOT / "scripts" / "bert.sbatch"), "--data-dir", "two words", "$(id) *"]
+    command = ["bash", str(ROOT / "scripts" / "bert.sbatch"), "--data_dir", "two words", "$(id) *"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for node in range(2):
         got = (tmp_path / "repository" / f"{node}.got").read_text()
         assert f"<--node_rank><{node}>" in got
-        assert got.endswith("<--data-dir><two words><$(id) *>")
+        assert got.endswith("<--data_dir><two words><$(id) *>")
 
 
 @pytest.mark.mp
 def test_a_step_without_a_launcher(tmp_path: Path, environment: dict[str, str]) -> None:
     step = ["srun", "--ntasks-per-node=2", str(ROOT / "scripts" / "slurm_rank.sh"), str(ROOT / "models/bert/train.py")]
-    arguments = ["--deepspeed_config", environment["CONFIG"], "--synthetic", "--steps", "2", "--output", str(tmp_path)]
+    arguments = [
+        "--deepspeed_config",
+        environment["CONFIG"],
+        "--synthetic",
+        "--max_steps",
+        "2",
+        "--output_dir",
+        str(tmp_path),
+    ]
     environment = {**environment, "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
     done = subprocess.run([*step, *arguments], env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr

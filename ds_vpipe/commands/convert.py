@@ -22,7 +22,8 @@ examples:
   python -m ds_vpipe convert bert_4vpipe.yml --root ~/vpipe/runtime    paths in the YAML are relative to another folder
   python -m ds_vpipe convert bert_4vpipe.yml --bert-config my_bert.json --json
 
-The result is started by: converted/launch.sh, with more arguments of the training script if you like (--resume).
+The result is started by: converted/launch.sh, with more arguments of the training script if you like:
+--resume_from_checkpoint.
 exit status: 0 converted, 2 a file is wrong or cannot be converted
 """
 

@@ -181,15 +181,15 @@ def _arguments(
         sizes = ", ".join(f"{count} ({name})" for count, name in MODEL_OF_LAYERS.items())
         remedy = "name the model: --bert-config SIZE or FILE"
         raise Refusal(f"{file.partition or file.config_file}: layers", layers, sizes, remedy).error()
-    arguments = ["--bert-config", model]
+    arguments = ["--config_name", model]
     why = "layers are vPipe's blocks; the decoder has a bias and the loss next-sentence prediction, unlike vPipe's"
-    remarks.append(Remark("changed", "module", file.module, f"--bert-config {model}", why))
+    remarks.append(Remark("changed", "module", file.module, f"--config_name {model}", why))
     if replicas > 1:
-        arguments += ["--stages", str(num_stages)]
+        arguments += ["--num_stages", str(num_stages)]
     epochs = _DEFAULTS["epochs"] if file.epochs is None else file.epochs
-    arguments += ["--epochs", str(epochs)]
+    arguments += ["--num_train_epochs", str(epochs)]
     why = "an epoch is all files with 'training' in their names; vPipe's was the first of them"
-    remarks.append(Remark("changed", "epochs", file.epochs, f"--epochs {epochs}", why))
+    remarks.append(Remark("changed", "epochs", file.epochs, f"--num_train_epochs {epochs}", why))
     return tuple(arguments)
 
 

@@ -78,13 +78,13 @@ def path_remarks(file: VPipeFile, conversion: Conversion, paths: Paths) -> tuple
     elif paths.data is not None:
         why = "" if paths.data.is_dir() else "which is not on this machine: correct it in launch.sh"
         remarks.append(
-            Remark("kept" if not why else "changed", "data_dir", file.data_dir, f"--data-dir {paths.data}", why)
+            Remark("kept" if not why else "changed", "data_dir", file.data_dir, f"--data_dir {paths.data}", why)
         )
     if conversion.arguments is None:
         remarks.append(Remark("dropped", "log_directory", file.log_directory, "", "your script decides"))
     else:
-        why = "without a folder for the time of the start; go on after a stop with: launch.sh --resume"
-        remarks.append(Remark("changed", "log_directory", file.log_directory, f"--output {paths.run}", why))
+        why = "without a folder for the time of the start; go on after a stop with: launch.sh --resume_from_checkpoint"
+        remarks.append(Remark("changed", "log_directory", file.log_directory, f"--output_dir {paths.run}", why))
     return tuple(remarks)
 
 
@@ -116,8 +116,8 @@ def command(conversion: Conversion, paths: Paths) -> list[str]:
     if conversion.arguments is None:
         return [*words, "--module", "ds_vpipe.run", "YOUR_SCRIPT.py", *config]
     words += [str(paths.script), *config, *conversion.arguments]
-    words += ["--synthetic"] if paths.data is None else ["--data-dir", str(paths.data)]
-    return [*words, "--output", str(paths.run), "--checkpoint-dir", str(paths.run / "checkpoints")]
+    words += ["--synthetic"] if paths.data is None else ["--data_dir", str(paths.data)]
+    return [*words, "--output_dir", str(paths.run), "--save_strategy", "epoch"]
 
 
 def texts(file: VPipeFile, conversion: Conversion, words: list[str]) -> dict[str, str]:

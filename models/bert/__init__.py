@@ -34,7 +34,6 @@ module                 idea
 ``training_loop``      the updates, with validation and checkpoints in between
 ``validation``         losses and accuracies over held-out samples
 ``run_checkpoints``    when a run is saved, and going on from there
-``deadline``           a time limit on which all ranks agree
 ``epoch_clock``        how long epochs take
 ``report``             progress bar, log lines, metrics file, loss plot
 ``pretraining``        a run from the command line to the validation loss

@@ -1,7 +1,12 @@
-"""The command line of ``train.py``."""
+"""The command line of ``train.py``, with the names of Hugging Face's ``run_mlm.py``.
+
+What the DeepSpeed JSON says is not repeated here: an argument of ``TrainingArguments`` that has its place there is
+refused with that place. Words of a name may be joined by dashes or underscores.
+"""
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.sample_shape import check_shape
@@ -11,6 +16,28 @@ from ds_vpipe.models.model import add_weight_arguments
 from ds_vpipe.models.start import training_parser
 
 SEQ_LENGTH = 64
+SAVE_STRATEGIES = ("no", "epoch", "steps")
+CHECKPOINTS = "checkpoints"  # in the output folder
+
+_IN_THE_JSON = {
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "learning_rate": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "max_grad_norm": "gradient_clipping",
+    "lr_scheduler_type": "scheduler.type",
+    "warmup_steps": "scheduler.params.warmup_num_steps",
+    "logging_steps": "steps_per_print",
+    "fp16": "fp16.enabled",
+    "bf16": "bf16.enabled",
+}
+
+
+class _InTheJson(argparse.Action):
+    """An argument that the DeepSpeed JSON stands for."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        raise VPipeConfigError(f"{option_string}: belongs to the DeepSpeed JSON; set {self.const} there")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -22,60 +49,69 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = training_parser("Pre-train a BERT with an asynchronous pipeline.")
 
     model = parser.add_argument_group("model")
-    model.add_argument("--bert-config", default="tiny", help=f"{', '.join(SIZE_NAMES)}, or a BertConfig JSON file")
-    model.add_argument("--vocab-size", type=positive, help="replaces the configuration's vocabulary size")
-    model.add_argument("--attention", choices=ATTENTION_IMPLEMENTATIONS, default="sdpa")
+    model.add_argument("--config_name", default="tiny", help=f"{', '.join(SIZE_NAMES)}, or a BertConfig JSON file")
+    model.add_argument("--vocab_size", type=positive, help="replaces the configuration's vocabulary size")
+    model.add_argument("--attn_implementation", choices=ATTENTION_IMPLEMENTATIONS, default="sdpa")
     add_weight_arguments(model)
-    model.add_argument("--stages", type=positive, help="pipeline stages (default: one per rank)")
+    model.add_argument("--num_stages", type=positive, help="pipeline stages (default: one per rank)")
 
     data = parser.add_argument_group("data (default: the prose in the docstrings of installed packages)")
     data.add_argument(
-        "--text", nargs="+", type=Path, metavar="FILE", help="own text, UTF-8, blank lines between paragraphs"
+        "--train_file", nargs="+", type=Path, metavar="FILE", help="own text, UTF-8, blank lines between paragraphs"
     )
     data.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="HDF5 shards: files below DIR with 'training' in their names"
+        "--data_dir", type=Path, metavar="DIR", help="HDF5 shards: files below DIR with 'training' in their names"
     )
     data.add_argument("--synthetic", action="store_true", help="random tokens, to measure speed")
     data.add_argument(
-        "--vocab", type=Path, metavar="FILE", help="vocab.txt for the text (default: a vocabulary made from the text)"
+        "--tokenizer_name", type=Path, metavar="FILE", help="vocab.txt for the text (default: made from the text)"
     )
     data.add_argument(
-        "--seq-length", type=positive, help=f"tokens per sequence (default: {SEQ_LENGTH}, or what the shards have)"
+        "--max_seq_length", type=positive, help=f"tokens per sequence (default: {SEQ_LENGTH}, or what the shards have)"
     )
     data.add_argument(
-        "--max-predictions",
+        "--max_predictions_per_seq",
         type=positive,
         help="predicted tokens per sequence (default: 15 %%, or what the shards have)",
     )
     data.add_argument(
-        "--keep-order", action="store_true", help="take the samples of shards in the order in which they are stored"
+        "--keep_order", action="store_true", help="take the samples of shards in the order in which they are stored"
     )
 
     training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=positive, default=3, help="default: 3")
+    training.add_argument("--num_train_epochs", type=positive, default=3, help="default: 3")
     training.add_argument(
-        "--steps", type=positive, help="optimizer updates, instead of --epochs; a resumed run's earlier ones count"
+        "--max_steps", type=positive, help="optimizer updates, in place of epochs; a resumed run's earlier ones count"
     )
-    training.add_argument("--max-seconds", type=float, help="stop after so many seconds of training")
-    training.add_argument("--validate-every", type=positive, metavar="N", help="validate after every N updates, too")
+    training.add_argument("--eval_steps", type=positive, metavar="N", help="validate after every N updates, too")
     training.add_argument("--seed", type=int, default=0)
-    training.add_argument("--output", type=Path, default=Path("runs/bert"), help="folder for metrics and loss plot")
 
-    checkpoints = parser.add_argument_group("checkpoints")
-    checkpoints.add_argument(
-        "--checkpoint-dir", type=Path, metavar="DIR", help="save there: after every epoch, and at the end"
-    )
-    checkpoints.add_argument("--checkpoint-every", type=positive, metavar="N", help="save after every N updates, too")
-    checkpoints.add_argument(
-        "--resume", action="store_true", help="go on from the latest checkpoint in --checkpoint-dir, exactly"
-    )
-    checkpoints.add_argument(
-        "--initialise-from",
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output_dir",
         type=Path,
+        default=Path("runs/bert"),
         metavar="DIR",
-        help="begin with the weights of the latest checkpoint there and with nothing else of it (phase 2)",
+        help=f"metrics, loss plot, record of the run and {CHECKPOINTS}/ (default: %(default)s)",
+    )
+    output.add_argument(
+        "--save_strategy",
+        choices=SAVE_STRATEGIES,
+        default="no",
+        help="when to save, beside the end of the run: epoch ends, --save_steps, or not at all (default)",
+    )
+    output.add_argument("--save_steps", type=positive, metavar="N", default=500, help="default: 500")
+    output.add_argument(
+        "--resume_from_checkpoint",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="DIR",
+        help="go on exactly from the latest checkpoint in DIR (default: that of --output_dir)",
     )
 
+    for name, place in _IN_THE_JSON.items():
+        parser.add_argument(f"--{name}", nargs="?", const=place, action=_InTheJson, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     _check(parsed)
     return parsed
@@ -86,34 +122,37 @@ def _check(parsed: argparse.Namespace) -> None:
         raise VPipeConfigError(
             "--deepspeed_config is missing: give a DeepSpeed JSON file, e.g. ds_configs/bert_tiny_cpu.json"
         )
-    sources = {"--text": parsed.text, "--data-dir": parsed.data_dir, "--synthetic": parsed.synthetic}
+    sources = {"--train_file": parsed.train_file, "--data_dir": parsed.data_dir, "--synthetic": parsed.synthetic}
     given = [name for name, value in sources.items() if value]
     if len(given) > 1:
         raise VPipeConfigError(f"{' and '.join(given)} exclude each other: give one of them")
-    if parsed.vocab and (parsed.data_dir or parsed.synthetic):
-        raise VPipeConfigError(f"--vocab {parsed.vocab}: only text has a vocabulary; leave it out with {given[0]}")
-    if parsed.from_pretrained and not (parsed.vocab or parsed.data_dir or parsed.synthetic):
-        parsed.vocab = parsed.from_pretrained / "vocab.txt"
-        if not parsed.vocab.is_file():
+    parsed.initial_checkpoint = None
+    if parsed.model_name_or_path and (parsed.model_name_or_path / "latest").is_file():
+        parsed.initial_checkpoint, parsed.model_name_or_path = parsed.model_name_or_path, None
+    if parsed.tokenizer_name and (parsed.data_dir or parsed.synthetic):
+        raise VPipeConfigError(
+            f"--tokenizer_name {parsed.tokenizer_name}: only text has a vocabulary; leave it out with {given[0]}"
+        )
+    if parsed.model_name_or_path and not (parsed.tokenizer_name or parsed.data_dir or parsed.synthetic):
+        parsed.tokenizer_name = parsed.model_name_or_path / "vocab.txt"
+        if not parsed.tokenizer_name.is_file():
             raise VPipeConfigError(
-                f"--from-pretrained {parsed.from_pretrained}: it has no vocab.txt, and a vocabulary made from the text"
-                " has other numbers than its weights know; give --vocab, or --data-dir with shards of its vocabulary"
+                f"--model_name_or_path {parsed.model_name_or_path}: it has no vocab.txt, and a vocabulary made from the"
+                " text has other numbers than its weights know; give --tokenizer_name, or --data_dir with shards of its"
+                " vocabulary"
             )
     if parsed.keep_order and not parsed.data_dir:
-        raise VPipeConfigError("--keep-order is for shards: give their folder with --data-dir, or leave it out")
-    if parsed.data_dir is None and parsed.seq_length is None:
-        parsed.seq_length = SEQ_LENGTH
-    if parsed.seq_length is not None and (parsed.data_dir is None or parsed.max_predictions is not None):
-        parsed.max_predictions = check_shape(parsed.seq_length, parsed.max_predictions)
-    if parsed.max_seconds is not None and parsed.max_seconds <= 0:
-        raise VPipeConfigError(f"--max-seconds {parsed.max_seconds}: must be greater than 0")
+        raise VPipeConfigError("--keep_order is for shards: give their folder with --data_dir, or leave it out")
+    if parsed.data_dir is None and parsed.max_seq_length is None:
+        parsed.max_seq_length = SEQ_LENGTH
+    if parsed.max_seq_length is not None and (parsed.data_dir is None or parsed.max_predictions_per_seq is not None):
+        parsed.max_predictions_per_seq = check_shape(parsed.max_seq_length, parsed.max_predictions_per_seq)
     if parsed.seed < 0:
         raise VPipeConfigError(f"--seed {parsed.seed}: must not be negative")
-    for name, value in (("--checkpoint-every", parsed.checkpoint_every), ("--resume", parsed.resume)):
-        if value and parsed.checkpoint_dir is None:
-            raise VPipeConfigError(f"{name} needs the folder of the checkpoints: give --checkpoint-dir")
-    if parsed.resume and parsed.initialise_from:
+    if parsed.resume_from_checkpoint is not None and parsed.initial_checkpoint:
         raise VPipeConfigError(
-            "--resume and --initialise-from exclude each other: --resume goes on with all of a run,"
-            " --initialise-from begins another one with its weights"
+            f"--resume_from_checkpoint and --model_name_or_path {parsed.initial_checkpoint} exclude each other: the one"
+            " goes on with all of a run, the other begins a new one with its weights"
         )
+    if parsed.resume_from_checkpoint == Path():
+        parsed.resume_from_checkpoint = parsed.output_dir / CHECKPOINTS

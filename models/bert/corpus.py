@@ -72,7 +72,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise VPipeConfigError(f"--text {path}: not readable as UTF-8 text: {error}") from error
+        raise VPipeConfigError(f"--train_file {path}: not readable as UTF-8 text: {error}") from error
 
 
 def _version(package: str) -> str:

@@ -16,7 +16,7 @@ def pretraining(
 
     Args:
         micro_batch_size: samples.
-        size: as `--bert-config` of the training script: `"tiny"`, `"base"`, `"large"` ... or the path of a JSON file.
+        size: as `--config_name` of the training script: `"tiny"`, `"base"`, `"large"` ... or the path of a JSON file.
         sequence_length: tokens per sample.
         max_predictions: masked tokens per sample.
     """

@@ -139,17 +139,17 @@ def begin_output(output: Path, made_of: dict[str, Any]) -> dict[str, Any] | None
             output.mkdir(parents=True, exist_ok=True)
             if any(path.suffix in SUFFIXES for path in output.iterdir()):
                 raise VPipeConfigError(
-                    f"--output {output}: holds HDF5 files that are not of this command; choose another folder"
+                    f"--output_dir {output}: holds HDF5 files that are not of this command; choose another folder"
                 )
             write_manifest(output, made_of, None)
         except OSError as error:
-            raise VPipeConfigError(f"--output {output}: not writable: {error}") from error
+            raise VPipeConfigError(f"--output_dir {output}: not writable: {error}") from error
         return None
     before = there["made_of"]
     for key in sorted({*before, *made_of}):
         if before.get(key) != made_of.get(key):
             raise VPipeConfigError(
-                f"--output {output}: its shards were made with {key} {show(before.get(key))}, now it is"
+                f"--output_dir {output}: its shards were made with {key} {show(before.get(key))}, now it is"
                 f" {show(made_of.get(key))}; choose another folder, or remove this one"
             )
     return there["result"]

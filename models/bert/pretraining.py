@@ -12,11 +12,11 @@ import ds_vpipe
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.architecture import model_state
 from ds_vpipe.models.bert.architecture import BERT
-from ds_vpipe.models.bert.arguments import parse_arguments
+from ds_vpipe.models.bert.arguments import CHECKPOINTS, parse_arguments
 from ds_vpipe.models.bert.batches import MicroBatches
 from ds_vpipe.models.bert.loss import PretrainingLoss
 from ds_vpipe.models.bert.report import Report
-from ds_vpipe.models.bert.run_checkpoints import RunCheckpoints, identity_of, initialise_from
+from ds_vpipe.models.bert.run_checkpoints import RunCheckpoints, identity_of, load_weights
 from ds_vpipe.models.bert.sample import Samples
 from ds_vpipe.models.bert.shared_data import prepare_together
 from ds_vpipe.models.bert.sizes import bert_config
@@ -40,11 +40,11 @@ def _run(arguments: Namespace) -> None:
     model = model_of(
         arguments,
         (BERT, ROBERTA),
-        lambda: bert_config(arguments.bert_config, arguments.vocab_size, arguments.attention),
+        lambda: bert_config(arguments.config_name, arguments.vocab_size, arguments.attn_implementation),
         tied=False,
     )
     rank, world = start_process_group()
-    record_run(arguments.output, ds_config)
+    record_run(arguments.output_dir, ds_config)
     if rank == 0:
         print(f"Model: {model.description}", flush=True)
     data = _prepare(arguments, model.config, rank, world)
@@ -59,15 +59,16 @@ def _run(arguments: Namespace) -> None:
 
     checkpoints = RunCheckpoints(
         engine,
-        arguments.checkpoint_dir,
-        arguments.checkpoint_every,
+        arguments.output_dir / CHECKPOINTS,
+        arguments.save_strategy,
+        arguments.save_steps,
         identity_of(arguments, data.digest),
         model_state(model.config),
     )
-    if arguments.resume:
-        checkpoints.resume()
-    if arguments.initialise_from is not None:
-        initialise_from(engine, arguments.initialise_from)
+    if arguments.resume_from_checkpoint is not None:
+        checkpoints.resume(arguments.resume_from_checkpoint)
+    if arguments.initial_checkpoint is not None:
+        load_weights(engine, arguments.initial_checkpoint)
 
     batches = _micro_batches(engine, data.training, arguments.seed, shuffle=True)
     held_out = data.held_out
@@ -77,9 +78,11 @@ def _run(arguments: Namespace) -> None:
         validation = Validation(
             engine, loss, _micro_batches(engine, held_out, seed=0, shuffle=False), samples=len(held_out)
         )
-    total = arguments.steps or max(1, arguments.epochs * batches.epoch_samples // engine.train_batch_size())
+    total = arguments.max_steps or max(
+        1, arguments.num_train_epochs * batches.epoch_samples // engine.train_batch_size()
+    )
     report = Report(
-        arguments.output if rank == 0 else None,
+        arguments.output_dir if rank == 0 else None,
         total,
         engine.train_batch_size(),
         every,
@@ -118,7 +121,7 @@ def _conclude(
         report.line(f"validation accuracy: {result.accuracies}")
     if result is not None and data.unigram_entropy is not None:
         report.line(f"below the unigram entropy by: {data.unigram_entropy - result.masked_lm_loss:.4f} nats")
-    report.line(f"metrics and loss plot: {arguments.output}")
+    report.line(f"metrics and loss plot: {arguments.output_dir}")
 
 
 def _prepare(arguments: Namespace, config: BertConfig, rank: int, world: int) -> TrainingData:
@@ -132,9 +135,9 @@ def _prepare(arguments: Namespace, config: BertConfig, rank: int, world: int) ->
 
 
 def _stages(arguments: Namespace, world: int) -> int:
-    stages: int = arguments.stages or world
+    stages: int = arguments.num_stages or world
     if world % stages:
-        raise VPipeConfigError(f"--stages {stages}: must divide the number of ranks, {world}")
+        raise VPipeConfigError(f"--num_stages {stages}: must divide the number of ranks, {world}")
     return stages
 
 

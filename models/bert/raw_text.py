@@ -47,7 +47,7 @@ def pieces_of(path: Path, size: int = PIECE_BYTES) -> list[Piece]:
                     break
                 starts.append(file.tell())
     except OSError as error:
-        raise VPipeConfigError(f"--text {path}: not readable: {error}") from error
+        raise VPipeConfigError(f"--train_file {path}: not readable: {error}") from error
     return [Piece(path, start, stop) for start, stop in zip(starts, [*starts[1:], end], strict=True) if start < stop]
 
 
@@ -62,7 +62,7 @@ def documents_of(piece: Piece, form: str) -> Iterator[Document]:
             file.seek(piece.start)
             text = file.read(piece.stop - piece.start).decode("utf-8-sig" if piece.start == 0 else "utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise VPipeConfigError(f"--text {piece.path}: not readable as UTF-8 text: {error}") from error
+        raise VPipeConfigError(f"--train_file {piece.path}: not readable as UTF-8 text: {error}") from error
     lines: list[str] = []
     for line in [*text.splitlines(), ""]:
         if line.strip():

@@ -14,11 +14,11 @@ def check_shape(seq_length: int, max_predictions: int | None) -> int:
         VPipeConfigError: the sequence is too short, or too short for so many predictions.
     """
     if seq_length < SHORTEST_SEQUENCE:
-        raise VPipeConfigError(f"--seq-length {seq_length}: must be at least {SHORTEST_SEQUENCE}")
+        raise VPipeConfigError(f"--max_seq_length {seq_length}: must be at least {SHORTEST_SEQUENCE}")
     slots = -(-MASKED_PERCENT * seq_length // 100) if max_predictions is None else max_predictions
     if slots > seq_length - _SPECIAL_IN_PAIR:
         raise VPipeConfigError(
-            f"--max-predictions {slots}: at most --seq-length - {_SPECIAL_IN_PAIR} = {seq_length - _SPECIAL_IN_PAIR}"
-            " tokens of a sequence can be predicted"
+            f"--max_predictions_per_seq {slots}: at most --max_seq_length - {_SPECIAL_IN_PAIR} ="
+            f" {seq_length - _SPECIAL_IN_PAIR} tokens of a sequence can be predicted"
         )
     return slots

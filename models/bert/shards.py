@@ -186,7 +186,7 @@ def _check(shard: Shard, start: int, rows: Rows, vocab_size: int) -> None:
     positions = rows["masked_lm_positions"]
     # What stands after the end of the list says nothing.
     used = np.cumsum(positions == 0, axis=1) == 0
-    tokens = (0, vocab_size - 1, "a token of the model's vocabulary; see --bert-config and --vocab-size")
+    tokens = (0, vocab_size - 1, "a token of the model's vocabulary; see --config_name and --vocab_size")
     limits = {
         "input_ids": tokens,
         "input_mask": (0, 1, "0 or 1"),

@@ -68,7 +68,7 @@ def prepare_together(arguments: Namespace, config: BertConfig, stages: int) -> T
         digests = ", ".join(f"rank {number}: {outcome.digest}" for number, outcome in known.items())
         raise VPipeConfigError(
             f"ranks have different data ({digests}): stages would read different samples; give all machines the same"
-            " --data-dir or --text, or install the same package versions on them"
+            " --data_dir or --train_file, or install the same package versions on them"
         )
     if data is not None:
         return data

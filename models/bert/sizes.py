@@ -67,12 +67,12 @@ def bert_config(name_or_path: str, vocab_size: int | None = None, attention: str
         config = BertConfig.from_dict({**fields, "attn_implementation": attention})
     except (TypeError, ValueError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
-        raise VPipeConfigError(f"--bert-config {name_or_path}: not a BertConfig: {reason}") from error
+        raise VPipeConfigError(f"--config_name {name_or_path}: not a BertConfig: {reason}") from error
     if config.is_decoder or config.add_cross_attention:
-        raise VPipeConfigError(f"--bert-config {name_or_path}: is_decoder and add_cross_attention must be false")
+        raise VPipeConfigError(f"--config_name {name_or_path}: is_decoder and add_cross_attention must be false")
     if config.num_hidden_layers < 1 or config.hidden_size % config.num_attention_heads:
         raise VPipeConfigError(
-            f"--bert-config {name_or_path}: num_hidden_layers must be at least 1 and hidden_size a multiple of"
+            f"--config_name {name_or_path}: num_hidden_layers must be at least 1 and hidden_size a multiple of"
             f" num_attention_heads; got {config.num_hidden_layers}, {config.hidden_size}, {config.num_attention_heads}"
         )
     config.vocab_size = pad_vocabulary(config.vocab_size)
@@ -87,14 +87,14 @@ def num_pipeline_layers(config: BertConfig) -> int:
 def _read_fields(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise VPipeConfigError(
-            f"--bert-config {path}: neither a size ({', '.join(SIZE_NAMES)}) nor an existing JSON file"
+            f"--config_name {path}: neither a size ({', '.join(SIZE_NAMES)}) nor an existing JSON file"
         )
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise VPipeConfigError(f"--bert-config {path}: not readable as JSON: {error}") from error
+        raise VPipeConfigError(f"--config_name {path}: not readable as JSON: {error}") from error
     if not isinstance(fields, dict) or "hidden_size" not in fields:
         raise VPipeConfigError(
-            f"--bert-config {path}: must be a JSON object with the fields of BertConfig (hidden_size, ...)"
+            f"--config_name {path}: must be a JSON object with the fields of BertConfig (hidden_size, ...)"
         )
     return fields

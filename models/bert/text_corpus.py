@@ -26,7 +26,7 @@ def text_corpus(files: list[Path] | None, vocabulary: Path | None, vocab_size: i
     """
     if not MIN_VOCABULARY <= vocab_size <= MAX_VOCABULARY:
         raise VPipeConfigError(
-            f"vocabulary size {vocab_size} is outside {MIN_VOCABULARY} .. {MAX_VOCABULARY}; see --vocab-size"
+            f"vocabulary size {vocab_size} is outside {MIN_VOCABULARY} .. {MAX_VOCABULARY}; see --vocab_size"
         )
     key = files_key(files) if files else default_key()
     given = None if vocabulary is None else read_vocabulary(vocabulary, vocab_size)

@@ -54,7 +54,7 @@ def prepare(arguments: Namespace, config: BertConfig, builder: bool) -> Training
     """
     if arguments.data_dir is not None:
         return _from_shards(arguments, config)
-    length, predictions, seed = arguments.seq_length, arguments.max_predictions, arguments.seed
+    length, predictions, seed = arguments.max_seq_length, arguments.max_predictions_per_seq, arguments.seed
     _check_length(length, arguments, config)
     vocab_size = config.vocab_size
     if arguments.synthetic:
@@ -65,15 +65,15 @@ def prepare(arguments: Namespace, config: BertConfig, builder: bool) -> Training
             f"random tokens, vocabulary {vocab_size}",
             f"synthetic-{vocab_size}",
         )
-    corpus = TokenCorpus.load(text_corpus(arguments.text, arguments.vocab, vocab_size, builder))
+    corpus = TokenCorpus.load(text_corpus(arguments.train_file, arguments.tokenizer_name, vocab_size, builder))
     return _from_corpus(corpus, length, predictions, seed)
 
 
 def _check_length(length: int, arguments: Namespace, config: BertConfig) -> None:
     if length > config.max_position_embeddings:
         raise VPipeConfigError(
-            f"--seq-length {length}: {arguments.bert_config} has {config.max_position_embeddings} position embeddings,"
-            " use at most so many tokens"
+            f"--max_seq_length {length}: {arguments.config_name} has {config.max_position_embeddings} position"
+            " embeddings, use at most so many tokens"
         )
 
 
@@ -86,7 +86,7 @@ def _from_corpus(corpus: TokenCorpus, length: int, predictions: int, seed: int) 
     except ValueError as error:
         raise VPipeConfigError(
             f"the text is too short ({corpus.num_documents} documents, {len(corpus.tokens)} tokens):"
-            f" {error}; give more --text"
+            f" {error}; give more --train_file"
         ) from error
     digest = hashlib.sha256(corpus.tokens.tobytes()).hexdigest()[:16]
     description = (
@@ -100,26 +100,26 @@ def _from_shards(arguments: Namespace, config: BertConfig) -> TrainingData:
     folder: Path = arguments.data_dir
     if not folder.is_dir():
         raise VPipeConfigError(
-            f"--data-dir {folder}: no such folder; make one with python -m ds_vpipe.models.bert.prepare"
+            f"--data_dir {folder}: no such folder; make one with python -m ds_vpipe.models.bert.prepare"
         )
     training_files, held_out_files = find_shards(folder)
     shards, held_out = open_shards(training_files), open_shards(held_out_files)
     if not shards:
         raise VPipeConfigError(
-            f"--data-dir {folder}: no .hdf5 or .h5 file with samples below it has 'training' in its name"
+            f"--data_dir {folder}: no .hdf5 or .h5 file with samples below it has 'training' in its name"
             f" ({len(held_out_files)} have 'validation' or 'test'); give the folder of the shards"
         )
     length = shards[0].sequence_length
-    others = [(f"--seq-length {arguments.seq_length}", arguments.seq_length or length)]
+    others = [(f"--max_seq_length {arguments.max_seq_length}", arguments.max_seq_length or length)]
     others += [(f"{shard.path} with {shard.sequence_length}", shard.sequence_length) for shard in held_out]
     for name, given in others:
         if given != length:
             raise VPipeConfigError(
-                f"--data-dir {folder}: sequences have {length} tokens, which does not fit {name}; prepare shards of"
+                f"--data_dir {folder}: sequences have {length} tokens, which does not fit {name}; prepare shards of"
                 " the wanted length"
             )
     _check_length(length, arguments, config)
-    slots = check_shape(length, arguments.max_predictions or max(shard.predictions for shard in shards))
+    slots = check_shape(length, arguments.max_predictions_per_seq or max(shard.predictions for shard in shards))
     training = ShardSamples(shards, slots, config.vocab_size, arguments.keep_order)
     validation = ShardSamples(held_out, slots, config.vocab_size) if held_out else None
     manifest = read_manifest(folder)

@@ -5,7 +5,6 @@ from typing import Any
 
 import ds_vpipe
 from ds_vpipe.models.bert.batches import MicroBatches
-from ds_vpipe.models.bert.deadline import Deadline
 from ds_vpipe.models.bert.report import Report
 from ds_vpipe.models.bert.run_checkpoints import RunCheckpoints
 from ds_vpipe.models.bert.validation import Validation
@@ -20,7 +19,7 @@ def train(
     report: Report,
     arguments: Namespace,
 ) -> int:
-    """Train until the run has had `total` updates, or the time is up.
+    """Train until the run has had `total` updates.
 
     Args:
         engine: DeepSpeed's pipeline engine or ours, new or resumed.
@@ -32,7 +31,7 @@ def train(
         arguments: of the training script.
 
     Returns:
-        How many updates were done now, the same number on every rank.
+        How many updates were done now.
 
     Raises:
         PipelinePeerError: another stage failed, is lost, or did not answer in time.
@@ -44,7 +43,6 @@ def train(
     # One iterator for the whole run: the pipeline reads ahead in it and never has to drain.
     reads = engine.is_first_stage() or engine.is_last_stage()
     iterator = batches.after(position, (total - done) * engine.micro_batches) if reads else None
-    deadline = Deadline(arguments.max_seconds)
     step = done
     for step in range(done + 1, total + 1):
         batch_loss = engine.train_batch(iterator)
@@ -55,9 +53,6 @@ def train(
         if step < total:
             with report.pause():
                 checkpoints.after(epoch_ended=position // length > before // length)
-                if validation is not None and arguments.validate_every and step % arguments.validate_every == 0:
+                if validation is not None and arguments.eval_steps and step % arguments.eval_steps == 0:
                     report.validation(step, validation.run())
-        if deadline.passed(step):
-            break
-    deadline.close()
     return step - done

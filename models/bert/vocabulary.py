@@ -55,15 +55,19 @@ def read_vocabulary(path: Path, most: int) -> Tokenizer:
     try:
         tokens = [line.rstrip("\r") for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
-        raise VPipeConfigError(f"--vocab {path}: not readable as UTF-8 text: {error}") from error
+        raise VPipeConfigError(f"--tokenizer_name {path}: not readable as UTF-8 text: {error}") from error
     missing = [token for token in SPECIAL_TOKENS if token not in tokens]
     if missing:
-        raise VPipeConfigError(f"--vocab {path}: {missing[0]} is missing; give a WordPiece vocabulary of BERT's")
+        raise VPipeConfigError(
+            f"--tokenizer_name {path}: {missing[0]} is missing; give a WordPiece vocabulary of BERT's"
+        )
     if len(set(tokens)) < len(tokens):
         twice = next(token for token in tokens if tokens.count(token) > 1)
-        raise VPipeConfigError(f"--vocab {path}: {twice!r} is there twice; every line must hold another token")
+        raise VPipeConfigError(f"--tokenizer_name {path}: {twice!r} is there twice; every line must hold another token")
     if len(tokens) > most:
-        raise VPipeConfigError(f"--vocab {path}: {len(tokens)} tokens, at most {most} are allowed; see --vocab-size")
+        raise VPipeConfigError(
+            f"--tokenizer_name {path}: {len(tokens)} tokens, at most {most} are allowed; see --vocab_size"
+        )
     lower = not any(token != token.lower() for token in tokens if not token.startswith("["))
     numbers = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(WordPiece(numbers, unk_token="[UNK]", max_input_chars_per_word=100))

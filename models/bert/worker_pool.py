@@ -41,7 +41,7 @@ def for_each(work: Callable[[Item], object], items: Sequence[Item], workers: int
             except BrokenProcessPool as error:
                 raise VPipeError(
                     f"a process that was to make a {what} has been killed, maybe for lack of memory: start again with"
-                    f" fewer --workers; what is finished is kept"
+                    f" fewer --preprocessing_num_workers; what is finished is kept"
                 ) from error
             except BaseException:
                 pool.shutdown(cancel_futures=True)

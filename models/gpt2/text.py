@@ -53,7 +53,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         remedy = "save the model's tokenizer there: its numbers are what the weights know"
-        raise Refusal("--from-pretrained", str(folder), "a folder with tokenizer.json", remedy).error()
+        raise Refusal("--model_name_or_path", str(folder), "a folder with tokenizer.json", remedy).error()
     tokenizer = Tokenizer.from_file(str(path))
     if tokenizer.token_to_id(END_OF_TEXT) is None:
         raise Refusal(str(path), None, f"a tokenizer with {END_OF_TEXT}", "give that of a GPT-2").error()

@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> None:
         )
     start_process_group()
     builder = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    tokens = corpus_tokens(arguments.text, arguments.from_pretrained, model.config.vocab_size, builder)
+    tokens = corpus_tokens(arguments.text, arguments.model_name_or_path, model.config.vocab_size, builder)
     _say(f"Model: {model.description}; text: {len(tokens)} tokens")
     torch.manual_seed(arguments.seed + distributed.get_rank())  # dropout; the weights have seeds of their own
     engine = _engine(arguments, ds_config, model)

@@ -20,8 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ds_vpipe.checkpoints.checkpoint_folder import checkpoint_folder
-from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint
+from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.errors import VPipeError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,7 +59,7 @@ def full_state_dict(
             if copies is not None:
                 result[here if by_layer else name] = add(copies.get(here, here), tensor)
                 continue
-            own = here if tie is None or tied in checkpoint.free else tied
+            own = here if tie is None or tied in checkpoint.untied else tied
             if own is here and tied in masters:
                 raise VPipeError(
                     f"checkpoint {str(checkpoint.folder)!r}: got master weights {tied} of several layers that differ, "

@@ -12,8 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 from torch.utils._pytree import tree_map_only
 
-from ds_vpipe.checkpoints.optimizer_forms import carry_scale, form_of
-from ds_vpipe.checkpoints.optimizer_states import ParameterState, pack, unpack
+from ds_vpipe.checkpoints.optimizer_states import ParameterState, carry_scale, form_of, pack, unpack
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER, StageLayout
 from ds_vpipe.engine.recompute import layer_numbers
 from ds_vpipe.engine.ties import tied_parameters
@@ -29,8 +28,8 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
         VPipeError: the optimizer trains something that is no parameter of the module.
     """
     module = engine.module
-    free = _free_names(module)
-    names = {id(parameter): free.get(name, name) for name, parameter in module.named_parameters()}
+    untied = _untied_names(module)
+    names = {id(parameter): untied.get(name, name) for name, parameter in module.named_parameters()}
     names |= {id(p): PLACEHOLDER for p, name in engine.param_names.items() if name == PLACEHOLDER}
     groups = []
     for members in _parameters(engine.optimizer):
@@ -43,7 +42,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
     ties = {index: spec.key for index, spec in enumerate(module._layer_specs) if isinstance(spec, TiedLayerSpec)}
     aliases = {name: names[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
     for index in layer_numbers(module):
-        for name, own in free.items():
+        for name, own in untied.items():
             if name.startswith(f"tied_modules.{ties.get(index)}."):
                 aliases[f"{index}.{own.partition('.')[2]}"] = own
     return StageLayout(
@@ -54,8 +53,8 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
         slices=engine.grid.get_slice_parallel_world_size(),
         groups=groups,
         ties=ties,
-        aliases={name: own for name, own in aliases.items() if name != own and name not in free},
-        free={own: name for name, own in free.items()},
+        aliases={name: own for name, own in aliases.items() if name != own and name not in untied},
+        untied={own: name for name, own in untied.items()},
         copies=module.copies() if hasattr(module, "copies") else None,
     )
 
@@ -113,21 +112,21 @@ def write_states(
                         parameter.copy_(master)
 
 
-def _free_names(module: PipelineModule) -> dict[str, str]:
+def _untied_names(module: PipelineModule) -> dict[str, str]:
     """Parameters and buffers of tied layers that are not tied themselves: a name by their first layer here."""
     first: dict[str, int] = {}
     for index in layer_numbers(module):
         spec = module._layer_specs[index]
         if isinstance(spec, TiedLayerSpec):
             first.setdefault(spec.key, index)
-    free = {}
+    untied = {}
     for key, index in first.items():
         layer = module.tied_modules[key]
         tied = {id(parameter) for parameter in tied_parameters(module, key)}
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
             if id(tensor) not in tied:
-                free[f"tied_modules.{key}.{name}"] = f"{index}.{name}"
-    return free
+                untied[f"tied_modules.{key}.{name}"] = f"{index}.{name}"
+    return untied
 
 
 def _parameters(optimizer: Any) -> list[list[torch.nn.Parameter]]:

@@ -15,9 +15,8 @@ from typing import Any
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import log_dist
 
-from ds_vpipe.checkpoints.checkpoint_folder import checkpoint_folder
-from ds_vpipe.checkpoints.optimizer_forms import form_of
-from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint
+from ds_vpipe.checkpoints.optimizer_states import form_of
+from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
 from ds_vpipe.engine.parameter_states import checkpoint_layout, stage_layout, write_states
 from ds_vpipe.engine.recompute import layer_numbers

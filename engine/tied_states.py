@@ -17,8 +17,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_vpipe.checkpoints.optimizer_forms import form_of
-from ds_vpipe.checkpoints.optimizer_states import ParameterState, pack
+from ds_vpipe.checkpoints.optimizer_states import ParameterState, form_of, pack
 from ds_vpipe.engine.parameter_states import read_states, stage_layout
 from ds_vpipe.engine.ties import TiedWeights
 

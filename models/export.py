@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_vpipe.checkpoints.checkpoint_folder import checkpoint_folder
-from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint
+from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.export import DTYPES, full_state_dict
 from ds_vpipe.models.architecture import MODEL_CONFIG, Architecture, full_name

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_vpipe.checkpoints.optimizer_forms import carry_scale, form_of
-from ds_vpipe.checkpoints.optimizer_states import ParameterState, pack, unpack
+from ds_vpipe.checkpoints.optimizer_states import ParameterState, carry_scale, form_of, pack, unpack
 from ds_vpipe.errors import VPipeError
 
 SHAPES = {"0.weight": (3, 4), "0.bias": (3,), "1.scale": (), "2.weight": (2, 3, 1)}

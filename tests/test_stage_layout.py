@@ -23,13 +23,15 @@ NAMES = ["0.weight", "0.bias", "2.weight", "10.weight", "10.bias"]
 def test_layout_survives_as_plain_values(tmp_path: Any) -> None:
     layout = StageLayout(
         1, (0, 2, 5), 2, 0, 1, [[("2.weight", (4, 3)), ("3.scale", ())], []], {0: "word", 4: "word"}, {"3.b": "3.a"},
-        {}, {"4.b": "0.a"},
+        {"0.c": "tied_modules.word.c"}, {"4.b": "0.a"},
     )  # fmt: skip
     torch.save({LAYOUT_KEY: {**layout.plain(), "position": 7}}, tmp_path / "file")
     read = torch.load(tmp_path / "file", weights_only=True)
     assert has_layout(read)
     assert StageLayout.from_plain(read[LAYOUT_KEY]) == layout
     del read[LAYOUT_KEY]["copies"]  # as it was once
+    assert StageLayout.from_plain(read[LAYOUT_KEY]) == replace(layout, copies=None)
+    read[LAYOUT_KEY]["free"] = read[LAYOUT_KEY].pop("untied")  # likewise
     assert StageLayout.from_plain(read[LAYOUT_KEY]) == replace(layout, copies=None)
     assert layout.names == ["2.weight", "3.scale"]
     assert not has_layout({})

@@ -1,9 +1,9 @@
-"""What an optimizer holds, by parameter: the common ground of every form in which DeepSpeed saves it.
+"""States of DeepSpeed's optimizers by parameter, from and into every form in which they are saved.
 
 A plain optimizer keeps a state per parameter. The mixed-precision wrappers add fp32 master weights, most
 of them flattened: one long vector per parameter group, and ZeRO-1 cuts that vector into one partition per
 replica. :func:`unpack` turns each of these forms into one entry per parameter and :func:`pack` turns
-such entries back into whatever form the receiving optimizer has, so that states can move between stages,
+such entries back into the form of the receiving optimizer, so that states can move between stages,
 numbers of replicas, and wrappers.
 """
 
@@ -16,13 +16,89 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.checkpoints.optimizer_forms import PADDINGS, Form, Groups, Members, form_of, misfit
 from ds_vpipe.errors import VPipeError
+
+Members = Sequence[tuple[str, Sequence[int]]]
+"""Names and shapes of one parameter group's parameters, in the order in which the optimizer holds them."""
+
+Groups = Sequence[Members]
+"""The same for all groups of one optimizer."""
+
+PADDINGS = "param_alignment_paddings"
+"""Key of the gaps after each parameter of a ZeRO group's vector, in elements."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Layout of an optimizer's state dict.
+
+    Attributes:
+        base: key of the inner optimizer's own state dict; None if there is no wrapper around it.
+        masters: key of the fp32 master weights per group; None if the weights themselves are trained.
+        flat: parameters of a group are one vector, master weights and state alike.
+        partitioned: the vectors are cut into equal partitions, one per replica.
+        scale: further keys that belong to training rather than to a parameter: loss scale, clipping.
+    """
+
+    base: str | None
+    masters: str | None
+    flat: bool
+    partitioned: bool
+    scale: tuple[str, ...]
+
+    def inner(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The inner optimizer's own state dict."""
+        return saved if self.base is None else saved[self.base]
+
+    def vector_size(self, saved: Mapping[str, Any], index: int) -> int:
+        """Elements of a flat form's state vectors; partitioned master weights are saved without their padding."""
+        assert self.masters is not None
+        padding = saved["group_paddings"][index] if self.partitioned else 0
+        return int(saved[self.masters][index].numel() + padding)
+
+
+_SCALE = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+_FORMS = (
+    Form(
+        "base_optimizer_state",
+        "single_partition_of_fp32_groups",
+        flat=True,
+        partitioned=True,
+        scale=("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"),
+    ),
+    Form("optimizer_state_dict", "fp32_groups_flat", flat=True, partitioned=False, scale=(*_SCALE, "clip_grad")),
+    Form("optimizer_state_dict", "fp32_groups", flat=False, partitioned=False, scale=_SCALE),
+    Form(None, None, flat=False, partitioned=False, scale=()),
+)
+
+
+def form_of(saved: Mapping[str, Any]) -> Form:
+    """Form of an optimizer's state dict, recognised by its keys.
+
+    Raises:
+        VPipeError: an unknown form.
+    """
+    for form in _FORMS:
+        base = saved if form.base is None else saved.get(form.base)
+        known = isinstance(base, Mapping) and "param_groups" in base and "state" in base
+        if known and (form.masters is None or form.masters in saved):
+            return form
+    raise VPipeError(
+        f"optimizer state: got keys {sorted(map(str, saved))}, allowed are those of a torch optimizer, "
+        f"FP16_Optimizer, FP16_UnfusedOptimizer or ZeRO-1 (without elastic_checkpoint); save it from one of these"
+    )
+
+
+def carry_scale(target: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Copy loss scale and clipping from ``saved`` if it has the same form as ``target``."""
+    form = form_of(target)
+    if form_of(saved) == form:
+        target.update({key: saved[key] for key in form.scale if key in saved})
 
 
 @dataclass(frozen=True)
 class ParameterState:
-    """What an optimizer holds of one parameter.
+    """Optimizer state of one parameter.
 
     Attributes:
         master: fp32 master weight in the parameter's shape, or None where the optimizer keeps none.
@@ -62,7 +138,7 @@ def unpack(saved: Sequence[Mapping[str, Any]], groups: Groups, stage: int = 0) -
             masters, parts = _cut(form, saved, index, members)
         else:
             if len(group["params"]) != len(members):
-                raise misfit(f"{len(group['params'])} parameters in group {index}", f"{len(members)}")
+                raise _misfit(f"{len(group['params'])} parameters in group {index}", f"{len(members)}")
             none = [None] * len(members)
             masters = none if form.masters is None else saved[0][form.masters][index]
             parts = _counted_together([dict(base["state"].get(key, {})) for key in group["params"]])
@@ -124,7 +200,7 @@ def _offsets(saved: Mapping[str, Any], index: int, members: Members) -> list[int
     """Where each parameter starts in its group's vector, and where the last one ends."""
     paddings = saved[PADDINGS][index] if PADDINGS in saved else [0] * len(members)
     if len(paddings) != len(members):
-        raise misfit(f"{len(paddings)} parameters in group {index}", f"{len(members)}")
+        raise _misfit(f"{len(paddings)} parameters in group {index}", f"{len(members)}")
     sizes = [_numel(shape) + padding for (_, shape), padding in zip(members, paddings, strict=True)]
     return [0, *accumulate(sizes)]
 
@@ -145,14 +221,14 @@ def _cut(
 
     found = sum(flat.numel() for flat in flats)
     if found != offsets[-1]:
-        raise misfit(f"master weights with {found} elements in group {index}", f"{offsets[-1]}")
+        raise _misfit(f"master weights with {found} elements in group {index}", f"{offsets[-1]}")
     masters = parameters(flats[0] if len(flats) == 1 else torch.cat(flats))
     parts: list[dict[str, Any]] = [{} for _ in members]
     for key, first in inner[0].items():
         if isinstance(first, torch.Tensor) and first.dim() > 0:
             pieces = [state[key] for state in inner]
             if [tuple(piece.shape) for piece in pieces] != [(size,) for size in sizes]:
-                raise misfit(f"{key} of shape {tuple(first.shape)} in group {index}", f"{(sizes[0],)}")
+                raise _misfit(f"{key} of shape {tuple(first.shape)} in group {index}", f"{(sizes[0],)}")
             values: list[Any] = parameters(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
         else:
             values = [first] * len(members)
@@ -223,13 +299,13 @@ def _is_spread(key: str, value: Any, shape: Sequence[int]) -> bool:
 def _agreed(key: str, values: Sequence[Any], index: int, warn: Callable[[str], None]) -> Any:
     """The one value of a number that the whole group shares; the largest where stages have skipped updates."""
     if any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
-        raise misfit(f"{key} in a shape of its own in group {index}", "one entry per element, or a number")
+        raise _misfit(f"{key} in a shape of its own in group {index}", "one entry per element, or a number")
     if all(bool(value == values[0]) for value in values[1:]):
         return _own(values[0])
     try:
         largest = _own(max(values, key=float))
     except (TypeError, ValueError):
-        raise misfit(f"different values of {key} in group {index}", "one value") from None
+        raise _misfit(f"different values of {key} in group {index}", "one value") from None
     warn(
         f"optimizer state {key}: parameters that are now in one group have {float(min(values, key=float)):g} to "
         f"{float(largest):g}, since stages skip updates by themselves; the group goes on with {float(largest):g}"
@@ -265,4 +341,11 @@ def _numel(shape: Sequence[int]) -> int:
 
 def _check_groups(found: int, expected: int) -> None:
     if found != expected:
-        raise misfit(f"{found} parameter groups", f"{expected}")
+        raise _misfit(f"{found} parameter groups", f"{expected}")
+
+
+def _misfit(found: str, expected: str) -> VPipeError:
+    return VPipeError(
+        f"optimizer state: got {found}, allowed is {expected}; the file does not belong to these layers"
+        f" or this optimizer"
+    )

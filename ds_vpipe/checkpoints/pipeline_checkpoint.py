@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.checkpoints.optimizer_forms import Groups, form_of
-from ds_vpipe.checkpoints.optimizer_states import ParameterState, unpack
+from ds_vpipe.checkpoints.optimizer_states import Groups, ParameterState, form_of, unpack
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY, PLACEHOLDER, StageLayout, has_layout, infer_groups
 from ds_vpipe.errors import VPipeError
 
@@ -26,11 +25,42 @@ _STAGE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d+)-(?:.*-)?model_states\.pt")
 
 
-class PipelineCheckpoint:
-    """One checkpoint.
+def checkpoint_folder(directory: str | Path, tag: str | None = None) -> Path:
+    """Folder that holds a checkpoint's files, also after a save that was killed.
 
     Args:
-        folder: its folder, see :func:`ds_vpipe.checkpoints.checkpoint_folder.checkpoint_folder`.
+        directory: what was given to ``save_checkpoint()``, or the checkpoint's own folder.
+        tag: which checkpoint; default: the one that the file ``latest`` names.
+
+    Raises:
+        VPipeError: there is none.
+    """
+    root = Path(directory)
+    if tag is None:
+        if any(root.glob("mp_rank_*_model_states.pt")):
+            return root
+        latest = root / "latest"
+        if not latest.is_file():
+            raise VPipeError(
+                f"checkpoint: got {str(root)!r}, which has neither a file 'latest' nor mp_rank_*_model_states.pt; "
+                f"allowed is a directory written by save_checkpoint(); correct the path or name a tag"
+            )
+        tag = latest.read_text(encoding="utf-8").strip()
+    set_aside = root / tag
+    set_aside = set_aside.with_name(f".{set_aside.name}.previous")
+    if not (root / tag).exists() and set_aside.exists():
+        return set_aside  # a save was killed between two renamings; the next load puts it back
+    if not any((root / tag).glob("mp_rank_*_model_states.pt")):
+        tags = sorted(path.parent.name for path in root.glob("[!.]*/mp_rank_00_model_states.pt"))
+        raise VPipeError(f"checkpoint: got tag {tag!r} in {str(root)!r}; allowed: {tags}; correct the tag")
+    return root / tag
+
+
+class PipelineCheckpoint:
+    """Checkpoint of a pipeline.
+
+    Args:
+        folder: its folder, see :func:`checkpoint_folder`.
         slice_index: which tensor-parallel rank's part to read.
         ties: layers that are tied, with their keys, for checkpoints that do not say it.
 
@@ -95,13 +125,13 @@ class PipelineCheckpoint:
         return self._guess_ties()
 
     @cached_property
-    def free(self) -> set[str]:
+    def untied(self) -> set[str]:
         """Names within tied layers, ``tied_modules.KEY.NAME``, that are not tied: every layer has its own.
 
         Without layouts those whose tensors differ between layers.
         """
         if self.layouts is not None:
-            return {name for layout in self.layouts for name in layout.free.values()}
+            return {name for layout in self.layouts for name in layout.untied.values()}
         found: dict[str, torch.Tensor] = {}
         differing = set()
         for index, key in self.ties.items():

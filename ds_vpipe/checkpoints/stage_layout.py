@@ -1,4 +1,4 @@
-"""Which parameters one stage of a checkpoint holds, in the order of its optimizer.
+"""Parameters of one stage of a checkpoint, in the order of its optimizer.
 
 DeepSpeed saves weights by layer, but optimizer states by position. The layout gives the positions their
 names. We write it beside each stage's states; for checkpoints of the stock engine it is put together from
@@ -12,19 +12,19 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from ds_vpipe.checkpoints.optimizer_forms import Groups, form_of
+from ds_vpipe.checkpoints.optimizer_states import Groups, form_of
 from ds_vpipe.errors import VPipeError
 
 LAYOUT_KEY = "vpipe"
 """Key of a stage's ``mp_rank`` file under which :meth:`StageLayout.plain` is stored, alone or among other entries."""
 
 PLACEHOLDER = "vpipe_placeholder"
-"""Name of what the optimizer of a stage with nothing to train holds, see :mod:`ds_vpipe.engine.placeholder`."""
+"""Name of the parameter in the optimizer of a stage with nothing to train, see :mod:`ds_vpipe.engine.placeholder`."""
 
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The layout of one stage, seen from one slice (tensor-parallel rank).
+    """Parameters of one stage, seen from one slice (tensor-parallel rank).
 
     Attributes:
         stage: index of the stage.
@@ -37,10 +37,10 @@ class StageLayout:
             has :data:`PLACEHOLDER`.
         ties: layers that are ``TiedLayerSpec``, with their key.
         aliases: further names of shared parameters, with the name that ``groups`` has.
-        free: parameters of tied layers that are not tied themselves: the name that ``groups`` has, which is that of
-            their layer, with the module's, under which every stage has one of its own.
-        copies: of a plain module in pieces, whose layers have the names of the module itself: names of tied parameters
-            in later pieces, with the first one's. None for a ``PipelineModule``.
+        untied: untied parameters inside tied layers. Maps the layer-qualified name used in ``groups`` to the module's
+            name, which is the same on every stage of the tie.
+        copies: tied parameters of a plain module. Maps their names in later pieces to the first one's; None for a
+            ``PipelineModule``.
     """
 
     stage: int
@@ -51,7 +51,7 @@ class StageLayout:
     groups: Groups
     ties: Mapping[int, str]
     aliases: Mapping[str, str]
-    free: Mapping[str, str]
+    untied: Mapping[str, str]
     copies: Mapping[str, str] | None = None
 
     @property
@@ -62,7 +62,7 @@ class StageLayout:
     @property
     def module_groups(self) -> list[list[tuple[str, tuple[int, ...]]]]:
         """:attr:`groups` with the module's names."""
-        return [[(self.free.get(name, name), tuple(shape)) for name, shape in group] for group in self.groups]
+        return [[(self.untied.get(name, name), tuple(shape)) for name, shape in group] for group in self.groups]
 
     def plain(self) -> dict[str, Any]:
         """As a dict of numbers, strings, lists and dicts."""
@@ -72,13 +72,14 @@ class StageLayout:
             "groups": [[[name, list(shape)] for name, shape in group] for group in self.groups],
             "ties": dict(self.ties),
             "aliases": dict(self.aliases),
-            "free": dict(self.free),
+            "untied": dict(self.untied),
             "copies": None if self.copies is None else dict(self.copies),
         }
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> StageLayout:
         """The inverse of :meth:`plain`; other keys are ignored, and ``copies`` may be missing."""
+        values = {"untied": values.get("free"), **values}  # the key's former name
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values or name != "copies"}
         known["bounds"] = tuple(known["bounds"])
         known["groups"] = [[(name, tuple(shape)) for name, shape in group] for group in known["groups"]]
@@ -94,7 +95,7 @@ def has_layout(model_states: Mapping[str, Any]) -> bool:
 def infer_groups(
     model_states: Sequence[Mapping[str, Any]], layers: Mapping[int, Mapping[str, Sequence[int]]]
 ) -> list[Groups]:
-    """Find out the order of parameters in a checkpoint of the stock engine.
+    """Order of parameters in a checkpoint of the stock engine.
 
     With ZeRO the files say it. Else it is clear if each stage trains all of its layers' parameters in one
     group and none are tied: then the order is that of the layers, and the number of parameters, or of

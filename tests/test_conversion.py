@@ -15,9 +15,8 @@ from vpipe_runs import FOUR_GPUS, MAPS, fields, write_run
 
 from ds_vpipe.__main__ import main
 from ds_vpipe.config import VPipeConfig, refuse_unsupported
-from ds_vpipe.migration.conversion import MODEL_OF_LAYERS
-from ds_vpipe.migration.machines import Hosts, machine
-from ds_vpipe.migration.vpipe_file import FIELDS
+from ds_vpipe.migration.vpipe import MODEL_OF_LAYERS, Hosts
+from ds_vpipe.migration.vpipe_files import FIELDS
 from ds_vpipe.models.bert.sizes import bert_config, num_pipeline_layers
 
 Convert = Callable[..., dict[str, Any]]
@@ -275,7 +274,7 @@ def test_deepspeed_reads_the_hostfile_and_the_devices(convert: Convert) -> None:
     result = convert(machines=machines)
     from deepspeed.launcher.runner import _parse_hostfile, parse_inclusion_exclusion  # prints
 
-    hosts = Hosts.of([machine(text) for text in machines])
+    hosts = Hosts.of(machines)
     pool = _parse_hostfile(hosts.hostfile().splitlines())
     assert parse_inclusion_exclusion(pool, hosts.include(), "") == {"v402": [4, 5], "v401": [1, 3]}
     assert result["command"][3:5] == ["--include", "v402:4,5@v401:1,3"]

@@ -10,7 +10,7 @@ import pytest
 from vpipe_runs import MAPS
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.migration.stage_files import Split, StageMaps, read_split, read_stage_maps
+from ds_vpipe.migration.vpipe_files import Split, read_split, read_stage_maps
 
 
 def file(tmp_path: Path, content: Any) -> Path:
@@ -21,12 +21,13 @@ def file(tmp_path: Path, content: Any) -> Path:
 
 def test_splits(tmp_path: Path) -> None:
     content: dict[str, Any] = {"partition": [12, 13, 13, 11], "recompute_ratio": [0.3, 0, 0, 0]}
-    assert read_split(file(tmp_path, content)) == Split((12, 13, 13, 11), (0.3, 0, 0, 0))
-    assert read_split(file(tmp_path, {"partition": [26, 23]})) == Split((26, 23), None)
+    assert read_split(file(tmp_path, content)) == Split(**content)
+    assert read_split(file(tmp_path, {"partition": [26, 23]})) == Split(partition=[26, 23])
 
 
 def test_stage_maps(tmp_path: Path) -> None:
-    assert read_stage_maps(file(tmp_path, MAPS)) == StageMaps((1, 1, 1, 1), ((0,), (1,), (2,), (3,)), None, {})
+    found = read_stage_maps(file(tmp_path, MAPS))
+    assert (found.modules, found.ranks, found.depth) == ([1, 1, 1, 1], [[0], [1], [2], [3]], None)
     maps = {
         "module_to_stage_map": [0, 0, 1, 1, 1],
         "stage_to_rank_map": {"1": [2, 3], "0": [0, 1]},
@@ -34,8 +35,8 @@ def test_stage_maps(tmp_path: Path) -> None:
         "mp_size": 4,
     }
     found = read_stage_maps(file(tmp_path, maps))
-    assert found == StageMaps((2, 2), ((0, 1), (2, 3)), (2, 0), {"mp_size": 4})
-    assert found.replicas == 2
+    assert (found.modules, found.ranks, found.depth) == ([2, 2], [[0, 1], [2, 3]], [2, 0])
+    assert found.model_extra == {"mp_size": 4}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import yaml
 from vpipe_runs import fields, yaml_text
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.migration.machines import Machine
-from ds_vpipe.migration.vpipe_file import VPipeFile, plain_yaml, read_vpipe_file
+from ds_vpipe.migration.vpipe_files import VPipeFile, plain_yaml, read_vpipe_file
 
 SHIPPED = yaml_text(fields())
 
@@ -33,10 +32,10 @@ def refusal(tmp_path: Path, text: str) -> str:
 def test_a_shipped_file(tmp_path: Path) -> None:
     file = read(tmp_path, SHIPPED)
     assert SHIPPED.startswith("'directory': 'bert'\n'log_directory': 'output'\n")
-    assert (file.dialect, file.sync_mode, file.batch_size, file.learning_rate) == ("vpipe", "asp", 16, 0.05)
-    assert file.machines == tuple(Machine("localhost", gpu) for gpu in range(4))
+    assert (file.of_pipedream, file.sync_mode, file.batch_size, file.learning_rate) == (False, "asp", 16, 0.05)
+    assert file.machines == [f"localhost:{gpu}" for gpu in range(4)]
     assert (file.partition, file.config_file) == ("vgpus=4/vpipe.json", "vgpus=4/mp_conf.json")
-    assert (file.compress_activations, file.unknown) == (False, {})
+    assert file.compress_activations is False
     assert list(file.given) == list(fields())
 
 
@@ -63,14 +62,20 @@ def test_edited_by_hand(tmp_path: Path, edit: Any) -> None:
 
 
 def test_texts_keep_their_commas_and_quotes() -> None:
-    text = "'a': 'x, y,'\nb: it's, fine\nc: [1,\n 2,\n 3]\nd: \"p, 'q',\"\n"
-    assert yaml.safe_load(plain_yaml(text)) == {"a": "x, y,", "b": "it's, fine", "c": [1, 2, 3], "d": "p, 'q',"}
+    text = "'a': 'x, y,'\nb: it's, fine\nc: [1,\n 2,\n 3]\nd: \"p, 'q',\"\ne: {f: 1, g: 2},\n"
+    assert yaml.safe_load(plain_yaml(text)) == {
+        "a": "x, y,",
+        "b": "it's, fine",
+        "c": [1, 2, 3],
+        "d": "p, 'q',",
+        "e": {"f": 1, "g": 2},
+    }
 
 
 def test_pipedreams_file_has_no_mode_and_no_partition(tmp_path: Path) -> None:
     text = yaml_text(fields(directory=None, sync_mode=None, partition=None, model_type="translation"))
     file = read(tmp_path, text)
-    assert (file.dialect, file.sync_mode, file.partition) == ("pipedream", "asp", None)
+    assert (file.of_pipedream, file.sync_mode, file.partition) == (True, "asp", None)
 
 
 def test_random_tokens_need_no_data(tmp_path: Path) -> None:

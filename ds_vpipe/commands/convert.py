@@ -46,49 +46,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert, and return the exit status."""
-    from dataclasses import replace
-
-    from ds_vpipe.migration.conversion import convert, in_order
-    from ds_vpipe.migration.converted_files import command, find_file, path_remarks, run_paths, texts, write
-    from ds_vpipe.migration.stage_files import read_split, read_stage_maps
-    from ds_vpipe.migration.vpipe_file import read_vpipe_file
+    from ds_vpipe.migration.vpipe import Conversion
+    from ds_vpipe.migration.vpipe_files import read_split, read_stage_maps, read_vpipe_file
 
     file = read_vpipe_file(arguments.yaml)
     if arguments.synthetic:
-        file = replace(file, synthetic_data=True)
-    split_path = find_file(file, "partition", arguments.root)
-    maps_path = find_file(file, "config_file", arguments.root)
-    conversion = convert(
-        file,
-        None if split_path is None else read_split(split_path),
-        None if maps_path is None else read_stage_maps(maps_path),
-        arguments.bert_config,
-    )
-    output = arguments.output or Path(file.path.stem)
-    paths = run_paths(file, output, arguments.root)
-    remarks = in_order(file, [*conversion.remarks, *path_remarks(file, conversion, paths)])
-    conversion = replace(conversion, remarks=remarks)
-    words = command(conversion, paths)
-    files = texts(file, conversion, words)
-    written = [] if arguments.dry_run else [str(path) for path in write(output, files)]
+        file = file.model_copy(update={"synthetic_data": True})
+    output, root = arguments.output or Path(file.path.stem), arguments.root
+    split = read_split(path) if (path := file.find("partition", root)) else None
+    maps = read_stage_maps(path) if (path := file.find("config_file", root)) else None
+    conversion = Conversion(file, split, maps, output, root, arguments.bert_config)
+    files = conversion.files()
+    written = [] if arguments.dry_run else [output / name for name in files]
+    if written:
+        output.mkdir(parents=True, exist_ok=True)
+    for path in written:
+        path.write_text(files[path.name], encoding="utf-8")
+        path.chmod(0o755 if path.name == "launch.sh" else 0o644)
     if arguments.json:
         result = {
             "ds_config": conversion.ds_config,
-            "hosts": {host: list(gpus) for host, gpus in conversion.hosts.gpus.items()},
+            "hosts": conversion.hosts,
             "stages": conversion.num_stages,
-            "command": words,
+            "command": conversion.command,
             "remarks": [{**vars(remark), "value": _plain(remark.value)} for remark in conversion.remarks],
-            "files": written,
+            "files": [str(path) for path in written],
         }
         print_json(result)
         return 0
     print(files["conversion.txt"], end="")
-    if arguments.dry_run:
-        for name, text in files.items():
-            if name != "conversion.txt":
-                print(f"\n--- {output / name}\n{text}", end="")
-    else:
-        print(f"\nwritten: {', '.join(written)}\nto train: {shlex.join(words)}")
+    for name in files if arguments.dry_run else ():
+        if name != "conversion.txt":
+            print(f"\n--- {output / name}\n{files[name]}", end="")
+    if written:
+        print(f"\nwritten: {', '.join(map(str, written))}\nto train: {shlex.join(conversion.command)}")
     return 0
 
 

@@ -5,17 +5,22 @@ Run as a program it writes the page: ``python tests/compatibility.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import matrix
+
+from ds_vpipe.config import VPipeConfig, refuse_unsupported
+from ds_vpipe.errors import VPipeConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "compatibility.md"
 
 _INTRODUCTION = f"""\
-Every line stands for all combinations of gradient clipping ({", ".join(matrix.CLIPPING)}), word embeddings tied across
-stages or not, recompute ratio {" or ".join(f"{ratio:g}" for ratio in matrix.RECOMPUTE)}, and M =
+Every row stands for all combinations of its columns with gradient clipping ({", ".join(matrix.CLIPPING)}), word
+embeddings tied across stages or not, recompute ratio {" or ".join(f"{ratio:g}" for ratio in matrix.RECOMPUTE)}, and M =
 {" or ".join(str(m) for m in matrix.MICRO_BATCHES)} micro-batches per batch, on {matrix.STAGES} stages. Each is trained
 for {matrix.BATCHES} updates with SGD and compared with an independent replay in one process (`tests/reference.py`); the
 figure is the largest deviation of a parameter, relative to the largest entry of its tensor. More stages, other
@@ -161,6 +166,37 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
     ),
 ]  # fmt: skip
 
+REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, {}),
+    ({"zero_optimization": {"stage": 1, "offload_param": {"device": "nvme"}}}, {}),
+    ({"zero_optimization": {"cpu_offload": True}}, {}),
+    ({"zero_optimization": {"zenflow": {}}}, {}),
+    ({"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, {}),
+    ({"amp": {"enabled": True}}, {}),
+    ({"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, {}),
+    ({"expert_parallel": {"enabled": True}}, {}),
+    ({"data_efficiency": {"enabled": True}}, {}),
+    ({"curriculum_learning": {"enabled": True}}, {}),
+    ({"elasticity": {"enabled": True}}, {}),
+    ({"autotuning": {"enabled": True}}, {}),
+    ({"hybrid_engine": {"enabled": True}}, {}),
+    ({"tensor_parallel": {"autotp_size": 2}}, {}),
+    ({"sequence_parallel_size": 2}, {}),
+    ({"wall_clock_breakdown": True}, {}),
+    ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, {}),
+    ({"pipeline": {"pipe_partitioned": True}}, {}),
+    ({"pipeline": {"activation_checkpoint_interval": 1}}, {"recompute_ratio": 0.5}),
+    (
+        {"pipeline": {"activation_checkpoint_interval": 1}},
+        {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2},
+    ),
+    ({"checkpoint": {"writer": {"decoupled": True}}}, {}),
+    ({"checkpoint": {"use_node_local_storage": True}}, {}),
+    ({"datastates_ckpt": {}}, {}),
+    ({"managed_gradient_accumulation": False}, {}),
+]
+"""DeepSpeed JSON and ``"vpipe"`` block for each cause."""
+
 REPAIRED = [
     ("fp16 without ZeRO", "the loss is never scaled, gradients are unscaled", "scaled",
      "test_matrix.py::test_equal_to_the_replay"),
@@ -197,16 +233,42 @@ def _row(*texts: object) -> str:
 
 
 def _matrix() -> Iterator[str]:
+    """A row per precision, and one per cause of a refusal."""
     yield _row("precision", "ZeRO", "replicas", "combinations", "result")
     yield _row(*["---"] * 5)
-    for precision, zero, replicas in matrix.rows():
-        found = matrix.cells(precision, zero, replicas)
-        lines = {cell.refusal() for cell in found}
-        if lines == {None}:
-            result = f"equal to the replay, within {matrix.TOLERANCES[precision]:g}"
+    refused: dict[str, list[matrix.Cell]] = {}
+    for precision in matrix.PRECISIONS:
+        cells = [cell for row in matrix.rows() if row[0] == precision for cell in matrix.cells(*row)]
+        trained = [cell for cell in cells if cell.refusal() is None]
+        if trained:
+            yield _row(*_axes(trained), f"equal to the replay, within {matrix.TOLERANCES[precision]:g}")
+        for cell in cells:
+            if line := cell.refusal():
+                refused.setdefault(line.split(":")[0], []).append(cell)
+    for found in refused.values():
+        yield _row(*_axes(found), f"refused: `{found[0].refusal()}`")
+
+
+def _axes(cells: Sequence[matrix.Cell]) -> tuple[str, str, str, int]:
+    """Precisions, ZeRO stages and replicas that are among the combinations, and how many these are."""
+    precisions = list(dict.fromkeys(cell.precision for cell in cells))
+    every = len(precisions) == len(matrix.PRECISIONS)
+    zero, replicas = ({getattr(cell, name) for cell in cells} for name in ("zero", "replicas"))
+    numbers = (" and ".join(map(str, sorted(values))) for values in (zero, replicas))
+    return "every" if every else ", ".join(precisions), *numbers, len(cells)
+
+
+def _refused() -> Iterator[str]:
+    yield _row("in the JSON", "line")
+    yield _row(*["---"] * 2)
+    for ds_config, block in REFUSED:
+        try:
+            refuse_unsupported(ds_config, VPipeConfig.parse(block), matrix.STAGES)
+        except VPipeConfigError as error:
+            shown = json.dumps({**ds_config, **({"vpipe": block} if block else {})})[1:-1]
+            yield _row(f"`{shown}`", f"`{error}`")
         else:
-            result = "refused: `" + "`, `".join(sorted(str(line) for line in lines)) + "`"
-        yield _row(precision, zero, replicas, len(found), result)
+            raise AssertionError(f"{ds_config} is not refused")
 
 
 def page() -> str:
@@ -221,6 +283,12 @@ def page() -> str:
         _INTRODUCTION,
         "",
         *_matrix(),
+        "",
+        "## Refused at start",
+        "",
+        "On every rank, before anything is built. With several of them the line counts the others.",
+        "",
+        *_refused(),
         "",
         "## Features of DeepSpeed's pipeline engine",
         "",

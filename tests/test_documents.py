@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from vpipe_runs import write_run
 from ds_vpipe.__main__ import main
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.schedules.schedule import default_depths, version_used
 from ds_vpipe.simulation.simulator import simulate
 from ds_vpipe.simulation.stage_cost import StageCost
 from ds_vpipe.timelines.recording import RankRecording
@@ -23,8 +25,9 @@ BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Beginning of a document's name and a command, and the test that runs it; sizes are smaller there where they are large.
 RUN_BY = {
-    r"(README|docs/(tuning|migrating))\.md: python -m ds_vpipe ": "test_documents",
-    r"docs/migrating\.md: deepspeed --module ds_vpipe\.run train\.py": "test_plain_scripts",
+    r"docs/(tuning|migrating/vpipe)\.md: python -m ds_vpipe ": "test_documents",
+    r"docs/migrating/plain_scripts\.md: deepspeed --module ds_vpipe\.run train\.py": "test_plain_scripts",
+    r"docs/migrating/deepspeed_pipelines\.md: deepspeed --module ds_vpipe\.run train\.py": "test_run",
     r"docs/multinode\.md: python -m ds_vpipe doctor --hostfile": "test_multinode",
     r"docs/multinode\.md: deepspeed --hostfile": "test_multinode",
     r"docs/multinode\.md: (sbatch|srun) .*scripts/(bert\.sbatch|slurm_rank\.sh)": "test_slurm",
@@ -33,9 +36,14 @@ RUN_BY = {
     r"docs/performance\.md: python scripts/bench/\w+\.py": "test_benchmarks",
     r"docs/convergence\.md: python scripts/bench/convergence\.py": "test_benchmarks",
     r"docs/training\.md: python -m ds_vpipe\.export ": "test_export",
-    r"README\.md: (deepspeed .*models/bert/train\.py|scripts/demo\.sh)": "test_demo",
-    r"README\.md: scripts/test\.sh": "test_demo",  # whoever reads this has run it
+    r"README\.md: scripts/demo\.sh": "test_demo",
+    r"(README|CONTRIBUTING)\.md: scripts/test\.sh": "test_documents",  # runs this line
 }
+
+
+PAGES = sorted(
+    str(path.relative_to(ROOT)) for folder in ("", "docs", "docs/migrating") for path in (ROOT / folder).glob("*.md")
+)
 
 
 def blocks(document: str) -> Iterator[str]:
@@ -62,7 +70,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/tuning.md", "docs/migrating.md"])
+@pytest.mark.parametrize("document", ["docs/tuning.md", "docs/migrating/vpipe.md"])
 def test_every_command_runs_and_prints_what_the_document_says(
     document: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,15 +101,80 @@ def test_every_command_is_run_by_some_test() -> None:
     tests = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
     assert set(RUN_BY.values()) <= tests
     found = 0
-    for document in ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))):
+    for document in PAGES:
         lines = [line for block in blocks(document) for line in block.splitlines()]
         for line in lines:
-            if re.match(r"(deepspeed|python|scripts/|sbatch|srun|pip|docker|apptainer|bash)[ .]", line):
+            if re.match(r"(deepspeed|python|sbatch|srun|pip|docker|apptainer|bash)[ .]|scripts/\w", line):
                 assert any(re.match(pattern, f"{document}: {line}") for pattern in RUN_BY), (document, line)
                 found += 1
-    assert found > 30
+    assert found > 25
 
 
 def test_outputs_are_quoted() -> None:
     """The tuning guide's tables are among its blocks, so that the test above compares something."""
     assert sum(block.startswith(("stage  layers", "rank  bubble")) for block in blocks("docs/tuning.md")) == 3
+
+
+def prose(document: str) -> list[str]:
+    """Lines outside of fenced blocks."""
+    return BLOCK.sub("", (ROOT / document).read_text(encoding="utf-8")).splitlines()
+
+
+def anchors(document: str) -> set[str]:
+    """Names under which the headings of a page are linked to, as GitHub makes them."""
+    headings = (line.lstrip("# ") for line in prose(document) if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", PAGES)
+def test_links_resolve(document: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", "\n".join(prose(document))):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = ((ROOT / document).parent / name).resolve() if name else ROOT / document
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(str(path.relative_to(ROOT))), target
+
+
+WRAPPED = [page for page in PAGES if re.match(r"README|CONTRIBUTING|docs/(semantics|training|migrating)", page)]
+
+
+@pytest.mark.parametrize("document", WRAPPED)
+def test_prose_is_wrapped(document: str) -> None:
+    assert not [line for line in prose(document) if len(line) > 120 and not line.startswith("|")]
+
+
+def rows(document: str, heading: str) -> list[list[str]]:
+    """Cells of the table whose head begins like this."""
+    lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"| {heading}"))
+    found = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        found.append([cell.strip() for cell in line.strip("|").split("|")])
+    return found
+
+
+def test_numbers_of_the_readme_are_those_of_the_measurements() -> None:
+    """Throughput at the default depths, and the first arm that reaches the synchronous loss on all seeds."""
+    lines = (ROOT / "docs" / "data" / "throughput_96ms.jsonl").read_text(encoding="utf-8").splitlines()
+    rates = {(row["stages"], row["micro_batches"], row["arm"]): row["rate"] for row in map(json.loads, lines)}
+    arms = rows("docs/data/convergence.md", "arm")
+    table = rows("README.md", "measured on a CPU, emulated device time")
+    assert [int(row[0]) for row in table] == [4, 8, 16]
+    for stages, *speeds, reached in table:
+        for micro_batches, speed in zip((1, 8), speeds, strict=True):
+            key = int(stages), micro_batches
+            if speed:
+                assert f"{rates[(*key, 'asp')] / rates[(*key, 'stock')]:.3g}" == speed, key
+        found = [arm[-1] for arm in arms if arm[0].startswith(f"K={stages} M=1 ") and "%" in arm[-1]]
+        assert [f"{share.replace('%', ' %')} of its time" for share in found] == [reached]
+
+
+def test_the_table_of_versions() -> None:
+    table = rows("docs/semantics.md", "stage | W_s")
+    for stage, (depth, row) in enumerate(zip(default_depths(4), table, strict=True)):
+        wanted = [stage, depth, *(version_used(j, depth, 2) for j in range(8))]
+        assert [int(cell) for cell in row] == wanted

@@ -38,7 +38,7 @@ def full_state_dict(
             once. Names that mean the same parameter have the same tensor.
 
     Raises:
-        VPipeError: weights are missing, or master weights cannot be told apart.
+        VPipeError: weights are missing, or several master weights have one name.
     """
     masters, copies = checkpoint.masters(), checkpoint.copies
     unique: dict[str, torch.Tensor] = {}
@@ -80,7 +80,7 @@ def full_state_dict(
 
 
 def write(state_dict: dict[str, torch.Tensor], output: Path) -> None:
-    """Write a state dict in the format that ``output``'s suffix names; the file appears when it is complete.
+    """Write a state dict atomically, in the format of ``output``'s suffix.
 
     Raises:
         VPipeError: another suffix, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""Learning-rate policies that pipelines of vPipe and PipeDream train with, as pure functions of the update's number.
+"""Learning-rate policies of vPipe and PipeDream runs, as pure functions of the update's number.
 
 A DeepSpeed JSON selects one like DeepSpeed's own schedules; the learning rate that it scales is the optimizer's::
 

@@ -1,1 +1,1 @@
-"""What the files of a pipeline checkpoint hold, by parameter."""
+"""Files of a pipeline checkpoint, read and written by parameter."""

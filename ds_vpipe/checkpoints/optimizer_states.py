@@ -276,7 +276,7 @@ def _join(
 
 
 def _counted_together(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The states of a group's parameters with the updates of the group in each of them.
+    """States of a group's parameters, each with the group's number of updates.
 
     DeepSpeed's FusedAdam counts its updates, as an int, in the state of the group's last parameter alone; torch's
     optimizers count those of each parameter, in a tensor.
@@ -291,13 +291,13 @@ def _own(value: Any) -> Any:
 
 
 def _is_spread(key: str, value: Any, shape: Sequence[int]) -> bool:
-    """Whether a state has an entry per element; ``step`` of a parameter without dimensions has not."""
+    """Whether a state has an entry per element, which ``step`` of a parameter without dimensions has not."""
     spread = isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape)
     return spread and (value.dim() > 0 or key != "step")
 
 
 def _agreed(key: str, values: Sequence[Any], index: int, warn: Callable[[str], None]) -> Any:
-    """The one value of a number that the whole group shares; the largest where stages have skipped updates."""
+    """Value that the whole group shares; the largest where stages have skipped updates."""
     if any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
         raise _misfit(f"{key} in a shape of its own in group {index}", "one entry per element, or a number")
     if all(bool(value == values[0]) for value in values[1:]):

@@ -148,7 +148,7 @@ class PipelineCheckpoint:
 
     @cached_property
     def _index(self) -> dict[str, int]:
-        """Stage of each parameter; of a tied one's the first, which owns it, of a loss function's the last."""
+        """Stage of each parameter: a tied one's owner, which is the first; a loss function's is the last."""
         index: dict[str, int] = {}
         for stage, groups in enumerate(self.groups):
             for group in groups:
@@ -184,7 +184,7 @@ class PipelineCheckpoint:
         return self._layers[index]
 
     def weight(self, name: str) -> torch.Tensor | None:
-        """A parameter as its layer's file has it; None if no layer has it."""
+        """Weight of a parameter in its layer's file; None if no layer has the parameter."""
         head, _, rest = name.partition(".")
         layers = [int(head)] if head.isdecimal() else []
         if head == "tied_modules":
@@ -208,7 +208,7 @@ class PipelineCheckpoint:
         return self._optimizers[stage]
 
     def states(self, names: Iterable[str]) -> dict[str, ParameterState]:
-        """What the optimizer holds of the parameters ``names``.
+        """Optimizer states of the parameters ``names``.
 
         Raises:
             VPipeError: it holds nothing of one of them, or see :attr:`groups`.

@@ -1,1 +1,1 @@
-"""What a stage does about gradients that are some updates old, as plain data and around any torch optimizer."""
+"""Mitigations of stale gradients around any torch optimizer, and a replay in one process."""

@@ -48,7 +48,7 @@ class DelayWarmup:
         return cls(first, tuple(starts))
 
     def drain_interval(self, batch: int) -> tuple[int, int | None]:
-        """First batch of the interval around a batch, and of the next interval; None without a next drain.
+        """First batches of the interval around a batch and of the next one, None without a next drain.
 
         Args:
             batch: from 0 since the start of training.

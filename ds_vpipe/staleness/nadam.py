@@ -34,7 +34,7 @@ class NAdamStep:
     """Updates the parameters of an Adam or LAMB optimizer in its place.
 
     Args:
-        optimizer: Adam or LAMB, told by its hyperparameters, whatever library it comes from. Its betas are not
+        optimizer: Adam or LAMB of any library, recognised by its hyperparameters. Its betas are not
             used. Its weight decay is decoupled, also where its own would be an L2 penalty.
         settings: the betas used, and how the momentum grows.
 
@@ -112,7 +112,7 @@ class NAdamStep:
         return float(self._settings.betas[0] * (1.0 - 0.5 * 0.96 ** (step * self._settings.momentum_decay)))
 
     def _momenta(self, step: int) -> float:
-        """Product of the momenta of all updates up to ``step``; of the step alone, so it needs no checkpoint."""
+        """Product of the momenta of all updates up to ``step``, which alone decides it: no checkpoint needs it."""
         at, product = self._product if self._product[0] <= step else (0, 1.0)
         for number in range(at + 1, step + 1):
             product *= self._momentum(number)

@@ -32,7 +32,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class ReplayedStage:
-    """One stage's weights in the versions that are still to be used, and its optimizer.
+    """Weight versions of one stage, and its optimizer.
 
     Args:
         parameters: the stage's trainable parameters.
@@ -80,7 +80,7 @@ class ReplayedStage:
         self._refer_to(self._newest)
 
     def update(self) -> None:
-        """One update of the newest weights from the gradients in the parameters, which are then forgotten."""
+        """Update the newest weights from the parameters' gradients, and clear these."""
         self.point_to_newest()
         for parameter in self.parameters:
             if parameter.grad is None:  # as a reduction over replicas leaves it
@@ -98,7 +98,7 @@ class ReplayedStage:
         self._versions.append(self._copy(self._versions.popleft() if full else []))
 
     def _copy(self, into: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The newest weights as a version, in tensors that may be overwritten, if there are any."""
+        """Copy of the newest weights, into the tensors of an old version where given."""
         if self._delay == 0:
             return self._newest
         into = into or [torch.empty_like(value) for value in self._newest]

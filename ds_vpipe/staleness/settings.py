@@ -60,7 +60,7 @@ class LRRescheduling(_Settings):
     num_steps: int = Field(ge=1)
 
     def factor(self, updates: int, delay: int) -> float:
-        """What the learning rate is multiplied with: delay ** -(1 - min(updates / T, 1)).
+        """Factor of the learning rate: delay ** -(1 - min(updates / T, 1)).
 
         Args:
             updates: made asynchronously so far.
@@ -75,12 +75,11 @@ class Staleness(_Settings):
     """Mitigations in use; each is off unless named. ``true`` stands for an object without keys.
 
     Attributes:
-        synchronous_updates: so many updates at the beginning of training are made with the pipeline drained at the end
-            of every batch, as in synchronous training. No gradient is late then; the others but ``nadam`` begin
-            afterwards. Clipping and loss scaling are those of asynchronous training all the time.
+        synchronous_updates: number of updates at the start of training that are synchronous: the pipeline drains after
+            every batch, and no gradient is late. The other mitigations but ``nadam`` begin afterwards. Clipping and loss scaling are those of asynchronous training all the time.
             Source: PipeMare (Yang et al., MLSys 2021), technique 3.
-        delay_warmup_updates: over so many updates after those the pipeline drains ever less often, so that delays grow
-            from none to what the depths give: :mod:`ds_vpipe.staleness.delay_warmup`.
+        delay_warmup_updates: number of updates after those over which drains become rarer, so that delays grow from
+            none to those of the depths: :mod:`ds_vpipe.staleness.delay_warmup`.
     """
 
     nadam: NAdam | None = None
@@ -91,7 +90,7 @@ class Staleness(_Settings):
 
     @property
     def kept_weights(self) -> int:
-        """Sets of a stage's weights that are held besides the versions, where gradients are late.
+        """Copies of a stage's weights besides the versions, where gradients are late.
 
         Error feedback holds the last change.
         """
@@ -134,7 +133,7 @@ HELP: dict[str, tuple[str, str]] = {
 
 
 def refuse_delays(settings: Staleness | None, delays: Sequence[int]) -> None:
-    """Refuse what does not work with these delays, one per stage.
+    """Refuse settings that do not work with the stages' delays.
 
     Raises:
         VPipeConfigError: error feedback, and a stage is more than one update behind.

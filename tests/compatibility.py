@@ -197,6 +197,25 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 """DeepSpeed JSON and ``"vpipe"`` block for each cause."""
 
+TESTED = [
+    ("parameters of every stage against the oracle: 1, 2 and 4 stages, M in {1, 2, 4, 8}, SGD (bit for bit), AdamW and "
+     "FusedAdam (1e-5), recompute ratios, stash and vertical, default and doubled depth, replicas; the comparison is "
+     "shown to notice a backward pass with the newest weights", "exactness"),
+    ("the 480 combinations of the first table", "matrix"),
+    ("resuming at ten points of a run, with dropout, bit for bit; a run killed while it saves", "resume"),
+    ("`bsp` in all three schedules, and one stage in `asp`: DeepSpeed's engine bit for bit", "stock or interleaved"),
+    ("data that end anywhere, for depths that fall by more than one too; iterators that refill their buffers",
+     "data_end or buffers"),
+    ("failing, killed and hanging ranks, with replicas; locks and shared memory that killed runs leave",
+     "failures or abort or builds"),
+    ("three scripts that know nothing of pipelines, under DeepSpeed alone and on 2 and 4 stages; the model that each "
+     "writes is read back whole", "plain_scripts or whole_state"),
+    ("architectures of Hugging Face's library in 2 and 4 stages against the whole model: a sample of "
+     "[the zoo](data/zoo.md)", "zoo"),
+    ("commands, tables, links and numbers of these documents", "documents or model_docs or benchmarks"),
+]  # fmt: skip
+"""What the tests hold, and the name that selects them."""
+
 REPAIRED = [
     ("fp16 without ZeRO", "the loss is never scaled, gradients are unscaled", "scaled",
      "test_matrix.py::test_equal_to_the_replay"),
@@ -283,6 +302,14 @@ def page() -> str:
         _INTRODUCTION,
         "",
         *_matrix(),
+        "",
+        "## How it is tested",
+        "",
+        "`scripts/test.sh -k NAME` runs the tests of a row, `scripts/multinode_test.sh` two hosts in network namespaces.",
+        "",
+        _row("what", "NAME"),
+        _row(*["---"] * 2),
+        *(_row(what, f"`{name}`") for what, name in TESTED),
         "",
         "## Refused at start",
         "",

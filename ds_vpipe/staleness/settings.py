@@ -76,7 +76,8 @@ class Staleness(_Settings):
 
     Attributes:
         synchronous_updates: number of updates at the start of training that are synchronous: the pipeline drains after
-            every batch, and no gradient is late. The other mitigations but ``nadam`` begin afterwards. Clipping and loss scaling are those of asynchronous training all the time.
+            every batch, and no gradient is late. The other mitigations but ``nadam`` begin afterwards. Clipping and
+            loss scaling are those of asynchronous training all the time.
             Source: PipeMare (Yang et al., MLSys 2021), technique 3.
         delay_warmup_updates: number of updates after those over which drains become rarer, so that delays grow from
             none to those of the depths: :mod:`ds_vpipe.staleness.delay_warmup`.

@@ -305,7 +305,7 @@ def page() -> str:
         "",
         "## How it is tested",
         "",
-        "`scripts/test.sh -k NAME` runs the tests of a row, `scripts/multinode_test.sh` two hosts in network namespaces.",
+        "`scripts/test.sh -k NAME` runs the tests of a row, `scripts/multinode_test.sh` two hosts on this machine.",
         "",
         _row("what", "NAME"),
         _row(*["---"] * 2),

@@ -23,7 +23,7 @@ import torch
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
-from ds_vpipe.diagnosis.probe import BUILD_LIMIT_S, HELD, UNUSED, Claim, idle_s
+from ds_vpipe.doctor.probe import BUILD_LIMIT_S, HELD, UNUSED, Claim, idle_s
 from ds_vpipe.errors import VPipeError
 
 LOOK_S = 2.0  # its owner closes a lock just before it removes it: only the second look at a closed one counts

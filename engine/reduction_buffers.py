@@ -17,7 +17,7 @@ from deepspeed.comm.torch import TorchBackend
 from torch import distributed
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ds_vpipe.diagnosis.probe import UNUSED, Claim
+from ds_vpipe.doctor.probe import UNUSED, Claim
 
 FILES = "/dev/shm/deepspeed_allreduce_buffer_"  # then user, address, port and rank
 

@@ -15,7 +15,7 @@ from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from ds_vpipe import extension_builds as builds
-from ds_vpipe.diagnosis import probe
+from ds_vpipe.doctor import probe
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.extension_builds import BuildLock, environment_folder
 

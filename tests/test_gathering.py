@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from ds_vpipe.__main__ import main
-from ds_vpipe.diagnosis import probe
-from ds_vpipe.diagnosis.gathering import gather, node_facts, remote_facts
-from ds_vpipe.diagnosis.limited import exchange, run
+from ds_vpipe.doctor import probe
+from ds_vpipe.doctor.checks import NodeFacts
+from ds_vpipe.doctor.gather import gather, remote_facts
+from ds_vpipe.doctor.probe import run
 
 # A stand-in for ssh: it runs the command here, or does what the name of the host says.
 SSH = """#!/bin/sh
@@ -23,13 +24,12 @@ host=$1; shift
 case $host in
     closed) echo "ssh: connect to host closed port 22: Connection refused" >&2; exit 255;;
     silent) exec sleep 60;;
-    stuck) if [ "${1#while}" != "$1" ]; then exec sh -c "$1"; fi; exec sleep 60;;
-    late) while read -r _; do date -d '+1 hour' +%s.%N; done;;
-    babble) while read -r _; do echo hello; done; exit;;
-    bare) if [ "${1#while}" != "$1" ]; then exec sh -c "$1"; fi; echo 'sh: python: not found' >&2; exit 127;;
+    stuck) if [ "${1#date}" != "$1" ]; then exec sh -c "$1"; fi; exec sleep 60;;
+    late) if [ "${1#date}" != "$1" ]; then exec date -d '+1 hour' +%s.%N; fi; exec sh -c "$*";;
+    babble) echo hello; exit;;
+    bare) if [ "${1#date}" != "$1" ]; then exec sh -c "$1"; fi; echo 'sh: python: not found' >&2; exit 127;;
     *) exec sh -c "$*";;
 esac
-if [ $host = late ]; then exec sh -c "$*" ; fi
 """
 
 
@@ -45,7 +45,7 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_probe_needs_no_package(tmp_path: Path) -> None:
     done, text = run([sys.executable, "-I", probe.__file__, "torch", "no-such-package"], 60)
     assert done, text
-    found = node_facts(json.loads(text))
+    found = NodeFacts(**json.loads(text))
     assert found.packages["torch"] is not None
     assert found.packages["no-such-package"] is None
     assert (found.host, found.python) == (socket.gethostname(), sys.version.split()[0])
@@ -70,7 +70,7 @@ def test_a_gpu_command_that_hangs_or_fails(tmp_path: Path, monkeypatch: pytest.M
     for script, expected in (
         ("echo 'A100, 81920 MiB, 550'", (["A100, 81920 MiB, 550"], None)),
         ("echo no devices; exit 9", (None, "nvidia-smi: no devices")),
-        ("exec sleep 60", (None, "nvidia-smi gives no answer")),
+        ("exec sleep 60", (None, "nvidia-smi: no answer within 1 s")),
     ):
         command.write_text(f"#!/bin/sh\n{script}\n")
         command.chmod(0o755)
@@ -86,9 +86,6 @@ def test_limits_hold_whatever_a_command_leaves_behind() -> None:
     assert run(["sh", "-c", "exit 3"], 5) == (False, "it ended with status 3")
     assert run(["no-such-command"], 5)[0] is False
     assert run(["cat"], 5, "given") == (True, "given")
-    assert exchange(["sleep", "60"], 0.5, 3) == ("no answer within 0.5 s", [])
-    assert exchange(["sh", "-c", "setsid sleep 30 & echo no >&2; exit 1"], 0.5, 3)[1] == []
-    assert exchange(["no-such-command"], 5, 3)[1] == []
     assert time.monotonic() - begin < 20  # nobody waited for what was left behind
 
 
@@ -125,9 +122,7 @@ def test_everything_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         facts = gather(Path("hostfile"), 20, port)
-    assert facts.ports[port] is False
-    assert all(list(facts.ports.values())[1:])
-    assert len(facts.ports) > 10
+    assert (facts.port, facts.port_is_free) == (port, False)
     assert facts.backends["gloo"] is True
     assert facts.deepspeed_env["./.deepspeed_env"] == "A=1\n"
     assert facts.remote["fine"].node is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from worlds import free_port
 
-from ds_vpipe.diagnosis.probe import Claim
+from ds_vpipe.doctor.probe import Claim
 from ds_vpipe.engine import reduction_buffers
 from ds_vpipe.engine.reduction_buffers import unlink_unused
 
@@ -140,7 +140,7 @@ def test_what_somebody_is_about_to_open_stays(buffers: list[Path], monkeypatch: 
 
 
 def test_files_of_other_hosts_stay(buffers: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_vpipe.diagnosis.probe._file_system", lambda path: "nfs4")
+    monkeypatch.setattr("ds_vpipe.doctor.probe._file_system", lambda path: "nfs4")
     with Claim(buffers[0]) as claim:
         assert "nfs4" in claim.state
     unlink_unused()

@@ -9,7 +9,7 @@ from ds_vpipe.commands.inputs import print_json
 
 DESCRIPTION = """\
 Look at this machine, and with --hostfile over ssh at every host: versions of Python and packages, communication
-backends, GPUs and what is between them, the wrong apex, OMP_NUM_THREADS, /dev/shm, limits, compiler, ports, network
+backends, GPUs and what is between them, the wrong apex, OMP_NUM_THREADS, /dev/shm, limits, compiler, the port, network
 interfaces, .deepspeed_env, ssh, pdsh, clocks. Every finding is one line, ok, warning or error, with its remedy.
 """
 EXAMPLES = """\
@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Look, and return the exit status."""
     from dataclasses import asdict
 
-    from ds_vpipe.diagnosis.diagnosis import diagnose
-    from ds_vpipe.diagnosis.gathering import gather
+    from ds_vpipe.doctor.checks import diagnose
+    from ds_vpipe.doctor.gather import gather
 
     findings = diagnose(gather(arguments.hostfile, arguments.limit, arguments.port, arguments.ssh_port))
     counts = {level: sum(found.level == level for found in findings) for level in ("ok", "warning", "error")}

@@ -1,4 +1,4 @@
-"""Looks at the machine that it runs on and prints a JSON object, the fields of ``NodeFacts``.
+"""Probe of the machine that it runs on: prints a JSON object, the fields of ``NodeFacts``.
 
 It is also sent to other hosts, where ds_vpipe need not be installed: it imports nothing but the standard library and
 takes the names of the packages to look for as arguments.
@@ -179,22 +179,37 @@ def _shm_bytes():  # type: ignore[no-untyped-def]
 
 
 def _gpus():  # type: ignore[no-untyped-def]
-    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    with tempfile.TemporaryFile() as output:
+    done, text = run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"], LIMIT_S)
+    if done:
+        return {"gpus": [line.strip() for line in text.splitlines() if line.strip()]}
+    return {"gpus": None, "gpu_error": f"nvidia-smi: {text}" if shutil.which("nvidia-smi") else ""}
+
+
+def run(argv, limit_s, given=""):  # type: ignore[no-untyped-def]
+    """Whether a command ended well within its limit, and its output, or why not.
+
+    Its output goes to files and not through pipes: a process that it leaves behind, such as the master of shared ssh
+    connections, would keep a pipe open and its reader waiting. What cannot be killed, because a driver hangs, is not
+    waited for.
+    """
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        stdin.write(given.encode())
+        stdin.seek(0)
         try:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        except OSError:
-            return {"gpus": None}
-        try:
-            status = process.wait(LIMIT_S)
+            process = subprocess.Popen(argv, stdin=stdin, stdout=out, stderr=err, start_new_session=True)
+            status = process.wait(limit_s)
+        except OSError as error:
+            return False, error.strerror or str(error)
         except subprocess.TimeoutExpired:
-            process.kill()  # and not waited for: where a driver hangs even that does not end it
-            return {"gpus": None, "gpu_error": "nvidia-smi gives no answer"}
-        output.seek(0)
-        lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
-    if status:
-        return {"gpus": None, "gpu_error": "nvidia-smi: " + " ".join(lines)[-200:]}
-    return {"gpus": lines}
+            os.killpg(process.pid, signal.SIGKILL)
+            return False, f"no answer within {limit_s:g} s"
+        out.seek(0)
+        err.seek(0)
+        text = out.read().decode(errors="replace")
+        if not status:
+            return True, text
+        reason = " ".join((err.read().decode(errors="replace") or text).split())
+        return False, reason[-200:] or f"it ended with status {status}"
 
 
 if __name__ == "__main__":

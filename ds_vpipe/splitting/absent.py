@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from ds_vpipe.errors import VPipeConfigError
 
@@ -136,6 +138,7 @@ class Ledger:
     def use(self, value: Absent) -> None:
         """In a trial pass, see that the running piece uses a value."""
         assert self.piece is not None
+        value.first_use = self.piece if value.first_use is None else value.first_use
         made_in = self.piece if value.made_in is None else value.made_in
         if value.slot is not None:
             self.touched.setdefault(value.slot, set()).add(made_in)
@@ -170,6 +173,7 @@ class Absent(torch.Tensor):
         origin: which value is missing, for messages.
         slot: name of the parameter that it stands for, if it is one itself.
         made_in: in a trial pass the piece that made it.
+        first_use: in a trial pass the first piece that uses it.
         key: where it comes from, if it can be found again.
         guess: a made-up value, inside of a block that looks at values.
         root: what it is a view of.
@@ -181,6 +185,7 @@ class Absent(torch.Tensor):
     origin: str
     slot: str | None
     made_in: int | None
+    first_use: int | None
     key: Key | None
     guess: torch.Tensor | None
     root: Absent | None
@@ -188,15 +193,16 @@ class Absent(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, bare: torch.Tensor, device: torch.device, ledger: Ledger, origin: str, slot: str | None = None
-    ) -> Absent:
+        cls, bare: torch.Tensor, device: torch.device, ledger: Ledger, origin: str, slot: str | None = None,
+        requires_grad: bool = False,
+    ) -> Absent:  # fmt: skip
         """Stand for a tensor like ``bare`` on ``device``."""
         made: Absent = torch.Tensor._make_wrapper_subclass(
-            cls, bare.shape, strides=bare.stride(), dtype=bare.dtype, device=device
+            cls, bare.shape, strides=bare.stride(), dtype=bare.dtype, device=device, requires_grad=requires_grad
         )
         made.__dict__.update(
-            bare=bare, ledger=ledger, origin=origin, slot=slot, made_in=ledger.piece, key=None, guess=None, root=None,
-            views=(),
+            bare=bare, ledger=ledger, origin=origin, slot=slot, made_in=ledger.piece, first_use=None, key=None,
+            guess=None, root=None, views=(),
         )  # fmt: skip
         return made
 
@@ -206,7 +212,11 @@ class Absent(torch.Tensor):
         return f"Absent({self.origin}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> Absent:
-        return Absent(self.bare, self.device, self.ledger, self.origin, self.slot)
+        return self.again()
+
+    def again(self) -> Absent:
+        """Another one like it, as a leaf."""
+        return Absent(self.bare, self.device, self.ledger, self.origin, self.slot, self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """On another rank it is a tensor of the meta device, which has a shape and a type alone too."""
@@ -219,6 +229,22 @@ class Absent(torch.Tensor):
             f"allowed are branches on shapes, types and the call's own inputs, and on any value inside a block; "
             f"compute with torch.where, or change the forward"
         )
+
+    def register_hook(self, hook: Any) -> RemovableHandle:
+        """None is kept: gradients are computed where the value is."""
+        if not self.requires_grad:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        piece, first = self.ledger.piece, self.first_use
+        if piece is not None and first is not None and first < piece:
+            raise SplitError(
+                f"{place()}: puts a hook on {self.origin}, which piece {first} has used, so that piece {piece} has only "
+                f"a part of its gradient; allowed are hooks where the value is made; register it there"
+            )
+        return RemovableHandle(OrderedDict())
+
+    def retain_grad(self) -> None:
+        """As with :meth:`register_hook`."""
+        self.register_hook(None)
 
     def tolist(self) -> Any:
         """Made-up values, where there are some."""
@@ -287,6 +313,30 @@ class Absent(torch.Tensor):
         return results
 
 
+class _Computed(torch.autograd.Function):
+    """Makes absent tensors that a graph has computed, as code sees it that asks for their ``requires_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, like: list[Absent], origin: str) -> tuple[Absent, ...]:  # type: ignore[override]
+        return tuple(Absent(one.bare, one.device, one.ledger, origin) for one in like)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None, None
+
+
+def outputs_like(absent: list[Absent], with_graph: list[bool], origin: str) -> list[Absent]:
+    """Absent tensors as a block returns them, some of them with a graph."""
+    root = torch.empty(0, requires_grad=any(with_graph))
+    computed = iter(
+        _Computed.apply(root, [one for one, graph in zip(absent, with_graph, strict=True) if graph], origin)
+    )
+    return [
+        next(computed) if graph else Absent(one.bare, one.device, one.ledger, origin)
+        for one, graph in zip(absent, with_graph, strict=True)
+    ]
+
+
 def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -302,7 +352,7 @@ def _bare(value: Any) -> Any:
 def _outline(value: Any) -> Any:
     """What the result of an operation may depend on; numbers with their type, which decides that of the result."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+        return tuple(value.shape), value.stride(), value.dtype
     return type(value), value if value.__hash__ is not None else repr(value)
 
 

@@ -20,12 +20,13 @@ from ds_vpipe.splitting import generators
 from ds_vpipe.splitting.absent import Ledger, SplitError, ValueNeededError
 from ds_vpipe.splitting.blocks import Blocks
 from ds_vpipe.splitting.call import CallForm
-from ds_vpipe.splitting.gates import Finished, Gates
+from ds_vpipe.splitting.gates import Finished, Gates, saving_nothing
 from ds_vpipe.splitting.outlines import AgainError, Outlines, Where, own_buffers, own_numbers
 from ds_vpipe.splitting.passes import OtherWayError, Plan, Run, Trial
 from ds_vpipe.splitting.slots import Slot
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+Mode = tuple[int, bool, bool]
 
 
 class ForwardRoute:
@@ -68,7 +69,7 @@ class ForwardRoute:
         self._by_name = {str(slot.absent.slot): slot for slot in reversed(slots)}
         self.sequence: list[nn.Module] | None = None
         self._cuts: frozenset[int] | None = None
-        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._plans: dict[Mode, Plan] = {}
         self.cut_short = self.running = False
         self.piece_names: list[str] = []
         self.pieces_of: dict[str, tuple[int, ...]] = {}
@@ -197,7 +198,7 @@ class ForwardRoute:
             raise self._too_few_calls(len(trial.sequence))
         if self.sequence is None:
             self.split_at_all(trial.sequence)
-        self._plans[form.fingerprint, self.model.training] = trial.plan(output)
+        self._plans[self.mode(form)] = trial.plan(output)
         return self.ledger.touched
 
     def _try(self, call: Call, to_the_end: bool, guess: bool) -> tuple[Trial | None, Any]:
@@ -207,8 +208,8 @@ class ForwardRoute:
         self.ledger.holder = "a stage without that parameter"
         self.cut_short = True
         with ExitStack() as around:
-            around.enter_context(torch.no_grad())
             around.enter_context(generators.untouched_generators())
+            around.enter_context(saving_nothing())
             around.enter_context(own_numbers(self.model))
             around.enter_context(self._standing_in(self._slots))
             around.enter_context(self._noting_modules())
@@ -266,7 +267,7 @@ class ForwardRoute:
             OtherWayError: it does not go as it did when a call of this form was tried out; no number has been drawn.
         """
         self.ledger.holder, self.ledger.strict = holder, start == 0
-        plan = self._plan(form)
+        plan = self._plans[self.mode(form)]
         hidden, arriving = self._parameters_of(start, stop)
         copies = ExitStack()
         if start and self._written:
@@ -280,18 +281,20 @@ class ForwardRoute:
             try:
                 output = self.model(*call[0], **call[1])
             except Finished as finished:
+                plan.compared.add((start, stop))
                 return finished.activations
-            except (OtherWayError, AgainError):
+            except (OtherWayError, AgainError) as error:
                 generators.restore(run.before)
                 with torch.no_grad(), torch._C.DisableTorchFunction():
                     for module, key, buffer, before in kept:
                         module._buffers[key] = buffer.copy_(before)
-                raise OtherWayError from None
+                raise OtherWayError(*error.args) from None
             finally:
                 run.end()
                 self.ledger.strict = False
         if not run.done or stop != len(self.piece_names):
             raise self._too_few_calls(run.calls)
+        plan.compared.add((start, stop))
         return output
 
     def _statistics(self, start: int, stop: int) -> list[tuple[nn.Module, str, torch.Tensor]]:
@@ -302,9 +305,9 @@ class ForwardRoute:
         found = ((module, key, module._buffers.get(key)) for module, key in written)
         return [(module, key, buffer) for module, key, buffer in found if buffer is not None]
 
-    def _plan(self, form: CallForm) -> Plan:
-        known = self._plans.get((form.fingerprint, self.model.training))
-        return known or self._plans[form.fingerprint, not self.model.training]
+    def mode(self, form: CallForm) -> Mode:
+        """What a trial is for: the forward may ask whether it trains, and whether there are gradients."""
+        return form.fingerprint, self.model.training, torch.is_grad_enabled()
 
     def _parameters_of(self, start: int, stop: int) -> tuple[list[Slot], list[Slot]]:
         """Slots to be hidden at first, and those of them that the run has once its first piece begins."""
@@ -331,6 +334,8 @@ class ForwardRoute:
     @contextmanager
     def _standing_in(self, hidden: Sequence[Slot]) -> Iterator[None]:
         """Hide parameters from the forward; afterwards all slots are as at rest."""
+        if any([slot.follow() for slot in hidden]):
+            self.outlines.forget()
         for slot in hidden:
             slot.stand_in()
         try:

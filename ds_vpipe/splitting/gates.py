@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -92,11 +93,31 @@ class Gates:
                 gate.__dict__["conductor"] = None
 
 
+@contextmanager
+def saving_nothing() -> Iterator[None]:
+    """Inside, graphs save nothing where a checkpointed function counts what they save.
+
+    Pieces are recomputed there, and code before them need not run alike twice: outlines are known the second time.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None):  # type: ignore[arg-type,return-value]
+        yield
+
+
 class Surroundings:
-    """Refuses blocks that are called where a boundary between stages cannot be: inside a checkpointed function."""
+    """Refuses blocks that are called where a boundary between stages cannot be: inside a checkpointed function.
+
+    One that is reentrant switches gradients off, as a ``no_grad`` region does, where a boundary may be.
+    """
 
     def __init__(self) -> None:
         self._expected = _autograd_state()
+
+    def move(self) -> None:
+        """See that :func:`saving_nothing` has begun or ended."""
+        self._expected = self._expected[0], _autograd_state()[1]
 
     def check(self, name: str) -> None:
         """Compare with where the forward began.
@@ -104,12 +125,20 @@ class Surroundings:
         Raises:
             SplitError: they differ.
         """
-        if _autograd_state() != self._expected:
+        (enabled, hooks), (was_enabled, had_hooks) = _autograd_state(), self._expected
+        if hooks != had_hooks or (enabled != was_enabled and _inside_a_function()):
             raise SplitError(
-                f"{name}: called inside a checkpointed function or with gradients switched off, allowed are blocks "
+                f"{name}: called inside a checkpointed function or one with its own backward, allowed are blocks "
                 f"that are called directly; switch the model's own activation checkpointing of several blocks off and "
                 f"use vpipe.recompute_ratio"
             )
+
+
+def _inside_a_function() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.autograd.function.__file__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _autograd_state() -> tuple[bool, int]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ds_vpipe.splitting.absent import Absent, Ledger, SplitError, ValueNeededError, place, written
+from ds_vpipe.splitting.absent import Absent, Ledger, SplitError, ValueNeededError, outputs_like, place, written
 from ds_vpipe.splitting.generators import untouched_generators
 from ds_vpipe.splitting.slots import Slot
 
@@ -144,7 +144,7 @@ class Outlines:
             name: of the outputs, for messages.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        key = (id(block), block.training, spec, *(_outline(leaf) for leaf in leaves))
+        key = (id(block), block.training, torch.is_grad_enabled(), spec, *(_outline(leaf) for leaf in leaves))
         if again or id(block) in self._remembering or key not in self._known or _watched(block):
             outputs, out_spec, same, _ = self._run(block, args, kwargs)
             places = {id(leaf): index for index, leaf in reversed(list(enumerate(leaves)))}
@@ -160,11 +160,13 @@ class Outlines:
                 self._known[key] = kept, out_spec
             return outputs, out_spec
         kept, out_spec = self._known[key]
-        made: dict[int, Absent] = {}
-        for leaf in kept:
-            if isinstance(leaf, Absent) and id(leaf) not in made:
-                made[id(leaf)] = Absent(leaf.bare, leaf.device, self._ledger, name)
+        distinct = {id(leaf): leaf for leaf in kept if isinstance(leaf, Absent)}
+        made = dict(zip(distinct, _fresh(list(distinct.values()), name), strict=True))
         return [leaves[leaf.index] if isinstance(leaf, _Passed) else made.get(id(leaf)) for leaf in kept], out_spec
+
+    def forget(self) -> None:
+        """Run all blocks anew, whose parameters have been frozen or not."""
+        self._known.clear()
 
     def trial(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec, list[Where]]:
         """Leaves and form of the block's outputs, and the buffers that it writes to."""
@@ -173,13 +175,14 @@ class Outlines:
 
     def _run(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec, bool, list[Where]]:
         """Leaves and form of outputs; whether nothing else has changed, and which buffers have."""
-        with torch.no_grad(), untouched_generators(), self._without_parameters(block), own_buffers(block) as copies:
+        with untouched_generators(), self._without_parameters(block), own_buffers(block) as copies:
             buffers, same = list(copies.values()), True
             attributes, (given, given_spec) = _attributes(block), tree_flatten((args, kwargs))
             if id(block) in self._looking:
                 with Guesses(self._ledger, buffers):
                     outputs, spec = tree_flatten(block(*args, **kwargs))
                 _refuse_numbers(block, outputs)
+                outputs = self._without_guesses(outputs, tree_leaves((args, kwargs)))
             else:
                 writes = _Writes(buffers)
                 try:
@@ -195,6 +198,17 @@ class Outlines:
             if attributes != _attributes(block) or given_spec != after_spec or not all(map(operator.is_, given, after)):
                 self._remembering.add(id(block))
             return outputs, spec, same, _changed(block, copies)
+
+    def _without_guesses(self, outputs: list[Any], given: list[Any]) -> list[Any]:
+        """Other absent tensors in their places, so that no graph keeps the block's made-up values."""
+        known = {id(leaf) for leaf in given}
+        old = {
+            id(leaf): leaf
+            for leaf in outputs
+            if isinstance(leaf, Absent) and leaf.slot is None and id(leaf) not in known
+        }
+        made = dict(zip(old, _fresh(list(old.values()), "a value that a block has made"), strict=True))
+        return [made.get(id(leaf), leaf) for leaf in outputs]
 
     @contextmanager
     def _without_parameters(self, block: nn.Module) -> Iterator[None]:
@@ -274,7 +288,11 @@ def _kept(leaf: Any, places: Mapping[int, int]) -> Any:
     """What is remembered of an output, without its made-up value."""
     if isinstance(leaf, torch.Tensor) and id(leaf) in places:
         return _Passed(places[id(leaf)])
-    return Absent(leaf.bare, leaf.device, leaf.ledger, leaf.origin) if isinstance(leaf, Absent) else leaf
+    return leaf.again() if isinstance(leaf, Absent) else leaf
+
+
+def _fresh(absent: list[Absent], origin: str) -> list[Absent]:
+    return outputs_like(absent, [leaf.requires_grad for leaf in absent], origin)
 
 
 def _watched(block: nn.Module) -> bool:
@@ -283,5 +301,5 @@ def _watched(block: nn.Module) -> bool:
 
 def _outline(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return (*leaf.shape, leaf.dtype, isinstance(leaf, Absent))
+        return (*leaf.shape, leaf.dtype, isinstance(leaf, Absent), leaf.requires_grad)
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)

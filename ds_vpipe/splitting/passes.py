@@ -12,18 +12,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import swap_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ds_vpipe.splitting import generators
 from ds_vpipe.splitting.absent import Absent, Key, Ledger, SplitError, place, written
-from ds_vpipe.splitting.gates import Finished, Surroundings
+from ds_vpipe.splitting.gates import Finished, Surroundings, saving_nothing
 from ds_vpipe.splitting.outlines import Guesses, Where
 from ds_vpipe.splitting.slots import Slot
 
@@ -36,7 +36,7 @@ _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class OtherWayError(BaseException):
-    """Ends a forward that does not go the way that it went when a call of its form was tried out."""
+    """Ends a forward that does not go the way that it went when a call of its form was tried out; may say where."""
 
 
 @dataclass
@@ -47,13 +47,17 @@ class Plan:
         crossing: for every piece the values that it gets from the piece before, in the order in which they travel.
         paths: of function calls (piece, scope, number) whose results travel, what all names until then come to.
         specs: forms of the trees of arguments and results of blocks, by kind and call.
+        names: of all functions called, by piece and block's call.
         drawn: function calls outside the blocks that draw random numbers.
+        compared: first and last piece of runs whose function calls have been compared with ``names``.
     """
 
     crossing: list[tuple[Key, ...]]
     paths: dict[Place, int] = field(default_factory=dict)
     specs: dict[tuple[str, int], TreeSpec] = field(default_factory=dict)
+    names: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     drawn: frozenset[Place] = frozenset()
+    compared: set[tuple[int, int]] = field(default_factory=set)
     _wanted: dict[tuple[int, int], Wanted] = field(default_factory=dict)
 
     def mark(self, piece: int) -> torch.Tensor:
@@ -109,6 +113,9 @@ class Functions(TorchFunctionMode):
         seen: gets the place of each call, what the names until then come to, the arguments and the result, which it
             may replace.
         scopes: (piece, scope) where calls are numbered; everywhere if None.
+
+    Attributes:
+        names: of the functions called, by piece and block's call.
     """
 
     def __init__(self, seen: Callable[[Place, int, Any, Any], Any], scopes: set[tuple[int, int]] | None = None) -> None:
@@ -116,6 +123,7 @@ class Functions(TorchFunctionMode):
         self._seen, self._scopes = seen, scopes
         self._counts: dict[tuple[int, int], int] = defaultdict(int)
         self._paths: dict[tuple[int, int], int] = defaultdict(int)
+        self.names: dict[tuple[int, int], list[str]] = defaultdict(list)
         self.move(0)
 
     def move(self, piece: int, scope: int = OUTSIDE) -> None:
@@ -127,9 +135,10 @@ class Functions(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not self._on or not any(isinstance(leaf, torch.Tensor) for leaf in _parts(result)):
             return result
-        where, number = self._where, self._counts[self._where]
+        where, number, name = self._where, self._counts[self._where], getattr(func, "__name__", "")
         self._counts[where] += 1
-        self._paths[where] = hash((self._paths[where], getattr(func, "__name__", "")))
+        self._paths[where] = hash((self._paths[where], name))
+        self.names[where].append(name)
         return self._seen((*where, number), self._paths[where], args, result)
 
 
@@ -395,6 +404,7 @@ class Trial(Pass):
             [*crossing, ()],
             {where: self._paths[where] for where in places},
             self._specs,
+            {where: names for where, names in self.functions.names.items() if where[1] == OUTSIDE},
             frozenset(drawn),
         )
 
@@ -424,31 +434,31 @@ class Run(Pass):
     ) -> None:
         super().__init__(route)
         self._plan, self._activations, self._start, self._stop = plan, activations, start, stop
+        self._before_start = ExitStack()
         self._arriving, self._arrived = arriving, arrived
         self._wanted = plan.wanted(start, stop)
         self._found: dict[Key, torch.Tensor] = {}
-        self.functions = Functions(self._seen, self._wanted.scopes) if self._wanted.scopes else None
+        self._compare = (start, stop) not in plan.compared
+        scopes = None if self._compare else self._wanted.scopes
+        self.functions = Functions(self._seen, scopes) if scopes or self._compare else None
         self.draws = Draws() if start and plan.drawn else None
-        self._no_views: Any = None
 
     def modes(self) -> list[Any]:
         """To be entered around the forward."""
         return [mode for mode in (self.functions, self.draws) if mode is not None]
 
     def begin(self) -> None:
-        """See the forward begin; absent values have no views until real ones take their places."""
+        """See the forward begin."""
         if self._start:
+            self._before_start.enter_context(saving_nothing())
+            self._surroundings.move()
             for key in self._wanted.parameters:
                 if key.piece < self._start:
                     self._found[key] = self.route.slot(key.leaf).stand_in(anew=True)
-            self._no_views = torch._C._ExcludeDispatchKeyGuard(_VIEWS)
-            self._no_views.__enter__()
 
     def end(self) -> None:
-        """See the forward end, or a piece begin that is really run."""
-        if self._no_views is not None:
-            self._no_views.__exit__(None, None, None)
-            self._no_views = None
+        """See the forward end, or the first piece begin."""
+        self._before_start.close()
 
     def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block or skip it, or end the forward."""
@@ -506,6 +516,8 @@ class Run(Pass):
         self._found[key] = value
 
     def _next_piece(self) -> None:
+        if self._compare:
+            self._compare_names()
         self.piece += 1
         if self.piece == self._stop:
             raise Finished(self._leaving())
@@ -514,6 +526,22 @@ class Run(Pass):
                 self._arrive()
         if self.functions is not None:
             self.functions.move(self.piece)
+
+    def _compare_names(self) -> None:
+        """See that the piece that ends has called the functions outside the blocks that it called without values.
+
+        The first micro-batch is compared: whatever a trial does not see alike, as code that asks for the class of a
+        tensor does, would else compute something else without a word.
+        """
+        assert self.functions is not None
+        found, wanted = (names.get((self.piece, OUTSIDE), []) for names in (self.functions.names, self._plan.names))
+        for number, (one, other) in enumerate(zip_longest(found, wanted, fillvalue="nothing"), 1):
+            if one != other:
+                name = self.route.piece_names[self.piece]
+                raise OtherWayError(
+                    f"piece {self.piece} ({name}): the forward calls {one} as function {number} outside the blocks, and "
+                    f"{other} where parameters have no values"
+                )
 
     def _leaving(self) -> tuple[torch.Tensor, ...]:
         for key in self._wanted.parameters:
@@ -529,6 +557,7 @@ class Run(Pass):
     def _arrive(self) -> None:
         """Put real values into the places of absent ones; from here on everything is real."""
         self.end()
+        self._surroundings.move()
         if self._plan.drawn:
             generators.restore(self.before)
         elif not generators.alike(self.before, generators.states()):
@@ -541,7 +570,10 @@ class Run(Pass):
                 f"before, allowed are {len(keys)} as in this rank's own call; make the same call on every rank"
             )
         if mark is not None and mark.shape != self._plan.mark(self._start).shape:
-            raise OtherWayError
+            raise OtherWayError(
+                "the stage before hands on other values, as where parameters are frozen after initialize() or on one "
+                "rank only"
+            )
         for key, activation in zip(keys, activations, strict=True):
             if key not in self._found:
                 raise OtherWayError
@@ -554,11 +586,19 @@ class Run(Pass):
 
 def _replace(absent: torch.Tensor, value: torch.Tensor) -> None:
     """Make the tensor that all code knows as ``absent`` a view of ``value`` that may be written to."""
-    if absent.shape != value.shape:
+    if (absent.shape, absent.dtype) != (value.shape, value.dtype):
         raise SplitError(
-            f"{absent!r}: got a value of shape {list(value.shape)} from the stage before; allowed are shapes that "
-            f"follow from those of the call's arguments; change the forward"
+            f"{absent!r}: got a value of shape {list(value.shape)} and {value.dtype} from the stage before; allowed "
+            f"are shapes and types that follow from those of the call's arguments; change the forward"
+        )
+    if absent.requires_grad != value.requires_grad:
+        raise SplitError(
+            f"{absent!r}: got a value with requires_grad={value.requires_grad} from the stage before, allowed is "
+            f"{absent.requires_grad}, as when the model was split; freeze parameters before initialize(), on every rank"
         )
     with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
         alias = value.view_as(value)
-    swap_tensors(absent, alias)
+    # What torch.utils.swap_tensors does, but that graphs of what is absent may go on to refer to the old tensor.
+    alias.__class__, absent.__class__ = absent.__class__, alias.__class__  # type: ignore[assignment]
+    alias.__dict__, absent.__dict__ = absent.__dict__, alias.__dict__
+    torch._C._swap_tensor_impl(absent, alias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import torch
 from torch import nn
 
 from ds_vpipe.splitting.absent import Ledger, SplitError
@@ -98,9 +99,10 @@ def _try_out(route: ForwardRoute, blocks: Blocks, given: Call | None, num_stages
     for call, to_the_end in calls:
         packed, form = CallForms().pack(*call)
         try:
-            touched = route.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
-            if blocks.merged and route.thin(num_stages):
+            with torch.enable_grad():
                 touched = route.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
+                if blocks.merged and route.thin(num_stages):
+                    touched = route.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
         except SplitError as error:
             refused = refused or str(error)
         except Exception as error:  # the user's code, with inputs that it may not like

@@ -52,11 +52,17 @@ class Slot:
         Args:
             anew: another one than before, so that code which has that is told from code that looks here again.
         """
-        old = self.absent
-        absent = Absent(old.bare, old.device, old.ledger, old.origin, old.slot) if anew else old
+        absent = self.absent.again() if anew else self.absent
         self.module.__dict__.pop(self.key, None)
         self.module._parameters[self.key] = absent  # type: ignore[assignment]
         return absent
+
+    def follow(self) -> bool:
+        """Let the absent value require a gradient if the parameter here does; whether that is new."""
+        if self.parameter is None or self.parameter.requires_grad == self.absent.requires_grad:
+            return False
+        self.absent.requires_grad = self.parameter.requires_grad
+        return True
 
     @property
     def shown(self) -> bool:
@@ -65,9 +71,10 @@ class Slot:
 
     def convert(self, function: Callable[[torch.Tensor], Any]) -> None:
         """Change type and device of the absent value, as ``Module._apply`` does with parameters."""
-        old, changed = self.absent, function(self.absent)
+        with torch.no_grad():
+            old, changed = self.absent, function(self.absent)
         if isinstance(changed, Absent):
-            self.absent = Absent(changed.bare, changed.device, changed.ledger, old.origin, old.slot)
+            self.absent = Absent(changed.bare, changed.device, changed.ledger, old.origin, old.slot, old.requires_grad)
         if self.module.__dict__.get(self.key) is old:
             self.module.__dict__[self.key] = self.absent
 
@@ -89,7 +96,7 @@ def slots_of(model: nn.Module, ledger: Ledger) -> list[Slot]:
             if where not in absent:
                 bare = torch.empty_like(parameter, device="meta", requires_grad=False)
                 device = torch.device("cpu") if parameter.is_meta else parameter.device
-                absent[where] = Absent(bare, device, ledger, f"parameter {name}", name)
+                absent[where] = Absent(bare, device, ledger, f"parameter {name}", name, parameter.requires_grad)
             found.append(Slot(name, module, key, parameter, absent[where]))
     return found
 

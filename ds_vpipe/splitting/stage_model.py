@@ -45,7 +45,7 @@ class StageModel:
     def __init__(self, model: nn.Module, route: ForwardRoute, slots: list[Slot]) -> None:
         self.model, self._route, self._slots = model, route, slots
         self._forms = CallForms()
-        self._tried: set[tuple[int, bool]] = set()
+        self._tried: set[Any] = set()
         self._written: dict[int, set[int]] = {}
         self._spare: dict[int, nn.Parameter] = {}
         self._spare_buffers: dict[tuple[int, str], tuple[nn.Module, torch.Tensor]] = {}
@@ -220,10 +220,8 @@ class StageModel:
         """
         self._follow_types()
         packed, form = self._forms.pack(args, kwargs)
-        tried = (form.fingerprint, self.model.training)
-        if tried not in self._tried:
+        if self._route.mode(form) not in self._tried:
             self._try_out(form, packed[1:])
-            self._tried.add(tried)
         return packed
 
     def _follow_types(self) -> None:
@@ -257,6 +255,7 @@ class StageModel:
                 route.pieces_of[slot.name] = tuple(sorted({*route.pieces_of[slot.name], piece}))
         for where, piece in route.writers.items():
             self._refuse_elsewhere(f"buffer {where[1]}", piece, (route.buffer_piece[where],))
+        self._tried.add(route.mode(form))
 
     def _refuse_elsewhere(self, name: str, piece: int, known: tuple[int, ...]) -> None:
         stages = {other if self._stage_of is None else self._stage_of(other) for other in known}
@@ -286,17 +285,20 @@ class StageModel:
         behind = 1 + form.num_tensors
         written = self._written.get(form.fingerprint, ())
         holder = f"the stage with pieces {start} to {stop - 1}"
+        if self._route.mode(form) not in self._tried:
+            self._try_out(form, value[1:behind])
         for again in (False, True):
             given = (t.clone() if at in written and t is not None else t for at, t in enumerate(value[1:behind]))
             call = form.rebuild(tuple(given))
             try:
                 output = self._route.run(form, call, value[behind:], start, stop, holder)  # type: ignore[arg-type]
                 break
-            except OtherWayError:
+            except OtherWayError as error:
                 if again:
                     raise SplitError(
                         f"{type(self.model).__name__}: the forward of {holder} does not go as it does without "
-                        f"parameters, allowed is one that calls the same functions; change the forward"
+                        f"parameters{''.join(f': {arg}' for arg in error.args)}, allowed is one that calls the same "
+                        f"functions; change the forward"
                     ) from None
                 self._try_out(form, value[1:behind])  # as every rank does that sees these arguments
         if stop < len(self.pieces):

@@ -42,9 +42,7 @@ class Asking(nn.Module):
             return View.apply(x) if wanted else x
         if way == "grad mode":
             return Reversed.apply(x) if torch.is_grad_enabled() else x
-        if way == "hook":
-            x.register_hook(lambda gradient: 2 * gradient)
-        elif way == "hook if wanted" and wanted:
+        if way == "hook" or (way == "hook if wanted" and wanted):
             x.register_hook(lambda gradient: 2 * gradient)
         elif way == "detached copy":
             return x + (x.detach() if wanted else 0 * x)
@@ -141,7 +139,7 @@ def test_a_call_in_a_mode_that_was_not_packed() -> None:
     model = built(lambda: Asking("reversal"))
     split = Stages(model, (3, 3))
     with torch.no_grad():
-        packed = [stage.pack(CALL, {}) for stage in split.models][0]
+        packed = next(iter([stage.pack(CALL, {}) for stage in split.models]))
     crossing = split.models[0].run(packed, 0, 3)
     arrived = tuple(value.detach().requires_grad_(value.requires_grad) for value in crossing)
     loss = split.models[1].run(arrived, 3, 6)

@@ -237,8 +237,8 @@ class Absent(torch.Tensor):
         piece, first = self.ledger.piece, self.first_use
         if piece is not None and first is not None and first < piece:
             raise SplitError(
-                f"{place()}: puts a hook on {self.origin}, which piece {first} has used, so that piece {piece} has only "
-                f"a part of its gradient; allowed are hooks where the value is made; register it there"
+                f"{place()}: puts a hook on {self.origin}, which piece {first} has used, so that piece {piece} has "
+                f"only a part of its gradient; allowed are hooks where the value is made; register it there"
             )
         return RemovableHandle(OrderedDict())
 
@@ -317,7 +317,7 @@ class _Computed(torch.autograd.Function):
     """Makes absent tensors that a graph has computed, as code sees it that asks for their ``requires_grad``."""
 
     @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, like: list[Absent], origin: str) -> tuple[Absent, ...]:  # type: ignore[override]
+    def forward(ctx: Any, root: torch.Tensor, like: list[Absent], origin: str) -> tuple[Absent, ...]:
         return tuple(Absent(one.bare, one.device, one.ledger, origin) for one in like)
 
     @staticmethod

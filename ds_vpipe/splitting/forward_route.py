@@ -334,9 +334,9 @@ class ForwardRoute:
     @contextmanager
     def _standing_in(self, hidden: Sequence[Slot]) -> Iterator[None]:
         """Hide parameters from the forward; afterwards all slots are as at rest."""
-        if any([slot.follow() for slot in hidden]):
-            self.outlines.forget()
         for slot in hidden:
+            if slot.follow():
+                self.outlines.forget()
             slot.stand_in()
         try:
             yield

@@ -539,8 +539,8 @@ class Run(Pass):
             if one != other:
                 name = self.route.piece_names[self.piece]
                 raise OtherWayError(
-                    f"piece {self.piece} ({name}): the forward calls {one} as function {number} outside the blocks, and "
-                    f"{other} where parameters have no values"
+                    f"piece {self.piece} ({name}): the forward calls {one} as function {number} outside the blocks, "
+                    f"and {other} where parameters have no values"
                 )
 
     def _leaving(self) -> tuple[torch.Tensor, ...]:
@@ -599,6 +599,6 @@ def _replace(absent: torch.Tensor, value: torch.Tensor) -> None:
     with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
         alias = value.view_as(value)
     # What torch.utils.swap_tensors does, but that graphs of what is absent may go on to refer to the old tensor.
-    alias.__class__, absent.__class__ = absent.__class__, alias.__class__  # type: ignore[assignment]
+    alias.__class__, absent.__class__ = absent.__class__, alias.__class__
     alias.__dict__, absent.__dict__ = absent.__dict__, alias.__dict__
     torch._C._swap_tensor_impl(absent, alias)

@@ -19,7 +19,8 @@ from ds_vpipe.engine.flight import Flight
 from ds_vpipe.engine.interleaving import InterleavedMixin
 from ds_vpipe.engine.losses import BatchLoss
 from ds_vpipe.engine.report import BatchReport
-from ds_vpipe.engine.wire import Message
+from ds_vpipe.engine.split_module import SplitModule
+from ds_vpipe.engine.wire import Message, copied_to
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.schedules.actions import Action
 from ds_vpipe.schedules.schedule import version_used
@@ -192,7 +193,7 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
 
     def _run_stage(self, flight: Flight, last: bool) -> Any:
         try:
-            outputs = DeepSpeedEngine.forward(self, flight.enter())
+            outputs = DeepSpeedEngine.forward(self, flight.enter(as_made=isinstance(self.module, SplitModule)))
             if not last:
                 return outputs
             loss_fn = self.module.loss_fn
@@ -233,7 +234,7 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
         if self.device.type == "cpu":
             return tree
         if isinstance(tree, torch.Tensor):
-            return tree.detach().to(self.device, non_blocking=True).requires_grad_(tree.requires_grad)
+            return copied_to(tree.detach(), self.device).requires_grad_(tree.requires_grad)
         return type(tree)(self._arrived(item) for item in tree) if isinstance(tree, (tuple, list)) else tree
 
     EXECUTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {

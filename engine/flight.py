@@ -21,12 +21,16 @@ class _Entry(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, leaf: torch.Tensor, as_made: bool) -> torch.Tensor:
+        ctx.leaf = leaf if as_made else None
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        if ctx.leaf is None:
+            return gradients[0], None
+        ctx.leaf.grad = gradients[0]
+        return None, None
 
 
 @dataclass(slots=True)
@@ -53,9 +57,14 @@ class Flight:
     told: torch.Tensor | None = None
     taken: Any = None
 
-    def enter(self) -> Tree:
-        """The inputs as the stage's first layer gets them."""
-        return _enter(self.inputs)
+    def enter(self, as_made: bool = False) -> Tree:
+        """The inputs as the stage's first layer gets them.
+
+        Args:
+            as_made: gradients of the inputs keep the strides that autograd gives them, as in a model that is not cut;
+                else they get those of the inputs, as DeepSpeed's do.
+        """
+        return _enter(self.inputs, as_made)
 
     def keep_outputs(self, outputs: Tree) -> None:
         """Remember the outputs that take part in the backward pass."""
@@ -105,9 +114,9 @@ class StageState:
     failure: str | None = None
 
 
-def _enter(tree: Tree) -> Tree:
+def _enter(tree: Tree, as_made: bool) -> Tree:
     if isinstance(tree, torch.Tensor):
-        return _Entry.apply(tree) if tree.requires_grad else tree
+        return _Entry.apply(tree, as_made) if tree.requires_grad else tree
     if isinstance(tree, (tuple, list)):
-        return type(tree)(_enter(item) for item in tree)
+        return type(tree)(_enter(item, as_made) for item in tree)
     return tree

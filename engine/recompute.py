@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ds_vpipe.engine.random_states import RandomStates
+from ds_vpipe.engine.wire import copied_to
 from ds_vpipe.errors import VPipeError
 
 
@@ -157,13 +158,26 @@ def _forward(module: PipelineModule, inputs: Any, *, segment: Segment) -> Any:
 
 def _run_again(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:
     """The checkpointed segment. Its first layer may work in place, but not on the input kept for recomputation."""
-    return _run(module, start, stop, seed_offset, _alias_free(value))
+    return _run(module, start, stop, seed_offset, alias_free(value))
 
 
-def _alias_free(value: Any) -> Any:
+class _Copy(torch.autograd.Function):
+    """A copy with the strides of the original, which results may depend on in their last bits."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return copied_to(value, value.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def alias_free(value: Any) -> Any:
+    """Tensors of a segment's input in memory of their own."""
     if isinstance(value, torch.Tensor):
-        return value.clone()
-    return type(value)(_alias_free(item) for item in value) if isinstance(value, (tuple, list)) else value
+        return _Copy.apply(value)
+    return type(value)(alias_free(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:

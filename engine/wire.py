@@ -3,9 +3,10 @@
 A message is a header of int64 words followed by the tensors' bytes, each aligned to 64 bytes::
 
     words   total bytes | header words | kind | micro-batch | note | tree ...
-    tree    -1 None    -2 n tuple of n    -3 n list of n    dtype, requires_grad, ndim, dims... tensor
+    tree    -1 None    -2 n tuple of n    -3 n list of n    dtype, requires_grad, ndim, dims..., strides... tensor
 
-Metadata travel with every message, so shapes may change from micro-batch to micro-batch without a flag.
+A tensor arrives with the strides that it was sent with, as results of kernels may depend on them in their last bits.
+Gaps between its elements do not travel, and what is expanded travels once. Metadata travel with every message, so shapes may change from micro-batch to micro-batch without a flag.
 While they do not change nothing is computed again: a :class:`Packer` keeps the latest layouts and the
 views into the buffers that it recycles, and :class:`Expected` has the views into a receive buffer ready before its
 message comes. Reading copies nothing: tensors are views of the received buffer, which is freed with the last of them.
@@ -14,9 +15,10 @@ message comes. Reading copies nothing: tensors are views of the received buffer,
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -82,6 +84,42 @@ class Received:
     words: list[int]
 
 
+class _Stored(NamedTuple):
+    """How a tensor lies in a message: without gaps, in the order of its strides.
+
+    Attributes:
+        shape: 1 where the tensor is expanded; flat, all that it spans, if its elements overlap.
+        strides: of that.
+        gaps: whether the tensor itself has gaps, which it gets again on arrival.
+    """
+
+    shape: Sequence[int]
+    strides: Sequence[int]
+    gaps: bool = False
+
+    @classmethod
+    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> _Stored:
+        shape = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
+        dense, count, span = list(strides), 1, 1
+        for dim in sorted(range(len(shape)), key=strides.__getitem__):
+            if shape[dim] == 0:
+                return cls(shape, strides)
+            if shape[dim] == 1:
+                continue
+            if strides[dim] < span:
+                whole = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+                return cls((1 + whole,), (1,))
+            dense[dim] = count
+            count *= shape[dim]
+            span += (shape[dim] - 1) * strides[dim]
+        return cls(shape, dense, count < span)
+
+    def view(self, data: torch.Tensor, offset: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+        """The tensor's part of a message, and where it ends."""
+        end = offset + math.prod(self.shape) * dtype.itemsize
+        return data[offset:end].view(dtype).as_strided(self.shape, self.strides), end
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """Where everything of a message is.
@@ -89,11 +127,13 @@ class Layout:
     Attributes:
         words: the tree.
         offsets: of the tensors' bytes.
+        stored: how each tensor lies there.
         size: bytes of the message.
     """
 
     words: tuple[int, ...]
     offsets: tuple[int, ...]
+    stored: tuple[_Stored, ...]
     size: int
 
 
@@ -133,7 +173,7 @@ def _describe(tree: Tree, words: list[int]) -> None:
         if tree.dtype not in _DTYPE_CODE:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             raise TypeError(f"stage boundary: got a tensor of dtype {tree.dtype}, allowed are {names}")
-        words += (_DTYPE_CODE[tree.dtype], int(tree.requires_grad), tree.dim(), *tree.shape)
+        words += (_DTYPE_CODE[tree.dtype], int(tree.requires_grad), tree.dim(), *tree.shape, *tree.stride())
     elif isinstance(tree, (tuple, list)):
         words += (_TUPLE if isinstance(tree, tuple) else _LIST, len(tree))
         for item in tree:
@@ -144,12 +184,18 @@ def _align(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN
 
 
-def _view(data: torch.Tensor, offset: int, dtype: torch.dtype, shape: list[int]) -> tuple[torch.Tensor, int]:
-    count = 1
-    for dim in shape:
-        count *= dim
-    end = offset + count * dtype.itemsize
-    return data[offset:end].view(dtype).view(shape), end
+def _what_travels(tensor: torch.Tensor, stored: _Stored) -> torch.Tensor:
+    """A tensor without what is expanded in it; flat if its elements overlap."""
+    if len(stored.shape) != tensor.dim():
+        return tensor.as_strided(stored.shape, (1,))
+    return tensor if tensor.shape == stored.shape else tensor.as_strided(stored.shape, tensor.stride())
+
+
+def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy with the same strides, gaps and expanded dimensions, which ``Tensor.to`` and ``clone`` change."""
+    travels = _what_travels(tensor, _Stored.of(tensor.shape, tensor.stride()))
+    copy = torch.empty_strided(travels.shape, travels.stride(), dtype=tensor.dtype, device=device)
+    return copy.copy_(travels, non_blocking=True).as_strided(tensor.shape, tensor.stride()).data
 
 
 class Packer:
@@ -195,9 +241,9 @@ class Packer:
     def fill(self, packed: Packed, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> None:
         """Copy ``tree`` into the buffer that was reserved for it; any thread may do that."""
         packed.words[2:_FIXED_WORDS] = (kind, micro_batch, note)
-        tensors = (leaf for leaf in leaves(tree) if leaf is not None)
-        for view, tensor in zip(packed.views, tensors, strict=True):
-            view.copy_(tensor.detach(), non_blocking=self._pin)
+        tensors = (leaf.detach() for leaf in leaves(tree) if leaf is not None)
+        for view, stored, tensor in zip(packed.views, packed.layout.stored, tensors, strict=True):
+            view.copy_(_what_travels(tensor, stored), non_blocking=self._pin)
 
     def release(self, packed: Packed) -> None:
         """Take a buffer back once its message has been delivered."""
@@ -212,18 +258,19 @@ class Packer:
         words[:2] = (layout.size, num_words)
         words[_FIXED_WORDS:] = layout.words
         views = [
-            _view(data, start, tensor.dtype, list(tensor.shape))[0]
-            for start, tensor in zip(layout.offsets, tensors, strict=True)
+            stored.view(data, start, tensor.dtype)[0]
+            for start, stored, tensor in zip(layout.offsets, layout.stored, tensors, strict=True)
         ]
         return Packed(data, words, views, layout)
 
 
 def _layout(words: tuple[int, ...], tensors: list[torch.Tensor]) -> Layout:
     offsets, offset = [], _align(8 * (_FIXED_WORDS + len(words)))
-    for tensor in tensors:
+    stored = tuple(_Stored.of(tensor.shape, tensor.stride()) for tensor in tensors)
+    for tensor, lies in zip(tensors, stored, strict=True):
         offsets.append(offset)
-        offset = _align(offset + tensor.numel() * tensor.dtype.itemsize)
-    return Layout(words, tuple(offsets), offset)
+        offset = _align(offset + math.prod(lies.shape) * tensor.dtype.itemsize)
+    return Layout(words, tuple(offsets), stored, offset)
 
 
 class Expected:
@@ -238,13 +285,16 @@ class Expected:
         num_words = _FIXED_WORDS + len(words)
         self._header = data[: 8 * num_words].view(torch.int64).numpy()
         self._words = words
-        self._tree, _, _ = _read(data, words, 0, _align(8 * num_words))
+        self._gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._tree, _, _ = _read(data, words, 0, _align(8 * num_words), self._gaps)
 
     def message(self) -> Received | None:
         """The message that has come into the buffer, if it looks as expected."""
         size, num_words, kind, micro_batch, note, *words = self._header.tolist()
         if num_words != len(self._header) or words != self._words:
             return None
+        for tensor, view in self._gaps:
+            tensor.copy_(view)
         return Received(Message(kind), micro_batch, note, size, self._tree, words)
 
 
@@ -262,11 +312,17 @@ def unpack(data: torch.Tensor) -> Received:
     ``requires_grad``."""
     size, num_words, kind, micro_batch, note = data[: 8 * _FIXED_WORDS].view(torch.int64).tolist()
     words = data[8 * _FIXED_WORDS : 8 * num_words].view(torch.int64).tolist()
-    tree, _, _ = _read(data, words, 0, _align(8 * num_words))
+    gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
+    tree, _, _ = _read(data, words, 0, _align(8 * num_words), gaps)
+    for tensor, view in gaps:
+        tensor.copy_(view)
     return Received(Message(kind), micro_batch, note, size, tree, words)
 
 
-def _read(data: torch.Tensor, words: list[int], at: int, offset: int) -> tuple[Tree, int, int]:
+def _read(
+    data: torch.Tensor, words: list[int], at: int, offset: int, gaps: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[Tree, int, int]:
+    """A tree with its end in the words and in the data; ``gaps`` gets tensors that have to be filled from views."""
     code = words[at]
     if code == _NONE:
         return None, at + 1, offset
@@ -274,11 +330,15 @@ def _read(data: torch.Tensor, words: list[int], at: int, offset: int) -> tuple[T
         items, count = [], words[at + 1]
         at += 2
         for _ in range(count):
-            item, at, offset = _read(data, words, at, offset)
+            item, at, offset = _read(data, words, at, offset, gaps)
             items.append(item)
         return (tuple(items) if code == _TUPLE else items), at, offset
     requires_grad, ndim = words[at + 1], words[at + 2]
-    at += 3
-    view, end = _view(data, offset, _DTYPES[code], words[at : at + ndim])
-    tensor = view.data  # views share autograd's version counter: one that is changed in place would spoil the others
-    return tensor.requires_grad_(bool(requires_grad)), at + ndim, _align(end)
+    shape, strides = words[at + 3 : at + 3 + ndim], words[at + 3 + ndim : at + 3 + 2 * ndim]
+    stored = _Stored.of(shape, strides)
+    view, end = stored.view(data, offset, _DTYPES[code])
+    if stored.gaps:
+        view, travelled = torch.empty_strided(stored.shape, strides, dtype=view.dtype, device=data.device), view
+        gaps.append((view.data, travelled))
+    tensor = view.as_strided(shape, strides).data  # views share autograd's version counter: one that is changed in place would spoil the others
+    return tensor.requires_grad_(bool(requires_grad)), at + 3 + 2 * ndim, _align(end)

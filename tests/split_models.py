@@ -26,7 +26,9 @@ from transformers import (
     RobertaModel,
 )
 
-from ds_vpipe.engine.recompute import recomputed_layers
+from ds_vpipe.engine.flight import Flight
+from ds_vpipe.engine.recompute import alias_free, recomputed_layers
+from ds_vpipe.engine.wire import Message, Packer, Tree, unpack
 from ds_vpipe.splitting.route_choice import split_in_process
 from ds_vpipe.splitting.stage_model import StageModel
 
@@ -314,6 +316,11 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+def sent(tree: Tree) -> Tree:
+    """A tree after its way over a link."""
+    return unpack(Packer().pack(Message.ACTIVATION, 0, tree).data).tree
+
+
 class Stages:
     """All stages of a model, each made from a copy of it as on a rank of its own."""
 
@@ -337,13 +344,12 @@ class Stages:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The last stage's result; activations are leaves of their own on every stage, as after a transfer."""
         packed = [model.pack(args, kwargs) for model in self.models]
-        value, self.crossings = packed[0], []
-        for stage, (model, (start, stop)) in enumerate(zip(self.models, pairwise(self.bounds), strict=True)):
-            if stage:
-                arrived = tuple(t.detach().requires_grad_(t.requires_grad) for t in value)
-                self.crossings.append((value, arrived))
-                value = arrived
-            value = self._run(model, value, start, stop)
+        value, self.flights = packed[0], []
+        for model, (start, stop) in zip(self.models, pairwise(self.bounds), strict=True):
+            flight = Flight(0, value if start == 0 else sent(value))
+            value = self._run(model, flight.enter(as_made=True), start, stop)
+            flight.keep_outputs(value)
+            self.flights.append(flight)
         return value
 
     def _run(self, model: StageModel, value: Any, start: int, stop: int) -> Any:
@@ -352,13 +358,14 @@ class Stages:
             value = model.run(value, start, middle)
         if middle == stop:
             return value
-        return checkpoint(lambda v: model.run(v, middle, stop), value, use_reentrant=False)
+        return checkpoint(lambda v: model.run(alias_free(v), middle, stop), value, use_reentrant=False)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
-        for sent, arrived in reversed(self.crossings):
-            pairs = [(s, a.grad) for s, a in zip(sent, arrived, strict=True) if a.requires_grad and a.grad is not None]
-            torch.autograd.backward([s for s, _ in pairs], [g for _, g in pairs])
+        for before, after in reversed(list(pairwise(self.flights))):
+            gradients = sent(after.input_gradients())
+            pairs = [(o, g) for o, g in zip(before.outputs, gradients, strict=True) if g is not None]
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
     def gradients(self) -> dict[str, Tensor]:
         """By the model's names; of tied parameters the sum over stages, at the first name."""

@@ -25,6 +25,7 @@ def assert_same(got: Any, wanted: Any) -> None:
     if isinstance(wanted, torch.Tensor):
         assert (got.dtype, got.shape, got.requires_grad) == (wanted.dtype, wanted.shape, wanted.requires_grad)
         assert torch.equal(got, wanted)
+        assert got.stride() == wanted.stride()
     elif wanted is not None:
         assert len(got) == len(wanted)
         for one, other in zip(got, wanted, strict=True):
@@ -76,16 +77,35 @@ def test_trees_in_longer_buffers(tree: Any, extra: int) -> None:
 
 def test_non_contiguous() -> None:
     base = sample(torch.float32, 4, 6)
-    tree = (base.t(), base[:, ::2], base[1:, 2:5], base[0].expand(3, 6), base.flip(0))
-    got = through(tree)
-    assert_same(got, tree)
-    assert all(tensor.is_contiguous() for tensor in got)
+    tree = (base.t(), base[:, ::2], base[1:, 2:5], base[0].expand(3, 6), base.flip(0), base.unfold(1, 4, 1))
+    assert_same(through(tree), tree)
+
+
+def test_gaps_and_expanded_elements_do_not_travel() -> None:
+    base = sample(torch.float32, 64, 6)
+    for tensor, count in ((base[:, 2], 64), (base[:, 1:3].expand(9, 64, 2), 128), (base[:, 0, None].expand(64, 6), 64)):
+        dense = torch.zeros(count).reshape([1] * (tensor.dim() - 1) + [count])
+        packer = Packer()
+        assert packer.reserve(tensor).size == packer.reserve(dense).size
+
+
+def in_layout(tensor: torch.Tensor, steps: list[int], seed: int, expanded: int) -> torch.Tensor:
+    """With every ``steps`` element of its dimensions, in another order of them, and expanded."""
+    for dim, step in zip(range(tensor.dim()), steps, strict=False):
+        tensor = tensor[(slice(None),) * dim + (slice(None, None, step),)]
+    tensor = tensor.permute(torch.randperm(tensor.dim(), generator=torch.Generator().manual_seed(seed)).tolist())
+    return tensor.expand(expanded, *tensor.shape) if expanded else tensor
 
 
 TENSORS = st.builds(
-    lambda dtype, shape, grad: sample(dtype, *shape, grad=grad and dtype in FLOATING),
+    lambda dtype, shape, steps, seed, expanded, grad: (
+        in_layout(sample(dtype, *shape), steps, seed, expanded).requires_grad_(grad and dtype in FLOATING)
+    ),
     st.sampled_from([*FLOATING, *OTHERS]),
     st.lists(st.integers(0, 4), max_size=3),
+    st.lists(st.integers(1, 3), max_size=3),
+    st.integers(0, 9),
+    st.integers(0, 3),
     st.booleans(),
 )
 TREES = st.recursive(

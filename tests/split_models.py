@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -254,6 +254,59 @@ class Convolutions(nn.Module):
         hidden = torch.relu(self.second(hidden))
         logits = self.last(hidden.reshape(hidden.size(0), -1))
         return nn.functional.cross_entropy(logits, label)
+
+
+class Noted(torch.autograd.Function):
+    """Notes the strides of values and of their gradients."""
+
+    values: ClassVar[list[Any]] = []
+    gradients: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        Noted.values.append(value.stride())
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        Noted.gradients.append(gradients[0].stride())
+        return gradients[0]
+
+
+class LayoutBlock(nn.Module):
+    """Adds a value and its gradient in one of the layouts that tensors have in models."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.scale = way, nn.Parameter(torch.linspace(0.5, 1.5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Noted.apply(x) * self.scale
+        if self.way == "transposed":
+            return (x.transpose(0, 2) + 0.0).transpose(0, 2)
+        if self.way == "gaps":
+            return torch.cat((x, x, x), -1)[..., 5:10]
+        if self.way == "expanded":
+            return x.mean(1, keepdim=True).expand(x.shape)
+        return nn.functional.pad(x.transpose(1, 2).reshape(3, 1, 20)[..., :8], (0, 0)).unfold(2, 5, 1)[:, 0]
+
+
+class Layouts(nn.Module):
+    """Blocks whose values have strides of their own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([LayoutBlock(way) for _ in range(4)])
+        self.front = nn.Parameter(torch.ones(4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.front
+        for block in self.blocks:
+            x = block(x)
+        return (x * torch.arange(5.0)).square().sum()
+
+
+LAYOUT_INPUT = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1))
 
 
 def tokens(seed: int, high: int = VOCABULARY, shape: tuple[int, ...] = (SAMPLES, LENGTH), low: int = 2) -> Tensor:

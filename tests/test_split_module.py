@@ -10,7 +10,7 @@ from typing import Any
 import cases
 import pytest
 import torch
-from split_models import CASES, GRAPHS, bert, tokens
+from split_models import CASES, GRAPHS, LAYOUT_INPUT, Layouts, Noted, bert, built, pass_through, tokens
 from test_exactness import OPTIMIZERS, adamw, difference
 from torch import Tensor, nn
 from worlds import Worlds
@@ -129,6 +129,34 @@ def test_synchronous_training_is_the_whole_models(
         again = worlds.run(2, train, kind, tied, partition, settings, str(tmp_path), True)
         assert difference(merged(again), found) == 0
         assert [rank["held"] for rank in again] == [(rank["held"][0], False) for rank in ranks]
+
+
+def strides_seen(sync_mode: str, way: str) -> tuple[list[Any], list[Any]]:
+    """Strides of this stage's values and their gradients, in the last of two rounds."""
+    import ds_vpipe
+
+    settings = {"partition": [2, 2, 2], "sync_mode": sync_mode, "recompute_ratio": 0.5}
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], settings, pipeline={"stages": 3})
+    engine = ds_vpipe.initialize(model=built(lambda: Layouts(way)), config=ds_config)[0]
+    for _ in range(2):
+        engine.backward(engine(LAYOUT_INPUT))
+        engine.step()
+    engine.drain()
+    engine.destroy()
+    count = (1, 2, 1)[engine.stage_id]
+    return Noted.values[-count:], Noted.gradients[-count:]
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize(("sync_mode", "way"), [("bsp", "gaps"), ("asp", "transposed"), ("asp", "expanded")])
+def test_values_and_gradients_keep_their_strides(worlds: Worlds, sync_mode: str, way: str) -> None:
+    Noted.values.clear()
+    Noted.gradients.clear()
+    pass_through(built(lambda: Layouts(way)), (LAYOUT_INPUT,), {})
+    values, gradients = Noted.values, Noted.gradients[::-1]
+    ranks = worlds.run(3, strides_seen, sync_mode, way)
+    assert [rank[0] for rank in ranks] == [values[:1], values[1:3], values[3:]]
+    assert [rank[1][::-1] for rank in ranks] == [gradients[:1], gradients[1:3], gradients[3:]]
 
 
 @pytest.mark.mp

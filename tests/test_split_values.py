@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from split_models import OldBert, Stages, built, padding, pass_through, tokens
+from split_models import LAYOUT_INPUT, Layouts, Noted, OldBert, Stages, built, padding, pass_through, tokens
 from torch import Tensor, nn
 from transformers import (
     AlbertConfig,
@@ -308,61 +308,11 @@ def test_half_precision_without_lists() -> None:
     assert torch.equal(split.forward(*arguments), model.bfloat16()(*arguments))
 
 
-class Noted(torch.autograd.Function):
-    """Notes the strides of values and of their gradients."""
-
-    values: ClassVar[list[Any]] = []
-    gradients: ClassVar[list[Any]] = []
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        Noted.values.append(value.stride())
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        Noted.gradients.append(gradients[0].stride())
-        return gradients[0]
-
-
-class LayoutBlock(nn.Module):
-    """Adds a value and its gradient in one of the layouts that tensors have in models."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way, self.scale = way, nn.Parameter(torch.linspace(0.5, 1.5, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = Noted.apply(x) * self.scale
-        if self.way == "transposed":
-            return (x.transpose(0, 2) + 0.0).transpose(0, 2)
-        if self.way == "gaps":
-            return torch.cat((x, x, x), -1)[..., 5:10]
-        if self.way == "expanded":
-            return x.mean(1, keepdim=True).expand(x.shape)
-        return nn.functional.pad(x.transpose(1, 2).reshape(3, 1, 20)[..., :8], (0, 0)).unfold(2, 5, 1)[:, 0]
-
-
-class Layouts(nn.Module):
-    """Blocks whose values have strides of their own."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([LayoutBlock(way) for _ in range(4)])
-        self.front = nn.Parameter(torch.ones(4, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * self.front
-        for block in self.blocks:
-            x = block(x)
-        return (x * torch.arange(5.0)).square().sum()
-
-
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("way", ["transposed", "gaps", "expanded", "overlapping"])
 def test_values_and_gradients_keep_their_strides(way: str, ratio: float) -> None:
     """Last bits of what kernels compute depend on them."""
-    model, x = built(lambda: Layouts(way)), torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1))
+    model, x = built(lambda: Layouts(way)), LAYOUT_INPUT
     split = Stages(model, parts(copy.deepcopy(model), 3), recompute_ratio=ratio)
     split.forward(x)  # looks how the call goes
     noted = []

@@ -98,9 +98,9 @@ def in_layout(tensor: torch.Tensor, steps: list[int], seed: int, expanded: int) 
 
 
 TENSORS = st.builds(
-    lambda dtype, shape, steps, seed, expanded, grad: (
-        in_layout(sample(dtype, *shape), steps, seed, expanded).requires_grad_(grad and dtype in FLOATING)
-    ),
+    lambda dtype, shape, steps, seed, expanded, grad: in_layout(
+        sample(dtype, *shape), steps, seed, expanded
+    ).requires_grad_(grad and dtype in FLOATING),
     st.sampled_from([*FLOATING, *OTHERS]),
     st.lists(st.integers(0, 4), max_size=3),
     st.lists(st.integers(1, 3), max_size=3),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
+
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.neighbours import Neighbours
 from ds_vpipe.engine.updates import UpdateMixin
@@ -21,6 +23,9 @@ class BatchEndMixin(UpdateMixin):
 
     def _exec_reduce(self, index: int, part: int) -> None:
         if not self.asynchronous and self.module.tied_comms:
+            for weight, _ in self.module.get_tied_weights_and_groups():
+                if weight.grad is None and not self.using_bf16_optimizer:
+                    weight.grad = torch.zeros_like(weight)  # DeepSpeed would leave it out, and the other stages wait
             self._exec_reduce_tied_grads()
         if self.is_data_parallel or self.zero_optimization():
             self._exec_reduce_grads()

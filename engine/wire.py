@@ -6,7 +6,9 @@ A message is a header of int64 words followed by the tensors' bytes, each aligne
     tree    -1 None    -2 n tuple of n    -3 n list of n    dtype, requires_grad, ndim, dims..., strides... tensor
 
 A tensor arrives with the strides that it was sent with, as results of kernels may depend on them in their last bits.
-Gaps between its elements do not travel, and what is expanded travels once. Metadata travel with every message, so shapes may change from micro-batch to micro-batch without a flag.
+Gaps between its elements do not travel, and what is expanded travels once.
+
+Metadata travel with every message, so shapes may change from micro-batch to micro-batch without a flag.
 While they do not change nothing is computed again: a :class:`Packer` keeps the latest layouts and the
 views into the buffers that it recycles, and :class:`Expected` has the views into a receive buffer ready before its
 message comes. Reading copies nothing: tensors are views of the received buffer, which is freed with the last of them.

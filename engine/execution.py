@@ -18,6 +18,7 @@ from ds_vpipe.engine.feed import MicroBatch, labels_to_device, own_copy, to_devi
 from ds_vpipe.engine.flight import Flight
 from ds_vpipe.engine.interleaving import InterleavedMixin
 from ds_vpipe.engine.losses import BatchLoss
+from ds_vpipe.engine.recompute import one_way
 from ds_vpipe.engine.report import BatchReport
 from ds_vpipe.engine.split_module import SplitModule
 from ds_vpipe.engine.wire import Message, copied_to
@@ -153,12 +154,13 @@ class ExecutionMixin(DrainingMixin, BatchEndMixin):
         key = self._key(index, part)
         flight = self.state.flights[key]
         self.stashing_optimizer.load_old_params(key)
-        if flight.loss is not None:
-            loss = flight.loss if self.loss_scaling is None else self.loss_scaling.apply(flight.loss)
-            flight.loss = None
-            DeepSpeedEngine.backward(self, loss)
-        else:
-            self._backward_from_gradients(flight)
+        with one_way():
+            if flight.loss is not None:
+                loss = flight.loss if self.loss_scaling is None else self.loss_scaling.apply(flight.loss)
+                flight.loss = None
+                DeepSpeedEngine.backward(self, loss)
+            else:
+                self._backward_from_gradients(flight)
         # The next pass or update points the parameters to what it needs, and the end of the batch to the newest.
         self.stashing_optimizer.release(key)
         if part == 0:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, Protocol, runtime_checkable
@@ -20,7 +20,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.utils import set_random_seed
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_vpipe.engine.random_states import RandomStates
 from ds_vpipe.engine.wire import copied_to
@@ -30,6 +30,8 @@ from ds_vpipe.errors import VPipeError
 @runtime_checkable
 class RunsSeveral(Protocol):
     """A module that runs consecutive layers of ``forward_funcs`` together at less cost than one by one."""
+
+    user_module: torch.nn.Module
 
     def run_several(self, start: int, stop: int, value: Any) -> Any:
         """Run layers ``start`` to ``stop - 1``."""
@@ -59,6 +61,7 @@ class Segment:
         self._random_states = random_states
         self._checked = False
         self._check: weakref.ref[_OutputCheck] | None = None
+        self._memory: _ModuleMemory | None = None
 
     def run_part(self, module: PipelineModule, inputs: Any, seed_offset: int) -> Any:
         """Run all layers of the part, which ``module`` has."""
@@ -68,16 +71,31 @@ class Segment:
         if not torch.is_grad_enabled():
             return _run(module, self.first, self.stop, seed_offset, outputs)
         run: Callable[[Any], Any] = partial(_run_again, module, self.first, self.stop, seed_offset)
-        states = self._random_states.read()
+        if self._memory is None:
+            self._memory = _ModuleMemory(self._modules(module))
+        states, remembered = self._random_states.read(), self._memory.read()
         check = self._check_of_first(module)
         with nullcontext() if check is None else set_checkpoint_early_stop(False):
-            return checkpoint(
+            outputs = checkpoint(
                 run if check is None else partial(check.run, run),
                 outputs,
                 use_reentrant=False,
                 preserve_rng_state=True,
-                context_fn=lambda: (nullcontext(), self._random_states.of(states)),
+                context_fn=lambda: (nullcontext(), self._as_before(states, remembered)),
             )
+        self._memory.note_changes(remembered)
+        return outputs
+
+    @contextmanager
+    def _as_before(self, states: Any, remembered: _Remembered) -> Iterator[None]:
+        with self._random_states.of(states), _remembering(remembered):
+            yield
+
+    def _modules(self, module: PipelineModule) -> list[torch.nn.Module]:
+        if isinstance(module, RunsSeveral):
+            return list(module.user_module.modules())
+        layers = module.forward_funcs[self.first : self.stop]
+        return [part for layer in layers if isinstance(layer, torch.nn.Module) for part in layer.modules()]
 
     def _check_of_first(self, module: PipelineModule) -> _OutputCheck | None:
         """A check, if this is the first micro-batch in training mode; its successor's if it has been dropped."""
@@ -106,6 +124,56 @@ class Segment:
         )
 
 
+_Remembered = list[tuple[dict[str, Any], str, Any]]
+"""Buffers and numbers, each with the dict and the key where a module has it."""
+
+
+class _ModuleMemory:
+    """Buffers and numbers that the forward of recomputed layers changes, such as statistics and counters.
+
+    The recomputation finds them as its forward pass did, and leaves nothing behind. Which ones change is found out in
+    the first forward pass.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._places = [(place, key) for part in modules for place in (part._buffers, vars(part)) for key in place]
+        self._known = False
+
+    def read(self) -> _Remembered:
+        """Their present values."""
+        return [
+            (place, key, value.detach().clone() if isinstance(value, torch.Tensor) else value)
+            for place, key in self._places
+            if isinstance(value := place.get(key), torch.Tensor if "_buffers" not in place else (int, float))
+            and key != "training"
+        ]
+
+    def note_changes(self, before: _Remembered) -> None:
+        """After a forward pass that found them like this."""
+        if not self._known:
+            self._known = True
+            self._places = [(place, key) for place, key, value in before if not _same(place.get(key), value)]
+
+
+def _same(value: Any, before: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+        return value.shape == before.shape and torch.equal(value.nan_to_num(), before.nan_to_num())
+    return type(value) is type(before) and not isinstance(value, torch.Tensor) and bool(value == before)
+
+
+@contextmanager
+def _remembering(remembered: _Remembered) -> Iterator[None]:
+    """Inside, modules remember this."""
+    present = [(place, key, place.get(key)) for place, key, _ in remembered]
+    for place, key, value in remembered:
+        place[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    try:
+        yield
+    finally:
+        for place, key, value in present:
+            place[key] = value
+
+
 class _OutputCheck:
     """The output of one micro-batch, for comparison with that of its recomputation."""
 
@@ -121,7 +189,8 @@ class _OutputCheck:
             self._outputs = [output.clone() for output in outputs]
         elif self._outputs:
             before, self._outputs = self._outputs, []
-            self._report(max(_difference(*pair) for pair in zip(before, outputs, strict=True)))
+            alike = len(before) == len(outputs)
+            self._report(max(map(_difference, before, outputs), default=0.0) if alike else math.inf)
         return result
 
 
@@ -142,6 +211,24 @@ def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
 
 def _name(layer: Any) -> str:
     return type(layer).__name__ if isinstance(layer, torch.nn.Module) else str(getattr(layer, "__name__", layer))
+
+
+@contextmanager
+def one_way() -> Iterator[None]:
+    """Torch's error of layers that save other tensors when they are run again, in one line.
+
+    Raises:
+        VPipeError: in its place.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        reason = str(error).splitlines()[0].removeprefix("torch.utils.checkpoint: ").rstrip(".")
+        raise VPipeError(
+            f"vpipe.recompute_ratio: got layers that go another way when they are run again in the backward pass "
+            f"({reason}), allowed are layers that compute the same twice; let no branch depend on what changes between "
+            f"forward and backward pass, or write 0 for this stage"
+        ) from error
 
 
 def apply_recompute(module: PipelineModule, ratio: float, random_states: RandomStates) -> None:

@@ -209,6 +209,69 @@ def test_draws_of_an_unknown_tracker_are_refused(worlds: Worlds) -> None:
         assert "\n" not in error
 
 
+class Counts(nn.Module):
+    """Remembers something of every micro-batch, which its output depends on."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.weight, self.way, self.calls, self.seen = nn.Parameter(torch.linspace(0.9, 1.1, 8)), way, 0, [0]
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.weight
+        if self.way == "attribute":
+            self.calls += 1
+            return x * (1 + self.calls / 10)
+        if self.way == "buffer":
+            self.steps += 1
+        elif self.way == "replaced buffer":
+            self.steps = self.steps + 1
+        if self.way == "late":
+            self.steps += 1
+            return x.tanh() if self.steps > 3 else x
+        if self.way == "list":
+            self.seen[0] += 1
+            return x.tanh() if self.seen[0] > 5 else x
+        return x * (1 + self.steps / 10)
+
+
+def counted(way: str, ratio: float) -> Any:
+    """Losses, weights and buffers of two stages whose layers remember."""
+    from deepspeed.pipe import LayerSpec
+
+    specs = [LayerSpec(toy.Embed, 100), *(LayerSpec(Counts, way) for _ in range(3)), LayerSpec(toy.Pool, 9)]
+    block = {"recompute_ratio": ratio, "peer_timeout_s": 60}
+    engine = cases.engine(cases.config(1, {"type": "SGD", "params": {"lr": 0.5}}, block), 2, specs=lambda: specs)
+    iterator = toy.data()
+    losses = [float(engine.train_batch(iterator)) for _ in range(5)]
+    found = losses, cases.parameters(engine) | dict(engine.module.named_buffers())
+    engine.destroy()
+    cases.close_groups()
+    return found
+
+
+COUNTERS = ("attribute", "buffer", "replaced buffer", "late")
+
+
+def counted_everywhere() -> list[tuple[Any, Any]]:
+    return [tuple(counted(way, ratio) for ratio in (0, 1)) for way in COUNTERS]
+
+
+def test_layers_remember_every_micro_batch_once(worlds: Worlds) -> None:
+    for report in worlds.run(2, counted_everywhere):
+        for way, (kept, recomputed) in zip(COUNTERS, report, strict=True):
+            assert kept[0] == recomputed[0], way
+            assert all(torch.equal(kept[1][name], recomputed[1][name]) for name in kept[1]), way
+
+
+def test_layers_that_take_another_way_are_refused_in_one_line(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, counted, "list", 1)
+    for error in failed.value.errors.values():
+        assert "vpipe.recompute_ratio: got layers that go another way when they are run again" in error
+        assert "\n" not in error
+
+
 def outputs_kept(count: int) -> list[int]:
     """Copies of outputs that wait for the recomputation's, after each of ``count`` forward and backward passes."""
     from deepspeed.pipe import PipelineModule

@@ -133,7 +133,8 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
         self._refuse_half_loaded("train_batch()")
         reads = self.is_first_stage() or self.is_last_stage()
         self._feed.next_call(
-            self._or_no_data(self.data_iterator if data_iter is None else data_iter) if reads else None
+            self._or_no_data(self.data_iterator if data_iter is None else data_iter) if reads else None,
+            self._agreement.all_have,
         )
         try:
             with training_by_list(self.module, self._parts):

@@ -53,14 +53,21 @@ class MicroBatchFeed:
         """Number of the current ``train_batch()`` call, from 0."""
         return self._call
 
-    def next_call(self, iterator: Iterator[Item] | None) -> None:
-        """The next ``train_batch()`` call begins; it reads from ``iterator`` (None: nothing to read here)."""
+    def next_call(self, iterator: Iterator[Item] | None, all_have: Callable[[bool], bool] = bool) -> None:
+        """The next ``train_batch()`` call begins; it reads from ``iterator`` (None: nothing to read here).
+
+        Args:
+            iterator: of this call.
+            all_have: whether all ranks of the stage pass True; of a tensor slice one may read for all, and what the
+                others have of its micro-batches goes with its iterator.
+        """
         self._call += 1
+        if self._iterator_there is not None:
+            if not all_have(iterator is self._iterator_there):
+                self._ahead.clear()
+            self._iterator_there = None
         if iterator is None:
             return
-        if self._iterator_there is not None and self._iterator_there is not iterator:
-            self._ahead.clear()
-        self._iterator_there = None
         newest = max(self._iterators, default=None)
         if newest is None or self._iterators[newest] is not iterator:
             self._iterators[self._call] = iterator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -129,6 +130,40 @@ def train_slices(block: dict[str, Any], broadcast: bool) -> tuple[Any, ...]:
     engine.destroy()
     cases.close_groups()
     return found
+
+
+def load_and_go_on(folder: str, broadcast: bool, same: bool) -> tuple[Any, ...]:
+    """A slice that loads a checkpoint with micro-batches read ahead, and goes on with other data or the same."""
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+    engine = cases.engine(cases.config(2, SGD, {"partition": "uniform", "peer_timeout_s": 60}), None, topology=topology)
+    iterator, batch_fn = slice_data(engine.grid, 40) if broadcast else (toy.data(40), None)
+    if batch_fn is not None:
+        engine.set_batch_fn(batch_fn)
+    losses = [float(engine.train_batch(iterator)) for _ in range(2)]
+    engine.save_checkpoint(folder)
+    losses.append(float(engine.train_batch(iterator)))
+    engine.load_checkpoint(folder)
+    if not same:
+        iterator = slice_data(engine.grid, 30)[0] if broadcast else toy.data(30)
+    losses += [float(engine.train_batch(iterator)) for _ in range(2)]
+    found = losses, cases.parameters(engine)
+    engine.destroy()
+    cases.close_groups()
+    return found
+
+
+def loaded_both_ways(folder: str) -> list[list[Any]]:
+    return [[load_and_go_on(f"{folder}/{n}{same}", n == 1, same) for n in range(2)] for same in (True, False)]
+
+
+def test_a_tensor_slice_goes_on_with_other_data_after_a_load(worlds: Worlds, tmp_path: Path) -> None:
+    """Ranks without an iterator drop what had been read ahead if the rank that reads does."""
+    for report in worlds.run(4, loaded_both_ways, str(tmp_path)):
+        for each, one in report:
+            assert each[0] == one[0]
+            assert difference(each[1], one[1]) == 0
 
 
 def slices_both_ways() -> list[list[Any]]:

@@ -106,6 +106,15 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
         outlive_backend_threads()
         atexit.register(_at_exit, weakref.ref(self))
 
+    def _broadcast_model(self) -> None:
+        # DeepSpeed 0.19.8 sends views as bytes, which tensors without dimensions do not have.
+        scalars = [parameter for parameter in self.module.parameters() if parameter.dim() == 0]
+        for parameter in scalars:
+            parameter.data = parameter.data.view(1)
+        super()._broadcast_model()
+        for parameter in scalars:
+            parameter.data = parameter.data.view(())
+
     # Batches
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:

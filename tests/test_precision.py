@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -9,7 +10,9 @@ import pytest
 import reference
 import torch
 import toy
+from deepspeed.pipe import LayerSpec
 from test_exactness import LAYERS, MICRO_BATCHES, OPTIMIZERS, adamw, difference, sgd
+from torch import nn
 from worlds import Worlds
 
 from ds_vpipe.partition import uniform_partition
@@ -41,6 +44,46 @@ def test_bf16(worlds: Worlds, stages: int, micro_batches: int) -> None:
     for position, extra in enumerate(extras):
         assert difference(cases.merged([r[position] for r in reports]), wanted.parameters()) == 0, extra
         assert reports[0][position]["losses"] == pytest.approx(wanted.losses, rel=1e-2)
+
+
+class Tempered(nn.Module):
+    """Scales by a parameter of this shape."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full(shape, 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def tempered(shape: tuple[int, ...], folder: str, extra: dict[str, Any]) -> Any:
+    specs = [spec for layer in toy.layer_specs(0.0) for spec in (layer, LayerSpec(Tempered, *shape))][:-1]
+    engine = cases.engine(cases.config(2, OPTIMIZERS["AdamW"][0], {}, **extra), 2, specs=lambda: specs)
+    iterator = toy.data()
+    losses = [float(engine.train_batch(iterator)) for _ in range(2)]
+    engine.save_checkpoint(folder)
+    losses += [float(engine.train_batch(iterator)) for _ in range(2)]
+    engine.load_checkpoint(folder)
+    again = [float(engine.train_batch(toy.data(start=4)))]
+    shapes = {tuple(part.scale.shape) for part in engine.module.modules() if isinstance(part, Tempered)}
+    engine.destroy()
+    cases.close_groups()
+    return losses, again, shapes
+
+
+def tempered_both_ways(folder: str) -> list[Any]:
+    extras: list[dict[str, Any]] = [{}, {"bf16": {"enabled": True}, **ZERO_1}]
+    return [tempered(shape, f"{folder}/{at}{shape}", extra) for at, extra in enumerate(extras) for shape in ((), (1,))]
+
+
+def test_parameters_without_dimensions(worlds: Worlds, tmp_path: Path) -> None:
+    """DeepSpeed alone cannot start with them."""
+    for report in worlds.run(2, tempered_both_ways, str(tmp_path)):
+        for scalar, wanted in (report[:2], report[2:]):
+            assert scalar[:2] == wanted[:2]
+            assert scalar[1][0] == scalar[0][2]
+            assert scalar[2] == {()}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

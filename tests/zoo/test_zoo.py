@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import transformers
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SAMPLE = 16
 
 
 @pytest.fixture
 def zoo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "zoo"))
     import zoo
 
     return zoo
@@ -35,7 +35,7 @@ def test_a_sample_gives_what_the_table_says(zoo: Any, kind: str, monkeypatch: py
     *_, found = zoo.examine(kind, *zoo.architectures()[kind])
     if of_this_version(zoo):
         wanted = zoo.read()[kind]
-        remedy = f"python scripts/zoo.py {kind} --output docs/data/zoo.md"
+        remedy = f"python tests/zoo/zoo.py {kind} --output docs/data/zoo.md"
         assert (found.outcome, found.pieces, found.largest) == (wanted.outcome, wanted.pieces, wanted.largest), remedy
     else:
         assert found.outcome != zoo.DEFECT, found.remark

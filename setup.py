@@ -44,6 +44,8 @@ setup(
         "pyyaml",
         "tokenizers",
         "numpy",
+        "datasets",
+        "filelock",
         "tqdm",
         "matplotlib",
         "h5py",

@@ -1,4 +1,4 @@
-"""Sentences out of docstrings and text, documents, and their cache keys."""
+"""Sentences out of docstrings and text, documents, and their key."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert import corpus
-from ds_vpipe.models.bert.prose import sentences
 
 DOCSTRING = """
     A line of prose: with a colon in it it stays whole.
@@ -33,7 +31,7 @@ DOCSTRING = """
 
 
 def test_prose_is_kept_and_code_is_not() -> None:
-    assert sentences(DOCSTRING) == [
+    assert corpus.sentences(DOCSTRING) == [
         "A line of prose: with a colon in it it stays whole.",
         "Return the mean of every numbers.Real in the list.",
         "It is None if the list has no element at all!",
@@ -43,20 +41,18 @@ def test_prose_is_kept_and_code_is_not() -> None:
     ]
 
 
-def test_files_become_documents_without_repetition(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
-    first.write_text("This is the first sentence. And here comes the second one.\n\nThis is the first sentence.")
-    second.write_text("And here comes the second one. A third sentence is new. So is the fourth one.")
-    assert corpus.file_documents([first, second]) == [
+def test_files_become_documents_without_repetition() -> None:
+    first = ["This is the first sentence. And here comes the second one.", "This is the first sentence."]
+    second = ["And here comes the second one. A third sentence is new. So is the fourth one."]
+    assert corpus._distinct([first, second]) == [
         ["This is the first sentence.", "And here comes the second one."],
         ["A third sentence is new.", "So is the fourth one."],
     ]
 
 
-def test_long_texts_are_cut_into_documents(tmp_path: Path) -> None:
-    path = tmp_path / "long.txt"
-    path.write_text(" ".join(f"Sentence {'a' * n} is here." for n in range(1, 2 * corpus.MAX_SENTENCES + 6)))
-    assert [len(document) for document in corpus.file_documents([path])] == [corpus.MAX_SENTENCES] * 2 + [5]
+def test_long_texts_are_cut_into_documents() -> None:
+    text = " ".join(f"Sentence {'a' * n} is here." for n in range(1, 2 * corpus.MAX_SENTENCES + 6))
+    assert [len(document) for document in corpus._distinct([[text]])] == [corpus.MAX_SENTENCES] * 2 + [5]
 
 
 def test_docstrings_are_read_in_source_order_without_import(tmp_path: Path) -> None:
@@ -70,20 +66,11 @@ def test_docstrings_are_read_in_source_order_without_import(tmp_path: Path) -> N
     assert [texts for texts in corpus._docstrings(tmp_path) if texts] == [["module", "class", "method", "function"]]
 
 
-def test_keys_follow_the_content(tmp_path: Path) -> None:
-    path, copy = tmp_path / "a.txt", tmp_path / "b.txt"
-    path.write_text("one text")
-    copy.write_text("one text")
-    before = corpus.files_key([path])
-    assert before == corpus.files_key([copy])
-    path.write_text("another text")
-    assert corpus.files_key([path]) != before
-    assert corpus.default_key() == corpus.default_key() != before
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(VPipeConfigError, match=r"--train_file .*nothing\.txt: not readable"):
-        corpus.files_key([tmp_path / "nothing.txt"])
+def test_the_key_names_versions_and_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = corpus.docstring_key()
+    assert corpus.docstring_key() == before
+    monkeypatch.setattr(corpus, "_EXTRACTION_VERSION", 99)
+    assert corpus.docstring_key() != before
 
 
 def test_help_topics_are_found() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_vpipe.models.bert.loss import PretrainingLoss
-from ds_vpipe.models.bert.sample import IGNORED_LABEL
+from ds_vpipe.models.bert.masking import IGNORED_LABEL
 from ds_vpipe.models.bert.validation import Validation
 
 

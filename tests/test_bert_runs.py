@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import pytest
@@ -14,11 +17,12 @@ import torch
 from transformers import BertForPreTraining
 from worlds import Worlds
 
+from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.lr_policies import LRPolicy
-from ds_vpipe.models.bert import corpus, prepare, text_corpus
-from ds_vpipe.models.bert.pretraining import main
-from ds_vpipe.models.bert.samples import RandomSamples
+from ds_vpipe.models.bert import corpus, prepare
+from ds_vpipe.models.bert.masking import Masking, RandomSamples, Vocabulary
 from ds_vpipe.models.bert.shards import write_shard
+from ds_vpipe.models.bert.training import main
 from ds_vpipe.models.export import main as export
 
 pytestmark = pytest.mark.mp
@@ -86,9 +90,13 @@ def folder(tmp_path: Path) -> Folder:
 def shards_in(path: Path, length: int = 16, count: int = 40) -> str:
     path.mkdir()
     for number, name in enumerate(("0_training", "1_training", "validation")):
-        source = RandomSamples(count, MODEL["vocab_size"], length, 3, number)
-        write_shard(path / f"{name}.hdf5", [source.sample(index, 0) for index in range(count)])
+        write_random(path / f"{name}.hdf5", length, count, number)
     return str(path)
+
+
+def write_random(path: Path, length: int, count: int, seed: int) -> None:
+    source = RandomSamples(count, Masking(Vocabulary.numbered(MODEL["vocab_size"]), length, 3), seed)
+    write_shard(path, [source.sample(index, 0) for index in range(count)])
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(worlds: Worlds, folder: Folder) -> None:
@@ -126,17 +134,10 @@ def small_documents() -> list[list[str]]:
 
 
 def with_small_corpus(cache: str, arguments: list[str], run: Any) -> Any:
-    before = os.environ.get("DS_VPIPE_CACHE")
-    os.environ["DS_VPIPE_CACHE"] = cache
-    whole = text_corpus.default_documents, text_corpus.default_key
-    text_corpus.default_documents, text_corpus.default_key = small_documents, lambda: "small"
-    try:
-        return run(arguments)
-    finally:
-        text_corpus.default_documents, text_corpus.default_key = whole
-        os.environ.pop("DS_VPIPE_CACHE")
-        if before is not None:
-            os.environ["DS_VPIPE_CACHE"] = before
+    from ds_vpipe.models.bert import text
+
+    with mock.patch.multiple(text, docstring_documents=small_documents, docstring_key=lambda: "small"):
+        return run([*arguments, "--cache_dir", cache])
 
 
 def test_shards_of_the_docstrings_train_to_the_losses_of_streaming_them(worlds: Worlds, folder: Folder) -> None:
@@ -289,8 +290,7 @@ def test_a_run_on_other_samples_is_not_resumed(worlds: Worlds, folder: Folder) -
 
 def test_too_few_held_out_samples_are_left_out(worlds: Worlds, folder: Folder) -> None:
     data = Path(shards_in(folder.path / "data"))
-    source = RandomSamples(3, MODEL["vocab_size"], 16, 3, 0)
-    write_shard(data / "validation.hdf5", [source.sample(index, 0) for index in range(3)])
+    write_random(data / "validation.hdf5", length=16, count=3, seed=0)
     for _ in range(2):
         metrics = folder.run(worlds, 2, "out", "--data_dir", str(data), "--max_steps", "2", "--eval_steps", "1")
         assert {name for _, name in metrics} == {"loss", "learning_rate"}
@@ -310,3 +310,22 @@ def test_nobody_waits_for_a_corpus_that_cannot_be_built(worlds: Worlds, folder: 
         assert line.startswith(
             f"[Rank {rank}] error: {'' if rank == 0 else 'rank 0: '}cache folder {cache} is not writ"
         )
+
+
+def waiting_for_a_slow_rank(arguments: list[str]) -> tuple[int, str]:
+    from ds_vpipe.models.bert import data
+
+    def slow(*_: object) -> None:
+        time.sleep(8)
+        raise VPipeConfigError("too late")
+
+    changed = {"WAIT_SECONDS": 2.0} | ({"prepare": slow} if os.environ["RANK"] == "1" else {})
+    with mock.patch.multiple(data, **changed):
+        return failing(arguments)
+
+
+def test_ranks_wait_for_data_with_a_limit_and_say_for_whom(worlds: Worlds, folder: Folder) -> None:
+    first, slow = worlds.run(2, waiting_for_a_slow_rank, folder.arguments("out", "--synthetic", "--max_steps", "1"))
+    assert (first[0], slow[0]) == (2, 2)
+    assert "waited up to 2 s for all ranks to prepare their data" in first[1]
+    assert re.search(r"[Rr]anks? .*1", first[1])

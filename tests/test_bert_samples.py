@@ -1,39 +1,64 @@
-"""Vocabulary, tokenised corpus, sentence pairs, masks and micro-batches."""
+"""Sentence pairs, masks of tokens and of whole words, and micro-batches."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
-from ds_vpipe.models.bert.batches import MicroBatch, MicroBatches
-from ds_vpipe.models.bert.sample import IGNORED_LABEL, Sample, Samples
-from ds_vpipe.models.bert.samples import PairSamples, RandomSamples, _fit, spans_of, split_documents
-from ds_vpipe.models.bert.vocabulary import SPECIAL_TOKENS
-from ds_vpipe.models.bert.wordpiece import TokenCorpus, tokenise, train_wordpiece
+from ds_vpipe.models.bert.data import MicroBatch, MicroBatches, Samples
+from ds_vpipe.models.bert.masking import (
+    IGNORED_LABEL,
+    SPECIAL_TOKENS,
+    Masking,
+    RandomSamples,
+    Sample,
+    Vocabulary,
+    check_shape,
+)
+from ds_vpipe.models.bert.text import _ROWS, Corpus, PairSamples, _fit
 
 PAD, UNKNOWN, CLS, SEP, MASK = range(5)
 
 LENGTH, SLOTS = 32, 5
 VOCABULARY = 600
+DOCUMENTS, TOKENS_PER_DOCUMENT = 40, 99
 
 
-def numbered_corpus(documents: int = 40, sentences: int = 12) -> TokenCorpus:
-    """Every token occurs once in order, so that a sample tells where its segments come from."""
-    lengths = np.tile([4, 9, 6, 13], documents * sentences // 4)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = (np.arange(starts[-1]) + len(SPECIAL_TOKENS)).astype(np.uint16)
-    document_starts = np.arange(documents + 1) * sentences
-    return TokenCorpus(tokens, starts, document_starts, vocab_size=int(starts[-1]) + len(SPECIAL_TOKENS))
+class NumberedCorpus(Corpus):
+    """Every token occurs once in order, so that a sample shows where its segments come from."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:  # type: ignore[override]
+        return Vocabulary.numbered(DOCUMENTS * TOKENS_PER_DOCUMENT + len(SPECIAL_TOKENS))
 
 
-def pairs(seed: int = 0, length: int = LENGTH) -> PairSamples:
-    corpus = numbered_corpus()
-    return PairSamples(corpus, spans_of(corpus, np.arange(40), length), length, SLOTS, seed)
+def numbered_corpus() -> Corpus:
+    """Documents of three rows of 33 tokens in three sentences."""
+    rows: dict[str, list[Any]] = {"tokens": [], "ends": [], "document": []}
+    for number in range(3 * DOCUMENTS):
+        begin = 33 * number + len(SPECIAL_TOKENS)
+        rows["tokens"].append(np.arange(begin, begin + 33, dtype=np.uint16))
+        rows["ends"].append([4, 20, 33])
+        rows["document"].append(number // 3)
+    return NumberedCorpus(Dataset.from_dict(rows, features=_ROWS), None, "numbered", DOCUMENTS)
+
+
+def masking(**changes: Any) -> Masking:
+    settings = {"vocabulary": numbered_corpus().vocabulary, "length": LENGTH, "slots": SLOTS} | changes
+    return Masking(**settings)
+
+
+def pairs(seed: int = 0) -> PairSamples:
+    return PairSamples(numbered_corpus(), np.arange(3 * DOCUMENTS), masking(), seed)
+
+
+def random_samples(count: int, seed: int = 0, slots: int = SLOTS) -> RandomSamples:
+    return RandomSamples(count, masking(vocabulary=Vocabulary.numbered(VOCABULARY), slots=slots), seed)
 
 
 def original(sample: Sample) -> list[int]:
@@ -52,36 +77,15 @@ def segments(sample: Sample) -> tuple[list[int], list[int]]:
     return tokens[1:first_end], tokens[first_end + 1 : -1]
 
 
-def test_vocabulary_and_tokens(tmp_path: Path) -> None:
-    documents = [["The cat sat on the mat.", "the dog sat"], ["A dog and a cat."]]
-    tokenizer = train_wordpiece(documents, 256)
-    assert [tokenizer.id_to_token(number) for number in range(5)] == list(SPECIAL_TOKENS)
-    corpus = tokenise(documents, tokenizer)
-    words = [str(tokenizer.id_to_token(int(token))) for token in corpus.tokens]
-    assert "".join(words).replace("##", "") == "thecatsatonthemat.thedogsatadogandacat."
-    assert corpus.document_starts.tolist() == [0, 2, 3]
-    assert corpus.sentence_starts[-1] == len(corpus.tokens)
-    corpus.save(tmp_path / "corpus")
-    loaded = TokenCorpus.load(tmp_path / "corpus")
-    assert loaded.tokens.tolist() == corpus.tokens.tolist()
-    assert (loaded.vocab_size, loaded.num_documents) == (tokenizer.get_vocab_size(), 2)
-
-
-def test_unigram_entropy() -> None:
-    corpus = TokenCorpus(np.array([5, 5, 6, 7], dtype=np.uint16), np.array([0, 4]), np.array([0, 1]), 8)
-    assert corpus.unigram_entropy == pytest.approx(0.5 * math.log(2) + 2 * 0.25 * math.log(4))
-
-
 def test_half_of_the_second_segments_continue_the_first_one() -> None:
     samples = pairs()
-    tokens_per_document = len(numbered_corpus().tokens) // 40
     labels = []
     for index in range(len(samples)):
         sample = samples.sample(index, epoch=0)
         first, second = segments(sample)
         assert first
         assert second
-        same = (first[0] - 5) // tokens_per_document == (second[0] - 5) // tokens_per_document
+        same = (first[0] - 5) // TOKENS_PER_DOCUMENT == (second[0] - 5) // TOKENS_PER_DOCUMENT
         assert same == (sample.next_sentence_label == 0)
         if same:
             assert first + second == list(range(first[0], second[-1] + 1))
@@ -113,10 +117,75 @@ def test_masks() -> None:
     assert fates["random"] / total == pytest.approx(0.1, abs=0.03)
 
 
+WORDS = 300
+
+
+def words_of_pieces() -> tuple[Vocabulary, np.ndarray[Any, Any], list[list[int]]]:
+    """A vocabulary, a text of words of one to four pieces, and the places of each word's pieces in it."""
+    continues = np.zeros(VOCABULARY, dtype=bool)
+    continues[VOCABULARY // 2 :] = True
+    numbered = Vocabulary.numbered(VOCABULARY)
+    vocabulary = Vocabulary(VOCABULARY, PAD, CLS, SEP, MASK, numbered.ordinary, continues)
+    random = np.random.default_rng(0)
+    tokens: list[int] = []
+    words = []
+    for _ in range(WORDS):
+        more = int(random.choice(4, p=[0.6, 0.2, 0.15, 0.05]))
+        words.append(list(range(len(tokens), len(tokens) + 1 + more)))
+        tokens += [
+            int(random.integers(5, VOCABULARY // 2)),
+            *random.integers(VOCABULARY // 2, VOCABULARY, more).tolist(),
+        ]
+    return vocabulary, np.array(tokens), words
+
+
+def test_whole_words_are_masked_together_or_not_at_all() -> None:
+    vocabulary, tokens, words = words_of_pieces()
+    cut = words[120][0]
+    length = len(tokens) + 3
+    rule = Masking(vocabulary, length, slots=length - 3, probability=0.15, whole_words=True)
+    rounds, masked, pieces = 200, 0, 0
+    for seed in range(rounds):
+        sample = rule.sample(tokens[:cut], tokens[cut:], 0, np.random.default_rng(seed))
+        used = sample.masked_lm_labels != IGNORED_LABEL
+        found = {int(place) - (1 if place <= cut else 2) for place in sample.masked_positions[used]}
+        for word in words:
+            assert set(word) <= found or not set(word) & found
+            masked += set(word) <= found
+        pieces += len(found)
+    assert pieces / rounds == pytest.approx(0.15 * len(tokens), rel=0.02)
+    assert masked / rounds == pytest.approx(0.15 * WORDS, rel=0.05)
+
+
+def test_without_whole_words_pieces_are_masked_apart() -> None:
+    vocabulary, tokens, words = words_of_pieces()
+    sample = Masking(vocabulary, len(tokens) + 3, 99).sample(tokens[:50], tokens[50:], 0, np.random.default_rng(0))
+    found = {int(place) - (1 if place <= 50 else 2) for place in sample.masked_positions}
+    assert any(set(word) & found and not set(word) <= found for word in words)
+
+
+def test_a_sample_of_one_long_word_has_a_prediction() -> None:
+    vocabulary, _, _ = words_of_pieces()
+    word = np.array([7, *range(VOCABULARY - 8, VOCABULARY)])
+    rule = Masking(vocabulary, LENGTH, slots=4, whole_words=True)
+    sample = rule.sample(word[:5], word[5:], 0, np.random.default_rng(0))  # cut in the middle of the word
+    assert sample.masked_positions.tolist() == [7, 8, 9, 10]
+    assert (sample.masked_lm_labels != IGNORED_LABEL).all()
+
+
+@pytest.mark.parametrize(("probability", "slots"), [(0.15, 20), (0.3, 39), (0.01, 2)])
+def test_the_share_of_predictions_decides_their_slots(probability: float, slots: int) -> None:
+    assert check_shape(128, None, probability) == slots
+    count = max(1, round(probability * 125))
+    rule = masking(length=128, slots=slots, probability=probability)
+    sample = rule.sample(np.arange(5, 65), np.arange(65, 130), 0, np.random.default_rng(0))
+    assert int((sample.masked_lm_labels != IGNORED_LABEL).sum()) == count
+
+
 @pytest.mark.parametrize("kind", ["pairs", "random"])
 def test_samples_depend_on_seed_epoch_and_index_alone(kind: str) -> None:
     def make(seed: int) -> Samples:
-        return pairs(seed) if kind == "pairs" else RandomSamples(50, VOCABULARY, LENGTH, SLOTS, seed)
+        return pairs(seed) if kind == "pairs" else random_samples(50, seed)
 
     def same(one: Sample, two: Sample) -> bool:
         return bool((one.input_ids == two.input_ids).all())
@@ -131,7 +200,7 @@ def test_samples_depend_on_seed_epoch_and_index_alone(kind: str) -> None:
 
 
 def test_random_samples_fill_their_shapes() -> None:
-    sample = RandomSamples(4, VOCABULARY, LENGTH, SLOTS, 0).sample(0, 0)
+    sample = random_samples(4).sample(0, 0)
     assert sample.padding_mask.all()
     assert sample.masked_lm_labels.tolist()[-1] == IGNORED_LABEL  # 15 % of 29 tokens are 4, of 5 slots
     assert min(original(sample)[1:2] + sample.masked_lm_labels.tolist()[:-1]) >= len(SPECIAL_TOKENS)
@@ -149,13 +218,13 @@ def test_the_longer_segment_is_cut_first(first: int, second: int, budget: int, e
 
 def test_one_document_is_not_enough() -> None:
     with pytest.raises(ValueError, match="at least two documents"):
-        PairSamples(numbered_corpus(), spans_of(numbered_corpus(), np.array([3]), LENGTH), LENGTH, SLOTS, 0)
+        PairSamples(numbered_corpus(), np.array([3, 4]), masking(), 0)
 
 
 def test_held_out_documents_are_apart() -> None:
-    training, held_out = split_documents(numbered_corpus(), 20)
-    assert held_out.tolist() == [19, 39]
-    assert sorted([*training.tolist(), *held_out.tolist()]) == list(range(40))
+    training, held_out = numbered_corpus().split(20)
+    assert held_out.tolist() == [57, 58, 59, 117, 118, 119]
+    assert sorted([*training.tolist(), *held_out.tolist()]) == list(range(3 * DOCUMENTS))
 
 
 def labels_in(batches: Iterable[MicroBatch]) -> list[tuple[int, ...]]:
@@ -209,4 +278,4 @@ def test_validation_batches_repeat_without_change() -> None:
 
 def test_too_few_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="10 samples are too few for 3 replicas of micro-batch size 4"):
-        MicroBatches(RandomSamples(10, VOCABULARY, LENGTH, SLOTS, 0), 4, 0, 3, seed=0)
+        MicroBatches(random_samples(10), 4, 0, 3, seed=0)

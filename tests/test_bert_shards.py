@@ -13,19 +13,26 @@ import pytest
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.arguments import parse_arguments
-from ds_vpipe.models.bert.batches import MicroBatches
-from ds_vpipe.models.bert.sample import IGNORED_LABEL, Sample
-from ds_vpipe.models.bert.samples import RandomSamples
-from ds_vpipe.models.bert.shard_samples import ShardSamples, digest_of, open_shards
-from ds_vpipe.models.bert.shards import TYPES, find_shards, open_shard, read_rows, sample_of, write_shard
+from ds_vpipe.models.bert.data import MicroBatches, prepare
+from ds_vpipe.models.bert.masking import IGNORED_LABEL, Masking, RandomSamples, Sample, Vocabulary
+from ds_vpipe.models.bert.shards import (
+    TYPES,
+    ShardSamples,
+    digest_of,
+    find_shards,
+    open_shard,
+    open_shards,
+    read_rows,
+    sample_of,
+    write_shard,
+)
 from ds_vpipe.models.bert.sizes import bert_config
-from ds_vpipe.models.bert.training_data import prepare
 
 LENGTH, SLOTS, VOCABULARY = 32, 6, 600
 
 
-def samples(count: int, seed: int = 0) -> list[Sample]:
-    source = RandomSamples(count, VOCABULARY, LENGTH, SLOTS, seed)
+def samples(count: int, seed: int = 0, length: int = LENGTH) -> list[Sample]:
+    source = RandomSamples(count, Masking(Vocabulary.numbered(VOCABULARY), length, SLOTS), seed)
     return [source.sample(index, 0) for index in range(count)]
 
 
@@ -235,8 +242,7 @@ def test_replicas_are_disjoint_and_cover_the_epoch(folder: Path) -> None:
 
 
 def test_lengths_must_agree_and_empty_files_do_no_harm(folder: Path, tmp_path: Path) -> None:
-    other = RandomSamples(2, VOCABULARY, LENGTH + 1, SLOTS, 0)
-    write_shard(folder / "9_training.hdf5", [other.sample(0, 0)])
+    write_shard(folder / "9_training.hdf5", samples(1, length=LENGTH + 1))
     with pytest.raises(VPipeConfigError, match=r"9_training\.hdf5: input_ids: got 33; allowed: 32 tokens"):
         rows_of(folder)
     (folder / "9_training.hdf5").unlink()
@@ -254,12 +260,11 @@ def test_lengths_of_validation_and_command_line_must_be_that_of_training(folder:
     def error(*options: str) -> str:
         arguments = parse_arguments(["--deepspeed_config", "c", "--data_dir", str(folder), *options])
         with pytest.raises(VPipeConfigError) as caught:
-            prepare(arguments, bert_config("tiny"), builder=True)
+            prepare(arguments, bert_config("tiny"))
         return str(caught.value)
 
     assert "sequences have 32 tokens, which does not fit --max_seq_length 48;" in error("--max_seq_length", "48")
-    other = RandomSamples(2, VOCABULARY, LENGTH + 1, SLOTS, 0)
-    write_shard(folder / "9_validation.hdf5", [other.sample(0, 0)])
+    write_shard(folder / "9_validation.hdf5", samples(1, length=LENGTH + 1))
     says = f"sequences have 32 tokens, which does not fit {folder / '9_validation.hdf5'} with 33;"
     assert says in error()
     assert says in error("--max_seq_length", "32")

@@ -158,7 +158,7 @@ def pretrain(arguments: list[str]) -> tuple[int, str]:
     import io
     import sys
 
-    from ds_vpipe.models.bert.pretraining import main as script
+    from ds_vpipe.models.bert.training import main as script
 
     out, sys.stdout = sys.stdout, io.StringIO()
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.models.bert.sample_shape import check_shape
+from ds_vpipe.models.bert.masking import MLM_PROBABILITY, check_shape
 from ds_vpipe.models.bert.sizes import ATTENTION_IMPLEMENTATIONS, SIZE_NAMES
 from ds_vpipe.models.command_line import positive
 from ds_vpipe.models.model import add_weight_arguments
@@ -56,23 +56,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--num_stages", type=positive, help="pipeline stages (default: one per rank)")
 
     data = parser.add_argument_group("data (default: the prose in the docstrings of installed packages)")
-    data.add_argument(
-        "--train_file", nargs="+", type=Path, metavar="FILE", help="own text, UTF-8, blank lines between paragraphs"
-    )
+    add_text_arguments(data)
     data.add_argument(
         "--data_dir", type=Path, metavar="DIR", help="HDF5 shards: files below DIR with 'training' in their names"
     )
     data.add_argument("--synthetic", action="store_true", help="random tokens, to measure speed")
-    data.add_argument(
-        "--tokenizer_name", type=Path, metavar="FILE", help="vocab.txt for the text (default: made from the text)"
-    )
     data.add_argument(
         "--max_seq_length", type=positive, help=f"tokens per sequence (default: {SEQ_LENGTH}, or what the shards have)"
     )
     data.add_argument(
         "--max_predictions_per_seq",
         type=positive,
-        help="predicted tokens per sequence (default: 15 %%, or what the shards have)",
+        help="predicted tokens per sequence at most (default: --mlm_probability of them, or what the shards have)",
     )
     data.add_argument(
         "--keep_order", action="store_true", help="take the samples of shards in the order in which they are stored"
@@ -117,6 +112,59 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
+def add_text_arguments(parser: Any) -> None:
+    """Arguments of text and its masking; ``parser`` may be a group of one."""
+    parser.add_argument(
+        "--train_file", nargs="+", type=Path, metavar="FILE", help="own text, UTF-8, blank lines between documents"
+    )
+    parser.add_argument(
+        "--validation_file", nargs="+", type=Path, metavar="FILE", help="default: every 20th document of the text"
+    )
+    parser.add_argument(
+        "--line_by_line", action="store_true", help="every line is a sentence (default: they are found in prose)"
+    )
+    parser.add_argument(
+        "--tokenizer_name",
+        type=Path,
+        metavar="PATH",
+        help="vocab.txt, or a folder with a tokenizer (default: a vocabulary made from the text)",
+    )
+    parser.add_argument(
+        "--cache_dir", type=Path, metavar="DIR", help="for tokenised text (default: $DS_VPIPE_CACHE, ~/.cache/ds_vpipe)"
+    )
+    parser.add_argument(
+        "--mlm_probability", type=float, metavar="P", help=f"share of predicted tokens; default: {MLM_PROBABILITY}"
+    )
+    parser.add_argument(
+        "--whole_word_masking", action="store_true", help="predict all pieces of a word together, or none"
+    )
+
+
+def check_masking(parsed: argparse.Namespace) -> None:
+    """Check the arguments of text and set defaults that depend on others.
+
+    Raises:
+        VPipeConfigError: one is out of range, or without the argument that it belongs to.
+    """
+    if parsed.validation_file and not parsed.train_file:
+        raise VPipeConfigError("--validation_file is for own text: give --train_file too, or leave it out")
+    if parsed.mlm_probability is None:
+        parsed.mlm_probability = MLM_PROBABILITY
+    if not 0 < parsed.mlm_probability < 1:
+        raise VPipeConfigError(f"--mlm_probability {parsed.mlm_probability}: must be greater than 0 and less than 1")
+    parsed.max_predictions_per_seq = check_shape(
+        parsed.max_seq_length, parsed.max_predictions_per_seq, parsed.mlm_probability
+    )
+    if parsed.seed < 0:
+        raise VPipeConfigError(f"--seed {parsed.seed}: must not be negative")
+
+
+def _refuse(parsed: argparse.Namespace, where: str, *names: str) -> None:
+    for name in names:
+        if getattr(parsed, name):
+            raise VPipeConfigError(f"--{name} is for text: leave it out with {where}")
+
+
 def _check(parsed: argparse.Namespace) -> None:
     if parsed.deepspeed_config is None:
         raise VPipeConfigError(
@@ -129,24 +177,26 @@ def _check(parsed: argparse.Namespace) -> None:
     parsed.initial_checkpoint = None
     if parsed.model_name_or_path and (parsed.model_name_or_path / "latest").is_file():
         parsed.initial_checkpoint, parsed.model_name_or_path = parsed.model_name_or_path, None
-    if parsed.tokenizer_name and (parsed.data_dir or parsed.synthetic):
-        raise VPipeConfigError(
-            f"--tokenizer_name {parsed.tokenizer_name}: only text has a vocabulary; leave it out with {given[0]}"
-        )
+    if parsed.data_dir or parsed.synthetic:
+        _refuse(parsed, given[0], "tokenizer_name", "validation_file", "line_by_line", "whole_word_masking")
+    if parsed.data_dir:
+        _refuse(parsed, "--data_dir, whose masks are made by prepare", "mlm_probability")
     if parsed.model_name_or_path and not (parsed.tokenizer_name or parsed.data_dir or parsed.synthetic):
-        parsed.tokenizer_name = parsed.model_name_or_path / "vocab.txt"
-        if not parsed.tokenizer_name.is_file():
+        parsed.tokenizer_name = parsed.model_name_or_path
+        if not any((parsed.model_name_or_path / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
             raise VPipeConfigError(
-                f"--model_name_or_path {parsed.model_name_or_path}: it has no vocab.txt, and a vocabulary made from the"
-                " text has other numbers than its weights know; give --tokenizer_name, or --data_dir with shards of its"
-                " vocabulary"
+                f"--model_name_or_path {parsed.model_name_or_path}: it has no tokenizer.json or vocab.txt, and a"
+                " vocabulary made from the text has other numbers than its weights know; give --tokenizer_name, or"
+                " --data_dir with shards of its vocabulary"
             )
     if parsed.keep_order and not parsed.data_dir:
         raise VPipeConfigError("--keep_order is for shards: give their folder with --data_dir, or leave it out")
     if parsed.data_dir is None and parsed.max_seq_length is None:
         parsed.max_seq_length = SEQ_LENGTH
-    if parsed.max_seq_length is not None and (parsed.data_dir is None or parsed.max_predictions_per_seq is not None):
-        parsed.max_predictions_per_seq = check_shape(parsed.max_seq_length, parsed.max_predictions_per_seq)
+    if parsed.data_dir is None:
+        check_masking(parsed)
+    elif parsed.max_seq_length is not None and parsed.max_predictions_per_seq is not None:
+        check_shape(parsed.max_seq_length, parsed.max_predictions_per_seq)
     if parsed.seed < 0:
         raise VPipeConfigError(f"--seed {parsed.seed}: must not be negative")
     if parsed.resume_from_checkpoint is not None and parsed.initial_checkpoint:

@@ -1,26 +1,27 @@
-"""The documents to train on: docstrings and help topics that every installation has, or the user's own files.
+"""English prose that every installation has: docstrings and help topics; and sentences out of any prose.
 
-The default corpus is the English prose in the docstrings of the standard library, torch, transformers and deepspeed,
+The corpus is the English prose in the docstrings of the standard library, torch, transformers and deepspeed,
 and in the help topics of pydoc. It is real text of about 10 MB that is already on the machine: nothing is shipped and
 nothing is downloaded. Sources are parsed, never imported.
 
-A document is a list of sentences. Sentences that occur twice are kept once, otherwise boilerplate would be repeated
-thousands of times and held-out documents would not be unseen.
+Docstrings mix prose with signatures, tables, doctests and markup. What is kept: paragraphs of ordinary lines, cut into
+sentences, of which those survive that have a few words and consist mostly of letters. A document is a list of
+sentences. Those that occur twice are kept once, otherwise boilerplate would be repeated thousands of times and held-out
+documents would not be unseen.
 """
 
 import ast
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import platform
+import re
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.models.bert.prose import sentences
 
 Document = list[str]
 
@@ -28,18 +29,38 @@ PACKAGES = ("torch", "transformers", "deepspeed")
 MAX_SENTENCES = 64  # longer documents are cut, so that one large file does not end up on one side of the split
 MIN_SENTENCES = 2
 
-_EXTRACTION_VERSION = 1  # raise it when the rules here or in `prose` change: it is part of the cache key
+_EXTRACTION_VERSION = 1  # raise it when the rules here change: it is part of the cache key
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idle_test", "lib2to3"}
 
+MIN_WORDS = 4
+MAX_CHARACTERS = 1000
+MIN_LETTER_SHARE = 0.8
 
-def default_key() -> str:
-    """Names the content of the default corpus without reading it: Python, package and extraction versions."""
+_FENCE = re.compile(r"^\s*(```|~~~)")
+_NOT_PROSE = re.compile(r"^\s*(>>>|\.\.\.|\.\. |[-=~^+*#|_\s]+$|\||@)")
+_PARAGRAPH_START = re.compile(r"^\s*([-*\u2022]\s+|\d+[.)]\s+|#+\s+)")
+_FIELD_NAME = re.compile(r"^\s*(:\w+[^:]*:\s*|[`*]*[\w.]+[`*]*(,\s*[`*]*[\w.]+[`*]*)*\s*(\([^)]*\))?\s*:(\s+|$))")
+_ROLE = re.compile(r":[\w:]+:`~?([^`<]*)(<[^`]*>)?`")
+_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)|`([^`<]*)\s*<[^`>]*>`_+")
+_MARKUP = re.compile(r"[`*]+")
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[\"'(]?[A-Z0-9])")
+_SPACES = re.compile(r"\s+")
+
+
+def sentences(text: str) -> list[str]:
+    """English sentences of a text in order, without mark-up."""
+    return [sentence for paragraph in _paragraphs(text) for sentence in _split(paragraph)]
+
+
+def docstring_key() -> str:
+    """Versions of Python, packages and rules: the name of the corpus."""
     versions = [f"{package}-{_version(package)}" for package in PACKAGES]
-    return _digest([f"python-{platform.python_version()}", *versions, f"rules-{_EXTRACTION_VERSION}"])
+    parts = [f"python-{platform.python_version()}", *versions, f"rules-{_EXTRACTION_VERSION}"]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def default_documents() -> list[Document]:
-    """The documents of the default corpus, in an order that does not depend on the file system."""
+def docstring_documents() -> list[Document]:
+    """Documents of the corpus, in an order that does not depend on the file system."""
     texts = [_help_topics(), *_docstrings(Path(sysconfig.get_path("stdlib")))]
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -48,31 +69,40 @@ def default_documents() -> list[Document]:
     return _distinct(texts)
 
 
-def files_key(paths: Iterable[Path]) -> str:
-    """Names the content of the user's files.
+def _paragraphs(text: str) -> list[str]:
+    paragraphs: list[list[str]] = [[]]
+    fenced = False
+    for line in inspect.cleandoc(text).splitlines():
+        if _FENCE.match(line):
+            fenced = not fenced
+            paragraphs.append([])
+        elif fenced:
+            continue
+        elif not line.strip() or _NOT_PROSE.match(line):
+            paragraphs.append([])
+        elif _PARAGRAPH_START.match(line) or _FIELD_NAME.match(line):
+            # A list item or a parameter: its marker or name is no prose, what follows may be.
+            rest = _PARAGRAPH_START.sub("", line)
+            paragraphs.append([_FIELD_NAME.sub("", rest, count=1)])
+        else:
+            paragraphs[-1].append(line)
+    return [" ".join(lines) for lines in paragraphs if lines]
 
-    Raises:
-        VPipeConfigError: a file does not exist or cannot be read.
-    """
-    return _digest(
-        [hashlib.sha256(_read(path).encode()).hexdigest() for path in paths] + [f"rules-{_EXTRACTION_VERSION}"]
-    )
+
+def _split(paragraph: str) -> list[str]:
+    plain = _ROLE.sub(r"\1", paragraph)
+    plain = _LINK.sub(lambda match: match.group(1) or match.group(2) or "", plain)
+    plain = _SPACES.sub(" ", _MARKUP.sub("", plain)).strip()
+    return [sentence for sentence in _SENTENCE_END.split(plain) if _is_prose(sentence)]
 
 
-def file_documents(paths: Iterable[Path]) -> list[Document]:
-    """The documents of the user's files: prose in UTF-8, paragraphs separated by blank lines.
-
-    Raises:
-        VPipeConfigError: a file does not exist or cannot be read.
-    """
-    return _distinct([[_read(path)] for path in paths])
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise VPipeConfigError(f"--train_file {path}: not readable as UTF-8 text: {error}") from error
+def _is_prose(sentence: str) -> bool:
+    words = sentence.split()
+    if len(words) < MIN_WORDS or len(sentence) > MAX_CHARACTERS:
+        return False
+    characters = sum(map(len, words))
+    letters = sum(map(str.isalpha, sentence))
+    return letters >= MIN_LETTER_SHARE * characters
 
 
 def _version(package: str) -> str:
@@ -80,10 +110,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
-
-
-def _digest(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _help_topics() -> list[str]:

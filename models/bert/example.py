@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ds_vpipe.models.bert.batches import MicroBatches
+from ds_vpipe.models.bert.data import MicroBatches
 from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.loss import PretrainingLoss
-from ds_vpipe.models.bert.samples import RandomSamples
+from ds_vpipe.models.bert.masking import Masking, RandomSamples, Vocabulary
 from ds_vpipe.models.bert.sizes import bert_config
 
 
@@ -21,6 +21,7 @@ def pretraining(
         max_predictions: masked tokens per sample.
     """
     config = bert_config(size)
-    samples = RandomSamples(micro_batch_size, config.vocab_size, sequence_length, max_predictions, seed=0)
+    masking = Masking(Vocabulary.numbered(config.vocab_size), sequence_length, max_predictions)
+    samples = RandomSamples(micro_batch_size, masking, seed=0)
     inputs, labels = MicroBatches(samples, micro_batch_size, 0, 1, seed=0)[0]
     return {"layers": bert_layers(config), "inputs": inputs, "loss_fn": PretrainingLoss(), "labels": labels}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ds_vpipe.models.bert.sample import IGNORED_LABEL
+from ds_vpipe.models.bert.masking import IGNORED_LABEL
 
 
 class PretrainingLoss:

@@ -2,36 +2,37 @@
 
     python -m ds_vpipe.models.bert.prepare --train_file wiki/*.txt --tokenizer_name vocab.txt --output_dir data/seq128
 
-Documents are separated by blank lines, with one sentence per line (``--form lines``) or prose (``--form prose``). Every
-20th document goes to validation shards. Without ``--train_file`` the text is the prose in the docstrings of the
-installed packages, which the training script trains on without data of its own, and the shards hold its samples.
-Start it again after an interruption: what is finished is kept.
+The text is that of the training script, and the shards hold its samples: copy e of the text holds those of epoch e in
+their order. Shards are finished one by one, each is a function of the settings alone, and the manifest says what they
+were made of: start it again after an interruption and it makes those that are missing; it is refused where something
+has changed.
 """
 
 import argparse
+import json
 import os
-import shutil
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.errors import VPipeConfigError, VPipeError
-from ds_vpipe.models.bert.corpus import default_key
-from ds_vpipe.models.bert.corpus_parts import PieceTokeniser, appear, join
-from ds_vpipe.models.bert.preparation import Settings, begin_output, plan_samples, write_manifest
-from ds_vpipe.models.bert.raw_text import FORMS, Piece, content_digest, documents_of, pieces_of
-from ds_vpipe.models.bert.sample_shape import check_shape
-from ds_vpipe.models.bert.samples import split_documents
-from ds_vpipe.models.bert.shards import find_shards
-from ds_vpipe.models.bert.text_corpus import VOCABULARY_FILE, text_corpus
-from ds_vpipe.models.bert.vocabulary import read_vocabulary, write_vocabulary
-from ds_vpipe.models.bert.wordpiece import MAX_VOCABULARY, TokenCorpus, train_wordpiece
-from ds_vpipe.models.bert.worker_pool import for_each
+import numpy as np
+
+from ds_vpipe.errors import VPipeConfigError, VPipeError, show
+from ds_vpipe.models.bert.arguments import add_text_arguments, check_masking
+from ds_vpipe.models.bert.masking import Sample, shuffled
+from ds_vpipe.models.bert.shards import MANIFEST, SUFFIXES, find_shards, read_manifest, write_shard
 from ds_vpipe.models.command_line import Parser, positive
 
-WORK_FOLDER = ".work"
+_SETTINGS = (
+    "max_seq_length",
+    "max_predictions_per_seq",
+    "dupe_factor",
+    "seed",
+    "shard_size",
+    "mlm_probability",
+    "whole_word_masking",
+    "line_by_line",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,15 +51,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Make HDF5 shards of BERT pre-training samples from text.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--train_file", nargs="+", type=Path, metavar="FILE", help="UTF-8, blank lines between documents"
-    )
-    parser.add_argument("--form", choices=FORMS, default="lines", help="of the text; default: a sentence per line")
-    parser.add_argument("--tokenizer_name", type=Path, metavar="FILE", help="vocab.txt (default: made from the text)")
+    add_text_arguments(parser)
     parser.add_argument("--vocab_size", type=positive, default=30522, help="tokens at most; default: 30522")
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="folder of the shards")
     parser.add_argument("--max_seq_length", type=positive, default=128, help="tokens per sequence; default: 128")
-    parser.add_argument("--max_predictions_per_seq", type=positive, help="per sequence (default: 15 %%)")
+    parser.add_argument("--max_predictions_per_seq", type=positive, help="default: the share that is predicted")
     parser.add_argument("--dupe_factor", type=positive, default=5, help="copies with other masks; default: 5")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard_size", type=positive, default=16384, help="samples per shard; default: 16384")
@@ -69,99 +66,123 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="processes; default: one per core",
     )
     parsed = parser.parse_args(arguments)
-    parsed.seq_length = parsed.max_seq_length
-    parsed.max_predictions = check_shape(parsed.seq_length, parsed.max_predictions_per_seq)
-    if parsed.seed < 0:
-        raise VPipeConfigError(f"--seed {parsed.seed}: must not be negative")
+    check_masking(parsed)
     return parsed
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    names = ("seq_length", "max_predictions", "dupe_factor", "seed", "shard_size")
-    settings = Settings(**{name: getattr(arguments, name) for name in names})
+    from ds_vpipe.models.bert.text import text_samples  # takes seconds to import
+
     output: Path = arguments.output_dir
-    made_of = asdict(settings) | _source(arguments)
-    result = begin_output(output, made_of)
+    made_of = {name: getattr(arguments, name) for name in _SETTINGS} | _source(arguments)
+    result = _begin(output, made_of)
     if result is None or result["shards"] != [len(files) for files in find_shards(output)]:
-        work = output / WORK_FOLDER
-        corpus = _docstrings(arguments) if arguments.train_file is None else _raw_text(arguments, work)
-        result = _write_shards(corpus, work, output, settings, arguments.preprocessing_num_workers)
-        write_manifest(output, made_of, result)
-        shutil.rmtree(work, ignore_errors=True)
+        # A vocabulary that an interrupted run has made decides, for another one would differ.
+        tokenizer = output if (output / "tokenizer.json").is_file() else arguments.tokenizer_name
+        workers = arguments.preprocessing_num_workers
+        training, held_out = text_samples(arguments, arguments.vocab_size, tokenizer, workers)
+        corpus = training.corpus
+        corpus.tokenizer.save_pretrained(output)
+        counts = {"training": len(training) * arguments.dupe_factor, "validation": len(held_out or ())}
+        for (kind, count), samples in zip(counts.items(), (training, held_out), strict=True):
+            _write_shards(output, kind, samples, count, arguments)
+        result = {f"{kind}_samples": count for kind, count in counts.items()} | {
+            "shards": [len(files) for files in find_shards(output)],
+            "unigram_entropy": corpus.unigram_entropy,
+            "vocab_size": corpus.vocabulary.size,
+        }
+        _write_manifest(output, made_of, result)
     print(
         f"{output}: {result['training_samples']} training and {result['validation_samples']} validation samples of"
-        f" {settings.seq_length} tokens, vocabulary {result['vocab_size']}"
+        f" {arguments.max_seq_length} tokens, vocabulary {result['vocab_size']}"
     )
 
 
 def _source(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What names the content of the text and of the vocabulary."""
-    vocabulary = (
-        {"vocab_size": arguments.vocab_size}
-        if arguments.tokenizer_name is None
-        else {"vocab": content_digest(arguments.tokenizer_name)[:16]}
-    )
-    if arguments.train_file is None:
-        return {"docstrings": default_key(), **vocabulary}
-    digests = {f"text {number}": content_digest(path)[:16] for number, path in enumerate(arguments.train_file)}
-    return {**digests, "form": arguments.form, **vocabulary}
+    """Names for the content of the text and of the vocabulary."""
+    from ds_vpipe.models.bert.corpus import docstring_key
+    from ds_vpipe.models.bert.text import content_digest, digest_of, read_tokenizer
+
+    made_of: dict[str, Any] = {} if arguments.train_file else {"docstrings": docstring_key()}
+    for name in ("train_file", "validation_file"):
+        for number, path in enumerate(getattr(arguments, name) or ()):
+            made_of[f"{name} {number}"] = content_digest(path)[:16]
+    if arguments.tokenizer_name is None:
+        return {**made_of, "vocab_size": arguments.vocab_size}
+    tokenizer = read_tokenizer(arguments.tokenizer_name, arguments.vocab_size)
+    return {**made_of, "tokenizer": digest_of([tokenizer.backend_tokenizer.to_str()])}
 
 
-def _docstrings(arguments: argparse.Namespace) -> Path:
-    """The corpus that the training script streams."""
-    corpus = text_corpus(None, arguments.tokenizer_name, arguments.vocab_size, builder=True)
-    shutil.copy(corpus / VOCABULARY_FILE, arguments.output_dir)
-    return corpus
-
-
-def _raw_text(arguments: argparse.Namespace, work: Path) -> Path:
-    pieces = tuple(piece for path in arguments.train_file for piece in pieces_of(path))
-    corpus = work / "corpus"
-    if corpus.exists():
-        return corpus
-    work.mkdir(exist_ok=True)
-    vocabulary = arguments.output_dir / VOCABULARY_FILE
-    if not vocabulary.exists():
-        _make_vocabulary(arguments, pieces, vocabulary)
-    tokeniser = PieceTokeniser(pieces, arguments.form, vocabulary, work)
-    for_each(tokeniser.write, tokeniser.missing(), arguments.preprocessing_num_workers, "piece")
-    if not pieces:
-        raise VPipeConfigError("--train_file: the files are empty; give text")
-    appear(corpus, lambda folder: join([tokeniser.folder_of(number) for number in range(len(pieces))], folder))
-    return corpus
-
-
-def _make_vocabulary(arguments: argparse.Namespace, pieces: Iterable[Piece], path: Path) -> None:
-    if arguments.tokenizer_name is not None:
-        tokenizer = read_vocabulary(arguments.tokenizer_name, min(arguments.vocab_size, MAX_VOCABULARY))
-    else:
-        documents = (document for piece in pieces for document in documents_of(piece, arguments.form))
+def _begin(output: Path, made_of: dict[str, Any]) -> dict[str, Any] | None:
+    """Begin or go on with a folder of shards; its manifest's result if the folder is complete."""
+    before = read_manifest(output)
+    if before is None:
         try:
-            tokenizer = train_wordpiece(documents, arguments.vocab_size)
-        except VPipeError:  # of the text, which is read meanwhile
-            raise
-        except ValueError as error:
-            raise VPipeConfigError(f"--vocab_size {arguments.vocab_size}: {error}") from error
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    write_vocabulary(tokenizer, unfinished)
-    os.replace(unfinished, path)
-
-
-def _write_shards(corpus: Path, work: Path, output: Path, settings: Settings, workers: int) -> dict[str, Any]:
-    loaded = TokenCorpus.load(corpus)
-    counts = {}
-    for kind, documents in zip(("training", "validation"), split_documents(loaded), strict=True):
-        samples = plan_samples(corpus, documents, work / kind, output, kind, settings)
-        if samples is None and kind == "training":
+            output.mkdir(parents=True, exist_ok=True)
+            if any(path.suffix in SUFFIXES for path in output.iterdir()):
+                raise VPipeConfigError(
+                    f"--output_dir {output}: holds HDF5 files that are not of this command; choose another folder"
+                )
+            _write_manifest(output, made_of, None)
+        except OSError as error:
+            raise VPipeConfigError(f"--output_dir {output}: not writable: {error}") from error
+        return None
+    for key in sorted({*before["made_of"], *made_of}):
+        old, new = before["made_of"].get(key), made_of.get(key)
+        if old != new:
             raise VPipeConfigError(
-                f"the text is too short ({loaded.num_documents} documents, {len(loaded.tokens)} tokens): at least two"
-                " documents are needed, with blank lines between them; give more --train_file"
+                f"--output_dir {output}: its shards were made with {key} {show(old)}, now it is {show(new)}; choose"
+                " another folder, or remove this one"
             )
-        counts[f"{kind}_samples"] = 0 if samples is None else samples.count * samples.copies
-        if samples is not None:
-            for_each(samples.write, samples.missing(), workers, f"{kind} shard")
-    shards = [len(files) for files in find_shards(output)]
-    return {**counts, "shards": shards, "unigram_entropy": loaded.unigram_entropy, "vocab_size": loaded.vocab_size}
+    return before["result"]
+
+
+def _write_manifest(folder: Path, made_of: dict[str, Any], result: dict[str, Any] | None) -> None:
+    """Replace the manifest; ``result`` is None until all shards are there."""
+    unfinished = folder / f".{MANIFEST}.{os.getpid()}"
+    unfinished.write_text(json.dumps({"made_of": made_of, "result": result}, indent=2) + "\n", encoding="utf-8")
+    os.replace(unfinished, folder / MANIFEST)
+
+
+def _write_shards(output: Path, kind: str, samples: Any, count: int, arguments: argparse.Namespace) -> None:
+    """Write the missing shards of training or validation, shared among processes."""
+    from datasets import Dataset
+
+    size = arguments.shard_size
+    paths = {number: str(output / f"part_{number:06d}_{kind}.hdf5") for number in range(-(-count // size))}
+    missing = [number for number, path in paths.items() if not os.path.exists(path)]
+    if not missing:
+        return
+    workers = min(arguments.preprocessing_num_workers, len(missing))
+    try:
+        Dataset.from_dict({"number": missing, "path": [paths[number] for number in missing]}).map(
+            _write_shard,
+            fn_kwargs={"samples": samples, "shuffle": kind == "training", "count": count, "size": size,
+                       "seed": arguments.seed},
+            num_proc=workers if workers > 1 else None,
+            keep_in_memory=True,
+            new_fingerprint=kind,
+            desc=f"{kind} shards",
+        )  # fmt: skip
+    except RuntimeError as error:
+        if isinstance(error, VPipeError):
+            raise
+        raise VPipeError(
+            f"a process that made shards has ended ({error}): start again with fewer --preprocessing_num_workers;"
+            " finished shards are kept"
+        ) from error
+
+
+def _write_shard(row: dict[str, Any], samples: Any, shuffle: bool, count: int, size: int, seed: int) -> None:
+    """Write the samples number x size to (number + 1) x size - 1 of all copies."""
+    begin, end = row["number"] * size, min((row["number"] + 1) * size, count)
+    drawn: list[Sample] = []
+    for copy in range(begin // len(samples), -(-end // len(samples))):
+        first = copy * len(samples)
+        order = shuffled(len(samples), seed, copy) if shuffle else np.arange(len(samples))
+        indices = order[max(begin - first, 0) : end - first]
+        drawn.extend(samples.sample(int(index), copy) for index in indices)
+    write_shard(Path(row["path"]), drawn)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,28 @@ key                        shape     type   holds
 =========================  ========  =====  ================================================================
 
 Files with "training" in their names are for training, those with "validation" or "test" for validation.
+
+A compressed row costs as much as the whole stretch around it, so shards are read in blocks of rows, of which the
+latest two stay decoded. An epoch takes the blocks in an order drawn for it, and the rows of a block in an order drawn
+for both; so every row comes once an epoch, and the order is a function of (seed, epoch) alone. Epochs do not change
+what is stored: another mask of the same text is another row.
 """
 
+import hashlib
+import json
 import os
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_vpipe.errors import Refusal
-from ds_vpipe.models.bert.sample import IGNORED_LABEL, Sample
+from ds_vpipe.errors import Refusal, VPipeConfigError, show
+from ds_vpipe.models.bert.masking import IGNORED_LABEL, Ints, Sample, shuffled
 
 TYPES = {
     "input_ids": "i4",
@@ -35,6 +44,9 @@ TYPES = {
     "next_sentence_labels": "i1",
 }
 SUFFIXES = (".hdf5", ".h5")
+MANIFEST = "preparation.json"
+BLOCK_ROWS = 32768
+_BLOCKS_KEPT = 2
 _CHUNK_ROWS = 256
 _UNREADABLE = (OSError, KeyError, RuntimeError, TypeError, ValueError)  # what h5py says of damage, whichever it hits
 _REMEDY = "make the file anew, or take it out of the folder"
@@ -44,7 +56,7 @@ Rows = dict[str, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class Shard:
-    """A file whose keys and shapes are right.
+    """HDF5 file whose keys and shapes are right.
 
     Attributes:
         path: the file.
@@ -59,6 +71,91 @@ class Shard:
     predictions: int
 
 
+class ShardSamples:
+    """Samples in the rows of shards.
+
+    Args:
+        shards: the files, at least one, all with one sequence length; see `open_shards`.
+        max_predictions: P, prediction slots of a sample; those a row has beyond them are left out.
+        vocab_size: of the model.
+        keep_order: take the rows as they are stored, in every epoch.
+        block_rows: rows decoded at once.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        max_predictions: int,
+        vocab_size: int,
+        keep_order: bool = False,
+        block_rows: int = BLOCK_ROWS,
+    ) -> None:
+        self._max_predictions = max_predictions
+        self._vocab_size = vocab_size
+        self._keep_order = keep_order
+        self._blocks = [
+            (shard, start, min(start + block_rows, shard.rows))
+            for shard in shards
+            for start in range(0, shard.rows, block_rows)
+        ]
+        lengths = [stop - start for _, start, stop in self._blocks]
+        self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self._decoded: OrderedDict[int, Rows] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        """Row `index`, the same in every epoch.
+
+        Raises:
+            VPipeConfigError: the file is broken; names it, the key and the row.
+        """
+        block = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return sample_of(self._rows(block), index - int(self._starts[block]), self._max_predictions)
+
+    def order(self, seed: int, epoch: int) -> "Ints | _BlockOrder":
+        """Order of an epoch: every row once."""
+        return np.arange(len(self)) if self._keep_order else _BlockOrder(self._starts, seed, epoch)
+
+    def _rows(self, block: int) -> Rows:
+        if block not in self._decoded:
+            while len(self._decoded) >= _BLOCKS_KEPT:
+                self._decoded.popitem(last=False)
+            self._decoded[block] = read_rows(*self._blocks[block], self._vocab_size)
+        self._decoded.move_to_end(block)
+        return self._decoded[block]
+
+
+class _BlockOrder:
+    """Blocks in a drawn order and the rows of each likewise, drawn on demand.
+
+    Args:
+        starts: int64 [blocks + 1], the first row of each block, and the number of rows.
+        seed: of the order.
+        epoch: of the order.
+    """
+
+    def __init__(self, starts: Ints, seed: int, epoch: int) -> None:
+        self._starts = starts
+        self._key = (seed, epoch)
+        self._blocks = shuffled(len(starts) - 1, seed, epoch)
+        self._ends = np.cumsum(np.diff(starts)[self._blocks])
+        self._drawn: tuple[int, Ints] = (-1, np.empty(0, dtype=np.int64))
+
+    def __getitem__(self, positions: slice) -> Ints:
+        numbers = range(*positions.indices(int(self._starts[-1])))
+        return np.array([self._index(number) for number in numbers], dtype=np.int64)
+
+    def _index(self, position: int) -> int:
+        place = int(np.searchsorted(self._ends, position, side="right"))
+        block = int(self._blocks[place])
+        length = int(self._starts[block + 1] - self._starts[block])
+        if self._drawn[0] != block:
+            self._drawn = (block, np.random.default_rng((*self._key, block)).permutation(length))
+        return int(self._starts[block] + self._drawn[1][position - int(self._ends[place]) + length])
+
+
 def find_shards(folder: Path) -> tuple[list[Path], list[Path]]:
     """Training and validation files below a folder, each in the order of their paths."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
@@ -68,7 +165,7 @@ def find_shards(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def open_shard(path: Path) -> Shard:
-    """Look at the keys and shapes of a file, and at no row of it.
+    """Keys and shapes of a file; no row is read.
 
     Raises:
         VPipeConfigError: it is no HDF5 file or a truncated one, or a key is missing or has a wrong shape or type.
@@ -108,6 +205,49 @@ def open_shard(path: Path) -> Shard:
     return Shard(path, rows, ids[1], predictions)
 
 
+def open_shards(paths: Sequence[Path]) -> list[Shard]:
+    """Shapes of all files with rows.
+
+    Raises:
+        VPipeConfigError: a file is broken, or its sequences are not as long as those of the first one.
+    """
+    shards = [shard for shard in map(open_shard, paths) if shard.rows > 0]
+    for shard in shards:
+        if shard.sequence_length != shards[0].sequence_length:
+            allowed = f"{shards[0].sequence_length} tokens per sequence, as in {shards[0].path}"
+            remedy = "keep shards of another length in another folder"
+            raise Refusal(f"{shard.path}: input_ids", shard.sequence_length, allowed, remedy).error()
+    return shards
+
+
+def digest_of(folder: Path, shards: Sequence[Shard]) -> str:
+    """Digest of names, sizes and shapes of the files."""
+    lines = [
+        f"{shard.path.relative_to(folder)} {shard.path.stat().st_size} {shard.rows} {shard.sequence_length}"
+        for shard in shards
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Origin of the shards in a folder (``made_of``, ``result``), None if they were not prepared here.
+
+    Raises:
+        VPipeConfigError: it cannot be read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        result = content["result"]
+        if result is not None and not isinstance(result["unigram_entropy"], float):
+            raise ValueError(f"unigram_entropy {show(result['unigram_entropy'])} is no number")
+        return {"made_of": dict(content["made_of"]), "result": result}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise VPipeConfigError(f"{path}: not readable: {error}; remove it to do without, or prepare anew") from error
+
+
 def read_rows(shard: Shard, start: int, stop: int, vocab_size: int) -> Rows:
     """Rows start .. stop - 1 of a shard, int64, checked.
 
@@ -135,7 +275,7 @@ def read_rows(shard: Shard, start: int, stop: int, vocab_size: int) -> Rows:
 
 
 def sample_of(rows: Rows, index: int, max_predictions: int) -> Sample:
-    """Row `index` of what `read_rows` returned, with so many prediction slots; predictions beyond them are left out."""
+    """Row `index` of `read_rows` as a sample; predictions beyond its slots are left out."""
     positions = rows["masked_lm_positions"][index]
     ends = np.flatnonzero(positions == 0)
     count = min(int(ends[0]) if len(ends) else len(positions), max_predictions)

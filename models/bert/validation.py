@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, distributed
 
 import ds_vpipe
-from ds_vpipe.models.bert.batches import MicroBatch, MicroBatches
+from ds_vpipe.models.bert.data import MicroBatch, MicroBatches
 from ds_vpipe.models.bert.loss import PretrainingLoss
 
 VALIDATION_SAMPLES = 1024  # enough for two digits of the loss

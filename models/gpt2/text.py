@@ -15,8 +15,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from ds_vpipe.errors import Refusal
-from ds_vpipe.models.bert.cache import cached
-from ds_vpipe.models.bert.corpus import default_documents, default_key, file_documents, files_key
+from ds_vpipe.models.bert.corpus import docstring_documents, docstring_key
+from ds_vpipe.models.bert.text import cache_folder, content_digest, digest_of, kept
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # bytes and the end of a text
@@ -70,14 +70,13 @@ def encode(texts: list[str], tokenizer: Tokenizer) -> Tokens:
     return np.concatenate(pieces)
 
 
-def corpus_tokens(files: list[Path] | None, folder: Path | None, vocab_size: int, builder: bool) -> Tokens:
+def corpus_tokens(files: list[Path] | None, folder: Path | None, vocab_size: int) -> Tokens:
     """The tokens of ``files``, or of the default text; kept in the cache.
 
     Args:
         files: of the user, UTF-8.
         folder: whose tokenizer to use; default: one trained on the text.
         vocab_size: the most that the vocabulary may have.
-        builder: whether this process fills the cache; see :mod:`ds_vpipe.models.bert.cache`.
 
     Raises:
         VPipeConfigError: a file or the tokenizer cannot be read.
@@ -89,12 +88,14 @@ def corpus_tokens(files: list[Path] | None, folder: Path | None, vocab_size: int
     kind = str(vocab_size) if given is None else hashlib.sha256(given.to_str().encode()).hexdigest()[:16]
 
     def build(path: Path) -> None:
-        documents = file_documents(files) if files else default_documents()
-        texts = [" ".join(document) for document in documents]
+        texts = [" ".join(document) for document in docstring_documents()] if not files else []
+        for text in files or ():
+            texts += text.read_text(encoding="utf-8").split("\n\n")
         tokens = encode(texts, given or train_tokenizer(texts, vocab_size))
         with path.open("wb") as file:
             np.save(file, tokens)
 
-    name = f"gpt2-{files_key(files) if files else default_key()}-{kind}.npy"
-    tokens: Tokens = np.load(cached(name, build, builder), mmap_mode="r")
+    source = digest_of(map(content_digest, files)) if files else docstring_key()
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    tokens: Tokens = np.load(kept(cache_folder() / f"gpt2-{source}-{kind}.npy", build), mmap_mode="r")
     return tokens

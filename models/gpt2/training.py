@@ -1,7 +1,6 @@
 """A run from the command line to the validation loss."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,7 @@ def _run(arguments: argparse.Namespace) -> None:
             f"--seq-length {arguments.seq_length}: the model has {model.config.max_position_embeddings} positions"
         )
     start_process_group()
-    builder = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    tokens = corpus_tokens(arguments.text, arguments.model_name_or_path, model.config.vocab_size, builder)
+    tokens = corpus_tokens(arguments.text, arguments.model_name_or_path, model.config.vocab_size)
     _say(f"Model: {model.description}; text: {len(tokens)} tokens")
     torch.manual_seed(arguments.seed + distributed.get_rank())  # dropout; the weights have seeds of their own
     engine = _engine(arguments, ds_config, model)

@@ -114,17 +114,13 @@ def model(options: argparse.Namespace, seed: int) -> list[Any]:
 
 def samples(seed: int, options: argparse.Namespace) -> Any:
     """Samples to train on and held-out ones."""
-    from ds_vpipe.models.bert.samples import PairSamples, spans_of, split_documents
-    from ds_vpipe.models.bert.text_corpus import text_corpus
-    from ds_vpipe.models.bert.wordpiece import TokenCorpus
+    from ds_vpipe.models.bert.masking import Masking
+    from ds_vpipe.models.bert.text import PairSamples, read_corpus
 
-    corpus = TokenCorpus.load(text_corpus(options.text, None, options.vocabulary, builder=True))
-    length = options.sequence
-    predictions = max(1, int(options.masked * length))
-    return [
-        PairSamples(corpus, spans_of(corpus, documents, length), length, predictions, seeds, options.masked)
-        for documents, seeds in zip(split_documents(corpus), (seed, 0), strict=True)
-    ]
+    corpus = read_corpus(options.text, options.sequence, options.vocabulary)
+    predictions = max(1, int(options.masked * options.sequence))
+    masking = Masking(corpus.vocabulary, options.sequence, predictions, options.masked)
+    return [PairSamples(corpus, rows, masking, seeds) for rows, seeds in zip(corpus.split(), (seed, 0), strict=True)]
 
 
 def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
@@ -133,8 +129,8 @@ def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     from torch.nn.functional import cross_entropy
 
     from ds_vpipe.lr_policies import LRPolicy
-    from ds_vpipe.models.bert.batches import MicroBatches
-    from ds_vpipe.models.bert.sample import IGNORED_LABEL
+    from ds_vpipe.models.bert.data import MicroBatches
+    from ds_vpipe.models.bert.masking import IGNORED_LABEL
     from ds_vpipe.partition import uniform_partition
     from ds_vpipe.staleness.replay import Replay
 

@@ -59,10 +59,10 @@ def sample(options: argparse.Namespace) -> dict[str, Any]:
     """Layers, inputs, loss function and labels."""
     from transformers import BertConfig
 
-    from ds_vpipe.models.bert.batches import MicroBatches
+    from ds_vpipe.models.bert.data import MicroBatches
     from ds_vpipe.models.bert.layers import bert_layers
     from ds_vpipe.models.bert.loss import PretrainingLoss
-    from ds_vpipe.models.bert.samples import RandomSamples
+    from ds_vpipe.models.bert.masking import Masking, RandomSamples, Vocabulary
 
     config = BertConfig(
         hidden_size=options.hidden,
@@ -72,7 +72,8 @@ def sample(options: argparse.Namespace) -> dict[str, Any]:
         vocab_size=options.vocabulary,
         attn_implementation="sdpa",
     )
-    samples = RandomSamples(options.batch, config.vocab_size, options.sequence, 20, seed=0)
+    masking = Masking(Vocabulary.numbered(config.vocab_size), options.sequence, 20)
+    samples = RandomSamples(options.batch, masking, seed=0)
     inputs, labels = MicroBatches(samples, options.batch, 0, 1, seed=0)[0]
     return {"layers": bert_layers(config), "inputs": inputs, "loss_fn": PretrainingLoss(), "labels": labels}
 

@@ -1,0 +1,153 @@
+"""Progress of a training run: bar, log lines, ``metrics.jsonl`` and ``loss.png``.
+
+DeepSpeed's monitors (CSV, TensorBoard, W&B) get the same numbers from the engine, where the JSON asks for them.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+
+from ds_vpipe import StageStatistics
+from ds_vpipe.models.bert.validation import ValidationResult
+
+Curve = list[tuple[int, float]]
+
+
+class Metrics:
+    """Log of a run on its first rank; the other ranks write nothing.
+
+    Args:
+        folder: of ``metrics.jsonl`` and ``loss.png``; created if missing. None on the ranks that write nothing.
+        total_steps: updates the run is to have.
+        samples_per_step: samples in one update, over all replicas.
+        every: updates between two log lines.
+        done: updates that the run has had before it was resumed; the records of later ones are dropped.
+    """
+
+    def __init__(self, folder: Path | None, total_steps: int, samples_per_step: int, every: int, done: int = 0) -> None:
+        self._folder = folder
+        self._samples_per_step = samples_per_step
+        self._every = every
+        self._begin = self._since = time.monotonic()
+        self._losses: list[Tensor] = []
+        self._training: Curve = []
+        self._validation: Curve = []
+        # Without a terminal a bar is noise in a log file; the log lines say the same.
+        silent = folder is None or not sys.stderr.isatty()
+        self._bar = tqdm(total=total_steps, initial=done, unit="step", disable=silent, dynamic_ncols=True)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = _records(folder / "metrics.jsonl", done)
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept), "utf-8")
+            self._training = [(record["step"], record["loss"]) for record in kept if "loss" in record]
+            name = "validation_masked_lm_loss"
+            self._validation = [(record["step"], record[name]) for record in kept if name in record]
+
+    def step(
+        self, step: int, epoch: int, loss: Tensor, learning_rate: float, stages: Sequence[StageStatistics] = ()
+    ) -> None:
+        """Add the loss of update `step` >= 1; every few updates print and store the mean with the latest `stages`."""
+        if self._folder is None:
+            return
+        # Reading a loss waits for the device: keep the tensors and read them once per line.
+        self._losses.append(loss.detach())
+        self._bar.update()
+        if step % self._every:
+            return
+        now = time.monotonic()
+        mean = sum(value.item() for value in self._losses) / len(self._losses)
+        rate = len(self._losses) * self._samples_per_step / (now - self._since)
+        self._training.append((step, mean))
+        self._write(
+            {
+                "step": step,
+                "epoch": epoch,
+                "loss": mean,
+                "samples_per_second": rate,
+                "learning_rate": learning_rate,
+                "seconds": now - self._begin,
+                "stages": [asdict(stage) for stage in stages],
+            }
+        )
+        self.line(f"Epoch {epoch}, Iteration {step}, Loss: {mean:.4f}, {rate:.1f} samples/s")
+        self._bar.set_postfix_str(f"loss {mean:.3f}, {rate:.0f} samples/s")
+        self._losses.clear()
+        self._since = now
+
+    def validation(self, step: int, result: ValidationResult) -> None:
+        """Add losses and accuracies over held-out text."""
+        if self._folder is None:
+            return
+        self._validation.append((step, result.masked_lm_loss))
+        self._write({"step": step} | {f"validation_{name}": value for name, value in result.values().items()})
+        self.line(
+            f"Iteration {step}, validation loss (masked LM): {result.masked_lm_loss:.4f} nats,"
+            f" accuracy: {result.accuracies}"
+        )
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time that does not count as training."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since += time.monotonic() - begin
+
+    def line(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        if self._folder is not None:
+            self._bar.write(text)
+            sys.stdout.flush()
+
+    def close(self, unigram_entropy: float | None) -> None:
+        """End the progress bar and draw ``loss.png``."""
+        self._bar.close()
+        if self._folder is not None and (self._training or self._validation):
+            plot_losses(self._folder / "loss.png", self._training, self._validation, unigram_entropy)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        assert self._folder is not None
+        with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _records(path: Path, done: int) -> list[dict[str, Any]]:
+    """Records of a resumed run up to its checkpoint; a line that a killed run has not completed is dropped."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if done and path.is_file() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.get("step", done + 1) <= done:
+            kept.append(record)
+    return kept
+
+
+def plot_losses(path: Path, training: Curve, validation: Curve, unigram_entropy: float | None) -> None:
+    """Draw (step, loss) curves and the unigram entropy if it is known, in nats, into a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display, and leaves the user's pyplot settings alone
+    axes = figure.add_subplot()
+    if training:
+        axes.plot(*zip(*training, strict=True), label="training: masked LM + next sentence")
+    if validation:
+        axes.plot(*zip(*validation, strict=True), "o-", label="validation: masked LM")
+    if unigram_entropy is not None:
+        axes.axhline(unigram_entropy, color="grey", linestyle="--", label="unigram entropy of the corpus")
+    axes.set(xlabel="update", ylabel="loss (nats)", title="BERT pre-training")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,424 @@
+"""Sentence pairs out of text, tokenised once by Hugging Face's ``datasets`` and kept in its cache.
+
+Documents are separated by blank lines. Each is cut into runs of sentences that just fill a sequence; a run is a row of
+the dataset and one sample. Rows are memory-mapped, and named by everything that they depend on: a second start, and
+the other ranks of a machine, find them. Nothing is downloaded.
+"""
+
+import codecs
+import hashlib
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, BertTokenizer
+
+from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.models.bert.corpus import docstring_documents, docstring_key, sentences
+from ds_vpipe.models.bert.masking import (
+    SPECIAL_IN_PAIR,
+    SPECIAL_TOKENS,
+    Ints,
+    Masking,
+    Sample,
+    Vocabulary,
+    shuffled,
+)
+
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read when `datasets` is imported
+from datasets import Dataset, Features, List, Value, disable_progress_bars
+
+CACHE_VARIABLE = "DS_VPIPE_CACHE"
+HELD_OUT_EVERY = 20  # every 20th document, 5 % of the corpus, is for validation
+MIN_VOCABULARY = 256  # the special tokens and the alphabet must fit
+MAX_VOCABULARY = 65536  # token numbers are stored in 16 bits
+
+_RULES = 1  # raise it when rows change that are made of the same text
+_READ_BYTES = 1 << 20
+_TEXT = Features({"text": Value("string")})
+_ROWS = Features({"tokens": List(Value("uint16")), "ends": List(Value("int32")), "document": Value("int64")})
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokenised text: rows of sentences that fill a sequence.
+
+    Attributes:
+        rows: a `datasets.Dataset` of ``tokens``, the ``ends`` of their sentences, and the number of their document.
+        tokenizer: of Hugging Face.
+        digest: equal for equal text, tokenizer and sequence length.
+        documents: number of documents.
+    """
+
+    rows: Any
+    tokenizer: Any
+    digest: str
+    documents: int
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Token numbers of the tokenizer."""
+        known = self.tokenizer.get_vocab()
+        special = [known[token] for token in SPECIAL_TOKENS]
+        pad, _, start, end, mask = special
+        continues = np.zeros(len(self.tokenizer), dtype=bool)
+        continues[[number for token, number in known.items() if token.startswith("##")]] = True
+        ordinary = np.setdiff1d(np.arange(len(continues)), special)
+        return Vocabulary(len(continues), pad, start, end, mask, ordinary, continues)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in all rows."""
+        return sum(len(chunk.flatten()) for chunk in self.rows.data.column("tokens").chunks)
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Entropy of the token distribution in nats: the loss of a model that knows word frequencies alone."""
+        chunks = self.rows.data.column("tokens").chunks
+        counts = np.zeros(self.vocabulary.size, dtype=np.int64)
+        for chunk in chunks:
+            counts += np.bincount(chunk.flatten().to_numpy(), minlength=len(counts))
+        shares = counts[counts > 0] / counts.sum()
+        return float(-(shares * np.log(shares)).sum())
+
+    def split(self, every: int = HELD_OUT_EVERY) -> tuple[Ints, Ints]:
+        """Rows of the training documents, and of every `every`-th document, which is held out."""
+        held_out = _column(self.rows, "document") % every == every - 1
+        return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+class PairSamples:
+    """Sentence pairs out of some rows of a corpus.
+
+    A row is split at a random sentence boundary (one of a single sentence: in its middle), and in half of the cases
+    its second part is replaced by a part of another document's row that begins with a random sentence.
+
+    Attributes:
+        corpus: the tokenised text.
+
+    Args:
+        corpus: see above.
+        rows: numbers of rows to use, ascending.
+        masking: of the samples.
+        seed: of everything random.
+
+    Raises:
+        ValueError: the rows are of fewer than two documents.
+    """
+
+    def __init__(self, corpus: Corpus, rows: Ints, masking: Masking, seed: int) -> None:
+        self.corpus = corpus
+        self._tokens = _Lists(corpus.rows, "tokens")
+        self._ends = _Lists(corpus.rows, "ends")
+        self._rows = rows
+        self._documents = _column(corpus.rows, "document")[rows]
+        self._masking = masking
+        self._seed = seed
+        if len(rows) == 0 or self._documents[0] == self._documents[-1]:
+            raise ValueError(
+                "at least two documents with text are needed, because half of the pairs join two documents"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PairSamples, (self.corpus, self._rows, self._masking, self._seed)  # the table by its path
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        """Sample `index` as seen in `epoch`."""
+        random = np.random.default_rng((self._seed, epoch, index))
+        tokens, ends = self._tokens[self._rows[index]], self._ends[self._rows[index]]
+        cut = int(ends[random.integers(len(ends) - 1)]) if len(ends) > 1 else len(tokens) // 2
+        first, second = tokens[:cut], tokens[cut:]
+        label = int(random.random() < 0.5)
+        if label:
+            second = self._elsewhere(index, len(second), random)
+        kept, kept_after = _fit(len(first), len(second), self._masking.length - SPECIAL_IN_PAIR)
+        # The first segment loses its beginning and the second its end: those that meet at the boundary stay.
+        return self._masking.sample(first[len(first) - kept :], second[:kept_after], label, random)
+
+    def order(self, seed: int, epoch: int) -> Ints:
+        """Order of an epoch: every index once."""
+        return shuffled(len(self), seed, epoch)
+
+    def _elsewhere(self, index: int, length: int, random: np.random.Generator) -> Ints:
+        """Up to `length` tokens of another document."""
+        other = index
+        while self._documents[other] == self._documents[index]:
+            other = int(random.integers(len(self._rows)))
+        tokens, ends = self._tokens[self._rows[other]], self._ends[self._rows[other]]
+        # Not so near to the end of the row that its length would give the pair away.
+        starts = [0, *(int(end) for end in ends[:-1] if end + length <= len(tokens))]
+        start = starts[random.integers(len(starts))]
+        return tokens[start : start + length]
+
+
+class _Lists:
+    """Rows of a list column, as views into the memory-mapped table: reading them by `datasets` takes 1 ms each."""
+
+    def __init__(self, rows: Any, name: str) -> None:
+        chunks = rows.data.column(name).chunks
+        self._parts = [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in chunks]
+        self._starts = np.cumsum([0, *map(len, chunks)])
+
+    def __getitem__(self, row: Any) -> Any:
+        part = int(np.searchsorted(self._starts, row, side="right")) - 1
+        offsets, values = self._parts[part]
+        place = row - self._starts[part]
+        return values[offsets[place] : offsets[place + 1]]
+
+
+def text_samples(
+    arguments: Namespace, vocab_size: int, tokenizer: Path | None = None, workers: int = 1
+) -> tuple[PairSamples, PairSamples | None]:
+    """Training and held-out samples of a text, as a command line asks for them.
+
+    Every 20th document is held out if there is no ``--validation_file``; None if those are too few for pairs.
+
+    Args:
+        arguments: of the training script, or of ``prepare``.
+        vocab_size: the most tokens that the vocabulary may have.
+        tokenizer: see `read_tokenizer`; default: made from the text.
+        workers: processes.
+
+    Raises:
+        VPipeConfigError: there is too little text, or as for `read_corpus`.
+    """
+    length = arguments.max_seq_length
+    given = None if tokenizer is None else read_tokenizer(tokenizer, vocab_size)
+    options = {"cache": arguments.cache_dir, "line_by_line": arguments.line_by_line, "workers": workers}
+    corpus = read_corpus(arguments.train_file, length, vocab_size, tokenizer=given, **options)
+    training, held_out = corpus.split()
+    other = corpus
+    if arguments.validation_file:
+        other = read_corpus(arguments.validation_file, length, vocab_size, tokenizer=corpus.tokenizer, **options)
+        training, held_out = np.arange(len(corpus.rows)), np.arange(len(other.rows))
+    share, whole_words = arguments.mlm_probability, arguments.whole_word_masking
+    if whole_words and not corpus.vocabulary.continues.any():
+        raise VPipeConfigError("--whole_word_masking: the vocabulary has no pieces of words (##); leave it out")
+    masking = Masking(corpus.vocabulary, length, arguments.max_predictions_per_seq, share, whole_words)
+    try:
+        samples = PairSamples(corpus, training, masking, arguments.seed)
+    except ValueError as error:
+        raise VPipeConfigError(
+            f"the text is too short ({corpus.documents} documents, {corpus.num_tokens} tokens): {error}, with blank"
+            " lines between them; give more --train_file"
+        ) from error
+    try:
+        return samples, PairSamples(other, held_out, masking, arguments.seed)
+    except ValueError:
+        return samples, None
+
+
+def read_corpus(
+    files: Sequence[Path] | None,
+    length: int,
+    vocab_size: int,
+    cache: Path | None = None,
+    tokenizer: Any = None,
+    line_by_line: bool = False,
+    workers: int = 1,
+) -> Corpus:
+    """Tokenise text, or find the result in the cache.
+
+    Args:
+        files: UTF-8 with blank lines between documents; None for the docstrings of installed packages.
+        length: S, tokens per sequence.
+        vocab_size: the most tokens that the vocabulary may have.
+        cache: folder that the results are kept in; default: `cache_folder`.
+        tokenizer: see `read_tokenizer`; default: one made from the text.
+        line_by_line: whether every line is a sentence; default: sentences are found in prose.
+        workers: processes.
+
+    Raises:
+        VPipeConfigError: a file cannot be read, the cache cannot be written, or the vocabulary has a wrong size.
+        VPipeError: a process was killed.
+    """
+    if not MIN_VOCABULARY <= vocab_size <= MAX_VOCABULARY:
+        raise VPipeConfigError(f"--vocab_size {vocab_size}: must be {MIN_VOCABULARY} .. {MAX_VOCABULARY}")
+    cache = cache or cache_folder()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise VPipeConfigError(
+            f"cache folder {cache} is not writable ({error}): choose one with --cache_dir"
+        ) from error
+    if not sys.stderr.isatty():  # bars are noise in a log file
+        disable_progress_bars()
+    if files is None:
+        files = [kept(cache / f"docstrings-{docstring_key()}.txt", _write_docstrings)]
+        line_by_line = True
+    key = digest_of([*(content_digest(path) for path in files), line_by_line, _RULES])
+    if not any(path.stat().st_size for path in files):
+        raise VPipeConfigError(f"--train_file {files[0]}: the files are empty; give text")
+    documents: Any = Dataset.from_text(
+        [str(path) for path in files],
+        features=_TEXT,
+        cache_dir=str(cache),
+        sample_by="paragraph",
+        encoding="utf-8-sig",
+    )
+    if tokenizer is None:
+
+        def train(folder: Path) -> None:
+            texts = (text for batch in documents.iter(1000) for text in batch["text"])
+            lines = (line for text in texts for line in _sentences(text, line_by_line))
+            made = BertTokenizer().train_new_from_iterator(
+                lines, vocab_size, limit_alphabet=MIN_VOCABULARY // 2, show_progress=False
+            )
+            made.save_pretrained(folder)
+
+        # The trainer breaks ties by chance: the file that all ranks and later runs read decides.
+        tokenizer = read_tokenizer(kept(cache / f"tokenizer-{key}-{vocab_size}", train), vocab_size)
+    digest = digest_of([key, tokenizer.backend_tokenizer.to_str(), length])
+    try:
+        rows = documents.map(
+            _rows,
+            with_indices=True,
+            batched=True,
+            remove_columns=["text"],
+            features=_ROWS,
+            fn_kwargs={"tokenizer": tokenizer.backend_tokenizer, "line_by_line": line_by_line, "length": length},
+            num_proc=workers if workers > 1 else None,
+            cache_file_name=str(cache / f"rows-{digest}.arrow"),
+            new_fingerprint=digest,
+            desc="tokenising",
+        )
+    except RuntimeError as error:
+        raise VPipeError(
+            f"tokenising failed ({error}): start again with fewer --preprocessing_num_workers; finished parts are kept"
+        ) from error
+    return Corpus(rows, tokenizer, digest, len(documents))
+
+
+def read_tokenizer(path: Path, most: int) -> Any:
+    """WordPiece tokenizer of a ``vocab.txt``, or of a folder of ``save_pretrained``.
+
+    The text of a ``vocab.txt`` is lower-cased and loses its accents unless the vocabulary has upper-case letters.
+
+    Args:
+        path: the file, or the folder.
+        most: as many tokens as are allowed.
+
+    Raises:
+        VPipeConfigError: it cannot be read, a special token is missing, or there are too many tokens.
+    """
+    if path.is_dir() and not (path / "tokenizer.json").is_file() and (path / "vocab.txt").is_file():
+        path = path / "vocab.txt"
+    where = f"--tokenizer_name {path}"
+    try:
+        if path.is_dir():
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            tokens = list(tokenizer.get_vocab())
+        else:
+            tokens = [line.rstrip("\r") for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n")]
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise VPipeConfigError(f"{where}: neither a UTF-8 vocab.txt nor a folder with a tokenizer: {reason}") from error
+    missing = [token for token in SPECIAL_TOKENS if token not in tokens]
+    if missing:
+        raise VPipeConfigError(f"{where}: {missing[0]} is missing; give a WordPiece vocabulary of BERT's")
+    if len(set(tokens)) < len(tokens):
+        twice = next(token for token in tokens if tokens.count(token) > 1)
+        raise VPipeConfigError(f"{where}: {twice!r} is there twice; every line must hold another token")
+    if not path.is_dir():
+        lower = not any(token != token.lower() for token in tokens if not token.startswith("["))
+        tokenizer = BertTokenizer({token: number for number, token in enumerate(tokens)}, do_lower_case=lower)
+    if len(tokenizer) > most:
+        raise VPipeConfigError(f"{where}: {len(tokenizer)} tokens, at most {most} are allowed; see --vocab_size")
+    return tokenizer
+
+
+def cache_folder() -> Path:
+    """``$DS_VPIPE_CACHE``, or ``~/.cache/ds_vpipe``."""
+    given = os.environ.get(CACHE_VARIABLE)
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "ds_vpipe"
+
+
+def content_digest(path: Path) -> str:
+    """SHA-256 of a text file, which is read to its end for it.
+
+    Raises:
+        VPipeConfigError: the file cannot be read, or is no UTF-8.
+    """
+    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+    try:
+        with path.open("rb") as file:
+            for chunk in iter(lambda: file.read(_READ_BYTES), b""):
+                digest.update(chunk)
+                decoder.decode(chunk)
+        decoder.decode(b"", final=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise VPipeConfigError(f"{path}: not readable as UTF-8 text: {error}") from error
+    return digest.hexdigest()
+
+
+def digest_of(parts: Iterable[object]) -> str:
+    """Short name of some values."""
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def _rows(
+    batch: dict[str, list[str]], numbers: list[int], tokenizer: Tokenizer, line_by_line: bool, length: int
+) -> dict[str, list[Any]]:
+    """Rows of some documents: the shortest runs of sentences that fill a sequence."""
+    documents = [_sentences(text, line_by_line) for text in batch["text"]]
+    flat = [sentence for document in documents for sentence in document]
+    encoded = iter(tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+    rows: dict[str, list[Any]] = {"tokens": [], "ends": [], "document": []}
+    for number, document in zip(numbers, documents, strict=True):
+        tokens: list[int] = []
+        ends: list[int] = []
+        for place in range(len(document)):
+            ids = next(encoded).ids
+            tokens += ids
+            if ids:
+                ends.append(len(tokens))
+            full = len(tokens) >= length - SPECIAL_IN_PAIR
+            if (full or place == len(document) - 1) and len(tokens) > 1:  # a token for each segment
+                rows["tokens"].append(np.array(tokens, dtype=np.uint16))
+                rows["ends"].append(np.array(ends, dtype=np.int32))
+                rows["document"].append(number)
+                tokens, ends = [], []
+    return rows
+
+
+def _sentences(text: str, line_by_line: bool) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()] if line_by_line else sentences(text)
+
+
+def _fit(first: int, second: int, budget: int) -> tuple[int, int]:
+    """Lengths cut to `budget` in total, the longer segment first."""
+    excess = max(0, first + second - budget)
+    from_longer = min(excess, abs(first - second))
+    rest = excess - from_longer
+    if first > second:
+        return first - from_longer - rest // 2, second - (rest - rest // 2)
+    return first - rest // 2, second - from_longer - (rest - rest // 2)
+
+
+def kept(path: Path, write: Callable[[Path], None]) -> Path:
+    """Entry of the cache, complete or absent, also where two jobs write it at once."""
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            part = path.with_name(f".{path.name}.part")
+            write(part)
+            os.replace(part, path)
+    return path
+
+
+def _write_docstrings(path: Path) -> None:
+    path.write_text("\n\n".join("\n".join(document) for document in docstring_documents()), encoding="utf-8")
+
+
+def _column(rows: Any, name: str) -> Ints:
+    return np.asarray(rows.data.column(name).to_numpy())

@@ -13,7 +13,7 @@ from ds_vpipe.engine.checkpoints import CheckpointMixin
 from ds_vpipe.engine.split_module import SplitModule
 from ds_vpipe.engine.whole_state import WholeStates
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.splitting.state_hooks import StateHooks, in_order
+from ds_vpipe.splitting.model_hooks import StateHooks, in_order
 
 
 class SavingMixin(CheckpointMixin):

@@ -14,11 +14,11 @@ from torch._dynamo import OptimizedModule
 from ds_vpipe.engine.repartition import VPipeModule, complete
 from ds_vpipe.errors import Refusal
 from ds_vpipe.partition import bounds
-from ds_vpipe.splitting.absent import SplitError
-from ds_vpipe.splitting.call import Packed
-from ds_vpipe.splitting.example import Call, from_data
+from ds_vpipe.splitting.call import Call, Packed
+from ds_vpipe.splitting.example import from_data
+from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.piece import Piece
-from ds_vpipe.splitting.route_choice import split_in_process
+from ds_vpipe.splitting.split import split_in_process
 from ds_vpipe.splitting.stage_model import StageModel
 
 

@@ -118,7 +118,7 @@ class WholeStates:
         return self._exchange(own, wish, what)
 
     def complete(self, path: str, own: dict[str, Any], what: str, copied: bool) -> dict[str, Any]:
-        """As :class:`~ds_vpipe.splitting.state_hooks.StateHooks` wants it.
+        """As :class:`~ds_vpipe.splitting.model_hooks.StateHooks` wants it.
 
         All ranks have equal tensors, so that scripts may write the same file on each. Of a copy of the model the
         stage's own ones are as they are: averages of weights are kept by writing into them.

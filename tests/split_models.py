@@ -29,7 +29,7 @@ from transformers import (
 from ds_vpipe.engine.flight import Flight
 from ds_vpipe.engine.recompute import alias_free, recomputed_layers
 from ds_vpipe.engine.wire import Message, Packer, Tree, unpack
-from ds_vpipe.splitting.route_choice import split_in_process
+from ds_vpipe.splitting.split import split_in_process
 from ds_vpipe.splitting.stage_model import StageModel
 
 VOCABULARY, SAMPLES, LENGTH, BLOCKS = 83, 3, 12, 4

@@ -10,8 +10,8 @@ from split_models import Stages, built, padding, pass_through, tokens
 from test_split_values import FREE, Reversed, check
 from torch import Tensor, nn
 
-from ds_vpipe.splitting.absent import SplitError
-from ds_vpipe.splitting.route_choice import split_in_process
+from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError
+from ds_vpipe.splitting.split import split_in_process
 
 
 class View(torch.autograd.Function):
@@ -178,3 +178,9 @@ def test_parameters_that_are_frozen_on_one_stage_only(way: str, message: str) ->
     split.models[0].model.words.requires_grad_(False)
     with pytest.raises(SplitError, match=message):
         split.forward(*CALL)
+
+
+def test_names_of_tensors_methods_are_not_taken() -> None:
+    """What a tensor without values knows of itself hides no method of torch's."""
+    taken = set(MetaTensor.__annotations__) & set(dir(Tensor))
+    assert not taken

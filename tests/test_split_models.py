@@ -11,8 +11,8 @@ from split_models import CASES, GRAPHS, OWN, SAMPLES, Stages, Writing, built, pa
 from torch import Tensor, nn
 
 from ds_vpipe.profiles.profiler import profile_layers
-from ds_vpipe.splitting.absent import SplitError
-from ds_vpipe.splitting.route_choice import split_in_process
+from ds_vpipe.splitting.meta_tensor import SplitError
+from ds_vpipe.splitting.split import split_in_process
 
 ALL = {**CASES, **OWN, **GRAPHS}
 PARTITIONS = {2: (2, 4), 3: (1, 3, 2), 4: (2, 1, 2, 1)}

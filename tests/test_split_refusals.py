@@ -10,8 +10,8 @@ from split_models import OWN, OldBert, Stages, bert, gpt2, padding, tokens
 from torch import Tensor, nn
 from transformers import BertModel
 
-from ds_vpipe.splitting.absent import SplitError
-from ds_vpipe.splitting.route_choice import split_in_process
+from ds_vpipe.splitting.meta_tensor import SplitError
+from ds_vpipe.splitting.split import split_in_process
 
 BATCH = (tokens(1), tokens(2, 2, low=0), padding(), tokens(3, 2, (3,), 0), tokens(4))
 

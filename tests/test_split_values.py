@@ -25,8 +25,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from ds_vpipe.splitting.absent import SplitError
-from ds_vpipe.splitting.route_choice import split_in_process
+from ds_vpipe.splitting.meta_tensor import SplitError
+from ds_vpipe.splitting.split import split_in_process
 
 TEXT = {"input_ids": tokens(1), "attention_mask": padding(), "labels": tokens(2)}
 SIZES = {"vocab_size": 83, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}

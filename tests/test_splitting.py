@@ -16,12 +16,11 @@ from split_models import CASES, OWN, OldBert, Perceptron, Stages, Wrapped, bert,
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ds_vpipe.splitting.absent import Absent, Ledger, SplitError
 from ds_vpipe.splitting.blocks import all_modules, block_choices
-from ds_vpipe.splitting.call import CallForms
+from ds_vpipe.splitting.call import CallForms, find_loss, loss_of
 from ds_vpipe.splitting.example import as_call, from_data, guesses
-from ds_vpipe.splitting.loss import find_loss, loss_of
-from ds_vpipe.splitting.route_choice import split_in_process
+from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError
+from ds_vpipe.splitting.split import split_in_process
 
 
 class Batch(UserDict[str, Any]):
@@ -86,8 +85,10 @@ def test_calls_that_differ_have_other_fingerprints() -> None:
     assert forms.pack((torch.zeros(5, 5),), {})[1] is forms.pack((torch.ones(2),), {})[1]
 
 
-def absent(*shape: int, dtype: torch.dtype = torch.float32) -> Absent:
-    return Absent(torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"), Ledger(), "parameter w", "w")
+def absent(*shape: int, dtype: torch.dtype = torch.float32) -> MetaTensor:
+    return MetaTensor(
+        torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"), AccessLog(), "parameter w", "w"
+    )
 
 
 def test_absent_tensors_are_copied_to_other_ranks_as_shapes() -> None:
@@ -98,14 +99,14 @@ def test_absent_tensors_are_copied_to_other_ranks_as_shapes() -> None:
 def test_absent_tensors_have_all_but_values() -> None:
     weight = absent(4, 6)
     made = nn.functional.linear(torch.ones(2, 6), weight)
-    assert isinstance(made, Absent)
+    assert isinstance(made, MetaTensor)
     assert (made.shape, made.dtype, made.device.type, made.is_meta) == ((2, 4), torch.float32, "cpu", False)
     assert weight.to(torch.bfloat16).dtype == torch.bfloat16
-    assert isinstance(torch.nn.functional.dropout(made, 0.5, True), Absent)
+    assert isinstance(torch.nn.functional.dropout(made, 0.5, True), MetaTensor)
     ones = torch.ones_like(made)
-    assert not isinstance(ones, Absent)
+    assert not isinstance(ones, MetaTensor)
     assert torch.equal(ones, torch.ones(2, 4))
-    assert isinstance(copy.deepcopy(weight), Absent)
+    assert isinstance(copy.deepcopy(weight), MetaTensor)
     assert "parameter w" in repr(weight)
 
 
@@ -125,8 +126,8 @@ def test_absent_tensors_refuse_to_become_values() -> None:
         weight.nonzero()
     with pytest.raises(SplitError, match="writes"):
         torch.zeros(4, 6).add_(weight)
-    weight.ledger.strict = True
-    assert isinstance(weight + weight, Absent)
+    weight.access_log.strict = True
+    assert isinstance(weight + weight, MetaTensor)
     with pytest.raises(SplitError, match="needs parameter w"):
         torch.ones(6) + weight
 

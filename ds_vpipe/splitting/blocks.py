@@ -13,7 +13,7 @@ _NEVER_CALLED = {nn.ModuleList, nn.ModuleDict}
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockList:
     """Modules that a model may be split between.
 
     Attributes:
@@ -51,8 +51,8 @@ class _List:
         return any(id(part) in mine for module in other.modules for part in module.modules())
 
 
-def block_choices(model: nn.Module) -> Iterator[Blocks]:
-    """Blocks to be tried in turn: around every list those that are like it, or as large; the largest list first.
+def block_choices(model: nn.Module) -> Iterator[BlockList]:
+    """BlockList to be tried in turn: around every list those that are like it, or as large; the largest list first.
 
     A list of several classes, such as a whole model, comes after one of a single class that is most of it.
     """
@@ -79,7 +79,7 @@ def block_choices(model: nn.Module) -> Iterator[Blocks]:
                 yield blocks
 
 
-def all_modules(model: nn.Module) -> Blocks:
+def all_modules(model: nn.Module) -> BlockList:
     """The innermost modules that have parameters of their own."""
     found = {
         name: module
@@ -87,7 +87,7 @@ def all_modules(model: nn.Module) -> Blocks:
         if any(parameter is not None for parameter in module._parameters.values())
         and not any(map(_size, module.children()))
     }
-    return Blocks(type(model).__name__, tuple(found), tuple(found.values()), merged=True)
+    return BlockList(type(model).__name__, tuple(found), tuple(found.values()), merged=True)
 
 
 def _lists(model: nn.Module) -> list[_List]:
@@ -118,11 +118,11 @@ def _expanded(found: _List, lists: Sequence[_List]) -> _List:
     return _List(found.name, tuple(names), tuple(modules))
 
 
-def _joined(model: nn.Module, lists: Sequence[_List]) -> Blocks:
+def _joined(model: nn.Module, lists: Sequence[_List]) -> BlockList:
     chosen = {id(module): name for one in lists for name, module in zip(one.names, one.modules, strict=True)}
     order = [(chosen[id(module)], module) for module in model.modules() if id(module) in chosen]
     names = " and ".join(dict.fromkeys(one.name or "its list of layers" for one in lists))
-    return Blocks(names, tuple(name for name, _ in order), tuple(module for _, module in order))
+    return BlockList(names, tuple(name for name, _ in order), tuple(module for _, module in order))
 
 
 def _size(module: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""Calls of a user's forward as flat tuples of tensors, which travel from stage to stage, and back.
+"""Calls of a user's forward as flat tuples of tensors, which travel from stage to stage, and the loss that comes back.
 
 Keywords, nesting, strings and flags do not travel: every rank makes the same calls, so each knows them. A tuple begins
 with an empty tensor whose shape is a fingerprint of all that, which tells a rank which of the calls that it has packed
@@ -11,14 +11,15 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from ds_vpipe.splitting.absent import SplitError
+from ds_vpipe.splitting.meta_tensor import SplitError
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 Packed = tuple["torch.Tensor | None", ...]
 _PLAIN = (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device)
 _BITS = 60
@@ -88,7 +89,7 @@ class CallForms:
         Raises:
             SplitError: an argument is neither a tensor nor a plain value nor a dict, list or tuple of those.
         """
-        leaves, spec = tree_flatten((_plain_dicts(list(args)), dict(sorted(_plain_dicts(kwargs).items()))))
+        leaves, spec = tree_flatten((_plain(list(args)), dict(sorted(_plain(kwargs).items()))))
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
                 raise SplitError(
@@ -123,28 +124,68 @@ class CallForms:
         return form
 
 
-class _Other(NamedTuple):
+class _Mapping(NamedTuple):
     """A mapping of a class of its own, such as a tokenizer's batch."""
 
     kind: type
     items: dict[str, Any]
 
 
-def _plain_dicts(value: Any) -> Any:
-    if isinstance(value, UserDict):
-        return _Other(type(value), _plain_dicts(value.data))
-    if type(value) is dict:
-        return {key: _plain_dicts(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain_dicts(item) for item in value)
-    return value
+def _plain(value: Any) -> Any:
+    """With mappings of their own classes in a form that pytree walks."""
+    return tree_map(lambda leaf: _Mapping(type(leaf), _plain(leaf.data)) if isinstance(leaf, UserDict) else leaf, value)
 
 
 def _as_given(value: Any) -> Any:
-    if isinstance(value, _Other):
-        return value.kind(_as_given(value.items))
-    if type(value) is dict:
-        return {key: _as_given(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_as_given(item) for item in value)
-    return value
+    return tree_map(
+        lambda node: node.kind(_as_given(node.items)) if isinstance(node, _Mapping) else node,
+        value,
+        is_leaf=lambda node: isinstance(node, _Mapping),
+    )
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """The scalar that training minimises: ``output`` itself, its ``loss``, that of a tuple, or None.
+
+    Of several in a tuple, such as a loss and an accuracy, it is the only one with a graph, or else the first item.
+    """
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    elif hasattr(output, "loss"):
+        output = output.loss
+    elif isinstance(output, (tuple, list)):
+        scalars = [item for item in output if _is_scalar(item)]
+        with_graph = [item for item in scalars if item.requires_grad]
+        candidates = with_graph or scalars
+        only = len(candidates) == 1 or any(item is output[0] for item in candidates)
+        output = candidates[0] if only else None
+    return output if _is_scalar(output) else None
+
+
+def loss_of(output: Any, model: str) -> torch.Tensor:
+    """:func:`find_loss`, of the forward of ``model``.
+
+    Raises:
+        SplitError: there is none.
+    """
+    loss = find_loss(output)
+    if loss is None:
+        raise SplitError(
+            f"{model}: forward returned {_describe(output)} without a loss, allowed is a scalar, alone, as .loss or "
+            f'["loss"], or first or only one of a tuple; pass the labels to the model, or wrap it in a module that '
+            f"computes the loss"
+        )
+    return loss
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, torch.Tensor):
+        return f"a tensor of shape {list(output.shape)}"
+    if isinstance(output, Mapping):
+        return f"{type(output).__name__} with {', '.join(map(str, output))}"
+    scalars = sum(map(_is_scalar, output)) if isinstance(output, (tuple, list)) else 0
+    return f"a {type(output).__name__}{f' with {scalars} scalars' if scalars else ''}"

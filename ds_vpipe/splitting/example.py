@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+from ds_vpipe.splitting.call import Call
 
 _SAMPLES, _LENGTH, _MOST, _IMAGE = 2, 8, 8, 224
 

@@ -15,16 +15,14 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ds_vpipe.splitting.absent import SplitError
-from ds_vpipe.splitting.alone import refuse_calls
-from ds_vpipe.splitting.call import CallForm, CallForms, Packed
-from ds_vpipe.splitting.forward_route import ForwardRoute
-from ds_vpipe.splitting.loss import find_loss, loss_of
-from ds_vpipe.splitting.materialisation import materialise
-from ds_vpipe.splitting.passes import OtherWayError
+from ds_vpipe.splitting.call import CallForm, CallForms, Packed, find_loss, loss_of
+from ds_vpipe.splitting.forward_pass import DivergedError
+from ds_vpipe.splitting.forward_split import ForwardSplit
+from ds_vpipe.splitting.init_meta import materialise
+from ds_vpipe.splitting.meta_tensor import SplitError
+from ds_vpipe.splitting.model_hooks import StateHooks, refuse_direct_calls
+from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter
 from ds_vpipe.splitting.piece import Piece
-from ds_vpipe.splitting.slots import Slot, empty_parameter
-from ds_vpipe.splitting.state_hooks import StateHooks
 
 
 class StageModel:
@@ -32,7 +30,7 @@ class StageModel:
 
     Args:
         model: with all its parameters. It is changed: it keeps those of the stage.
-        route: runs its pieces.
+        split: runs its pieces.
         slots: its parameters.
 
     Attributes:
@@ -42,19 +40,18 @@ class StageModel:
         state_hooks: make the model's state dicts whole, if there is somebody who can.
     """
 
-    def __init__(self, model: nn.Module, route: ForwardRoute, slots: list[Slot]) -> None:
-        self.model, self._route, self._slots = model, route, slots
+    def __init__(self, model: nn.Module, split: ForwardSplit, slots: list[ParameterSlot]) -> None:
+        self.model, self._split, self._slots = model, split, slots
         self._forms = CallForms()
         self._tried: set[Any] = set()
         self._written: dict[int, set[int]] = {}
         self._spare: dict[int, nn.Parameter] = {}
-        self._spare_buffers: dict[tuple[int, str], tuple[nn.Module, torch.Tensor]] = {}
         self._kept: frozenset[int] = frozenset()
         self._released = False
         self._stage_of: Callable[[int], int] | None = None
         self.last_output: Any = None
         self.state_hooks: StateHooks | None = None
-        kinds = _kinds(model, route.piece_names)
+        kinds = _kinds(model, split.piece_names)
         self.pieces = [Piece(self, index, kind) for index, kind in enumerate(kinds)]
         self.keep(range(len(self.pieces)))
 
@@ -63,7 +60,7 @@ class StageModel:
     @property
     def piece_names(self) -> list[str]:
         """Names of the pieces."""
-        return list(self._route.piece_names)
+        return list(self._split.piece_names)
 
     @property
     def num_pieces(self) -> int:
@@ -74,7 +71,7 @@ class StageModel:
         """Numbers of elements of the trained parameters of each piece."""
         sizes: list[dict[int, int]] = [{} for _ in self.pieces]
         for slot in self._slots:
-            for piece in self._route.pieces_of[slot.name]:
+            for piece in self._split.pieces_of[slot.name]:
                 if slot.trained:
                     sizes[piece][slot.tie] = slot.size
         return [sum(found.values()) for found in sizes]
@@ -85,7 +82,7 @@ class StageModel:
         first: dict[int, str] = {}
         for slot in self._slots:
             first.setdefault(slot.tie, slot.name)
-            for piece in self._route.pieces_of[slot.name]:
+            for piece in self._split.pieces_of[slot.name]:
                 uses.setdefault(slot.tie, {}).setdefault(piece, slot.name)
         return {first[tie]: dict(sorted(found.items())) for tie, found in uses.items() if len(found) > 1}
 
@@ -105,7 +102,7 @@ class StageModel:
         for slot in self._slots:
             parameter = self._spare.pop(id(slot), None)
             slot.parameter = slot.parameter if parameter is None else parameter
-            if self._kept.isdisjoint(self._route.pieces_of[slot.name]):
+            if self._kept.isdisjoint(self._split.pieces_of[slot.name]):
                 assert slot.parameter is not None
                 self._spare[id(slot)] = slot.parameter
                 slot.parameter = None
@@ -121,7 +118,7 @@ class StageModel:
             device: where to, by default the CPU.
         """
         if not self._released and len(self._kept) < len(self.pieces):
-            refuse_calls(self.model, self._route)
+            refuse_direct_calls(self.model, self._split)
         self._released = True
         kept = {slot.tie for slot in self._slots if slot.parameter is not None}
         for parameter in self._spare.values():
@@ -158,14 +155,14 @@ class StageModel:
         """
         first: dict[int, tuple[int, str]] = {}
         for slot in self._slots:
-            here = min(self._route.pieces_of[slot.name]), slot.name
+            here = min(self._split.pieces_of[slot.name]), slot.name
             first[slot.tie] = min(first.get(slot.tie, here), here)
         found = {slot.name: (first[slot.tie][1], first[slot.tie][0]) for slot in self._slots}
         for path, module in self.model.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             for key in module._buffers:
-                if (id(module), key) in self._route.buffer_piece:
-                    found[prefix + key] = prefix + key, self._route.buffer_piece[id(module), key]
+                if (id(module), key) in self._split.buffer_piece:
+                    found[prefix + key] = prefix + key, self._split.buffer_piece[id(module), key]
             homes = [found[prefix + key][1] for key in (*module._parameters, *module._buffers) if prefix + key in found]
             if homes:
                 found[prefix + _EXTRA_STATE_KEY_SUFFIX] = prefix + _EXTRA_STATE_KEY_SUFFIX, homes[0]
@@ -179,13 +176,14 @@ class StageModel:
 
     def _refresh(self) -> None:
         """Give the pieces what the model has now."""
+        self._split.forget_layout()
         members: list[set[tuple[int, str]]] = [set() for _ in self.pieces]
         for slot in self._slots:
-            for piece in self._route.pieces_of[slot.name]:
+            for piece in self._split.pieces_of[slot.name]:
                 members[piece].add((id(slot.module), slot.key))
         for module in self.model.modules():
             for key in module._buffers:
-                members[self._route.buffer_piece[id(module), key]].add((id(module), key))
+                members[self._split.buffer_piece[id(module), key]].add((id(module), key))
         for made, found in zip(self.pieces, members, strict=True):
             made.hold(self.model if made.index in self._kept else None, frozenset(found))
 
@@ -220,7 +218,7 @@ class StageModel:
         """
         self._follow_types()
         packed, form = self._forms.pack(args, kwargs)
-        if self._route.mode(form) not in self._tried:
+        if self._split.mode(form) not in self._tried:
             self._try_out(form, packed[1:])
         return packed
 
@@ -231,31 +229,32 @@ class StageModel:
         """
         changed: dict[torch.dtype, torch.dtype] = {}
         for slot in self._slots:
-            if slot.parameter is not None and slot.parameter.dtype is not slot.absent.dtype:
-                changed.setdefault(slot.absent.dtype, slot.parameter.dtype)
+            if slot.parameter is not None and slot.parameter.dtype is not slot.meta.dtype:
+                changed.setdefault(slot.meta.dtype, slot.parameter.dtype)
         if not changed:
             return
         for slot in self._slots:
             here = slot.parameter
-            slot.convert(_to(changed.get(slot.absent.dtype, slot.absent.dtype) if here is None else here.dtype))
+            slot.convert(_to(changed.get(slot.meta.dtype, slot.meta.dtype) if here is None else here.dtype))
 
     def _try_out(self, form: CallForm, given: Packed) -> None:
-        route = self._route
-        device = next((slot.absent.device for slot in self._slots), torch.device("cpu"))
+        split = self._split
+        device = next((slot.meta.device for slot in self._slots), torch.device("cpu"))
         # Every run has to find what the script gave, so that none may write into it.
         copies = [tensor.to(device).clone() for tensor in given if tensor is not None]
         marks = [tensor._version for tensor in copies]
-        touched = route.try_out(form, form.rebuild(tuple(copies)))
-        written = {at for at, copy in enumerate(copies) if route.cut_short or copy._version != marks[at]}
+        touched = split.try_out(form, form.rebuild(tuple(copies)))
+        written = {at for at, copy in enumerate(copies) if split.cut_short or copy._version != marks[at]}
         self._written.setdefault(form.fingerprint, set()).update(written)
         for slot in self._slots:
-            known = route.pieces_of[slot.name]
-            for piece in touched.get(str(slot.absent.slot), set()) - set(known):
+            known = split.pieces_of[slot.name]
+            for piece in touched.get(str(slot.meta.slot), set()) - set(known):
                 self._refuse_elsewhere(slot.name, piece, known)
-                route.pieces_of[slot.name] = tuple(sorted({*route.pieces_of[slot.name], piece}))
-        for where, piece in route.writers.items():
-            self._refuse_elsewhere(f"buffer {where[1]}", piece, (route.buffer_piece[where],))
-        self._tried.add(route.mode(form))
+                split.pieces_of[slot.name] = tuple(sorted({*split.pieces_of[slot.name], piece}))
+                split.forget_layout()
+        for where, piece in split.writers.items():
+            self._refuse_elsewhere(f"buffer {where[1]}", piece, (split.buffer_piece[where],))
+        self._tried.add(split.mode(form))
 
     def _refuse_elsewhere(self, name: str, piece: int, known: tuple[int, ...]) -> None:
         stages = {other if self._stage_of is None else self._stage_of(other) for other in known}
@@ -285,15 +284,15 @@ class StageModel:
         behind = 1 + form.num_tensors
         written = self._written.get(form.fingerprint, ())
         holder = f"the stage with pieces {start} to {stop - 1}"
-        if self._route.mode(form) not in self._tried:
+        if self._split.mode(form) not in self._tried:
             self._try_out(form, value[1:behind])
         for again in (False, True):
             given = (t.clone() if at in written and t is not None else t for at, t in enumerate(value[1:behind]))
             call = form.rebuild(tuple(given))
             try:
-                output = self._route.run(form, call, value[behind:], start, stop, holder)  # type: ignore[arg-type]
+                output = self._split.run(form, call, value[behind:], start, stop, holder)  # type: ignore[arg-type]
                 break
-            except OtherWayError as error:
+            except DivergedError as error:
                 if again:
                     raise SplitError(
                         f"{type(self.model).__name__}: the forward of {holder} does not go as it does without "

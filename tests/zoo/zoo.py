@@ -25,9 +25,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from ds_vpipe.splitting.absent import SplitError
-from ds_vpipe.splitting.loss import find_loss
-from ds_vpipe.splitting.route_choice import split_in_process
+from ds_vpipe.splitting.call import find_loss
+from ds_vpipe.splitting.meta_tensor import SplitError
+from ds_vpipe.splitting.split import split_in_process
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests"), str(ROOT / "tests" / "zoo")]

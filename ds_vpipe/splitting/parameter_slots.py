@@ -1,7 +1,7 @@
-"""The places in a model where parameters are, each of which shows the parameter or an absent value in its stead.
+"""Slots of a model's parameters, each of which shows the parameter or a meta tensor in its stead.
 
-At rest an absent parameter is a plain attribute, so that ``parameters()`` and ``state_dict()`` know nothing of it.
-While the user's forward runs it is among the module's parameters, because code such as
+Between calls a parameter of another stage is a plain attribute, so that ``parameters()`` and ``state_dict()`` know
+nothing of it. While the user's forward runs it is among the module's parameters, because code such as
 ``next(self.parameters()).dtype`` is common.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vpipe.splitting.absent import Absent, Ledger
+from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor
 
 
-class Slot:
+class ParameterSlot:
     """One name of one parameter in a model.
 
     Attributes:
@@ -25,16 +25,16 @@ class Slot:
         module: that the parameter is registered in.
         key: its name there.
         parameter: None once it has been dropped.
-        absent: stands for it.
+        meta: stands for it.
     """
 
-    def __init__(self, name: str, module: nn.Module, key: str, parameter: nn.Parameter, absent: Absent) -> None:
+    def __init__(self, name: str, module: nn.Module, key: str, parameter: nn.Parameter, meta: MetaTensor) -> None:
         self.name, self.module, self.key = name, module, key
         self.parameter: nn.Parameter | None = parameter
         self.tie = id(parameter)
         self.size = parameter.numel()
         self.trained = parameter.requires_grad
-        self.absent = absent
+        self.meta = meta
 
     def show(self) -> None:
         """Let the module have its parameter."""
@@ -44,25 +44,32 @@ class Slot:
     def hide(self) -> None:
         """Let the module have no parameter, but the attribute."""
         self.module._parameters[self.key] = None
-        self.module.__dict__[self.key] = self.absent
+        self.module.__dict__[self.key] = self.meta
 
-    def stand_in(self, anew: bool = False) -> Absent:
-        """Let the module have the absent value as a parameter, and return it.
+    def stand_in(self, anew: bool = False) -> MetaTensor:
+        """Let the module have the meta tensor as a parameter, and return it.
 
         Args:
             anew: another one than before, so that code which has that is told from code that looks here again.
         """
-        absent = self.absent.again() if anew else self.absent
+        meta = self.meta.again() if anew else self.meta
         self.module.__dict__.pop(self.key, None)
-        self.module._parameters[self.key] = absent  # type: ignore[assignment]
-        return absent
+        self.module._parameters[self.key] = meta  # type: ignore[assignment]
+        return meta
 
     def follow(self) -> bool:
-        """Let the absent value require a gradient if the parameter here does; whether that is new."""
-        if self.parameter is None or self.parameter.requires_grad == self.absent.requires_grad:
+        """Let the meta tensor require a gradient if the parameter here does; whether that is new."""
+        if self.parameter is None or self.parameter.requires_grad == self.meta.requires_grad:
             return False
-        self.absent.requires_grad = self.parameter.requires_grad
+        self.meta.requires_grad = self.parameter.requires_grad
         return True
+
+    def rest(self) -> None:
+        """Let the module have its parameter or the attribute, as between calls."""
+        if self.parameter is None:
+            self.hide()
+        else:
+            self.show()
 
     @property
     def shown(self) -> bool:
@@ -70,34 +77,36 @@ class Slot:
         return self.parameter is not None and self.module._parameters[self.key] is self.parameter
 
     def convert(self, function: Callable[[torch.Tensor], Any]) -> None:
-        """Change type and device of the absent value, as ``Module._apply`` does with parameters."""
+        """Change type and device of the meta tensor, as ``Module._apply`` does with parameters."""
         with torch.no_grad():
-            old, changed = self.absent, function(self.absent)
-        if isinstance(changed, Absent):
-            self.absent = Absent(changed.bare, changed.device, changed.ledger, old.origin, old.slot, old.requires_grad)
+            old, changed = self.meta, function(self.meta)
+        if isinstance(changed, MetaTensor):
+            self.meta = MetaTensor(
+                changed.bare, changed.device, changed.access_log, old.origin, old.slot, old.requires_grad
+            )
         if self.module.__dict__.get(self.key) is old:
-            self.module.__dict__[self.key] = self.absent
+            self.module.__dict__[self.key] = self.meta
 
 
-def slots_of(model: nn.Module, ledger: Ledger) -> list[Slot]:
+def slots_of(model: nn.Module, log: AccessLog) -> list[ParameterSlot]:
     """All slots in the order of ``model.state_dict()``; a shared parameter has several.
 
     Args:
         model: with all its parameters.
-        ledger: of the absent values, which are where the parameters are, or on the CPU for those on the meta device.
+        log: of the meta tensors, which are where the parameters are, or on the CPU for those on the meta device.
     """
-    found: list[Slot] = []
-    absent: dict[tuple[int, str], Absent] = {}
+    found: list[ParameterSlot] = []
+    metas: dict[tuple[int, str], MetaTensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
             name, where = f"{prefix}.{key}" if prefix else key, (id(module), key)
-            if where not in absent:
+            if where not in metas:
                 bare = torch.empty_like(parameter, device="meta", requires_grad=False)
                 device = torch.device("cpu") if parameter.is_meta else parameter.device
-                absent[where] = Absent(bare, device, ledger, f"parameter {name}", name, parameter.requires_grad)
-            found.append(Slot(name, module, key, parameter, absent[where]))
+                metas[where] = MetaTensor(bare, device, log, f"parameter {name}", name, parameter.requires_grad)
+            found.append(ParameterSlot(name, module, key, parameter, metas[where]))
     return found
 
 

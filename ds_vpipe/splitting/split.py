@@ -7,14 +7,14 @@ import inspect
 import torch
 from torch import nn
 
-from ds_vpipe.splitting.absent import Ledger, SplitError
-from ds_vpipe.splitting.alone import refuse_parts
-from ds_vpipe.splitting.blocks import Blocks, all_modules, block_choices
-from ds_vpipe.splitting.call import CallForms
-from ds_vpipe.splitting.example import Call, guesses, own_example, takes
-from ds_vpipe.splitting.forward_route import ForwardRoute
-from ds_vpipe.splitting.materialisation import materialise_buffers
-from ds_vpipe.splitting.slots import slots_of
+from ds_vpipe.splitting.blocks import BlockList, all_modules, block_choices
+from ds_vpipe.splitting.call import Call, CallForms
+from ds_vpipe.splitting.example import guesses, own_example, takes
+from ds_vpipe.splitting.forward_split import ForwardSplit
+from ds_vpipe.splitting.init_meta import materialise_buffers
+from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError
+from ds_vpipe.splitting.model_hooks import refuse_parts
+from ds_vpipe.splitting.parameter_slots import slots_of
 from ds_vpipe.splitting.stage_model import StageModel
 
 
@@ -34,15 +34,15 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
         SplitError: it cannot be split; one line says why and where.
     """
     refuse_parts(model)
-    ledger = Ledger()
-    slots = slots_of(model, ledger)
+    log = AccessLog()
+    slots = slots_of(model, log)
     materialise_buffers(model, slots)
     reasons: list[str] = []
     unfit = None if example is None or takes(model, example) else _unfit(model, example)
     example = None if unfit else example
     for blocks in block_choices(model):
-        found = _found(ForwardRoute(model, blocks, slots, ledger), blocks, example, num_stages)
-        if isinstance(found, ForwardRoute):
+        found = _found(ForwardSplit(model, blocks, slots, log), blocks, example, num_stages)
+        if isinstance(found, ForwardSplit):
             return StageModel(model, found, slots)
         reasons.append(found)
     if reasons and example is None:
@@ -56,33 +56,33 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
             f"model with an example of its inputs; give initialize() training_data, or the model dummy_inputs"
         )
     blocks = all_modules(model)
-    found = _found(ForwardRoute(model, blocks, slots, ledger), blocks, example, num_stages)
-    if isinstance(found, ForwardRoute):
+    found = _found(ForwardSplit(model, blocks, slots, log), blocks, example, num_stages)
+    if isinstance(found, ForwardSplit):
         return StageModel(model, found, slots)
     raise SplitError((reasons or [found])[0])
 
 
-def _found(route: ForwardRoute, blocks: Blocks, example: Call | None, num_stages: int) -> ForwardRoute | str:
-    """The route, if a call goes through it and it has enough pieces, or why not."""
+def _found(split: ForwardSplit, blocks: BlockList, example: Call | None, num_stages: int) -> ForwardSplit | str:
+    """The split, if a call goes through it and it has enough pieces, or why not."""
     if not blocks.modules:
         return f"{blocks.name}: has no parameters, allowed are models to be trained; use it without a vpipe block"
-    refused = _try_out(route, blocks, example, num_stages)
+    refused = _try_out(split, blocks, example, num_stages)
     if refused is not None:
         return refused
-    if len(route.piece_names) >= num_stages:
-        return route
+    if len(split.piece_names) >= num_stages:
+        return split
     if blocks.merged:
         return (
-            f"{type(route.model).__name__}: got {num_stages} stages, allowed are 1 to {len(route.piece_names)}, as "
+            f"{type(split.model).__name__}: got {num_stages} stages, allowed are 1 to {len(split.piece_names)}, as "
             f"many as it calls modules with parameters; use fewer stages"
         )
     return (
-        f"{type(route.model).__name__}: got {num_stages} stages, allowed are 1 to {len(route.piece_names)}, the "
-        f"{len(route.piece_names) - 2} blocks of {blocks.name} and what is before and behind them; use fewer stages"
+        f"{type(split.model).__name__}: got {num_stages} stages, allowed are 1 to {len(split.piece_names)}, the "
+        f"{len(split.piece_names) - 2} blocks of {blocks.name} and what is before and behind them; use fewer stages"
     )
 
 
-def _try_out(route: ForwardRoute, blocks: Blocks, given: Call | None, num_stages: int) -> str | None:
+def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_stages: int) -> str | None:
     """Find out which piece uses what; returns why these blocks will not do, or None.
 
     Without an example, and if neither the model's own nor a guess is to the forward's liking, pieces stay as modules
@@ -91,8 +91,8 @@ def _try_out(route: ForwardRoute, blocks: Blocks, given: Call | None, num_stages
     if given is not None:
         calls = [(given, True)]
     else:
-        own = own_example(route.model)
-        known = [*([] if own is None else [own]), *guesses(route.model)]
+        own = own_example(split.model)
+        known = [*([] if own is None else [own]), *guesses(split.model)]
         # One that the whole forward likes tells more than one that only its loss does not.
         calls = [(call, to_the_end) for to_the_end in (True, False) for call in known]
     refused = None
@@ -100,20 +100,20 @@ def _try_out(route: ForwardRoute, blocks: Blocks, given: Call | None, num_stages
         packed, form = CallForms().pack(*call)
         try:
             with torch.enable_grad():
-                touched = route.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
-                if blocks.merged and route.thin(num_stages):
-                    touched = route.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
+                touched = split.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
+                if blocks.merged and split.thin(num_stages):
+                    touched = split.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
         except SplitError as error:
             refused = refused or str(error)
         except Exception as error:  # the user's code, with inputs that it may not like
             if given is not None:
                 return f"{blocks.name}: forward failed without parameters: {type(error).__name__}: {_first_line(error)}"
         else:
-            route.assign(touched)
+            split.assign(touched)
             return None
     if refused is None:
-        route.split_at_all(blocks.modules)
-        route.assign({})
+        split.split_at_all(blocks.modules)
+        split.assign({})
     return refused
 
 

@@ -1,9 +1,9 @@
 """Tensors without values: what a stage has in place of other stages' parameters and of what is computed from them.
 
-An :class:`Absent` has shape, strides, type and device, so that code which asks for those runs; operations on it
-cost no memory and compute nothing. Its :class:`Ledger` sees every operation: in a trial it says which parameters and
-which values of earlier pieces each piece uses; later it refuses operations whose result would depend on a value that is
-not there.
+A :class:`MetaTensor` has shape, strides, type and device, so that code which asks for those runs; operations on it
+cost no memory and compute nothing. Its :class:`AccessLog` sees every operation: in a dry run it says which parameters
+and which values of earlier pieces each piece uses; later it refuses operations whose result would depend on a value
+that is not there.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import sys
 import weakref
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.splitting.crossings import Place, Source
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _MOST_RESULTS = 4096
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _DERIVED = "what is computed from"
 _UNIFORM = "a random number between 0 and 1"
 _VALUE_FREE = {
@@ -39,7 +41,7 @@ class SplitError(VPipeConfigError):
 
 
 class ValueNeededError(SplitError):
-    """Code looks at the value of an absent tensor, or writes it into one that has values."""
+    """Code looks at the value of a meta tensor, or writes it into one that has values."""
 
 
 def place() -> str:
@@ -53,34 +55,16 @@ def place() -> str:
     return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno}"
 
 
-class Key(NamedTuple):
-    """Where a value comes from, which is the same in the trial and in every later pass.
-
-    Attributes:
-        piece: that makes it.
-        kind: of the place: an argument of the first block, a result of a block, a result of a function, a parameter.
-        number: of the block's call, or of the function's within its scope.
-        scope: of a function: the call of a block that it is in, or -1.
-        leaf: among the arguments or results; a parameter's name.
-    """
-
-    piece: int
-    kind: str
-    number: int
-    scope: int
-    leaf: int | str
-
-
-class Ledger:
-    """What operations on the absent values of one model mean at the moment.
+class AccessLog:
+    """Record of the operations on the meta tensors of one model, and refusal of wrong ones.
 
     Attributes:
         strict: absent and present values must not meet: what the stage computes is real from now on.
         holder: who lacks the values, for messages.
-        piece: in a trial pass the piece whose code is running, else None.
-        touched: in a trial pass the pieces that use each parameter, by name.
-        last_use: in a trial pass the last piece that uses each value of an earlier piece.
-        guessing: absent values have made-up ones.
+        piece: in a dry run the piece whose code is running, else None.
+        touched: in a dry run the pieces that use each parameter, by name.
+        last_use: in a dry run the last piece that uses each value of an earlier piece.
+        guessing: meta tensors have made-up values.
     """
 
     def __init__(self) -> None:
@@ -88,7 +72,7 @@ class Ledger:
         self.holder = "this stage"
         self.piece: int | None = None
         self.touched: dict[str, set[int]] = {}
-        self.last_use: dict[Key, int] = {}
+        self.last_use: dict[Source, int] = {}
         self._results: dict[Any, Any] = {}
 
     def bare_result(self, func: Any, args: Any, kwargs: dict[str, Any], in_place: bool) -> Any:
@@ -106,7 +90,7 @@ class Ledger:
             self._results[key] = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
         return self._results[key]
 
-    def note(self, func: Any, absent: list[Absent], target: torch.Tensor | None, meets_present: bool) -> None:
+    def note(self, func: Any, absent: list[MetaTensor], target: torch.Tensor | None, meets_present: bool) -> None:
         """See one operation.
 
         Args:
@@ -118,7 +102,7 @@ class Ledger:
         Raises:
             SplitError: it cannot be right.
         """
-        if target is not None and not isinstance(target, Absent):
+        if target is not None and not isinstance(target, MetaTensor):
             raise ValueNeededError(
                 f"{place()}: {func} writes {absent[0].origin} into a tensor, and {self.holder} does not have that "
                 f"value; allowed outside the blocks is to compute new tensors; use the form that does not work in place"
@@ -135,8 +119,8 @@ class Ledger:
             if target is not None:
                 self._write(func, target, self.piece)
 
-    def use(self, value: Absent) -> None:
-        """In a trial pass, see that the running piece uses a value."""
+    def use(self, value: MetaTensor) -> None:
+        """In a dry run, see that the running piece uses a value."""
         assert self.piece is not None
         value.first_use = self.piece if value.first_use is None else value.first_use
         made_in = self.piece if value.made_in is None else value.made_in
@@ -145,15 +129,15 @@ class Ledger:
         if made_in == self.piece:
             return
         if value.slot is not None:
-            value.key = Key(made_in, "parameter", 0, -1, value.slot)
-        if value.key is None:
+            value.source = Source(Place(made_in, "parameter", 0), value.slot)
+        if value.source is None:
             raise SplitError(
                 f"{place()}: needs {value.origin}, which piece {made_in} has made in a way that cannot be followed; "
                 f"allowed are results of torch's functions and of modules; change the forward"
             )
-        self.last_use[value.key] = max(self.piece, self.last_use.get(value.key, 0))
+        self.last_use[value.source] = max(self.piece, self.last_use.get(value.source, 0))
 
-    def _write(self, func: Any, target: Absent, piece: int) -> None:
+    def _write(self, func: Any, target: MetaTensor, piece: int) -> None:
         """Refuse a write into a value of an earlier piece that is known by two tensors, which travel separately."""
         root = target if target.root is None else target.root
         known = [root, *(view() for view in root.views)]
@@ -164,44 +148,44 @@ class Ledger:
             )
 
 
-class Absent(torch.Tensor):
+class MetaTensor(torch.Tensor):
     """A tensor without values.
 
     Attributes:
         bare: the same on the meta device.
-        ledger: sees what is done with it.
+        access_log: sees what is done with it.
         origin: which value is missing, for messages.
         slot: name of the parameter that it stands for, if it is one itself.
-        made_in: in a trial pass the piece that made it.
-        first_use: in a trial pass the first piece that uses it.
-        key: where it comes from, if it can be found again.
+        made_in: in a dry run the piece that made it.
+        first_use: in a dry run the first piece that uses it.
+        source: where it comes from, if it can be found again.
         guess: a made-up value, inside of a block that looks at values.
         root: what it is a view of.
         views: of it, as weak references.
     """
 
     bare: torch.Tensor
-    ledger: Ledger
+    access_log: AccessLog
     origin: str
     slot: str | None
     made_in: int | None
     first_use: int | None
-    key: Key | None
+    source: Source | None
     guess: torch.Tensor | None
-    root: Absent | None
-    views: list[weakref.ref[Absent]] | tuple[()]
+    root: MetaTensor | None
+    views: list[weakref.ref[MetaTensor]] | tuple[()]
 
     @staticmethod
     def __new__(
-        cls, bare: torch.Tensor, device: torch.device, ledger: Ledger, origin: str, slot: str | None = None,
+        cls, bare: torch.Tensor, device: torch.device, log: AccessLog, origin: str, slot: str | None = None,
         requires_grad: bool = False,
-    ) -> Absent:  # fmt: skip
+    ) -> MetaTensor:  # fmt: skip
         """Stand for a tensor like ``bare`` on ``device``."""
-        made: Absent = torch.Tensor._make_wrapper_subclass(
+        made: MetaTensor = torch.Tensor._make_wrapper_subclass(
             cls, bare.shape, strides=bare.stride(), dtype=bare.dtype, device=device, requires_grad=requires_grad
         )
         made.__dict__.update(
-            bare=bare, ledger=ledger, origin=origin, slot=slot, made_in=ledger.piece, first_use=None, key=None,
+            bare=bare, access_log=log, origin=origin, slot=slot, made_in=log.piece, first_use=None, source=None,
             guess=None, root=None, views=(),
         )  # fmt: skip
         return made
@@ -209,14 +193,14 @@ class Absent(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Absent({self.origin}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"MetaTensor({self.origin}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __deepcopy__(self, memo: Any) -> Absent:
+    def __deepcopy__(self, memo: Any) -> MetaTensor:
         return self.again()
 
-    def again(self) -> Absent:
+    def again(self) -> MetaTensor:
         """Another one like it, as a leaf."""
-        return Absent(self.bare, self.device, self.ledger, self.origin, self.slot, self.requires_grad)
+        return MetaTensor(self.bare, self.device, self.access_log, self.origin, self.slot, self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """On another rank it is a tensor of the meta device, which has a shape and a type alone too."""
@@ -225,7 +209,7 @@ class Absent(torch.Tensor):
     def looked_at(self, func: Any) -> ValueNeededError:
         """The refusal of a look at the value."""
         return ValueNeededError(
-            f"{place()}: {func} looks at the value of {self.origin}, which {self.ledger.holder} does not have; "
+            f"{place()}: {func} looks at the value of {self.origin}, which {self.access_log.holder} does not have; "
             f"allowed are branches on shapes, types and the call's own inputs, and on any value inside a block; "
             f"compute with torch.where, or change the forward"
         )
@@ -234,7 +218,7 @@ class Absent(torch.Tensor):
         """None is kept: gradients are computed where the value is."""
         if not self.requires_grad:
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
-        piece, first = self.ledger.piece, self.first_use
+        piece, first = self.access_log.piece, self.first_use
         if piece is not None and first is not None and first < piece:
             raise SplitError(
                 f"{place()}: puts a hook on {self.origin}, which piece {first} has used, so that piece {piece} has "
@@ -248,7 +232,7 @@ class Absent(torch.Tensor):
 
     def tolist(self) -> Any:
         """Made-up values, where there are some."""
-        if not self.ledger.guessing:
+        if not self.access_log.guessing:
             raise self.looked_at("tolist")
         return self.guessed().tolist()
 
@@ -266,20 +250,20 @@ class Absent(torch.Tensor):
         return zeros
 
     @classmethod
-    def drawn(cls, value: torch.Tensor, ledger: Ledger, func: Any) -> Absent:
+    def drawn(cls, value: torch.Tensor, log: AccessLog, func: Any) -> MetaTensor:
         """Stand for a value that ``func`` has drawn."""
-        return cls.like(value, ledger, _UNIFORM if func is torch.ops.aten.rand.default else f"what {func} has drawn")
+        return cls.like(value, log, _UNIFORM if func is torch.ops.aten.rand.default else f"what {func} has drawn")
 
     @classmethod
-    def like(cls, value: torch.Tensor, ledger: Ledger, origin: str) -> Absent:
+    def like(cls, value: torch.Tensor, log: AccessLog, origin: str) -> MetaTensor:
         """Stand for ``value``."""
-        return cls(value.bare if isinstance(value, Absent) else _bare(value), value.device, ledger, origin)
+        return cls(value.bare if isinstance(value, MetaTensor) else _bare(value), value.device, log, origin)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        absent = [tensor for tensor in tensors if isinstance(tensor, Absent)]
+        absent = [tensor for tensor in tensors if isinstance(tensor, MetaTensor)]
         first = absent[0]
         device = kwargs.get("device")
         device = first.device if device is None else torch.device(device)
@@ -288,12 +272,12 @@ class Absent(torch.Tensor):
         if func is torch.ops.aten.lt.Scalar and first.origin == _UNIFORM and args[1] <= 0:
             return torch.zeros(first.shape, dtype=torch.bool, device=device)  # as where layers are dropped at rate 0
         target = written(func, args, kwargs)
-        first.ledger.note(func, absent, target, len(absent) < len(tensors))
+        first.access_log.note(func, absent, target, len(absent) < len(tensors))
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
         kwargs.pop("pin_memory", None)
         try:
-            made = first.ledger.bare_result(func, args, kwargs, target is not None)
+            made = first.access_log.bare_result(func, args, kwargs, target is not None)
         except (RuntimeError, NotImplementedError) as error:
             if not _needs_values(func, error):
                 raise
@@ -302,38 +286,37 @@ class Absent(torch.Tensor):
             return target
         origin = first.origin if first.origin.startswith(_DERIVED) else f"{_DERIVED} {first.origin}"
         results = tree_map(
-            lambda value: Absent(value, device, first.ledger, origin) if isinstance(value, torch.Tensor) else value,
+            lambda value: (
+                MetaTensor(value, device, first.access_log, origin) if isinstance(value, torch.Tensor) else value
+            ),
             made,
         )
-        if first.ledger.piece is not None and any(r.alias_info is not None for r in func._schema.returns):
+        if first.access_log.piece is not None and any(r.alias_info is not None for r in func._schema.returns):
             root = first if first.root is None else first.root
-            for view in (leaf for leaf in tree_leaves(results) if isinstance(leaf, Absent)):
+            for view in (leaf for leaf in tree_leaves(results) if isinstance(leaf, MetaTensor)):
                 view.root = root
                 root.views = [*root.views, weakref.ref(view)]
         return results
 
 
 class _Computed(torch.autograd.Function):
-    """Makes absent tensors that a graph has computed, as code sees it that asks for their ``requires_grad``."""
+    """Meta tensors with a graph, as code sees it that asks for their ``requires_grad``."""
 
     @staticmethod
-    def forward(ctx: Any, root: torch.Tensor, like: list[Absent], origin: str) -> tuple[Absent, ...]:
-        return tuple(Absent(one.bare, one.device, one.ledger, origin) for one in like)
+    def forward(ctx: Any, root: torch.Tensor, like: list[MetaTensor], origin: str) -> tuple[MetaTensor, ...]:
+        return tuple(MetaTensor(one.bare, one.device, one.access_log, origin) for one in like)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return None, None, None
 
 
-def outputs_like(absent: list[Absent], with_graph: list[bool], origin: str) -> list[Absent]:
-    """Absent tensors as a block returns them, some of them with a graph."""
-    root = torch.empty(0, requires_grad=any(with_graph))
-    computed = iter(
-        _Computed.apply(root, [one for one, graph in zip(absent, with_graph, strict=True) if graph], origin)
-    )
+def fresh(like: list[MetaTensor], origin: str) -> list[MetaTensor]:
+    """Meta tensors as a block returns them; those that require a gradient are no leaves."""
+    computed = [one for one in like if one.requires_grad]
+    made = iter(_Computed.apply(torch.empty(0, requires_grad=True), computed, origin) if computed else ())
     return [
-        next(computed) if graph else Absent(one.bare, one.device, one.ledger, origin)
-        for one, graph in zip(absent, with_graph, strict=True)
+        next(made) if one.requires_grad else MetaTensor(one.bare, one.device, one.access_log, origin) for one in like
     ]
 
 
@@ -342,7 +325,7 @@ def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _bare(value: Any) -> Any:
-    if isinstance(value, Absent):
+    if isinstance(value, MetaTensor):
         return value.bare
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -369,3 +352,23 @@ def written(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
 def _needs_values(func: Any, error: Exception) -> bool:
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return bool(tags & set(func.tags)) or isinstance(error, NotImplementedError) or "meta" in str(error)
+
+
+def put_value(absent: torch.Tensor, value: torch.Tensor) -> None:
+    """Make the tensor that all code knows as ``absent`` a view of ``value`` that may be written to."""
+    if (absent.shape, absent.dtype) != (value.shape, value.dtype):
+        raise SplitError(
+            f"{absent!r}: got a value of shape {list(value.shape)} and {value.dtype} from the stage before; allowed "
+            f"are shapes and types that follow from those of the call's arguments; change the forward"
+        )
+    if absent.requires_grad != value.requires_grad:
+        raise SplitError(
+            f"{absent!r}: got a value with requires_grad={value.requires_grad} from the stage before, allowed is "
+            f"{absent.requires_grad}, as when the model was split; freeze parameters before initialize(), on every rank"
+        )
+    with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+        alias = value.view_as(value)
+    # What torch.utils.swap_tensors does, but that graphs of what is absent may go on to refer to the old tensor.
+    alias.__class__, absent.__class__ = absent.__class__, alias.__class__
+    alias.__dict__, absent.__dict__ = absent.__dict__, alias.__dict__
+    torch._C._swap_tensor_impl(absent, alias)

@@ -1,4 +1,4 @@
-"""State dicts of a model of which a rank has one stage: what the others have is put in, or left out when loading."""
+"""Hooks on a model of which a rank has one stage: whole state dicts, and refusal of direct calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from ds_vpipe.splitting.absent import SplitError
+from ds_vpipe.splitting.meta_tensor import SplitError
 
 
 class Completes(Protocol):
@@ -96,7 +96,7 @@ class StateHooks:
         if module is self._model and not self._parts:
             self._others.before_loading()
         for key, parameter in module._parameters.items():
-            if parameter is None and key in module.__dict__:  # see slots
+            if parameter is None and key in module.__dict__:  # see parameter_slots
                 state_dict.pop(prefix + key, None)
 
     def loaded(self, module: nn.Module) -> None:
@@ -114,8 +114,21 @@ def in_order(module: nn.Module, names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: position.get(name, len(position)))
 
 
-class _Hook:
-    """The hooks of one module."""
+class _OneStageHook:
+    """Hook on a model of which a rank has one stage; copies of the model have the same one."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise SplitError(
+            "model: got a whole module to pickle, and this rank has only one stage of it; allowed is "
+            "torch.save(model.state_dict(), PATH), with state_dict() on every rank"
+        )
+
+
+class _Hook(_OneStageHook):
+    """State-dict hooks of one module."""
 
     def __init__(self, hooks: StateHooks, paths: list[str]) -> None:
         self._hooks, self._paths = hooks, paths
@@ -132,11 +145,39 @@ class _Hook:
     def loaded(self, module: nn.Module, _: Any) -> None:
         self._hooks.loaded(module)
 
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return self
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+class _RefuseDirectCall(_OneStageHook):
+    """Forward hook that refuses a call of the model itself."""
+
+    def __init__(self, model: nn.Module, runs: Any) -> None:
+        self._name, self._runs = type(model).__name__, weakref.ref(runs)
+
+    def __call__(self, _: nn.Module, __: Any) -> None:
+        if not getattr(self._runs(), "running", False):
+            raise SplitError(
+                f"{self._name}(...): called itself, and this rank has only one stage of it; allowed is engine(...) on "
+                f"every rank, with what initialize() returned; in eval() mode or under no_grad to evaluate"
+            )
+
+
+def refuse_direct_calls(model: nn.Module, runs: Any) -> None:
+    """Let ``model`` refuse calls from now on, but those during which ``runs.running`` is true.
+
+    Args:
+        model: the user's.
+        runs: who runs it in pieces; not kept alive, and not copied with the model.
+    """
+    model.register_forward_pre_hook(_RefuseDirectCall(model, runs))
+
+
+def refuse_parts(model: nn.Module) -> None:
+    """Refuse a model of which only one stage is left.
+
+    Raises:
+        SplitError: it is one.
+    """
+    if any(isinstance(hook, _RefuseDirectCall) for hook in model._forward_pre_hooks.values()):
         raise SplitError(
-            "model: got a module to pickle, and this rank has only one stage of the model; allowed is "
-            "torch.save(model.state_dict(), PATH), with state_dict() on every rank"
+            f"model: got a {type(model).__name__} of which an earlier initialize() has left one stage here, allowed is "
+            f"a whole one; build the model again"
         )

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_vpipe.splitting.absent import SplitError
-from ds_vpipe.splitting.slots import Slot
+from ds_vpipe.splitting.meta_tensor import SplitError
+from ds_vpipe.splitting.parameter_slots import ParameterSlot
 
 
-def materialise(model: nn.Module, slots: Sequence[Slot], device: torch.device) -> None:
+def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.device) -> None:
     """Allocate what is on the meta device and initialise it as the model itself does.
 
     A module is initialised by the ``_init_weights(module)`` of the innermost module around it that has one, as Hugging
@@ -41,7 +41,7 @@ def materialise(model: nn.Module, slots: Sequence[Slot], device: torch.device) -
     _run_initialisers(model, affected)
 
 
-def materialise_buffers(model: nn.Module, slots: Sequence[Slot]) -> None:
+def materialise_buffers(model: nn.Module, slots: Sequence[ParameterSlot]) -> None:
     """Give values on the CPU to buffers on the meta device, which every stage needs; parameters stay as they are.
 
     Raises:

@@ -16,6 +16,7 @@ from ds_vpipe.errors import VPipeConfigError, VPipeError
 
 COMMANDS = {
     "show": "draw a schedule, a timeline or a recording",
+    "config": 'explain the keys of the "vpipe" block',
     "check": "check a configuration and its schedule without processes",
     "simulate": "time a pipeline on paper: throughput, bubble, staleness, memory",
     "profile": "measure or compute what every layer of a model costs",
@@ -30,6 +31,7 @@ _EXAMPLES = """\
 A pipeline from the first look to the last:
 
   python -m ds_vpipe show ds_config.json --stages 4         what will every rank do?
+  python -m ds_vpipe config recompute_ratio                 what does a key of the "vpipe" block mean?
   python -m ds_vpipe check ds_config.json --stages 4        can it dead-lock, does every version match?
   python -m ds_vpipe profile --help                         what does every layer cost?
   python -m ds_vpipe plan ds_config.json --help             which split and recomputation fit and are fastest?

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import logger
 
-from ds_vpipe.batch_sizes import corrected_batch_sizes
-from ds_vpipe.config import VPipeConfig, block_of
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.loop_engine import VPipeLoopEngine
 from ds_vpipe.engine.parameter_groups import listed
@@ -65,38 +65,38 @@ def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any,
     policy = None if ds_config is None else lr_policy(ds_config)
     if policy is not None and given.get("lr_scheduler") is None:
         given["lr_scheduler"] = functools.partial(LRSchedule, policy=policy)
-    block = None if ds_config is None else block_of(ds_config)
-    if ds_config is None or block is None:
+    if ds_config is None or DeepSpeedJson(ds_config).block is None:
         return tuple(theirs(**given))
+    json = DeepSpeedJson(ds_config)
     if given.get("mpu") is not None:
         raise VPipeConfigError(
             f"initialize(mpu): got a {type(given['mpu']).__name__}, allowed with a vpipe block is None, as the engine "
             f"divides the ranks into stages and replicas itself; leave it out, and ask engine.mpu for groups"
         )
-    config = VPipeConfig.parse(block)  # what is wrong with it is said before there are process groups
+    config = VPipeConfig.parse(json.block)  # errors in it are reported before there are process groups
     if isinstance(model, PipelineModule) and not hasattr(model, "pack"):
-        prepared = prepare(model, ds_config, config, given.get("optimizer"), given.get("model_parameters"))
+        prepared = prepare(model, json, config, given.get("optimizer"), given.get("model_parameters"))
         given["model_parameters"] = prepared.model_parameters
         kind: type[VPipeEngine] = VPipeEngine
     else:
-        ds_config, prepared = _prepare_whole(given, model, ds_config, config)
+        json, prepared = _prepare_whole(given, model, json, config)
         kind = VPipeLoopEngine
-    with _engine_class(functools.partial(kind, prepared=prepared)), _replaced(given, ds_config):
+    with _engine_class(functools.partial(kind, prepared=prepared)), _replaced(given, json.content):
         return tuple(theirs(**given))
 
 
 def _prepare_whole(
-    given: dict[str, Any], model: Any, ds_config: dict[str, Any], config: VPipeConfig
-) -> tuple[dict[str, Any], Prepared]:
+    given: dict[str, Any], model: Any, json: DeepSpeedJson, config: VPipeConfig
+) -> tuple[DeepSpeedJson, Prepared]:
     """Split a plain module. What ``given`` names of its parameters is cut down once the engine is there."""
     given["model_parameters"] = listed(given.get("model_parameters"))
     if not isinstance(model, PipelineModule):
-        given["model"] = split(model, ds_config, config, given.get("training_data"), given.get("collate_fn"))
+        given["model"] = split(model, json.content, config, given.get("training_data"), given.get("collate_fn"))
     module = given["model"]
-    ds_config, changed = corrected_batch_sizes(ds_config, torch.distributed.get_world_size(), module.num_stages)
+    json, changed = json.corrected(torch.distributed.get_world_size(), module.num_stages)
     if changed and module.global_rank == 0:
         logger.warning(f"ds_vpipe: {changed}")
-    return ds_config, prepare(module, ds_config, config, None, None)
+    return json, prepare(module, json, config, None, None)
 
 
 def deepspeed_initialize() -> Any:
@@ -105,7 +105,7 @@ def deepspeed_initialize() -> Any:
 
 
 @contextmanager
-def _replaced(given: dict[str, Any], ds_config: dict[str, Any]) -> Iterator[None]:
+def _replaced(given: dict[str, Any], ds_config: Mapping[str, Any]) -> Iterator[None]:
     """Let DeepSpeed find ``ds_config`` where the script has given its configuration."""
     args = given.get("args")
     if args is None or getattr(args, "deepspeed_config", None) is None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from deepspeed.utils import logger
 
+from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.engine import rank_state
 from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.checkpoint_folders import clean, put_in_place, put_own_in_place, recover
@@ -29,7 +30,6 @@ from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.engine.tied_states import saved_as, with_owners_states
 from ds_vpipe.engine.ties import tied_stages
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.staleness.settings import refuse_delays
 
 
 class CheckpointMixin(QuiesceMixin, ReshapingMixin, MitigationMixin):

@@ -28,7 +28,6 @@ import torch
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 
-from ds_vpipe.config import StageSettings
 from ds_vpipe.engine import instructions as instr
 from ds_vpipe.engine.activation_checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.backend_threads import outlive_backend_threads
@@ -51,7 +50,6 @@ from ds_vpipe.engine.sender import Sender, abort_all
 from ds_vpipe.engine.ties import TiedWeights, tied_stages
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
 from ds_vpipe.schedules.checks import check_pipeline
-from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.schedule import exchanges_by_rank
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
 
@@ -82,7 +80,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
             super().__init__(*args, **kwargs)
         self._list_modules()
         self.vpipe_config = prepared.config
-        self.settings: StageSettings = prepared.settings
+        self.pipeline = prepared.pipeline
         self.plan = prepared.plan
         self.random_states = prepared.random_states
         self.asynchronous = self.vpipe_config.sync_mode == "asp"
@@ -92,7 +90,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
         self.neighbours = Neighbours(self.grid, self.pipeline, self.groups, self.device)
         self.mitigation = self._make_mitigation()
         self.stashing_optimizer = self._make_stashing_optimizer()
-        self._vertical = self.vpipe_config.weight_sync == "vertical"
+        self._vertical = self.pipeline.vertical
         use_sound_checkpointing(self.module, self.asynchronous, self.random_states)
         self.ties = self._make_ties()
         self._prepare_updates()
@@ -223,11 +221,8 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
 
     def _plan(self) -> None:
         """What all stages do from here on, and whether it can be done."""
-        sizes, config = (self.num_stages, self.micro_batches), self.vpipe_config
-        if self.asynchronous:
-            self.pipeline = Pipeline("asp", *sizes, self.settings.depth, vertical=config.weight_sync == "vertical")
-        else:
-            self.pipeline = Pipeline(config.schedule, *sizes, virtual_stages=config.virtual_stages)
+        config = self.vpipe_config
+        self.pipeline = dataclasses.replace(self.pipeline, micro_batches=self.micro_batches)
         self._clips_globally = (
             self.asynchronous
             and self.num_stages > 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.schedule import update_delays
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
-from ds_vpipe.staleness.settings import refuse_delays
 
 
 class MitigationMixin(PipelineEngine):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import logger
 
-from ds_vpipe.batch_sizes import refuse_batch_sizes
-from ds_vpipe.config import StageSettings, VPipeConfig, block_of, refuse_unsupported
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.engine.admission import Agreement
 from ds_vpipe.engine.groups import Groups
 from ds_vpipe.engine.interleaving import InterleavedMixin, recompute_parts
@@ -36,6 +37,7 @@ from ds_vpipe.engine.repartition import repartition, stage_counts
 from ds_vpipe.engine.split_module import SplitModule
 from ds_vpipe.engine.stage_grid import StageLocalGrid
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.schedules.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from ds_vpipe.planning.plan import Plan
@@ -51,7 +53,7 @@ class Prepared:
     Attributes:
         model_parameters: for DeepSpeed; other ones than were given where layers have changed hands.
         config: the block, with numbers where it left something to the planner.
-        settings: what it means for every stage.
+        pipeline: what runs.
         plan: where the block left something to the planner.
         random_states: what recomputation restores.
         groups: makes the engine's process groups.
@@ -60,7 +62,7 @@ class Prepared:
 
     model_parameters: Any
     config: VPipeConfig
-    settings: StageSettings
+    pipeline: Pipeline
     plan: Plan | None
     random_states: RandomStates
     groups: Groups
@@ -72,7 +74,7 @@ def use_local_device() -> None:
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def prepare(model: Any, ds_config: Mapping[str, Any], config: VPipeConfig, optimizer: Any, parameters: Any) -> Prepared:
+def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any, parameters: Any) -> Prepared:
     """Split ``model``, make it recompute, and give it the grid of its schedule; all ranks call this.
 
     Raises:
@@ -88,7 +90,7 @@ def prepare(model: Any, ds_config: Mapping[str, Any], config: VPipeConfig, optim
             f"model: got {type(model).__name__}, allowed with a vpipe block is a plain PipelineModule; DualPipeV has a "
             f"schedule of its own, so build a PipelineModule or remove the block"
         )
-    refuse_unsupported(ds_config, config, model.num_stages)
+    refuse_unsupported(json, config, model.num_stages)
     theirs = ds_schedule.TrainSchedule
     if model.global_rank == 0 and theirs.__module__ != ds_schedule.__name__:
         logger.warning(
@@ -97,7 +99,7 @@ def prepare(model: Any, ds_config: Mapping[str, Any], config: VPipeConfig, optim
             f"--enable-zbh1-pipeline"
         )
     replicas = max(1, model.topology().get_dim("data"))
-    refuse_batch_sizes(ds_config, replicas * model.num_stages, model.num_stages)
+    json.refuse_batch_sizes(replicas * model.num_stages, model.num_stages)
     if config.virtual_stages > 1 and model.activation_checkpoint_interval > 0:
         raise VPipeConfigError(
             f"PipelineModule(activation_checkpoint_interval): got {model.activation_checkpoint_interval}, allowed with "
@@ -108,24 +110,29 @@ def prepare(model: Any, ds_config: Mapping[str, Any], config: VPipeConfig, optim
     groups = Groups(Peer(grid.get_stage_id(), grid.get_global_rank()), config.peer_timeout_s)
     agreement = Agreement(grid, groups)
     _refuse_moe(model, config, agreement)
+    config.check_sizes(model.num_stages, model._num_layers)
+    pipeline = config.pipeline(model.num_stages, json.micro_batches(replicas))
     plan = None
     if config.leaves_to_planner:
-        config, plan = _planned(config, ds_config, model)
-    settings = config.resolve(model.num_stages, model._num_layers)
-    parameters = _split(model, settings, optimizer, parameters)
+        plan = _planned(config, pipeline, json, replicas, model)
+        pipeline = plan.pipeline
+        config = config.settled(pipeline)
+    method = config.partition or ("uniform" if config.virtual_stages > 1 else _own_counts(model))
+    pipeline = replace(pipeline, partition=stage_counts(model, method, config.virtual_stages))
+    parameters = _split(model, pipeline, optimizer, parameters)
     if isinstance(model, SplitModule):
         model.release()
     if config.sync_mode == "asp" and model.num_stages > 1:
         grid = StageLocalGrid(model.mpu())
         model.mpu = lambda: grid
     random_states = RandomStates()
-    ratios = settings.recompute_ratio[model.stage_id :: model.num_stages]
+    ratios = (pipeline.recompute_ratio or ())[model.stage_id :: model.num_stages]
     if isinstance(model, InterleavedMixin):
         recompute_parts(model, ratios, random_states)
     else:
         apply_recompute(model, ratios[0], random_states)
     _limit_cpu_threads()
-    return Prepared(parameters, config, settings, plan, random_states, groups, agreement)
+    return Prepared(parameters, config, pipeline, plan, random_states, groups, agreement)
 
 
 def _refuse_moe(model: PipelineModule, config: VPipeConfig, agreement: Agreement) -> None:
@@ -158,50 +165,51 @@ def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[d
         ds_config = given["config_class"]._param_dict
     elif not isinstance(ds_config, Mapping):
         ds_config = load_ds_config(ds_config)
-    block = block_of(ds_config)
-    if block is None:
-        block = _WITHOUT_BLOCK
-        ds_config = {**ds_config, "vpipe": block}
-    model = given["model"]
+    if DeepSpeedJson(ds_config).block is None:
+        ds_config = {**ds_config, "vpipe": _WITHOUT_BLOCK}
+    json, model = DeepSpeedJson(ds_config), given["model"]
     prepared = prepare(
-        model, ds_config, VPipeConfig.parse(block), given.get("optimizer"), given.get("model_parameters")
+        model, json, VPipeConfig.parse(json.block), given.get("optimizer"), given.get("model_parameters")
     )
     parameters = prepared.model_parameters
     return {**given, "config": ds_config, "model_parameters": parameters, "mpu": model.mpu()}, prepared
 
 
-def _planned(config: VPipeConfig, ds_config: Mapping[str, Any], model: PipelineModule) -> tuple[VPipeConfig, Plan]:
-    """Let the planner fill in what ``config`` leaves to it, and say what it has found."""
-    from ds_vpipe.planning.configured_plan import planned  # only where it is asked for: it takes numpy's time
+def _planned(
+    config: VPipeConfig, pipeline: Pipeline, json: DeepSpeedJson, replicas: int, model: PipelineModule
+) -> Plan:
+    from ds_vpipe.planning.devices import Devices  # only where it is asked for: it takes numpy's time
+    from ds_vpipe.planning.planner import configured_plan, read_profile
 
     on_gpu = get_accelerator().device_name() == "cuda"
-    bounds = model.parts
-    config, plan = planned(
+    devices = Devices.of(
         config,
-        ds_config,
-        model.num_stages,
-        [stop - start for start, stop in pairwise(bounds)],
-        replicas=model.mpu().data_parallel_size,
+        json,
+        replicas=replicas,
         device_bytes=int(_SHARE_OF_DEVICE * get_accelerator().total_memory()) if on_gpu else None,
         host_transfers=not on_gpu,
     )
+    profile = read_profile(config, json, model._num_layers)
+    plan = configured_plan(config, pipeline, devices, profile, _own_counts(model))
     if model.global_rank == 0:
         print(f"ds_vpipe: planned from {config.profile}\n{plan.table()}", flush=True)
-    return config, plan
+    return plan
 
 
-def _split(model: PipelineModule, settings: StageSettings, optimizer: Any, model_parameters: Any) -> Any:
-    """Split ``model`` as the settings say and return the parameters to train."""
-    if settings.partition is None:
-        return model_parameters
-    counts = stage_counts(model, settings.partition, settings.virtual_stages)
+def _own_counts(model: PipelineModule) -> list[int]:
+    """Layers per stage as the module was built."""
+    return [stop - start for start, stop in pairwise(model.parts)]
+
+
+def _split(model: PipelineModule, pipeline: Pipeline, optimizer: Any, model_parameters: Any) -> Any:
+    """Split ``model`` as ``pipeline`` says and return the parameters to train."""
+    counts, virtual = pipeline.partition or (), pipeline.virtual_stages
     before = {id(p) for p in model.parameters() if p.requires_grad}
     if model_parameters is not None and not isinstance(model_parameters, list):
         model_parameters = list(model_parameters)
-    moved = repartition(model, counts, settings.virtual_stages)
+    moved = repartition(model, counts, virtual)
     if not moved or (optimizer is None and model_parameters is None):
         return model_parameters
-    virtual = settings.virtual_stages
     key = f"vpipe.virtual_stages: got {virtual}, so" if virtual > 1 else "vpipe.partition: got"
     given = f"{key} {list(counts)}"
     own = "one part per stage" if virtual > 1 else "the module's own split"

@@ -12,7 +12,9 @@ from typing import Any
 
 import matrix
 
-from ds_vpipe.config import VPipeConfig, refuse_unsupported
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.errors import VPipeConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -288,7 +290,7 @@ def _refused() -> Iterator[str]:
     yield _row(*["---"] * 2)
     for ds_config, block in REFUSED:
         try:
-            refuse_unsupported(ds_config, VPipeConfig.parse(block), matrix.STAGES)
+            refuse_unsupported(DeepSpeedJson(ds_config), VPipeConfig.parse(block), matrix.STAGES)
         except VPipeConfigError as error:
             shown = json.dumps({**ds_config, **({"vpipe": block} if block else {})})[1:-1]
             yield _row(f"`{shown}`", f"`{error}`")

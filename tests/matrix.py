@@ -69,12 +69,14 @@ class Cell:
 
     def refusal(self) -> str | None:
         """The line that refuses this combination at start, or None."""
-        from ds_vpipe.config import VPipeConfig, refuse_unsupported
+        from ds_vpipe.config import VPipeConfig
+        from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+        from ds_vpipe.config.unsupported import refuse_unsupported
         from ds_vpipe.errors import VPipeConfigError
 
         ds_config = self.ds_config()
         try:
-            refuse_unsupported(ds_config, VPipeConfig.parse(ds_config["vpipe"]), STAGES)
+            refuse_unsupported(DeepSpeedJson(ds_config), VPipeConfig.parse(ds_config["vpipe"]), STAGES)
         except VPipeConfigError as error:
             return str(error)
         return None

@@ -22,7 +22,9 @@ def pipelines(draw: st.DrawFn, most_stages: int = 8, most_micro_batches: int = 1
     drawn = st.lists(st.integers(0, 12), min_size=num_stages - 1, max_size=num_stages - 1)
     depths = drawn.map(lambda values: (*sorted(values, reverse=True), 0))
     depth_map = draw(st.none() | st.just(default_depths(num_stages)) | depths)
-    return Pipeline(schedule, num_stages, micro_batches, depth_map, vertical=draw(st.booleans()))
+    return Pipeline(
+        schedule, num_stages, micro_batches, depth_map, weight_sync=draw(st.sampled_from(["stash", "vertical"]))
+    )
 
 
 @st.composite

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_vpipe.batch_sizes import corrected_batch_sizes, refuse_batch_sizes
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import VPipeConfigError
 
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -25,7 +25,7 @@ TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 )
 def test_contradictions(ds_config: dict[str, Any], allowed: str) -> None:
     with pytest.raises(VPipeConfigError) as caught:
-        refuse_batch_sizes(ds_config, 8, 4)
+        DeepSpeedJson(ds_config).refuse_batch_sizes(8, 4)
     line = f"{TOTAL}: got {ds_config[TOTAL]}; 8 ranks in 4 stages are 2 replicas; allowed: {allowed}"
     assert str(caught.value) == line
 
@@ -44,21 +44,21 @@ def test_contradictions(ds_config: dict[str, Any], allowed: str) -> None:
     ],
 )
 def test_nothing_to_say(ds_config: dict[str, Any]) -> None:
-    refuse_batch_sizes(ds_config, 8, 4)
+    DeepSpeedJson(ds_config).refuse_batch_sizes(8, 4)
 
 
 def test_a_total_for_all_ranks_is_corrected() -> None:
     given = {TOTAL: 64, MICRO: 4, STEPS: 2, "vpipe": {}}
-    found, line = corrected_batch_sizes(given, 8, 4)
-    assert found == {**given, TOTAL: 16}
+    found, line = DeepSpeedJson(given).corrected(8, 4)
+    assert found.content == {**given, TOTAL: 16}
     assert line.startswith(f"{TOTAL}: got 64 for 8 replicas, but 8 ranks in 4 stages are 2; an update is of 16 samples")
     assert line.endswith(f"for 64 write {STEPS} 8")
-    refuse_batch_sizes(found, 8, 4)
+    found.refuse_batch_sizes(8, 4)
 
 
 @pytest.mark.parametrize("total", [16, 32, 63, "auto", None])
 def test_other_totals_are_not_touched(total: Any) -> None:
     given = {TOTAL: total, MICRO: 4, STEPS: 2}
-    assert corrected_batch_sizes(given, 8, 4) == (given, "")
-    assert corrected_batch_sizes({MICRO: 4, TOTAL: 64}, 8, 4)[1] == ""
-    assert corrected_batch_sizes({TOTAL: 64, MICRO: 4, STEPS: 2}, 8, 1)[1] == ""
+    assert DeepSpeedJson(given).corrected(8, 4) == (DeepSpeedJson(given), "")
+    assert DeepSpeedJson({MICRO: 4, TOTAL: 64}).corrected(8, 4)[1] == ""
+    assert DeepSpeedJson({TOTAL: 64, MICRO: 4, STEPS: 2}).corrected(8, 1)[1] == ""

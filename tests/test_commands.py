@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_configured_plan import planned
 from timelines import TWO_STAGES
 
 from ds_vpipe.__main__ import COMMANDS, main
+from ds_vpipe.commands.arguments import numbers, size, sizes
 from ds_vpipe.commands.profile import layer_range, setting
-from ds_vpipe.commands.quantities import numbers, size, sizes
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.planning.configured_plan import planned
-from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.schedules import checks
 from ds_vpipe.timelines.recording import RankRecording
 from ds_vpipe.timelines.timeline import Timeline
@@ -355,7 +355,7 @@ def test_commands_plan_what_training_plans(profile: str, tmp_path: Path, capsys:
     content = {**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "vpipe": vpipe}
     path = tmp_path / "auto.json"
     path.write_text(json.dumps(content), encoding="utf-8")
-    training, _ = planned(VPipeConfig.parse(vpipe), content, 2, [4, 4])
+    training, _ = planned(vpipe, content, [4, 4])
     assert training.stage_to_depth_map == (2, 0)
     argv = [str(path), "--stages", "2"]
     for command in (["plan", *argv], ["plan", *argv, "--current"]):
@@ -384,7 +384,7 @@ def test_a_plan_on_the_cpu_counts_the_bytes_that_training_counts(
     content = {**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "vpipe": vpipe}
     path = tmp_path / "auto.json"
     path.write_text(json.dumps(content), encoding="utf-8")
-    _, training = planned(VPipeConfig.parse(vpipe), content, 2, [4, 4], host_transfers=True)
+    _, training = planned(vpipe, content, [4, 4], host_transfers=True)
     stages = printed_json(capsys, "plan", str(path), "--stages", "2")["stages"]
     assert stages == json.loads(json.dumps(training.to_json()))["stages"]
     assert all(stage["memory"]["buffers"] > 0 for stage in stages)
@@ -397,8 +397,8 @@ def test_a_plan_of_parts_is_what_training_takes(
     path, split = tmp_path / "c.json", tmp_path / "split.json"
     path.write_text(json.dumps({**CONFIG, "vpipe": vpipe}), encoding="utf-8")
     printed(capsys, "plan", str(path), "--stages", "2", "--profile", profile, "-o", str(split))
-    settings = VPipeConfig.parse({**vpipe, "partition": str(split)}).resolve(2, 8)
-    assert (settings.partition, settings.recompute_ratio) == ((2, 2, 2, 2), (0.0,) * 4)
+    pipeline = VPipeConfig.parse({**vpipe, "partition": str(split)}).pipeline(2, 2)
+    assert (pipeline.partition, pipeline.recompute_ratio) == ((2, 2, 2, 2), (0.0,) * 4)
     path.write_text(json.dumps({**CONFIG, "vpipe": {**vpipe, "recompute_ratio": [0.5, 1]}}), encoding="utf-8")
     found = printed_json(capsys, "plan", str(path), "--stages", "2", "--profile", profile, "--keep", "recompute_ratio")
     assert found["recompute_ratio"] == [0.5, 1.0, 0.5, 1.0]

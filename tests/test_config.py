@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ds_vpipe.config import VPipeConfig, block_of, refuse_unsupported
+from ds_vpipe.__main__ import main
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.keys import all_keys
+from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.errors import VPipeConfigError, VPipeError, show
 
 NAN = float("nan")
@@ -122,8 +126,20 @@ WRONG: list[tuple[object, str, object, str, str]] = [
     ({"staleness": {"nadam": {"beta": 1}}}, "vpipe.staleness.nadam.beta", 1, "betas", 'did you mean "betas"?'),
     ({"staleness": {"nadam": {"betas": [0.9]}}}, "vpipe.staleness.nadam.betas", [0.9], "two numbers in [0, 1)", ""),
     ({"staleness": {"nadam": {"betas": [1, 0.9]}}}, "vpipe.staleness.nadam.betas", [1, 0.9], "two numbers", ""),
-    ({"staleness": {"synchronous_updates": -1}}, "vpipe.staleness.synchronous_updates", -1, "an int >= 0", "give the"),
-    ({"staleness": {"delay_warmup_updates": -1}}, "vpipe.staleness.delay_warmup_updates", -1, "an int >= 0", "grow"),
+    (
+        {"staleness": {"synchronous_updates": -1}},
+        "vpipe.staleness.synchronous_updates",
+        -1,
+        "an int >= 0",
+        "such as 1000",
+    ),
+    (
+        {"staleness": {"delay_warmup_updates": -1}},
+        "vpipe.staleness.delay_warmup_updates",
+        -1,
+        "an int >= 0",
+        "remove the key",
+    ),
     ({"staleness": {"synchronous_updates": True}}, "vpipe.staleness.synchronous_updates", True, "an int >= 0", ""),
     ({"staleness": {"synchronous_updates": 0.2}}, "vpipe.staleness.synchronous_updates", 0.2, "an int >= 0", ""),
     (
@@ -183,10 +199,10 @@ def test_defaults() -> None:
     assert (config.sync_mode, config.schedule, config.weight_sync) == ("asp", "1f1b", "stash")
     assert config.partition is None
     assert config.peer_timeout_s == 300
-    settings = config.resolve(num_stages=4, num_layers=49)
-    assert settings.partition is None
-    assert settings.recompute_ratio == (0, 0, 0, 0)
-    assert settings.depth == (3, 2, 1, 0)
+    pipeline = config.pipeline(num_stages=4, micro_batches=1)
+    assert pipeline.partition is None
+    assert pipeline.recompute_ratio == (0, 0, 0, 0)
+    assert pipeline.depths == (3, 2, 1, 0)
 
 
 GOOD: list[dict[str, Any]] = [
@@ -227,14 +243,15 @@ def test_config_cannot_be_changed() -> None:
         config.sync_mode = "bsp"  # type: ignore[misc]
 
 
-def test_resolve_spreads_a_number_and_keeps_lists() -> None:
-    settings = VPipeConfig.parse(
+def test_pipeline_spreads_a_number_and_keeps_lists() -> None:
+    pipeline = VPipeConfig.parse(
         {"partition": [12, 13, 13, 11], "recompute_ratio": 0.5, "stage_to_depth_map": [6, 4, 2, 0]}
-    ).resolve(4, 49)
-    assert settings.partition == (12, 13, 13, 11)
-    assert settings.recompute_ratio == (0.5,) * 4
-    assert settings.depth == (6, 4, 2, 0)
-    assert VPipeConfig.parse({"partition": "uniform"}).resolve(1, 1).partition == "uniform"
+    ).pipeline(4, 1)
+    assert pipeline.partition == (12, 13, 13, 11)
+    assert pipeline.recompute_ratio == (0.5,) * 4
+    assert pipeline.depths == (6, 4, 2, 0)
+    left = VPipeConfig.parse({"partition": "uniform", "recompute_ratio": "auto", "profile": "x"}).pipeline(1, 1)
+    assert (left.partition, left.recompute_ratio) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -247,14 +264,19 @@ def test_resolve_spreads_a_number_and_keeps_lists() -> None:
         ({"stage_to_depth_map": [2, 1, 0]}, 4, 49, ["vpipe.stage_to_depth_map", "[2, 1, 0]", "3 entries"]),
         ({"partition": "uniform"}, 4, 3, ["vpipe.partition", '"uniform"', "3 layers for 4 stages"]),
         ({"partition": [1], "recompute_ratio": [0]}, 2, 2, ["vpipe.partition", "(and 1 more)"]),
-        ({**INTERLEAVED, "partition": [25, 24]}, 2, 49, ["vpipe.partition", "per part, 4 for 2 stages", "2 entries"]),
-        (INTERLEAVED, 2, 3, ["vpipe.partition", "3 layers for 4 parts"]),
+        (
+            {**INTERLEAVED, "partition": [25, 24]},
+            2,
+            49,
+            ["vpipe.partition", "per virtual stage, 4 for 2 stages", "2 entries"],
+        ),
+        (INTERLEAVED, 2, 3, ["vpipe.partition", "3 layers for 4 virtual stages"]),
         (INTERLEAVED, 1, 49, ["vpipe.virtual_stages", "got 2", "nothing to interleave"]),
     ],
 )
-def test_resolve_refuses(block: dict[str, Any], num_stages: int, num_layers: int, parts: list[str]) -> None:
+def test_sizes_that_do_not_fit(block: dict[str, Any], num_stages: int, num_layers: int, parts: list[str]) -> None:
     with pytest.raises(VPipeConfigError) as error:
-        VPipeConfig.parse(block).resolve(num_stages, num_layers)
+        VPipeConfig.parse(block).check_sizes(num_stages, num_layers)
     message = message_of(error)
     assert [part for part in parts if part not in message] == []
 
@@ -327,14 +349,14 @@ def test_partition_file_and_block_disagree(split_file: Path) -> None:
 
 
 def test_block_of() -> None:
-    assert block_of({"train_batch_size": 8}) is None
-    assert block_of({"vpipe": {"sync_mode": "asp"}}) == {"sync_mode": "asp"}
+    assert DeepSpeedJson({"train_batch_size": 8}).block is None
+    assert DeepSpeedJson({"vpipe": {"sync_mode": "asp"}}).block == {"sync_mode": "asp"}
 
 
 @pytest.mark.parametrize("ds_config", [{"vpipe": None}, {"vpipe": "asp"}, {"vPipe": {}}, {"v_pipe": {}}])
 def test_block_of_refuses(ds_config: dict[str, Any]) -> None:
     with pytest.raises(VPipeConfigError) as error:
-        block_of(ds_config)
+        _ = DeepSpeedJson(ds_config).block
     assert '"vpipe"' in message_of(error)
 
 
@@ -413,7 +435,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
         "float16",
         '"fp16": {"enabled": true}',
     ),
-    ({"wall_clock_breakdown": True}, {}, "steps_per_print", None, "prints every so many steps"),
+    ({"wall_clock_breakdown": True}, {}, "steps_per_print", None, "prints every steps_per_print steps"),
     (
         {"activation_checkpointing": {"contiguous_memory_optimization": True}},
         {},
@@ -477,7 +499,7 @@ def test_unsupported_deepspeed_settings(
     ds_config: dict[str, Any], block: dict[str, Any], key: str, value: object, more: str
 ) -> None:
     with pytest.raises(VPipeConfigError) as error:
-        refuse_unsupported(ds_config, VPipeConfig.parse(block), num_stages=2)
+        refuse_unsupported(DeepSpeedJson(ds_config), VPipeConfig.parse(block), num_stages=2)
     message = message_of(error)
     assert message.startswith(f"{key}: got {show(value)}; ")
     assert more in message
@@ -485,7 +507,9 @@ def test_unsupported_deepspeed_settings(
 
 def test_several_unsupported_settings_are_counted() -> None:
     with pytest.raises(VPipeConfigError) as error:
-        refuse_unsupported({"amp": {"enabled": True}, "autotuning": {"enabled": True}}, VPipeConfig.parse({}), 2)
+        refuse_unsupported(
+            DeepSpeedJson({"amp": {"enabled": True}, "autotuning": {"enabled": True}}), VPipeConfig.parse({}), 2
+        )
     assert message_of(error).endswith("(and 1 more)")
 
 
@@ -512,7 +536,7 @@ def test_several_unsupported_settings_are_counted() -> None:
     ],
 )
 def test_supported_deepspeed_settings(ds_config: dict[str, Any], block: dict[str, Any], num_stages: int) -> None:
-    refuse_unsupported(ds_config, VPipeConfig.parse(block), num_stages)
+    refuse_unsupported(DeepSpeedJson(ds_config), VPipeConfig.parse(block), num_stages)
 
 
 def test_config_needs_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
@@ -521,8 +545,42 @@ def test_config_needs_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
     code = (
         "import sys, types; package = types.ModuleType('ds_vpipe'); "
         f"package.__path__ = [{str(root / 'ds_vpipe')!r}]; sys.modules['ds_vpipe'] = package; "
-        "import ds_vpipe.config, ds_vpipe.partition; "
+        "import ds_vpipe.config.unsupported, ds_vpipe.partition; "
         "sys.exit(' '.join(name for name in ('torch', 'deepspeed', 'numpy') if name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.stderr.strip() == ""
+
+
+# --- the descriptions of the keys ---
+
+
+def test_every_key_has_its_texts_and_a_sound_example() -> None:
+    for name, field in all_keys(VPipeConfig):
+        extra = field.json_schema_extra
+        assert isinstance(extra, dict)
+        assert extra["allowed"], name
+        assert field.description, name
+        example = (field.examples or [None])[0]
+        block: Any = {name.rpartition(".")[2]: example}
+        for parent in reversed(name.split(".")[:-1]):
+            block = {parent: block}
+        if name in ("virtual_stages", "profile", "link_bandwidth"):  # with others
+            block |= {**INTERLEAVED, "profile": "profile.json"} if name == "virtual_stages" else {}
+        VPipeConfig.parse(block)
+
+
+def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--markdown"]) == 0
+    page = Path(__file__).parent
+    while not (page / "docs").is_dir():
+        page = page.parent
+    assert (page / "docs" / "configuration.md").read_text(encoding="utf-8") == capsys.readouterr().out
+
+
+def test_one_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "timeline"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line[0] != " "] == ["timeline", "timeline.enabled", "timeline.path"]
+    assert main(["config", "timelin"]) == 2
+    assert "allowed: sync_mode, schedule" in capsys.readouterr().err

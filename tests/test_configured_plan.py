@@ -13,9 +13,11 @@ from worlds import Worlds
 
 from ds_vpipe.__main__ import main
 from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.planning.configured_plan import planned
-from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.planning.planner import configured_plan, read_profile
 
 MB = 10**6
 ALL = {"partition": "profile", "recompute_ratio": "auto", "stage_to_depth_map": "auto", "link_bandwidth": 1e18}
@@ -35,8 +37,16 @@ def settle(
     block = {"profile": profile_file(folder, seconds), **block}
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
     ds_config = {"gradient_accumulation_steps": batch, "optimizer": sgd, "vpipe": block}
-    own = [len(seconds) // stages] * stages
-    return planned(VPipeConfig.parse(block), ds_config, stages, own, **options)
+    return planned(block, ds_config, [len(seconds) // stages] * stages, **options)
+
+
+def planned(block: dict[str, Any], ds_config: dict[str, Any], own: list[int], **options: Any) -> Any:
+    """The block with numbers, and the plan, as the engine prepares them."""
+    config, json = VPipeConfig.parse(block), DeepSpeedJson(ds_config)
+    profile = read_profile(config, json, sum(own))
+    pipeline = config.pipeline(len(own), json.micro_batches(1))
+    plan = configured_plan(config, pipeline, Devices.of(config, json, **options), profile, own)
+    return config.settled(plan.pipeline), plan
 
 
 def test_an_unbalanced_model_is_balanced(tmp_path: Path) -> None:
@@ -46,8 +56,7 @@ def test_an_unbalanced_model_is_balanced(tmp_path: Path) -> None:
     assert config.stage_to_depth_map == (1, 0)
     assert plan.pace_s == pytest.approx(15e-3)
     assert not config.leaves_to_planner
-    settings = config.resolve(2, 6)
-    assert (settings.partition, settings.recompute_ratio, settings.depth) == ((1, 5), (0.0, 0.0), (1, 0))
+    assert plan.pipeline == config.pipeline(2, 1)
 
 
 def test_a_budget_brings_recomputation_where_it_is_needed(tmp_path: Path) -> None:
@@ -67,18 +76,17 @@ def test_a_budget_brings_recomputation_where_it_is_needed(tmp_path: Path) -> Non
 def test_interleaved_parts_get_the_split_of_the_plan(tmp_path: Path) -> None:
     block = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2, "partition": "profile"}
     config, plan = settle(tmp_path, {**block, "recompute_ratio": [0.5, 0]}, [5e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3])
-    assert plan.virtual_stages == 2
+    assert plan.pipeline.virtual_stages == 2
     assert config.partition is not None
     assert len(config.partition) == 4
     assert config.partition[0] == 1, "the slowest layer is a part of its own"
-    assert config.recompute_ratio == (0.5, 0.0)
-    assert config.resolve(2, 6).partition == config.partition
+    assert config.recompute_ratio == (0.5, 0.0, 0.5, 0.0)
+    assert config.pipeline(2, 1) == plan.pipeline
     left = {**block, "recompute_ratio": "auto", "memory_budget": 60 * MB}
     config, plan = settle(tmp_path, left, [1e-3] * 8, batch=4)
-    assert config.recompute_ratio == plan.recompute_ratio
-    assert len(set(plan.recompute_ratio)) > 1, "parts in flight for longer recompute more"
+    assert len(set(config.recompute_ratio)) > 1, "parts in flight for longer recompute more"
     assert all(memory.total <= 60 * MB for memory in plan.rank_memory())
-    assert config.resolve(2, 8).recompute_ratio == plan.recompute_ratio
+    assert config.pipeline(2, 4) == plan.pipeline
 
 
 def test_depths_hide_the_transfers_of_the_links_that_the_json_names(tmp_path: Path) -> None:
@@ -95,13 +103,13 @@ def test_a_profile_in_another_type_is_refused(tmp_path: Path) -> None:
     block = {"partition": "profile", "profile": profile_file(tmp_path, [1e-3] * 4)}
     ds_config = {"gradient_accumulation_steps": 1, "bf16": {"enabled": True}, "vpipe": block}
     with pytest.raises(VPipeConfigError, match="it is of float32 and the JSON trains in bfloat16"):
-        planned(VPipeConfig.parse(block), ds_config, 2, [2, 2])
+        planned(block, ds_config, [2, 2])
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     block = {**ALL, "profile": profile_file(tmp_path, [1e-3] * 6)}
     with pytest.raises(VPipeConfigError, match=r"vpipe.profile: got .*it has 6 layers but the model has 8"):
-        planned(VPipeConfig.parse(block), {"vpipe": block}, 2, [4, 4])
+        planned(block, {"vpipe": block}, [4, 4])
 
 
 @pytest.mark.parametrize(("key", "word"), list(ALL.items())[:3])
@@ -116,7 +124,7 @@ def train(ds_config: dict[str, Any]) -> dict[str, Any]:
     losses = [float(engine.train_batch(iterator)) for _ in range(4)]
     settled = engine.vpipe_config.partition, engine.vpipe_config.recompute_ratio, engine.vpipe_config.stage_to_depth_map
     plan = None if engine.plan is None else engine.plan.to_json()
-    report = {"losses": losses, "settings": engine.settings, "settled": settled, "plan": plan}
+    report = {"losses": losses, "pipeline": engine.pipeline, "settled": settled, "plan": plan}
     engine.destroy()
     return report
 
@@ -128,15 +136,15 @@ def test_an_engine_runs_by_the_plan(worlds: Worlds, tmp_path: Path, capsys: pyte
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
     ds_config = cases.config(1, sgd, {**ALL, "profile": profile})
     reports = worlds.run(2, train, ds_config)
-    settings = reports[0]["settings"]
-    assert settings.partition == (3, 7)
-    assert reports[0]["settled"] == (settings.partition, settings.recompute_ratio, settings.depth)
+    pipeline = reports[0]["pipeline"]
+    assert pipeline.partition == (3, 7)
+    assert reports[0]["settled"] == (pipeline.partition, pipeline.recompute_ratio, pipeline.depths)
     (tmp_path / "ds_config.json").write_text(json.dumps(ds_config), encoding="utf-8")
     assert main(["plan", str(tmp_path / "ds_config.json"), "--stages", "2", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     for report in reports:
         assert json.loads(json.dumps(report["plan"])) == {key: printed[key] for key in report["plan"]}
-    numbers = {"partition": list(settings.partition), "stage_to_depth_map": list(settings.depth)}
+    numbers = {"partition": list(pipeline.partition), "stage_to_depth_map": list(pipeline.depths)}
     for report in worlds.run(2, train, cases.config(1, sgd, numbers)):
         assert report["losses"] == reports[0]["losses"]
         assert report["plan"] is None

@@ -14,7 +14,9 @@ import pytest
 from vpipe_runs import FOUR_GPUS, MAPS, fields, write_run
 
 from ds_vpipe.__main__ import main
-from ds_vpipe.config import VPipeConfig, refuse_unsupported
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.migration.vpipe import MODEL_OF_LAYERS, Hosts
 from ds_vpipe.migration.vpipe_files import FIELDS
 from ds_vpipe.models.bert.sizes import bert_config, num_pipeline_layers
@@ -97,10 +99,11 @@ def test_the_shipped_files(convert: Convert, variant: str) -> None:
     result = convert(variant)
     content = result["ds_config"]
     block = VPipeConfig.parse(content["vpipe"])
-    settings = block.resolve(4, 49)
-    refuse_unsupported(content, block, 4)
-    assert (block.sync_mode, settings.partition) == (sync_mode, tuple(partition))
-    assert (settings.recompute_ratio, settings.depth) == (tuple(ratios), (3, 2, 1, 0))
+    block.check_sizes(4, 49)
+    pipeline = block.pipeline(4, content["gradient_accumulation_steps"])
+    refuse_unsupported(DeepSpeedJson(content), block, 4)
+    assert (block.sync_mode, pipeline.partition) == (sync_mode, tuple(partition))
+    assert (pipeline.recompute_ratio, pipeline.depths) == (tuple(ratios), (3, 2, 1, 0))
     assert content["train_micro_batch_size_per_gpu"] == batch_size
     assert content["gradient_accumulation_steps"] == {"asp": 1, "bsp": 32}[sync_mode]
     assert content["steps_per_print"] == {"asp": 100, "bsp": 3}[sync_mode]

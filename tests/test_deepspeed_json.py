@@ -9,9 +9,9 @@ from deepspeed import comm
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.deepspeed_json import MICRO, STEPS, TOTAL, DeepSpeedJson
+from ds_vpipe.config.deepspeed_json import MICRO, STEPS, TOTAL, DeepSpeedJson
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.planning.plan_settings import configured_settings
+from ds_vpipe.planning.devices import Devices
 
 ON, OFF = {"enabled": True}, {"enabled": False}
 REPLICAS = 3
@@ -75,7 +75,7 @@ def test_the_planner_reads_what_deepspeed_reads() -> None:
     """Three copies of the reader disagreed about a bare boolean, numbers as words and the old name of bf16."""
 
     def held(**content: Any) -> Any:
-        return configured_settings(VPipeConfig.parse({}), content, 2, 4, replicas=2).optimizer.held
+        return Devices.of(VPipeConfig.parse({}), DeepSpeedJson(content), replicas=2).optimizer.held
 
     assert (
         held(zero_optimization=True) == held(zero_optimization={"stage": "1"}) == held(zero_optimization={"stage": 1})

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.schedules.schedule import default_depths, version_used
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
-from ds_vpipe.staleness.settings import Staleness
 
 
 def warmup_of(synchronous: int, warmup: int, delay: int) -> DelayWarmup:

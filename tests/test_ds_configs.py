@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from ds_vpipe.config import VPipeConfig, block_of, refuse_unsupported
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.lr_policies import lr_policy
 from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.sizes import bert_config
@@ -57,12 +59,13 @@ def test_every_file_is_known_here() -> None:
 def test_split_is_the_published_one_and_fits_the_model(name: str) -> None:
     model, partition, ratio, sync_mode = PUBLISHED[name]
     content = load(name)
-    config = VPipeConfig.parse(block_of(content))
+    config = VPipeConfig.parse(DeepSpeedJson(content).block)
     assert config.sync_mode == sync_mode
-    settings = config.resolve(len(partition), num_layers(model))
-    assert settings.partition == tuple(partition)
-    assert settings.recompute_ratio == tuple(ratio)
-    refuse_unsupported(content, config, len(partition))
+    config.check_sizes(len(partition), num_layers(model))
+    pipeline = config.pipeline(len(partition), 1)
+    assert pipeline.partition == tuple(partition)
+    assert pipeline.recompute_ratio == tuple(ratio)
+    refuse_unsupported(DeepSpeedJson(content), config, len(partition))
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if "large" in name])

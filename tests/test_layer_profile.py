@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile, merge_profiles
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile, merge_profiles
 
 LAYERS = tuple(LayerProfile(f"layer{i}", 0.1 * i, 0.25, 40 + i, 30, 20, 10, 5, 3, 40) for i in range(5))
 MODEL = ModelProfile(LAYERS, 64, 4, "cpu", "float32", "measured")

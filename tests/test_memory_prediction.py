@@ -18,7 +18,7 @@ SMALL = Namespace(stages=STAGES, hidden=128, layers=4, vocabulary=1024, batch=4,
 
 
 def profile() -> Any:
-    from ds_vpipe.profiles.profiler import profile_layers
+    from ds_vpipe.planning.profiler import profile_layers
 
     return profile_layers(**sample(SMALL), micro_batches=1, warm_up=0)[0]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vpipe.planning.pace import Link, batch_seconds, hiding_depths, pace
-from ds_vpipe.planning.recompute_choice import checkpoint_ratios, ratio_for
+from ds_vpipe.planning.pace import Link, batch_seconds, hiding_depths, micro_batches_for, pace
+from ds_vpipe.planning.plan import ratio_for
 
 eighths = st.integers(1, 24).map(lambda n: n / 8)
 
@@ -129,9 +129,15 @@ def test_ratios() -> None:
         ratio_for(3, 2)
 
 
-def test_checkpoint_modes() -> None:
-    assert checkpoint_ratios("always", 3) == (1, 1, 1)
-    assert checkpoint_ratios("except_last", 3) == (1, 1, 0)
-    assert checkpoint_ratios("never", 3) == (0, 0, 0)
-    with pytest.raises(ValueError, match=r'checkpoint: got "allways"; .*did you mean "always"'):
-        checkpoint_ratios("allways", 3)
+@pytest.mark.parametrize(("num_stages", "fewest"), [(1, 1), (2, 9), (4, 27), (8, 63), (16, 135)])
+def test_fewest_micro_batches_for_a_tenth(num_stages: int, fewest: int) -> None:
+    assert micro_batches_for(num_stages, 0.1) == fewest
+
+
+@pytest.mark.parametrize("idle", [0.03, 0.07, 0.1, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("virtual_stages", [1, 2, 3])
+def test_one_less_is_too_few(idle: float, virtual_stages: int) -> None:
+    for num_stages in range(2, 20):
+        fewest, fill = micro_batches_for(num_stages, idle, virtual_stages), (num_stages - 1) / virtual_stages
+        assert fill / (fewest + fill) <= idle + 1e-12
+        assert fewest == 1 or fill / (fewest - 1 + fill) > idle

@@ -68,7 +68,7 @@ def test_wheel_holds_every_module(checkout: Path) -> None:
             inner = path.relative_to(ROOT / folder)
             if folder != "ds_vpipe" or inner.parts[0] not in ("engine", "models"):
                 expected.add(f"ds_vpipe/{package}{inner.as_posix()}")
-    assert {"ds_vpipe/config.py", "ds_vpipe/engine/__init__.py", "ds_vpipe/models/bert/__init__.py"} <= expected
+    assert {"ds_vpipe/config/block.py", "ds_vpipe/engine/__init__.py", "ds_vpipe/models/bert/__init__.py"} <= expected
     assert {name for name in names if ".dist-info/" not in name and not name.endswith(".json")} == expected
     assert {name.split("/")[0] for name in names} == {"ds_vpipe", "ds_vpipe-0.1.0.dist-info"}
 

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.memory import stage_memory
 from ds_vpipe.planning.optimizer_bytes import OptimizerBytes, optimizer_bytes
 from ds_vpipe.planning.pace import Link, pace
-from ds_vpipe.planning.plan_settings import PlanSettings
 from ds_vpipe.planning.planner import plan, predict
-from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.schedules.pipeline import Pipeline
 
 
 def layer(forward: float = 1, backward: float = 2, parameters: int = 0, kept: int = 0, out: int = 0) -> LayerProfile:
@@ -54,24 +55,28 @@ def layers(draw: st.DrawFn) -> LayerProfile:
     )
 
 
+Problem = tuple[ModelProfile, Pipeline, Devices]
+
+
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[ModelProfile, PlanSettings]:
+def problems(draw: st.DrawFn) -> Problem:
     found = draw(st.lists(layers(), min_size=1, max_size=6))
     stages = draw(st.integers(1, min(4, len(found))))
     schedule = draw(st.sampled_from(["asp", "asp", "1f1b", "gpipe"]))
     ahead = draw(st.lists(st.integers(0, 3), min_size=stages - 1, max_size=stages - 1))
-    pipeline = PlanSettings(
-        num_stages=stages,
-        micro_batches=draw(st.integers(1, 5)),
-        schedule=schedule,
-        budget=draw(st.none() | st.integers(1, 250) | st.lists(st.integers(1, 250), min_size=stages, max_size=stages)),
-        depths=[sum(ahead[s:]) for s in range(stages)] if schedule == "asp" else "default",
-        weight_sync=draw(st.sampled_from(["stash", "vertical", "none"])),
+    pipeline = Pipeline(schedule, stages, draw(st.integers(1, 5)))
+    if schedule == "asp":
+        depths = tuple(sum(ahead[s:]) for s in range(stages))
+        weight_sync = draw(st.sampled_from(["stash", "vertical", "none"]))
+        pipeline = replace(pipeline, depth_map=depths, weight_sync=weight_sync)
+    sizes = st.integers(1, 250)
+    devices = Devices(
+        budget=draw(st.none() | sizes | st.lists(sizes, min_size=stages, max_size=stages).map(tuple)),
         optimizer=OptimizerBytes(held=draw(st.sampled_from([Fraction(0), Fraction(5, 3)])), update=Fraction(1, 2)),
         link=Link(draw(st.integers(0, 8)) / 8, draw(st.sampled_from([1, 8, float("inf")]))),
         host_transfers=draw(st.booleans()),
     )
-    return model(*found, input_bytes=draw(st.integers(0, 12))), pipeline
+    return model(*found, input_bytes=draw(st.integers(0, 12))), pipeline, devices
 
 
 def all_partitions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
@@ -79,14 +84,15 @@ def all_partitions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]
         yield tuple(end - start for start, end in pairwise((0, *cuts, num_layers)))
 
 
-def brute_force(profile: ModelProfile, pipeline: PlanSettings) -> float | None:
+def brute_force(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> float | None:
     """The smallest pace over everything that fits."""
-    budgets, there, best = pipeline.part_budgets(), pipeline.residencies(), None
+    budgets, loads, best = devices.budgets(pipeline), devices.loads(pipeline), None
+    depths = None if pipeline.schedule == "gpipe" else pipeline.depths
 
     @cache
     def seconds(stage: int, start: int, stop: int, again: int) -> float | None:
         """Of a stage that fits, else None."""
-        memory = stage_memory(profile, start, stop, there[stage], pipeline.optimizer, again)
+        memory = stage_memory(profile, start, stop, loads[stage], devices.optimizer, again)
         limit, mine = budgets[stage], profile.layers[start:stop]
         if limit is not None and memory.total > limit:
             return None
@@ -96,116 +102,112 @@ def brute_force(profile: ModelProfile, pipeline: PlanSettings) -> float | None:
 
     for counts in all_partitions(len(profile), pipeline.num_stages):
         edges = bounds(counts)
-        trips = [pipeline.link.round_trip(profile.layers[cut - 1].boundary_bytes) for cut in edges[1:-1]]
+        trips = [devices.link.round_trip(profile.layers[cut - 1].boundary_bytes) for cut in edges[1:-1]]
         for again in product(*(range(count + 1) for count in counts)):
             compute = [seconds(s, edges[s], edges[s + 1], again[s]) for s in range(len(counts))]
             known = [one for one in compute if one is not None]
             if len(known) == len(counts):
-                found = pace(known, trips, pipeline.known_depths())
+                found = pace(known, trips, depths)
                 best = found if best is None else min(best, found)
     return best
 
 
 @settings(max_examples=120)
 @given(problem=problems())
-def test_plans_are_optimal_and_fit(problem: tuple[ModelProfile, PlanSettings]) -> None:
-    profile, pipeline = problem
-    best = brute_force(profile, pipeline)
+def test_plans_are_optimal_and_fit(problem: Problem) -> None:
+    best = brute_force(*problem)
     if best is None:
         with pytest.raises(VPipeConfigError, match="nothing fits"):
-            plan(profile, pipeline)
+            plan(*problem)
         return
-    found = plan(profile, pipeline)
+    found = plan(*problem)
     assert found.pace_s == pytest.approx(best, rel=1e-11)
     for stage in found.stages:
         assert stage.budget is None or stage.memory.total <= stage.budget
-    assert predict(profile, pipeline, found.partition, found.recompute_ratio) == found
+    profile, _, devices = problem
+    assert predict(profile, found.pipeline, devices) == found
 
 
 @settings(max_examples=60)
 @given(problem=problems(), data=st.data())
-def test_settled_partitions_and_ratios_are_kept(
-    problem: tuple[ModelProfile, PlanSettings], data: st.DataObject
-) -> None:
-    profile, pipeline = problem
-    pipeline = replace(pipeline, budget=None)
-    counts = data.draw(st.sampled_from(list(all_partitions(len(profile), pipeline.num_stages))))
-    ratios = data.draw(
-        st.lists(st.sampled_from([0, 0.3, 1]), min_size=pipeline.num_stages, max_size=pipeline.num_stages)
-    )
-    fixed = predict(profile, pipeline, counts, ratios)
-    assert plan(profile, pipeline, counts, ratios) == fixed
+def test_fixed_partitions_and_ratios_are_kept(problem: Problem, data: st.DataObject) -> None:
+    profile, pipeline, devices = problem
+    devices, stages = replace(devices, budget=None), pipeline.num_stages
+    counts = data.draw(st.sampled_from(list(all_partitions(len(profile), stages))))
+    ratios = data.draw(st.lists(st.sampled_from([0, 0.3, 1]), min_size=stages, max_size=stages).map(tuple))
+    fixed = replace(pipeline, partition=counts, recompute_ratio=ratios)
+    assert plan(profile, fixed, devices) == predict(profile, fixed, devices)
     # Each stage may have what it needs without recomputation: then nothing is recomputed, and with one byte less on one
     # stage either that stage recomputes, or it does not fit.
-    never = predict(profile, pipeline, counts, [0] * pipeline.num_stages)
-    budgets = [max(1, stage.memory.total) for stage in never.stages]
-    found = plan(profile, replace(pipeline, budget=budgets), counts)
-    assert [stage.recomputed for stage in found.stages] == [0] * pipeline.num_stages
+    pipeline = replace(pipeline, partition=counts)
+    never = predict(profile, replace(pipeline, recompute_ratio=(0,) * stages), devices)
+    budgets = tuple(max(1, stage.memory.total) for stage in never.stages)
+    found = plan(profile, pipeline, replace(devices, budget=budgets))
+    assert [stage.recomputed for stage in found.stages] == [0] * stages
     if budgets[0] > 1:
         try:
-            tighter = plan(profile, replace(pipeline, budget=[budgets[0] - 1, *budgets[1:]]), counts)
+            tighter = plan(profile, pipeline, replace(devices, budget=(budgets[0] - 1, *budgets[1:])))
         except VPipeConfigError as error:
             refused = str(error)
             assert "for stage 0; nothing fits" in refused
         else:
-            assert tighter.partition == counts
+            assert tighter.pipeline.partition == counts
             assert tighter.stages[0].recomputed > 0
 
 
 @settings(max_examples=60)
 @given(problem=problems())
-def test_the_missing_bytes_are_exact(problem: tuple[ModelProfile, PlanSettings]) -> None:
-    profile, pipeline = problem
-    tight = replace(pipeline, budget=1)
+def test_the_missing_bytes_are_exact(problem: Problem) -> None:
+    profile, pipeline, devices = problem
     try:
-        plan(profile, tight)
+        plan(profile, pipeline, replace(devices, budget=1))
     except VPipeConfigError as error:
         line = str(error)
     else:
         return
     assert "\n" not in line
     missing = int(re.search(r", (\d+) bytes \(", line).group(1))  # type: ignore[union-attr]
-    plan(profile, replace(pipeline, budget=1 + missing))
+    plan(profile, pipeline, replace(devices, budget=1 + missing))
     if missing > 1:
         with pytest.raises(VPipeConfigError, match=r", 1 bytes \(1 B\) too many"):
-            plan(profile, replace(pipeline, budget=missing))
+            plan(profile, pipeline, replace(devices, budget=missing))
+
+
+def asp(num_stages: int, micro_batches: int) -> Pipeline:
+    return Pipeline("asp", num_stages, micro_batches)
 
 
 def test_the_first_stage_recomputes_what_it_must() -> None:
     # K = 2, W = (1, 0): stage 0 holds two micro-batches. 4 layers of 10 bytes each, boundaries of 1 byte.
     profile = model(*[layer(kept=10, out=1)] * 4, input_bytes=1)
     # Per micro-batch: input 1, layers 10 + 10, output 1; what is between them and kept by nobody does not count.
-    free = plan(profile, PlanSettings(2, 1))
-    assert free.partition == (2, 2)
+    free = plan(profile, asp(2, 1), Devices())
+    assert free.pipeline.partition == (2, 2)
     assert free.stages[0].memory.activations == 44
     assert free.stages[0].memory.total == 44
     assert free.pace_s == 6
     # A byte less: the last layer is recomputed. Per micro-batch: input 1, layer 10, segment's input 1, output 1.
     # Once: the segment's input again, 1, and its layer, 10.
-    tight = plan(profile, PlanSettings(2, 1, budget=43))
-    assert tight.partition == (2, 2)
+    tight = plan(profile, asp(2, 1), Devices(43))
+    assert tight.pipeline.partition == (2, 2)
     assert tight.stages[0].recomputed == 1
     assert tight.stages[0].memory.activations == 26
     assert tight.stages[0].memory.recompute == 11
     assert tight.stages[0].memory.total == 37
-    assert tight.recompute_ratio == (0.5, 0)
+    assert tight.pipeline.recompute_ratio == (0.5, 0)
     assert tight.pace_s == 7
 
 
 def test_versions_move_layers_to_later_stages() -> None:
     # M = 1: stages hold 4, 3, 2, 1 versions. 10 layers of 10 bytes and as many of gradients; 100 bytes fit 2, 2, 3, 5.
     profile = model(*[layer(parameters=10)] * 10)
-    found = plan(profile, PlanSettings(4, 1, budget=100))
+    found = plan(profile, asp(4, 1), Devices(100))
     assert all(stage.memory.total <= 100 for stage in found.stages)
-    assert [stage.memory.versions for stage in found.stages] == [
-        30 * found.partition[0],
-        20 * found.partition[1],
-        10 * found.partition[2],
-        0,
-    ]
-    assert max(found.partition) == 3
+    counts = found.pipeline.partition or ()
+    assert [stage.memory.versions for stage in found.stages] == [30 * counts[0], 20 * counts[1], 10 * counts[2], 0]
+    assert max(counts) == 3
     with pytest.raises(VPipeConfigError, match="raise gradient_accumulation_steps to 3, so that no stage stashes"):
-        plan(profile, PlanSettings(4, 1, budget=75))
+        plan(profile, asp(4, 1), Devices(75))
 
 
 @pytest.mark.parametrize(
@@ -215,24 +217,24 @@ def test_versions_move_layers_to_later_stages() -> None:
 def test_depths_that_hide_transfers(round_trip: float, depths: tuple[int, ...], seconds: float) -> None:
     profile = model(*[layer()] * 4)
     link = Link(latency_s=round_trip / 2)
-    assert plan(profile, PlanSettings(4, 4, depths="auto", link=link)).depths == depths
-    assert plan(profile, PlanSettings(4, 4, depths="auto", link=link)).pace_s == seconds
-    waiting = plan(profile, PlanSettings(4, 4, link=link))
+    hiding = plan(profile, asp(4, 4), Devices(link=link), hide_transfers=True)
+    assert (hiding.depths, hiding.pace_s) == (depths, seconds)
+    waiting = plan(profile, asp(4, 4), Devices(link=link))
     assert waiting.pace_s == 3 + 0.75 * round_trip  # three round trips for four micro-batches in flight
 
 
 def test_depths_that_do_not_fit_are_named() -> None:
     profile = model(*[layer(out=10)] * 4, input_bytes=10)
-    found = plan(profile, PlanSettings(4, 4, depths="auto", link=Link(0.75), budget=100))
+    found = plan(profile, asp(4, 4), Devices(100, link=Link(0.75)), hide_transfers=True)
     assert found.depths == (3, 2, 1, 0)
     assert "depths [6, 4, 2, 0] would hide all transfers but do not fit" in found.notes[0]
 
 
 def test_interleaved_parts_fit_their_rank() -> None:
     profile = model(*[layer(kept=10, parameters=4)] * 16)
-    pipeline = PlanSettings(2, 4, "interleaved", virtual_stages=2, budget=2000, optimizer=optimizer_bytes("adam"))
-    found = plan(profile, pipeline)
-    assert found.partition == (4, 4, 4, 4)
+    devices = Devices(2000, optimizer_bytes("adam"))
+    found = plan(profile, Pipeline("interleaved", 2, 4, virtual_stages=2), devices)
+    assert found.pipeline.partition == (4, 4, 4, 4)
     assert found.pace_s == 24
     # 4 micro-batches of 24 s, and a bubble of (K - 1) / v of them.
     assert found.seconds_per_micro_batch == 24 + 12 / 4
@@ -245,28 +247,28 @@ def test_interleaved_parts_fit_their_rank() -> None:
 def test_synchronous_seconds() -> None:
     profile = model(*[layer()] * 4)
     for schedule in ("1f1b", "gpipe"):
-        found = plan(profile, PlanSettings(4, 8, schedule))  # type: ignore[arg-type]
+        found = plan(profile, Pipeline(schedule, 4, 8), Devices())  # type: ignore[arg-type]
         assert 1 - 3.0 / found.seconds_per_micro_batch == pytest.approx(3 / 11)  # the bubble (K-1) / (K-1+M)
 
 
 def test_plans_become_files(tmp_path: Path) -> None:
     profile = model(*[layer(kept=10, out=1, parameters=4)] * 7, input_bytes=1)
-    found = plan(profile, PlanSettings(3, 2, budget=70, link=Link(0.1)))
+    found = plan(profile, asp(3, 2), Devices(70, link=Link(0.1)))
     assert any(stage.recomputed for stage in found.stages)
     path = tmp_path / "split.json"
     found.save_split(path)
     config = VPipeConfig.parse({"partition": str(path)})
-    assert config.partition == found.partition
-    assert config.recompute_ratio == found.recompute_ratio
-    config.resolve(3, 7)
+    assert config.partition == found.pipeline.partition
+    assert config.recompute_ratio == found.pipeline.recompute_ratio
+    config.check_sizes(3, 7)
     content = json.loads(json.dumps(found.to_json()))
-    assert content["partition"] == list(found.partition)
+    assert content["partition"] == list(found.pipeline.partition or ())
     assert [stage["memory"]["total"] for stage in content["stages"]] == [s.memory.total for s in found.stages]
 
 
 def test_table() -> None:
     profile = model(*[layer(0.001, 0.002, kept=10_000_000, out=1000, parameters=4_000_000)] * 4, input_bytes=1000)
-    lines = plan(profile, PlanSettings(2, 1)).table().splitlines()
+    lines = plan(profile, asp(2, 1), Devices()).table().splitlines()
     assert [line[:83] for line in lines[:3]] == [
         "stage  layers  recompute  compute ms  transfer ms  depth  weights  versions  gradie",
         "    0     0-1        0/2        6.00         0.00      1     8 MB      8 MB       4",
@@ -280,29 +282,20 @@ def test_table() -> None:
     assert lines[3] == "asp, M = 1: 6.00 ms per micro-batch; pace 6.00 ms"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_stages": 5}, "number of stages: got 5; the model has 4 layers"),
-        (
-            {"budget": [1, 2, 3]},
-            "memory budget: got [1, 2, 3]; allowed: bytes > 0, one number or one for each of 2 ranks",
-        ),
-        (
-            {"depths": [1, 2]},
-            "depth_map: got [1, 2]; allowed: 2 whole numbers >= 0, each no larger than the one before, the last 0",
-        ),
-        ({"schedule": "zigzag"}, 'schedule: got "zigzag"; allowed: "asp", "1f1b", "gpipe", "interleaved"'),
-        (
-            {"virtual_stages": 2},
-            'virtual_stages: got 2; schedule is "asp"; allowed: 2 or more with schedule',
-        ),
-    ],
-)
-def test_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(VPipeConfigError) as error:
-        plan(model(*[layer()] * 4), replace(PlanSettings(2, 1), **change))  # type: ignore[arg-type]
-    assert str(error.value).startswith(message)
+def test_refused() -> None:
+    profile = model(*[layer()] * 4)
+    with pytest.raises(VPipeConfigError, match=r"^number of stages: got 5; the model has 4 layers"):
+        plan(profile, asp(5, 1), Devices())
+    allowed = r"allowed: bytes > 0, one number or one for each of 2 ranks"
+    with pytest.raises(VPipeConfigError, match=rf"^memory budget: got \[1, 2, 3\]; {allowed}"):
+        plan(profile, asp(2, 1), Devices((1, 2, 3)))
+    with pytest.raises(VPipeConfigError, match=r"^vpipe.partition: got \[1, 2\]; these are 2 counts that sum to 3"):
+        plan(profile, replace(asp(2, 1), partition=(1, 2)), Devices())
+
+
+def test_virtual_stages_share_the_budget_of_their_rank() -> None:
+    budgets = Devices((30, 60)).budgets(Pipeline("interleaved", 2, 4, virtual_stages=3))
+    assert budgets == [10, 20, 10, 20, 10, 20]
 
 
 @pytest.mark.parametrize(("num_layers", "num_stages", "budget", "seconds"), [(97, 8, 43_000, 2), (400, 64, 40_000, 30)])
@@ -310,14 +303,6 @@ def test_plans_are_quick(num_layers: int, num_stages: int, budget: int, seconds:
     costs: Sequence[int] = [1 + index * 37 % 11 for index in range(num_layers)]
     profile = model(*[layer(cost / 1e3, cost / 5e2, 100 * cost, 300, 10) for cost in costs], input_bytes=10)
     begin = time.process_time()
-    found = plan(
-        profile,
-        PlanSettings(
-            num_stages,
-            8,
-            budget=budget,
-            optimizer=optimizer_bytes("adam"),
-        ),
-    )
+    found = plan(profile, asp(num_stages, 8), Devices(budget, optimizer_bytes("adam")))
     assert time.process_time() - begin < seconds
     assert any(stage.recomputed for stage in found.stages)

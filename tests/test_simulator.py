@@ -12,7 +12,6 @@ from shapes import trainings
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.actions import Kind
-from ds_vpipe.schedules.bubble import bubble_share
 from ds_vpipe.schedules.pipeline import Pipeline, Schedule
 from ds_vpipe.schedules.programs import Workload, programs
 from ds_vpipe.schedules.rendezvous import Link, posted_receives, receive_link, send_link
@@ -56,7 +55,8 @@ def test_bubble_of_synchronous_pipelines(
         micro_batches = max(micro_batches, num_stages)
     pipeline = Pipeline(schedule, num_stages, micro_batches, virtual_stages=virtual_stages)
     simulation = even(pipeline, batches, StageCost(1.0, backward_s))
-    wanted = bubble_share(num_stages, micro_batches, virtual_stages)
+    fill = (num_stages - 1) / virtual_stages
+    wanted = fill / (micro_batches + fill)  # Huang et al., "GPipe"; Narayanan et al., SC 2021
     assert simulation.bubble == pytest.approx([wanted] * num_stages, abs=CLOSE)
     assert simulation.steady_bubble == pytest.approx(simulation.bubble, abs=CLOSE)
     assert simulation.throughput == pytest.approx(simulation.overall_throughput)
@@ -68,7 +68,7 @@ def test_bubble_of_synchronous_pipelines(
 def test_no_bubble_in_the_steady_state_of_asp(
     num_stages: int, micro_batches: int, backward_s: float, vertical: bool
 ) -> None:
-    pipeline = Pipeline("asp", num_stages, micro_batches, vertical=vertical)
+    pipeline = Pipeline("asp", num_stages, micro_batches, weight_sync="vertical" if vertical else "stash")
     simulation = even(pipeline, 30, StageCost(1.0, backward_s, update_s=0.5))
     assert simulation.steady_bubble == pytest.approx([0.0] * num_stages, abs=CLOSE)
     assert simulation.throughput == pytest.approx(1 / (1 + backward_s + 0.5 / micro_batches))
@@ -293,7 +293,7 @@ def test_versions_of_passes() -> None:
         [("F0", 0), ("F1", 0), ("B0", 0), ("F2", 1), ("B1", 0), ("B2", 1)],
         [("F0", 0), ("B0", 0), ("F1", 1), ("B1", 1), ("F2", 2), ("B2", 2)],
     ]
-    vertical = even(Pipeline("asp", 2, 1, vertical=True), 3, StageCost(1.0, 1.0))
+    vertical = even(Pipeline("asp", 2, 1, weight_sync="vertical"), 3, StageCost(1.0, 1.0))
     assert [(text, version) for text, _, _, version in vertical.records[1].passes] == [
         ("F0", 0),
         ("B0", 0),

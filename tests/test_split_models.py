@@ -10,7 +10,7 @@ import torch
 from split_models import CASES, GRAPHS, OWN, SAMPLES, Stages, Writing, built, padding, pass_through, tokens
 from torch import Tensor, nn
 
-from ds_vpipe.profiles.profiler import profile_layers
+from ds_vpipe.planning.profiler import profile_layers
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.split import split_in_process
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from ds_vpipe.config.staleness import Staleness, refuse_delays
 from ds_vpipe.engine.lamb import Lamb
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.schedule import update_delay, update_delays, versions_alive
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.mitigation import PREVIOUS_CHANGE, StalenessMitigation
-from ds_vpipe.staleness.settings import Staleness, refuse_delays
 
 LR = 0.125  # with gradients and weights that are small multiples of powers of two nothing is rounded
 

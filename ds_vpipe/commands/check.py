@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from ds_vpipe.commands.arguments import add_pipeline_arguments, check_size, read_pipeline
 from ds_vpipe.commands.inputs import print_json
-from ds_vpipe.commands.settings import add_pipeline_arguments, check_size, settings_from
-from ds_vpipe.config import refuse_unsupported
+from ds_vpipe.config.staleness import refuse_delays
+from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.schedules.programs import Workload
 
 DESCRIPTION = """\
@@ -37,16 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
     from ds_vpipe.schedules.fault_grid import fault_grid
     from ds_vpipe.schedules.programs import programs
     from ds_vpipe.schedules.schedule import update_delays
-    from ds_vpipe.staleness.settings import refuse_delays
 
-    settings = settings_from(arguments, arguments.config)
-    pipeline = settings.pipeline
-    refuse_unsupported(settings.ds_config, settings.block, pipeline.num_stages)
+    config, ds_config, pipeline = read_pipeline(arguments, arguments.config)
+    refuse_unsupported(ds_config, config, pipeline.num_stages)
     if arguments.schedule is None and arguments.virtual_stages is None:  # else it is not the block's pipeline
-        counts = settings.block.partition
-        settings.block.resolve(pipeline.num_stages, sum(counts) if isinstance(counts, tuple) else pipeline.num_parts)
+        config.check_sizes(pipeline.num_stages)
     delays = update_delays(pipeline.depths, pipeline.micro_batches, pipeline.vertical)
-    refuse_delays(settings.block.staleness, delays)
+    refuse_delays(config.staleness, delays)
     workload = typical_workload(pipeline) if arguments.batches is None else Workload(arguments.batches)
     check_size(pipeline, workload)
     actions = programs(pipeline, workload)

@@ -8,8 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ds_vpipe.commands.quantities import numbers, seconds
-from ds_vpipe.commands.settings import add_pipeline_arguments, read_json, settings_from, workload_from
+from ds_vpipe.commands.arguments import (
+    add_pipeline_arguments,
+    numbers,
+    read_json,
+    read_pipeline,
+    seconds,
+    workload_from,
+)
 from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
@@ -105,7 +111,7 @@ def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
 
 
 def _planned(arguments: argparse.Namespace, config: str | None) -> Timeline:
-    pipeline = settings_from(arguments, config).pipeline
+    _, _, pipeline = read_pipeline(arguments, config)
     workload = workload_from(arguments, pipeline, 1 if pipeline.synchronous else 4)
     timeline = planned_timeline(pipeline, workload, arguments.backward, arguments.transfer, arguments.update)
     return entitled(timeline, config, arguments.split)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from ds_vpipe.commands.inputs import print_json
-from ds_vpipe.commands.profiled import (
+from ds_vpipe.commands.arguments import (
+    add_pipeline_arguments,
     add_profile_arguments,
-    model_profile,
-    planner_settings,
+    devices_from,
+    read_pipeline,
+    read_profiles,
 )
-from ds_vpipe.commands.settings import add_pipeline_arguments, settings_from
+from ds_vpipe.commands.inputs import print_json
 from ds_vpipe.errors import Refusal
-from ds_vpipe.planning.configured_plan import configured_partition, configured_plan, configured_ratios
+from ds_vpipe.planning.pace import micro_batches_for
 from ds_vpipe.planning.plan import Plan
-from ds_vpipe.planning.planner import plan
-from ds_vpipe.planning.recompute_choice import CHECKPOINT_MODES, checkpoint_ratios
-from ds_vpipe.schedules.bubble import optimal_microbatches
+from ds_vpipe.planning.planner import configured_partition, configured_plan, plan
 
 DESCRIPTION = """\
 Find the layers of every stage and how many of them to recompute: the fastest that fit the memory of every device,
@@ -37,6 +36,11 @@ exit status: 0 a plan, 1 --current does not fit, 2 nothing fits or something is 
 """
 _IDLE = 0.1  # share of time that a synchronous pipeline may idle, for the suggestion
 
+# Ratios of all stages and of the last by torchgpipe's checkpoint modes. "except_last" spares computing something again
+# right after it was computed: in gpipe that is the last micro-batch, in 1F1B, which the engine runs, all micro-batches
+# of the last stage (Kim et al., torchgpipe, 2020, section 3).
+_CHECKPOINT = {"always": (1.0, 1.0), "except_last": (1.0, 0.0), "never": (0.0, 0.0)}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
@@ -48,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keep", action="append", default=[], choices=("partition", "recompute_ratio"), help="take it from the JSON"
     )
-    group.add_argument("--checkpoint", choices=CHECKPOINT_MODES, help="recompute as torchgpipe does, search the split")
+    group.add_argument(
+        "--checkpoint", choices=tuple(_CHECKPOINT), help="recompute as torchgpipe does, search the split"
+    )
     group.add_argument("--hide-transfers", action="store_true", help="choose depths too, for asp (more staleness)")
     group.add_argument("-o", "--output", metavar="FILE", help='write a split file, for "partition": "FILE"')
     group.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -56,20 +62,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, and return the exit status."""
-    settings = settings_from(arguments, arguments.config)
+    config, ds_config, bare = read_pipeline(arguments, arguments.config)
     _check_choice(arguments)
-    profile = model_profile(arguments, settings)
-    pipeline = planner_settings(arguments, settings, profile)
+    profile = read_profiles(arguments, config)
+    devices = devices_from(arguments, config, ds_config, profile)
     if arguments.current:
-        found = configured_plan(settings.block, pipeline, profile)
+        configured = config.pipeline(bare.num_stages, bare.micro_batches)
+        found = configured_plan(config, configured, devices, profile)
     else:
-        counts = configured_partition(settings.block, pipeline, profile) if "partition" in arguments.keep else None
-        ratios = configured_ratios(settings.block, pipeline) if "recompute_ratio" in arguments.keep else None
+        counts, ratios = None, None
+        if "partition" in arguments.keep:
+            counts = configured_partition(config, bare, profile)
+        if "recompute_ratio" in arguments.keep:
+            ratios = config.pipeline(bare.num_stages, bare.micro_batches).recompute_ratio
         if arguments.checkpoint is not None:
-            ratios = checkpoint_ratios(arguments.checkpoint, settings.pipeline.num_parts)
-        pipeline = replace(pipeline, depths="auto") if arguments.hide_transfers else pipeline
-        found = plan(profile, pipeline, counts, ratios)
-    suggested = _suggested(found, settings.pipeline.num_stages)
+            every, last = _CHECKPOINT[arguments.checkpoint]
+            ratios = (every,) * (bare.num_parts - 1) + (last,)
+        hide = arguments.hide_transfers or config.stage_to_depth_map == "auto"
+        chosen = replace(bare, partition=counts, recompute_ratio=ratios)
+        found = plan(profile, chosen, devices, hide_transfers=hide)
+    suggested = _suggested(found)
     if arguments.output is not None:
         found.save_split(arguments.output)
     if arguments.json:
@@ -78,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(found.table())
         price = "at most one update stale" if found.depths else f"at most {_IDLE:.0%} idle"
         print(f"{price}: {suggested} micro-batches per batch or more")
-        if found.depths and found.depths != settings.pipeline.depths:
+        if found.depths and found.depths != bare.depths:
             print(f'depths are not in split files; for the JSON: "stage_to_depth_map": {list(found.depths)}')
     over = [stage for stage in found.stages if stage.budget is not None and stage.memory.total > stage.budget]
     return 1 if over else 0
@@ -99,8 +111,8 @@ def _check_choice(arguments: argparse.Namespace) -> None:
         raise Refusal("options of plan", " ".join(ignored), allowed, "leave one of them out").error()
 
 
-def _suggested(found: Plan, num_stages: int) -> int:
+def _suggested(found: Plan) -> int:
     """Fewest micro-batches per batch for at most one stale update (asp), or for a small bubble."""
     if found.depths:
         return max(1, found.depths[0])  # gradients are ceil(W_0 / M) updates old at most
-    return optimal_microbatches(num_stages, _IDLE, found.virtual_stages)
+    return micro_batches_for(found.pipeline.num_stages, _IDLE, found.pipeline.virtual_stages)

@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_vpipe.commands.arguments import count, rate, read_json
 from ds_vpipe.commands.inputs import print_json
-from ds_vpipe.commands.quantities import count, rate
-from ds_vpipe.commands.settings import read_json
-from ds_vpipe.deepspeed_json import MICRO, DeepSpeedJson
+from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson
 from ds_vpipe.errors import Refusal
 
 if TYPE_CHECKING:
-    from ds_vpipe.profiles.layer_profile import ModelProfile
+    from ds_vpipe.planning.layer_profile import ModelProfile
 
 DESCRIPTION = """\
 Find the seconds and bytes of every layer: measured on the device at hand with a few micro-batches, one layer at a time,
@@ -124,9 +123,8 @@ def _profile(
 ) -> ModelProfile:
     import torch
 
-    from ds_vpipe.profiles.analytic_profile import analytic_profile
-    from ds_vpipe.profiles.op_meter import DeviceModel
-    from ds_vpipe.profiles.profiler import boundary_before, profile_layers
+    from ds_vpipe.planning.profiler import outputs_before, profile_layers
+    from ds_vpipe.planning.roofline import Roofline
 
     if arguments.device == "cuda" and not (arguments.analytic or torch.cuda.is_available()):
         raise Refusal("--device", "cuda", "cpu here", "use a machine with a GPU, or --analytic", "no GPU").error()
@@ -140,12 +138,11 @@ def _profile(
     dtype = DeepSpeedJson(ds_config).dtype
     if dtype != "float32":
         options["dtype"] = getattr(torch, dtype)
-    inputs = boundary_before(layers, inputs, start) if start else inputs
+    inputs = outputs_before(layers, inputs, start) if start else inputs
+    options |= {"device": arguments.device, "micro_batches": arguments.repeat}
     if arguments.analytic:
         name = f"model of a device with {arguments.flops:.3g} FLOP/s and {arguments.memory_bandwidth:.3g} bytes/s"
-        device = DeviceModel(name, arguments.flops, arguments.memory_bandwidth)
-        return analytic_profile(layers[start:stop], inputs, device=device, **options)[0]
-    options |= {"device": arguments.device, "micro_batches": arguments.repeat}
+        options["roofline"] = Roofline(name, arguments.flops, arguments.memory_bandwidth)
     return profile_layers(layers[start:stop], inputs, **options)[0]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from ds_vpipe.commands.arguments import window
 from ds_vpipe.commands.inputs import add_input_arguments, print_json, timelines_from
-from ds_vpipe.commands.quantities import window
 
 DESCRIPTION = """\
 Write one HTML page that needs no network and no other file: a table that compares all timelines, and for each its

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ds_vpipe.commands.arguments import pixels, rate, window
 from ds_vpipe.commands.inputs import add_input_arguments, one_timeline, print_json
-from ds_vpipe.commands.quantities import pixels, rate, window
 from ds_vpipe.errors import Refusal
 from ds_vpipe.pictures.text_grid import text_grid
 from ds_vpipe.timelines.timeline import Timeline

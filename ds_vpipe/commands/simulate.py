@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
+from ds_vpipe.commands.arguments import (
+    add_pipeline_arguments,
+    add_profile_arguments,
+    devices_from,
+    numbers,
+    profile_paths,
+    read_pipeline,
+    read_profiles,
+    seconds,
+    workload_from,
+)
 from ds_vpipe.commands.inputs import entitled, print_json
-from ds_vpipe.commands.quantities import numbers, seconds
-from ds_vpipe.commands.settings import Settings, add_pipeline_arguments, settings_from, workload_from
 from ds_vpipe.errors import Refusal
 
 if TYPE_CHECKING:
+    from ds_vpipe.config import VPipeConfig
+    from ds_vpipe.config.deepspeed_json import DeepSpeedJson
     from ds_vpipe.schedules.pipeline import Pipeline
     from ds_vpipe.simulation.simulation import Simulation
     from ds_vpipe.simulation.stage_cost import StageCost
-
-    Costs: TypeAlias = tuple[tuple[StageCost, ...], Pipeline]
-    """Of every part, and the pipeline that they are for."""
 
 DESCRIPTION = """\
 Carry out the schedule on paper, with seconds and bytes of every part of the model: from a profile and the partition and
@@ -37,8 +44,6 @@ _BEYOND = 10  # batches after the pipeline is full
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    from ds_vpipe.commands.profiled import add_profile_arguments
-
     parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
     add_pipeline_arguments(parser)
     add_profile_arguments(parser)
@@ -60,20 +65,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, and return the exit status."""
-    from ds_vpipe.commands.profiled import profile_paths
     from ds_vpipe.simulation.simulator import simulate
 
-    settings = settings_from(arguments, arguments.config)
+    config, ds_config, pipeline = read_pipeline(arguments, arguments.config)
     sources = {"--profile": arguments.profile, "--recording": arguments.recording, "--forward": arguments.forward}
     given = [name for name, value in sources.items() if value is not None]
-    given = given or ["--profile"] * bool(profile_paths(arguments, settings))
+    given = given or ["--profile"] * bool(profile_paths(arguments, config))
     if len(given) != 1:
         remedy = "give one of them; profile makes a profile, vpipe.timeline a recording"
         allowed = "one of --profile FILE, --recording FOLDER, --forward S"
         raise Refusal("costs", " and ".join(given) or None, allowed, remedy).error()
-    find = {"--profile": _profiled, "--recording": _recorded, "--forward": _given}[given[0]]
     _check_numbers(arguments, given[0])
-    costs, pipeline = find(arguments, settings)
+    if given[0] == "--profile":
+        costs, pipeline = _profiled(arguments, config, ds_config, pipeline)
+    else:
+        find = _recorded if given[0] == "--recording" else _given
+        costs = find(arguments, pipeline.num_parts)
     simulation = simulate(pipeline, costs, workload_from(arguments, pipeline, _BEYOND))
     if arguments.output is not None:
         entitled(simulation.timeline, arguments.config, arguments.split).save(arguments.output)
@@ -93,18 +100,15 @@ def _check_numbers(arguments: argparse.Namespace, source: str) -> None:
             raise Refusal(f"--{name}", value, "none", "leave it out", f"{source} has the seconds").error()
 
 
-def _recorded(arguments: argparse.Namespace, settings: Settings) -> Costs:
+def _recorded(arguments: argparse.Namespace, parts: int) -> tuple[StageCost, ...]:
     from ds_vpipe.simulation.recorded_costs import recorded_costs
     from ds_vpipe.timelines.merged_recording import read_timeline
 
-    costs = recorded_costs(read_timeline([arguments.recording]), settings.pipeline.num_parts)
-    return costs, settings.pipeline
+    return recorded_costs(read_timeline([arguments.recording]), parts)
 
 
-def _given(arguments: argparse.Namespace, settings: Settings) -> Costs:
+def _given(arguments: argparse.Namespace, parts: int) -> tuple[StageCost, ...]:
     from ds_vpipe.simulation.stage_cost import StageCost
-
-    parts = settings.pipeline.num_parts
 
     def spread(name: str, default: tuple[float, ...]) -> tuple[float, ...]:
         values: tuple[float, ...] = getattr(arguments, name) or default
@@ -116,21 +120,20 @@ def _given(arguments: argparse.Namespace, settings: Settings) -> Costs:
     backward = spread("backward", tuple(2 * seconds for seconds in forward))
     send, update = spread("send", (0.0,)), spread("update", (0.0,))
     costs = zip(forward, backward, send, send, update, strict=True)
-    return tuple(StageCost(*cost) for cost in costs), settings.pipeline
+    return tuple(StageCost(*cost) for cost in costs)
 
 
-def _profiled(arguments: argparse.Namespace, settings: Settings) -> Costs:
-    from ds_vpipe.commands.profiled import model_profile, planner_settings
-    from ds_vpipe.planning.configured_plan import configured_plan
+def _profiled(
+    arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson, bare: Pipeline
+) -> tuple[tuple[StageCost, ...], Pipeline]:
+    from ds_vpipe.planning.planner import configured_plan
     from ds_vpipe.simulation.planned_costs import stage_costs
 
-    profile = model_profile(arguments, settings)
-    planned, pipeline = planner_settings(arguments, settings, profile), settings.pipeline
-    plan = configured_plan(settings.block, planned, profile)
-    if plan.depths:
-        planned, pipeline = replace(planned, depths=plan.depths), replace(pipeline, depth_map=plan.depths)
+    profile = read_profiles(arguments, config)
+    devices = devices_from(arguments, config, ds_config, profile)
+    plan = configured_plan(config, config.pipeline(bare.num_stages, bare.micro_batches), devices, profile)
     update_s = 0.0 if arguments.update is None else arguments.update[0]
-    return stage_costs(plan, planned.residencies(), update_s), pipeline
+    return stage_costs(plan, devices.loads(plan.pipeline), update_s), plan.pipeline
 
 
 def _numbers(simulation: Simulation) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Bytes that a stage needs, split into what they are for.
+"""Memory of a stage, split by its use.
 
 The model: a stage holds its weights, the stashed versions of them and optimizer state all the time; gradients from the
 first backward pass of a batch, which makes them layer by layer from the last to the first, to the update; for every
@@ -21,16 +21,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes
-from ds_vpipe.planning.residency import Residency
-from ds_vpipe.profiles.layer_profile import ModelProfile
+from ds_vpipe.schedules.counts import StageLoad
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one stage at its peak.
+    """Memory of one stage at its peak, in bytes.
 
     Attributes:
         weights: newest weights.
@@ -54,20 +54,20 @@ class StageMemory:
 
     @property
     def static(self) -> int:
-        """What is there all the time."""
+        """Bytes held all the time."""
         return self.weights + self.versions + self.gradients + self.optimizer + self.buffers
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """Peak bytes."""
         return self.static + self.activations + self.recompute + self.workspace
 
     def to_json(self) -> dict[str, int]:
-        """By name, and the total."""
+        """Bytes by use, and the total."""
         return {name: int(getattr(self, name)) for name in self.__dataclass_fields__} | {"total": self.total}
 
     def __add__(self, other: StageMemory) -> StageMemory:
-        """Of a device that holds both; an upper bound, as if both had their peaks at once."""
+        """Memory of a device that holds both: an upper bound, as if both had their peaks at once."""
         return StageMemory(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
@@ -87,16 +87,16 @@ class Activations:
     peak: Any
     first_peak: Any
 
-    def beyond(self, there: Residency, update: Any) -> Any:
-        """Most that exists beyond ``kept`` of all in flight and all gradients; negative if those never meet.
+    def beyond(self, load: StageLoad, update: Any) -> Any:
+        """Peak bytes beyond ``kept`` of all in flight and all gradients; negative if those never meet.
 
         Args:
-            there: what the schedule keeps.
+            load: of the stage.
             update: bytes that exist only during an update.
         """
-        most = np.maximum(self.first_peak, update - (there.in_flight - there.at_update) * self.kept)
-        if there.with_gradients:
-            most = np.maximum(most, self.peak - (there.in_flight - there.with_gradients) * self.kept)
+        most = np.maximum(self.first_peak, update - (load.in_flight - load.at_update) * self.kept)
+        if load.with_gradients:
+            most = np.maximum(most, self.peak - (load.in_flight - load.with_gradients) * self.kept)
         return most
 
 
@@ -184,7 +184,7 @@ def stage_memory(
     profile: ModelProfile,
     start: int,
     stop: int,
-    residency: Residency,
+    load: StageLoad,
     optimizer: OptimizerBytes = NO_OPTIMIZER,
     recomputed: int = 0,
     sums: ActivationSums | None = None,
@@ -195,7 +195,7 @@ def stage_memory(
         profile: the model's layers.
         start: first layer.
         stop: layer after the last.
-        residency: what the schedule keeps there, see :func:`ds_vpipe.planning.residency.residency`.
+        load: most that the schedule holds there.
         optimizer: what training needs per byte of weights.
         recomputed: how many of its last layers are recomputed.
         sums: ``ActivationSums(profile)``, if it is at hand.
@@ -214,14 +214,14 @@ def stage_memory(
     found = sums.of_stage(start, stop, recomputed, optimizer.gradient)
     largest = max(layer.largest_weight_bytes for layer in layers)
     update = scaled(trained, optimizer.update) + scaled(largest, optimizer.temporary) + optimizer.bucket_bytes
-    beyond = int(found.beyond(residency, update)) - found.recomputed
+    beyond = int(found.beyond(load, update)) - found.recomputed
     return StageMemory(
         weights=weights,
-        versions=(residency.versions - 1) * trained,
+        versions=(load.versions - 1) * trained,
         gradients=scaled(trained, optimizer.gradient) + min(0, beyond),
         optimizer=scaled(trained, optimizer.held),
-        activations=residency.in_flight * found.kept,
+        activations=load.in_flight * found.kept,
         recompute=found.recomputed,
-        buffers=int(residency.input_buffers * sums.inputs[start] + residency.output_buffers * sums.inputs[stop]),
+        buffers=int(load.input_buffers * sums.inputs[start] + load.output_buffers * sums.inputs[stop]),
         workspace=max(0, beyond),
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from ds_vpipe.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import Refusal
 
 _MASTER = 4  # bytes of an fp32 master weight

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
 
@@ -109,3 +110,14 @@ def hiding_depths(compute: Sequence[float], round_trips: Sequence[float]) -> tup
         reach = compute[stage] + max(0.0, reach + round_trips[stage] - limit * ahead)
         depths.append(depths[-1] + ahead)
     return tuple(reversed(depths))
+
+
+def micro_batches_for(num_stages: int, idle: float, virtual_stages: int = 1) -> int:
+    """The fewest micro-batches per batch with which a synchronous pipeline idles for at most ``idle`` of the time.
+
+    With even stages and free transfers it idles for ``b / (M + b)`` of a batch, ``b = (K - 1) / v``, in every order;
+    the interleaved one needs M >= K for it. (Huang et al., "GPipe", NeurIPS 2019, section 2.3; Narayanan et al., SC
+    2021, section 2.2.)
+    """
+    wanted = Fraction(str(idle))  # as written: 0.1 is no binary fraction
+    return max(1, math.ceil(Fraction(num_stages - 1, virtual_stages) * (1 - wanted) / wanted))

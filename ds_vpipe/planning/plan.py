@@ -1,8 +1,12 @@
-"""What a planner decides and predicts, as data, as the JSON that training reads, and as a table."""
+"""A plan: the split, recomputation and depths of a pipeline, with predicted seconds and bytes.
+
+Plans are kept as data, written as the partition file that training reads, and printed as a table.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import mul
@@ -10,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_vpipe.planning.memory import StageMemory
-from ds_vpipe.planning.recompute_choice import ratio_for
-from ds_vpipe.schedules.in_flight import in_flight
-from ds_vpipe.schedules.pipeline import Pipeline, Schedule
+from ds_vpipe.schedules.counts import rank_counts
+from ds_vpipe.schedules.pipeline import Pipeline
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -27,7 +30,7 @@ def show_bytes(size: float) -> str:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One part of the model; a stage, unless the schedule is interleaved.
+    """One virtual stage with predicted seconds and bytes.
 
     Attributes:
         start: first layer.
@@ -53,79 +56,70 @@ class StagePlan:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of work per micro-batch."""
+        """Seconds of computation per micro-batch."""
         return self.forward_s + self.backward_s + self.recompute_s
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A split with recomputation and depths.
+    """A pipeline with predicted seconds and bytes.
 
     Attributes:
-        schedule: ``asp``, ``1f1b``, ``gpipe`` or ``interleaved``.
-        stages: in the order of the model.
-        depths: W_s of every stage of an asynchronous schedule, else empty.
-        micro_batches: M, micro-batches per batch.
+        pipeline: with partition, ratios and depths.
+        stages: its virtual stages, in the order of the model.
         pace_s: seconds per micro-batch in steady state.
         seconds_per_micro_batch: the same with filling and draining, where the schedule does that.
-        virtual_stages: parts per rank.
         notes: what to know about the numbers, one line each.
     """
 
-    schedule: Schedule
+    pipeline: Pipeline
     stages: tuple[StagePlan, ...]
-    depths: tuple[int, ...]
-    micro_batches: int
     pace_s: float
     seconds_per_micro_batch: float
-    virtual_stages: int = 1
     notes: tuple[str, ...] = ()
 
     @property
-    def partition(self) -> tuple[int, ...]:
-        """Layers per part."""
-        return tuple(stage.stop - stage.start for stage in self.stages)
-
-    @property
-    def recompute_ratio(self) -> tuple[float, ...]:
-        """Fraction of each part's layers to recompute, for which int(ratio * layers) is what was planned."""
-        return tuple(ratio_for(stage.recomputed, stage.stop - stage.start) for stage in self.stages)
+    def depths(self) -> tuple[int, ...]:
+        """Warm-up depths of an asynchronous schedule, else none."""
+        return self.pipeline.depths if self.pipeline.schedule == "asp" else ()
 
     def rank_memory(self) -> tuple[StageMemory, ...]:
-        """Bytes per rank. Several parts of a rank hold most at different times, and work one at a time."""
-        ranks = len(self.stages) // self.virtual_stages
-        if self.virtual_stages == 1:
+        """Memory of every rank. Virtual stages of a rank hold most at different times, and work one at a time."""
+        if self.pipeline.virtual_stages == 1:
             return tuple(stage.memory for stage in self.stages)
-        return tuple(self._together(rank, ranks) for rank in range(ranks))
+        return tuple(map(self._rank_memory, range(self.pipeline.num_stages)))
 
-    def _together(self, rank: int, ranks: int) -> StageMemory:
-        parts = [stage.memory for stage in self.stages[rank::ranks]]
-        counts = in_flight(Pipeline(self.schedule, ranks, self.micro_batches, None, self.virtual_stages), rank)
-        kept = [part.activations // count for part, count in zip(parts, counts.most, strict=True)]
-        working = max(parts, key=lambda part: part.recompute + part.workspace)
+    def _rank_memory(self, rank: int) -> StageMemory:
+        own = [self.stages[part].memory for part in self.pipeline.parts_of(rank)]
+        counts = rank_counts(self.pipeline, rank)
+        kept = [part.activations // count for part, count in zip(own, counts.in_flight, strict=True)]
+        working = max(own, key=lambda part: part.recompute + part.workspace)
         return replace(
-            sum(parts, StageMemory()),
+            sum(own, StageMemory()),
             activations=max(sum(map(mul, moment, kept)) for moment in counts.moments),
             recompute=working.recompute,
             workspace=working.workspace,
         )
 
     def split(self) -> dict[str, Any]:
-        """What a split file holds, see :mod:`ds_vpipe.split_file`."""
-        return {"partition": list(self.partition), "recompute_ratio": list(self.recompute_ratio)}
+        """Content of a partition file, see :mod:`ds_vpipe.config.partition_file`."""
+        return {"partition": self.pipeline.partition, "recompute_ratio": self.pipeline.recompute_ratio}
 
     def save_split(self, path: str | Path) -> None:
         """Write a file for ``"partition": "PATH.json"``."""
         Path(path).write_text(json.dumps(self.split()) + "\n", encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON types."""
+        """The plan as JSON types."""
+        pipeline = {name: getattr(self.pipeline, name) for name in ("schedule", "micro_batches", "virtual_stages")}
+        seconds = {"pace_s": self.pace_s, "seconds_per_micro_batch": self.seconds_per_micro_batch}
         stages = [asdict(stage) | {"memory": stage.memory.to_json()} for stage in self.stages]
-        return {**self.split(), **asdict(self), "stages": stages, "depths": list(self.depths), "notes": [*self.notes]}
+        return {**self.split(), **pipeline, **seconds, "stages": stages, "depths": self.depths, "notes": self.notes}
 
     def table(self) -> str:
         """Stages as rows: layers, seconds, bytes; for a terminal."""
-        head = ["part" if self.virtual_stages > 1 else "stage", "layers", "recompute", "compute ms", "transfer ms"]
+        pipeline = self.pipeline
+        head = ["part" if pipeline.virtual_stages > 1 else "stage", "layers", "recompute", "compute ms", "transfer ms"]
         kinds = [name for name in StageMemory.__dataclass_fields__ if any(getattr(s.memory, name) for s in self.stages)]
         rows = [[*head, *([] if not self.depths else ["depth"]), *kinds, "peak", "budget"]]
         for number, stage in enumerate(self.stages):
@@ -143,10 +137,27 @@ class Plan:
                 ]
             )
         per_micro_batch, pace = self.seconds_per_micro_batch * 1e3, self.pace_s * 1e3
-        summary = f"{self.schedule}, M = {self.micro_batches}: {per_micro_batch:.2f} ms per micro-batch"
+        summary = f"{pipeline.schedule}, M = {pipeline.micro_batches}: {per_micro_batch:.2f} ms per micro-batch"
         return "\n".join([*_aligned(rows), f"{summary}; pace {pace:.2f} ms", *self.notes])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def ratio_for(recomputed: int, num_layers: int) -> float:
+    """The shortest decimal r for which int(r * num_layers) is ``recomputed``.
+
+    Raises:
+        ValueError: ``recomputed`` is not among 0 to ``num_layers``.
+    """
+    if not 0 <= recomputed <= num_layers:
+        raise ValueError(f"recomputed layers: got {recomputed}; allowed: 0 to {num_layers}")
+    for digits in range(1, 10):
+        scale = 10**digits
+        above = -(-recomputed * scale // num_layers)
+        for ratio in (above / scale, (above + 1) / scale):  # the product of the first may be rounded down
+            if ratio <= 1 and int(ratio * num_layers) == recomputed:
+                return ratio
+    return math.nextafter(recomputed / num_layers, 2)

@@ -1,192 +1,241 @@
-"""The fastest split of a model over pipeline stages that fits their memory.
+"""The planner: the fastest split of a model over pipeline stages that fits their memory.
 
-Partition and recomputation are chosen together: :mod:`.stage_choices` finds for every possible stage the least
-recomputation that fits, and :mod:`.split_search` the split with the smallest pace among those that fit. Both
-are exact for the cost model, which is :mod:`.pace` for seconds and :mod:`.memory` for bytes.
+Partition and recomputation are chosen together: :mod:`.search` finds for every possible stage the least recomputation
+that fits, and the split with the smallest pace among those that fit. Both are exact for the cost model, which is
+:mod:`.pace` for seconds and :mod:`.memory` for bytes. Every rank reads the same profile and comes to the same plan, so
+that nothing has to be sent.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import Refusal, VPipeConfigError, show
-from ds_vpipe.partition import bounds, check_size, checked_counts
+from ds_vpipe.partition import bounds, check_size, checked_counts, resolve_partition
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.memory import ActivationSums, StageMemory, stage_memory
 from ds_vpipe.planning.pace import advances, batch_seconds, hiding_depths, pace
-from ds_vpipe.planning.plan import Plan, StagePlan, show_bytes
-from ds_vpipe.planning.plan_settings import PlanSettings
-from ds_vpipe.planning.split_search import Band, fastest_split, smallest_maximum
-from ds_vpipe.planning.stage_choices import UNLIMITED, Choices, StageCosts
-from ds_vpipe.profiles.layer_profile import ModelProfile
+from ds_vpipe.planning.plan import Plan, StagePlan, ratio_for, show_bytes
+from ds_vpipe.planning.search import UNLIMITED, Candidates, CandidateTable, SplitCosts, fastest_split, smallest_maximum
+from ds_vpipe.schedules.pipeline import Pipeline
 
 _ROUNDS = 4  # of finding depths for a split and a split for depths
 _WORTH = 0.999  # deeper stages must be faster than this part of what they replace
 
 
-def plan(
+def configured_plan(
+    config: VPipeConfig,
+    pipeline: Pipeline,
+    devices: Devices,
     profile: ModelProfile,
-    pipeline: PlanSettings,
-    partition: Sequence[int] | None = None,
-    recompute_ratio: Sequence[float] | None = None,
+    own_counts: Sequence[int] | None = None,
 ) -> Plan:
+    """The plan of a block: its own numbers, whether they fit or not, or the planner's where it leaves a choice.
+
+    Args:
+        config: the block.
+        pipeline: what it says for these sizes.
+        devices: what is planned for.
+        profile: all layers of the model.
+        own_counts: layers per stage as the module was built, for a block without a partition; by default even
+            parameters, as DeepSpeed has them.
+
+    Raises:
+        VPipeConfigError: a setting is wrong, or something was left to the planner and nothing fits.
+    """
+    pipeline = replace(pipeline, partition=configured_partition(config, pipeline, profile, own_counts))
+    if config.leaves_to_planner:
+        return plan(profile, pipeline, devices, hide_transfers=config.stage_to_depth_map == "auto")
+    return predict(profile, pipeline, devices)
+
+
+def configured_partition(
+    config: VPipeConfig, pipeline: Pipeline, profile: ModelProfile, own_counts: Sequence[int] | None = None
+) -> tuple[int, ...] | None:
+    """Layers of every virtual stage that a block asks for; None if it leaves them to the planner.
+
+    Raises:
+        VPipeConfigError: the counts do not fit the profile.
+    """
+    method = config.partition or own_counts or "parameters"
+    if method == "profile":
+        return None
+    weights = [layer.parameter_bytes for layer in profile.layers]
+    return resolve_partition(method, lambda: weights, [layer.name for layer in profile.layers], pipeline.num_parts)
+
+
+def read_profile(config: VPipeConfig, json: DeepSpeedJson, num_layers: int) -> ModelProfile:
+    """The profile that a block names.
+
+    Raises:
+        VPipeConfigError: it is of another model, or of another precision than the JSON trains in.
+    """
+    if config.profile is None:
+        raise Refusal("vpipe.profile", None, "a file", 'make one with "python -m ds_vpipe profile"').error()
+    profile = ModelProfile.load(config.profile)
+    if len(profile) != num_layers:
+        reason = f"it has {len(profile)} layers but the model has {num_layers}"
+        fix = "make the profile anew with: python -m ds_vpipe profile"
+        raise Refusal("vpipe.profile", config.profile, "a profile of this model", fix, reason).error()
+    if profile.dtype != json.dtype:
+        reason = f"it is of {profile.dtype} and the JSON trains in {json.dtype}"
+        fix = f"make the profile anew with: python -m ds_vpipe profile, and layers in {json.dtype}"
+        raise Refusal("vpipe.profile", config.profile, f"a profile in {json.dtype}", fix, reason).error()
+    return profile
+
+
+def plan(profile: ModelProfile, pipeline: Pipeline, devices: Devices, *, hide_transfers: bool = False) -> Plan:
     """The fastest split that fits.
+
+    With an interleaved schedule every virtual stage gets an even share of its rank's budget and the slowest one is made
+    as fast as possible, so that the plan fits but may not be the best there is.
 
     Args:
         profile: all layers of the model.
-        pipeline: what to plan for.
-        partition: layer counts, if they are settled; None to choose them.
-        recompute_ratio: one per part, if they are settled; None to choose the smallest that fit.
-
-    With an interleaved schedule every part gets an even share of its rank's budget and the slowest part is made as fast
-    as possible, so that the plan fits but may not be the best there is.
+        pipeline: what to plan for; its partition and its ratios are chosen where they are None.
+        devices: what to plan for.
+        hide_transfers: choose the smallest depths that hide transfers too, if that fits; for ``asp``.
 
     Raises:
         VPipeConfigError: a setting is wrong, or nothing fits; the line says by how many bytes, where, and what helps.
     """
-    check_size(len(profile), pipeline.parts)
-    _check_settled(len(profile), pipeline.parts, partition, recompute_ratio)
-    best = _plan_for(profile, pipeline, partition, recompute_ratio)
-    if pipeline.depths != "auto" or pipeline.schedule != "asp":
+    check_size(len(profile), pipeline.num_parts)
+    best = _plan_for(profile, pipeline, devices)
+    if not hide_transfers or pipeline.schedule != "asp":
         return best
     for _ in range(_ROUNDS):
         depths = hiding_depths([s.compute_s for s in best.stages], [s.transfer_s for s in best.stages[:-1]])
-        deeper = dataclasses.replace(pipeline, depths=depths)
         if depths == best.depths:
             break
         try:
-            other = _plan_for(profile, deeper, partition, recompute_ratio)
+            other = _plan_for(profile, replace(pipeline, depth_map=depths), devices)
         except VPipeConfigError as error:
             note = f"depths {list(depths)} would hide all transfers but do not fit: {error}"
-            return dataclasses.replace(best, notes=(*best.notes, note))
+            return replace(best, notes=(*best.notes, note))
         if other.pace_s >= best.pace_s * _WORTH:
             break
         best = other
     return best
 
 
-def predict(
-    profile: ModelProfile, pipeline: PlanSettings, partition: Sequence[int], recompute_ratio: Sequence[float]
-) -> Plan:
-    """Seconds and bytes of a split that is given, whether it fits or not."""
-    _check_settled(len(profile), pipeline.parts, partition, recompute_ratio)
-    again = [int(ratio * count) for ratio, count in zip(recompute_ratio, partition, strict=True)]
-    return _result(profile, pipeline, partition, again)
+def predict(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan:
+    """Seconds and bytes of a given partition with given ratios, whether it fits or not.
+
+    Raises:
+        VPipeConfigError: the partition is not of this model.
+    """
+    ratios = pipeline.recompute_ratio or (0.0,) * pipeline.num_parts
+    counts = checked_counts(pipeline.partition or (), len(profile), pipeline.num_parts)
+    recomputed = [int(ratio * count) for ratio, count in zip(ratios, counts, strict=True)]
+    return _result(profile, pipeline, devices, counts, recomputed)
 
 
-def _plan_for(
-    profile: ModelProfile,
-    pipeline: PlanSettings,
-    partition: Sequence[int] | None,
-    ratios: Sequence[float] | None,
-) -> Plan:
-    limits = [UNLIMITED if budget is None else budget for budget in pipeline.part_budgets()]
-    costs = StageCosts(profile, pipeline.residencies(), limits, pipeline.optimizer, ratios, partition)
-    counts, choices = _search(costs, pipeline)
+def _plan_for(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan:
+    if pipeline.partition is not None:
+        checked_counts(pipeline.partition, len(profile), pipeline.num_parts)
+    limits = [UNLIMITED if budget is None else budget for budget in devices.budgets(pipeline)]
+    fixed = pipeline.recompute_ratio, pipeline.partition
+    candidates = Candidates(profile, devices.loads(pipeline), limits, devices.optimizer, *fixed)
+    counts, table = _search(candidates, pipeline, devices)
     if counts is None:
-        raise _nothing_fits(profile, pipeline, choices, ratios)
+        raise _nothing_fits(profile, pipeline, devices, table)
     stops = bounds(counts)[1:]
-    again = [
-        int(choices.recomputed[i, stop, count - 1]) for i, (stop, count) in enumerate(zip(stops, counts, strict=True))
-    ]
-    return _result(profile, pipeline, counts, again)
+    recomputed = [int(table.recomputed[i, stop, counts[i] - 1]) for i, stop in enumerate(stops)]
+    return _result(profile, pipeline, devices, counts, recomputed)
 
 
-def _search(costs: StageCosts, pipeline: PlanSettings) -> tuple[tuple[int, ...] | None, Choices]:
-    """The fastest split and the tables that it was found in.
+def _search(
+    candidates: Candidates, pipeline: Pipeline, devices: Devices
+) -> tuple[tuple[int, ...] | None, CandidateTable]:
+    """The fastest split and the table that it was found in.
 
     Stages that are slower than a known split cannot be part of a faster one, so only short stages are looked at first.
     """
-    layers = costs.profile.layers
-    total = float(costs.passes[-1])
-    trips = np.array([0.0, *(pipeline.link.round_trip(layer.boundary_bytes) for layer in layers)])
-    depths = pipeline.known_depths()
-    longest = 2 * max(total / pipeline.parts, max(layer.forward_s + layer.backward_s for layer in layers))
+    layers = candidates.profile.layers
+    total = float(candidates.passes[-1])
+    trips = np.array([0.0, *(devices.link.round_trip(layer.boundary_bytes) for layer in layers)])
+    depths = _depths_that_count(pipeline)
+    longest = 2 * max(total / pipeline.num_parts, max(layer.forward_s + layer.backward_s for layer in layers))
     while True:
-        choices = costs.choices(longest)
-        band = Band(choices.seconds, trips, None if depths is None else advances(depths))
-        counts = fastest_split(band)
-        if longest >= total or (counts is not None and band.pace_of(counts) <= longest):
-            return counts, choices
+        table = candidates.table(longest)
+        costs = SplitCosts(table.seconds, trips, None if depths is None else advances(depths))
+        counts = fastest_split(costs)
+        if longest >= total or (counts is not None and costs.pace_of(counts) <= longest):
+            return counts, table
         longest *= 2
 
 
-def _result(profile: ModelProfile, pipeline: PlanSettings, counts: Sequence[int], again: Sequence[int]) -> Plan:
-    sums, edges, budgets = ActivationSums(profile), bounds(counts), pipeline.part_budgets()
+def _depths_that_count(pipeline: Pipeline) -> tuple[int, ...] | None:
+    """Depths of a 1F1B order, on which the pace depends."""
+    return pipeline.depths if pipeline.schedule in ("asp", "1f1b") else None
+
+
+def _result(
+    profile: ModelProfile, pipeline: Pipeline, devices: Devices, counts: tuple[int, ...], recomputed: Sequence[int]
+) -> Plan:
+    sums, edges, budgets = ActivationSums(profile), bounds(counts), devices.budgets(pipeline)
     stages = []
-    for part, there in enumerate(pipeline.residencies()):
-        start, stop = edges[part], edges[part + 1]
+    for part, load in enumerate(devices.loads(pipeline)):
+        start, stop, last = edges[part], edges[part + 1], recomputed[part]
         layers = profile.layers[start:stop]
         stages.append(
             StagePlan(
                 start=start,
                 stop=stop,
-                recomputed=again[part],
+                recomputed=last,
                 forward_s=sum(layer.forward_s for layer in layers),
                 backward_s=sum(layer.backward_s for layer in layers),
-                recompute_s=sum(layer.forward_s for layer in layers[len(layers) - again[part] :]),
-                transfer_s=0.0 if stop == len(profile) else pipeline.link.round_trip(layers[-1].boundary_bytes),
-                memory=stage_memory(profile, start, stop, there, pipeline.optimizer, again[part], sums),
+                recompute_s=sum(layer.forward_s for layer in layers[len(layers) - last :]),
+                transfer_s=0.0 if stop == len(profile) else devices.link.round_trip(layers[-1].boundary_bytes),
+                memory=stage_memory(profile, start, stop, load, devices.optimizer, last, sums),
                 budget=budgets[part],
             )
         )
-    return _timed(pipeline, stages)
+    ratios = pipeline.recompute_ratio or tuple(map(ratio_for, recomputed, counts))
+    depths = pipeline.depths if pipeline.schedule == "asp" else None
+    return _timed(replace(pipeline, partition=counts, recompute_ratio=ratios, depth_map=depths), stages)
 
 
-def _timed(pipeline: PlanSettings, stages: Sequence[StagePlan]) -> Plan:
-    depths, ranks = pipeline.known_depths(), pipeline.num_stages
+def _timed(pipeline: Pipeline, stages: Sequence[StagePlan]) -> Plan:
+    depths, ranks, size = _depths_that_count(pipeline), pipeline.num_stages, pipeline.micro_batches
     compute = [sum(s.compute_s for s in stages[rank::ranks]) for rank in range(ranks)]
     trips = [stage.transfer_s for stage in stages[:-1]]
-    notes: list[str] = []
+    notes: tuple[str, ...] = ()
     if pipeline.schedule == "interleaved":
         steady = max(compute)
-        # A batch fills and drains with single parts, not with whole ranks.
+        # A batch fills and drains with single virtual stages, not with whole ranks.
         filling = sum(s.compute_s for s in stages[:ranks]) + sum(trips)
-        each = (filling + (pipeline.micro_batches - 1 / pipeline.virtual_stages) * steady) / pipeline.micro_batches
-        notes.append("interleaved: seconds are an estimate, and the split is the best for evenly shared budgets only")
+        each = (filling + (size - 1 / pipeline.virtual_stages) * steady) / size
+        notes = ("interleaved: seconds are an estimate, and the split is the best for evenly shared budgets only",)
     else:
         steady = each = pace(compute, trips, depths)
         if pipeline.schedule != "asp":
             forward = [stage.forward_s for stage in stages]
             backward = [stage.backward_s + stage.recompute_s for stage in stages]
-            each = batch_seconds(forward, backward, trips, depths, pipeline.micro_batches) / pipeline.micro_batches
-    return Plan(
-        schedule=pipeline.schedule,
-        stages=tuple(stages),
-        depths=depths if depths is not None and pipeline.schedule == "asp" else (),
-        micro_batches=pipeline.micro_batches,
-        pace_s=steady,
-        seconds_per_micro_batch=each,
-        virtual_stages=pipeline.virtual_stages,
-        notes=tuple(notes),
-    )
-
-
-def _check_settled(
-    num_layers: int, parts: int, partition: Sequence[int] | None, ratios: Sequence[float] | None
-) -> None:
-    if partition is not None:
-        checked_counts(partition, num_layers, parts)
-    if ratios is not None and (len(ratios) != parts or not all(0 <= ratio <= 1 for ratio in ratios)):
-        raise Refusal("recompute_ratio", list(ratios), f"{parts} numbers in [0, 1]", "correct the ratios").error()
+            each = batch_seconds(forward, backward, trips, depths, size) / size
+    return Plan(pipeline, tuple(stages), steady, each, notes)
 
 
 def _nothing_fits(
-    profile: ModelProfile, pipeline: PlanSettings, choices: Choices, ratios: Sequence[float] | None
+    profile: ModelProfile, pipeline: Pipeline, devices: Devices, table: CandidateTable
 ) -> VPipeConfigError:
-    """Say what the split that comes closest lacks, where, and what would help there."""
-    counts = smallest_maximum(choices.excess)
+    """The bytes that the split that comes closest lacks, where, and what would help there."""
+    counts = smallest_maximum(table.excess)
     edges = bounds(counts)
-    excess = [int(choices.excess[part, edges[part + 1], count - 1]) for part, count in enumerate(counts)]
+    excess = [int(table.excess[part, edges[part + 1], count - 1]) for part, count in enumerate(counts)]
     part = max(range(len(counts)), key=lambda index: excess[index])
-    start, stop, there = edges[part], edges[part + 1], pipeline.residencies()[part]
-    sums = ActivationSums(profile)
+    start, stop, load = edges[part], edges[part + 1], devices.loads(pipeline)[part]
+    sums, ratios = ActivationSums(profile), pipeline.recompute_ratio
     options = range(stop - start + 1) if ratios is None else [int(ratios[part] * (stop - start))]
-    memories = [stage_memory(profile, start, stop, there, pipeline.optimizer, again, sums) for again in options]
+    memories = [stage_memory(profile, start, stop, load, devices.optimizer, last, sums) for last in options]
     least = min(memories, key=lambda memory: memory.total)
-    budget = pipeline.part_budgets()[part]
+    budget = devices.budgets(pipeline)[part]
     lacking = f"{excess[part]} bytes ({show_bytes(excess[part])}) too many"
     return VPipeConfigError(
         f"memory budget: got {show(budget)} bytes for stage {part}; nothing fits: the split that comes closest, "
@@ -195,13 +244,12 @@ def _nothing_fits(
     )
 
 
-def _remedy(pipeline: PlanSettings, memory: StageMemory) -> str:
-    """What would make most of what is largest go away."""
+def _remedy(pipeline: Pipeline, memory: StageMemory) -> str:
+    """Advice against the largest use of memory."""
     moving = memory.activations + memory.recompute + memory.workspace
-    depths = pipeline.known_depths() if pipeline.schedule == "asp" else None
-    remedies = []
-    if depths is not None and pipeline.weight_sync != "none" and pipeline.micro_batches < depths[0]:
-        steps = f"raise gradient_accumulation_steps to {depths[0]}"
+    remedies, depth = [], pipeline.depths[0]
+    if pipeline.schedule == "asp" and pipeline.weight_sync != "none" and pipeline.micro_batches < depth:
+        steps = f"raise gradient_accumulation_steps to {depth}"
         remedies.append(f"{steps}, so that no stage stashes more than one version of its weights")
     if moving > memory.static:
         remedies.append("use smaller micro-batches")

@@ -1,4 +1,4 @@
-"""The shape of a pipeline: its schedule, its ranks, the parts of the model they hold, its micro-batches."""
+"""A pipeline: its schedule, its sizes, and its share of the model on every rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from ds_vpipe.schedules.interleaved import warm_up
 from ds_vpipe.schedules.schedule import default_depths
 
 Schedule = Literal["asp", "1f1b", "gpipe", "interleaved"]
+WeightSync = Literal["stash", "vertical", "none"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A schedule and its sizes. Everything a rank does follows from this and the data.
+    """A schedule, its sizes, and the split of the model: what runs.
+
+    Everything a rank does follows from this and the data. While a planner is still to choose, the partition or the
+    ratios are None.
 
     Attributes:
         schedule: ``"asp"`` never drains while there are data; ``"1f1b"``, ``"gpipe"`` and ``"interleaved"`` drain in
@@ -25,7 +29,10 @@ class Pipeline:
         micro_batches: micro-batches per batch, ``M``.
         depth_map: warm-up depth of every rank, for ``"asp"`` only; None for the default. See :attr:`depths`.
         virtual_stages: parts of the model on every rank, ``v``; more than one for ``"interleaved"`` only.
-        vertical: all ranks use the version for a micro-batch that rank 0 used, for ``"asp"`` only.
+        weight_sync: weights of a backward pass, for ``"asp"`` only: those of its forward pass (``"stash"``), the same
+            with the version index of rank 0 everywhere (``"vertical"``), or the newest (``"none"``).
+        partition: layers of each of the ``K * v`` parts; None if they are not known here.
+        recompute_ratio: share of the layers of each part that it recomputes, in [0, 1]; None if not known here.
 
     Raises:
         VPipeConfigError: a value is not allowed, or not with this schedule.
@@ -36,7 +43,9 @@ class Pipeline:
     micro_batches: int
     depth_map: tuple[int, ...] | None = None
     virtual_stages: int = 1
-    vertical: bool = False
+    weight_sync: WeightSync = "stash"
+    partition: tuple[int, ...] | None = None
+    recompute_ratio: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -54,11 +63,19 @@ class Pipeline:
             if self.depth_map is not None:
                 reason = f'schedule "{self.schedule}" has depths of its own'
                 raise Refusal("depth_map", self.depth_map, 'none, or schedule "asp"', "remove it", reason).error()
-            if self.vertical:
+            if self.weight_sync != "stash":
                 reason = f'schedule "{self.schedule}" uses one version at a time'
-                raise Refusal("vertical", True, 'false, or schedule "asp"', "remove it", reason).error()
+                given, remedy = self.weight_sync, "remove it"
+                raise Refusal("weight_sync", given, '"stash", or schedule "asp"', remedy, reason).error()
         elif self.depth_map is not None:
             self._check_depth_map(self.depth_map)
+        ratios = self.recompute_ratio
+        if self.partition is not None and (len(self.partition) != self.num_parts or min(self.partition) < 1):
+            allowed = f"{self.num_parts} counts >= 1"
+            raise Refusal("partition", list(self.partition), allowed, "correct the counts").error()
+        if ratios is not None and (len(ratios) != self.num_parts or not all(0 <= ratio <= 1 for ratio in ratios)):
+            allowed = f"{self.num_parts} numbers in [0, 1]"
+            raise Refusal("recompute_ratio", list(ratios), allowed, "correct the ratios").error()
 
     def _check_depth_map(self, depths: tuple[int, ...]) -> None:
         falls = all(_is_int(depth) and depth >= 0 for depth in depths) and list(depths) == sorted(depths, reverse=True)
@@ -72,6 +89,11 @@ class Pipeline:
     def synchronous(self) -> bool:
         """True if the pipeline drains at the end of every batch."""
         return self.schedule != "asp"
+
+    @property
+    def vertical(self) -> bool:
+        """True if a micro-batch uses one version index on all ranks."""
+        return self.schedule == "asp" and self.weight_sync == "vertical"
 
     @property
     def num_parts(self) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from ds_vpipe.staleness.settings import Staleness
+from ds_vpipe.config.staleness import Staleness
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.nadam import NAdamStep
-from ds_vpipe.staleness.settings import Staleness
 
 PREVIOUS_CHANGE = "vpipe_previous_change"
 """Key of a parameter's state: u_{t-1} of error feedback, in the parameter's shape."""

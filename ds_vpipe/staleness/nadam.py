@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.config.staleness import NAdam
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.staleness.settings import NAdam
 
 _ADAM = {"lr", "betas", "eps", "weight_decay"}
 _ADAM_OPTIONS = {

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_vpipe.config.staleness import Staleness, refuse_delays
 from ds_vpipe.schedules.schedule import default_depths, update_delays, version_used
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
-from ds_vpipe.staleness.settings import Staleness, refuse_delays
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

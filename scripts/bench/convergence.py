@@ -39,9 +39,9 @@ from convergence_runs import (
     updates_to,
 )
 
+from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.schedules.schedule import update_delay
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
-from ds_vpipe.staleness.settings import Staleness
 
 
 def arms(options: argparse.Namespace) -> list[Arm]:

@@ -93,15 +93,15 @@ def ds_config(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Any:
     """The planner's bytes of every rank, for layers split evenly."""
     from ds_vpipe.config import VPipeConfig
+    from ds_vpipe.config.deepspeed_json import DeepSpeedJson
     from ds_vpipe.partition import uniform_partition
-    from ds_vpipe.planning.plan_settings import configured_settings
+    from ds_vpipe.planning.devices import Devices
     from ds_vpipe.planning.planner import predict
 
-    block, json = VPipeConfig.parse(case.vpipe), ds_config(case, options)
-    pipeline = configured_settings(block, json, options.stages, case.micro_batches, host_transfers=True)
-    parts = options.stages * pipeline.virtual_stages
-    ratios = [case.vpipe.get("recompute_ratio", 0.0)] * parts
-    return predict(profile, pipeline, uniform_partition(len(profile), parts), ratios).rank_memory()
+    block, json = VPipeConfig.parse(case.vpipe), DeepSpeedJson(ds_config(case, options))
+    counts = uniform_partition(len(profile), options.stages * block.virtual_stages)
+    pipeline = block.pipeline(options.stages, case.micro_batches, counts)
+    return predict(profile, pipeline, Devices.of(block, json, host_transfers=True)).rank_memory()
 
 
 def counted(case: Case, options: argparse.Namespace) -> int:
@@ -109,7 +109,7 @@ def counted(case: Case, options: argparse.Namespace) -> int:
     from deepspeed.pipe import PipelineModule
 
     import ds_vpipe
-    from ds_vpipe.profiles.allocations import count_allocations, watched
+    from ds_vpipe.planning.allocations import count_allocations, watched
 
     example = sample(options)
 
@@ -160,7 +160,7 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
     import torch.distributed as dist
 
     printed = join(rank, stages, port)
-    from ds_vpipe.profiles.profiler import profile_layers
+    from ds_vpipe.planning.profiler import profile_layers
 
     profile, _ = profile_layers(**sample(options), micro_batches=1, warm_up=0)
     worst = 0.0

@@ -9,17 +9,21 @@ from typing import Any
 import pytest
 
 from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.optimizer_bytes import optimizer_bytes
 from ds_vpipe.planning.pace import Link
-from ds_vpipe.planning.plan_settings import PlanSettings, configured_settings
 from ds_vpipe.planning.planner import plan
-from ds_vpipe.profiles.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.schedules.counts import StageLoad
+from ds_vpipe.schedules.pipeline import Pipeline
 
 CONFIGS = Path(__file__).parent.parent / "ds_configs"
 
 
-def settings_of(config: dict[str, Any], num_stages: int, micro_batches: int, **options: Any) -> PlanSettings:
-    return configured_settings(VPipeConfig.parse(config["vpipe"]), config, num_stages, micro_batches, **options)
+def read(config: dict[str, Any], num_stages: int, micro_batches: int, **options: Any) -> tuple[Pipeline, Devices]:
+    block = VPipeConfig.parse(config["vpipe"])
+    return block.pipeline(num_stages, micro_batches), Devices.of(block, DeepSpeedJson(config), **options)
 
 
 def test_asynchronous() -> None:
@@ -29,13 +33,10 @@ def test_asynchronous() -> None:
         "zero_optimization": {"stage": 1},
         "vpipe": {"stage_to_depth_map": "auto", "weight_sync": "vertical", "link_bandwidth": 2e9, "profile": "p.json"},
     }
-    assert settings_of(config, 4, 8, replicas=2, device_bytes=100, host_transfers=True) == PlanSettings(
-        num_stages=4,
-        micro_batches=8,
-        schedule="asp",
+    pipeline, devices = read(config, 4, 8, replicas=2, device_bytes=100, host_transfers=True)
+    assert pipeline == Pipeline("asp", 4, 8, weight_sync="vertical", recompute_ratio=(0.0,) * 4)
+    assert devices == Devices(
         budget=100,
-        depths="auto",
-        weight_sync="vertical",
         optimizer=optimizer_bytes("adamw", None, "bfloat16", zero_stage=1, replicas=2),
         link=Link(bytes_per_s=2e9),
         host_transfers=True,
@@ -44,11 +45,11 @@ def test_asynchronous() -> None:
 
 def test_synchronous() -> None:
     for schedule in ("1f1b", "gpipe"):
-        found = settings_of({"vpipe": {"sync_mode": "bsp", "schedule": schedule}}, 2, 3)
-        assert found.schedule == schedule
-        assert [there.versions for there in found.residencies()] == [1, 1]
-    parts = settings_of({"vpipe": {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 3}}, 2, 4)
-    assert (parts.schedule, parts.parts) == ("interleaved", 6)
+        pipeline, devices = read({"vpipe": {"sync_mode": "bsp", "schedule": schedule}}, 2, 3)
+        assert pipeline.schedule == schedule
+        assert [load.versions for load in devices.loads(pipeline)] == [1, 1]
+    pipeline, _ = read({"vpipe": {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 3}}, 2, 4)
+    assert (pipeline.schedule, pipeline.num_parts) == ("interleaved", 6)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
@@ -61,9 +62,9 @@ def test_every_config_can_be_planned(path: Path) -> None:
     stages = 4 if counts is None else len(counts)
     size = 16 if counts is None else sum(counts)
     layers = (LayerProfile("x", 1, 2, 4, 8, 2),) * size
-    pipeline = settings_of(config, stages, config["gradient_accumulation_steps"])
-    found = plan(ModelProfile(layers, 2, 1, "test", "float32", "analytic"), pipeline, counts, ratios)
-    assert counts is None or found.partition == tuple(counts)
+    pipeline, devices = read(config, stages, config["gradient_accumulation_steps"])
+    found = plan(ModelProfile(layers, 2, 1, "test", "float32", "analytic"), pipeline, devices)
+    assert counts is None or found.pipeline.partition == tuple(counts)
     assert (
         ratios is None
         or counts is None
@@ -71,12 +72,12 @@ def test_every_config_can_be_planned(path: Path) -> None:
     )
 
 
-def test_parts_share_the_budget_of_their_rank() -> None:
-    settings = PlanSettings(2, 4, "interleaved", budget=(30, 60), virtual_stages=3)
-    assert settings.part_budgets() == [10, 20, 10, 20, 10, 20]
+def loads(config: dict[str, Any], micro_batches: int) -> tuple[StageLoad, ...]:
+    pipeline, devices = read(config, 3, micro_batches)
+    return devices.loads(pipeline)
 
 
 def test_mitigations_of_staleness_hold_weights_where_gradients_are_late() -> None:
     config = {"vpipe": {"staleness": {"error_feedback": True, "nadam": True}}}
-    versions = [there.versions for there in settings_of(config, 3, 2).residencies()]
+    versions = [load.versions for load in loads(config, 2)]
     assert versions == [3, 3, 1], "two versions and the last change; none on the last stage"

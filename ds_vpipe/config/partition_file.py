@@ -17,12 +17,12 @@ _KEYS = ("partition", "recompute_ratio")
 _CONTENT = 'a JSON file {"partition": [counts], "recompute_ratio": [ratios]}'
 
 
-def is_split_file(partition: object) -> TypeIs[str]:
+def is_partition_file(partition: object) -> TypeIs[str]:
     """Say whether the value of ``partition`` is the path of a file rather than counts or a method."""
     return isinstance(partition, str) and partition.endswith(".json") and not partition.startswith("type:")
 
 
-def merge_split_file(block: dict[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
+def merge_partition_file(block: dict[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
     """Replace the path in ``block["partition"]`` by what the file says.
 
     Args:

@@ -1,7 +1,8 @@
-"""Counts what tensor operations allocate and compute, on any device, the meta device included.
+"""A meter of tensor operations: bytes that they allocate, and seconds that they take by a roofline.
 
-Operations are seen below autograd, so that backward passes are counted as well. A storage counts from the operation
-that returned it until it is freed; what an operation allocates and frees within itself is not seen.
+It works on any device, the meta device included. Operations are seen below autograd, so that backward passes are
+counted as well. A storage counts from the operation that returned it until it is freed; memory that an operation
+allocates and frees within itself is not seen.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch.utils.flop_counter import flop_registry
 
 
 @dataclass(frozen=True)
-class DeviceModel:
-    """How fast a device is.
+class Roofline:
+    """Speed of a device.
 
     An operation takes as long as its arithmetic or its memory traffic, whichever is longer (the roofline of Williams et
     al., CACM 2009).
@@ -40,40 +40,35 @@ class DeviceModel:
         return max(flops / self.flops_per_s, traffic / self.bytes_per_s)
 
 
-UNTIMED = DeviceModel("no device", inf, inf)
-"""Operations take no time."""
-
-
 def storage_key(tensor: torch.Tensor) -> int:
-    """What tells storages apart while they are alive; addresses do not, on the meta device."""
+    """Key of a tensor's storage while it is alive; addresses do not tell them apart on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class OpMeter(TorchDispatchMode):
-    """Counts operations while it is entered.
+    """Meter of operations, while it is entered.
 
     Args:
-        device: whose time is added up.
+        roofline: of the device whose time is added up; without one they take no time.
         outside: tensors whose storages do not count, such as inputs.
 
     Attributes:
         live_bytes: storages that were allocated and are alive.
         peak_bytes: the most of that so far.
-        flops: floating-point operations of matrix products, convolutions and attention.
-        seconds: what they all take on ``device``.
+        seconds: of all operations by ``roofline``.
     """
 
-    def __init__(self, device: DeviceModel = UNTIMED, outside: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, roofline: Roofline | None = None, outside: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
-        self.flops, self.seconds = 0, 0.0
-        self._device = device
+        self.seconds = 0.0
+        self._roofline = roofline
         self._outside = list(outside)  # which also keeps their keys theirs
         self._known = {storage_key(tensor) for tensor in self._outside}
 
     def start_over(self) -> None:
-        """Count seconds, operations and the peak from here on; what is alive stays counted."""
-        self.peak_bytes, self.flops, self.seconds = self.live_bytes, 0, 0.0
+        """Count seconds and the peak from here on; storages that are alive stay counted."""
+        self.peak_bytes, self.seconds = self.live_bytes, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` and count it."""
@@ -82,13 +77,12 @@ class OpMeter(TorchDispatchMode):
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for tensor in made:
             self._count(tensor)
-        if not func.is_view and made:
+        if self._roofline is not None and not func.is_view and made:
             used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             traffic = sum(tensor.numel() * tensor.element_size() for tensor in (*used, *made))
             formula: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
             flops = 0 if formula is None else formula(*args, **kwargs, out_val=result)
-            self.flops += flops
-            self.seconds += self._device.seconds(flops, traffic)
+            self.seconds += self._roofline.seconds(flops, traffic)
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:

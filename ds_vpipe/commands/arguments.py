@@ -1,0 +1,263 @@
+"""Arguments that commands share, and the pipeline, profile and devices that they and a DeepSpeed JSON describe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.errors import Refusal
+from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline
+from ds_vpipe.schedules.programs import Workload
+
+if TYPE_CHECKING:
+    from ds_vpipe.planning.devices import Devices
+    from ds_vpipe.planning.layer_profile import ModelProfile
+
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"([0-9.]+)\s*(|[kmgt]i?)b?")
+_MOST_PASSES = 2_000_000  # some tens of seconds
+_OBJECTS = ("optimizer", "zero_optimization", "fp16", "bf16")
+
+# Types for argparse
+
+
+def checked(read: Callable[[str], Any], holds: Callable[[Any], bool], allowed: str) -> Callable[[str], Any]:
+    """A type for ``argparse`` that says in one line what it takes."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = read(text)
+        except ValueError:
+            value = None
+        if value is None or not holds(value):
+            raise ArgumentTypeError(f'got "{text}"; allowed: {allowed}')
+        return value
+
+    return parse
+
+
+def numbers(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """A type for ``argparse``: numbers with commas between them."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        return tuple(of(item) for item in text.split(","))
+
+    parse.__name__ = "numbers with commas"
+    return parse
+
+
+def _bytes(text: str) -> float:
+    match = _SIZE.fullmatch(text.strip().lower())
+    return float(text) if match is None else float(match[1]) * _SIZES[match[2]]
+
+
+def _instants(text: str) -> tuple[float, float]:
+    begin, _, end = text.partition(":")
+    return float(begin), float(end)
+
+
+count = checked(int, lambda value: value >= 1, "a whole number >= 1")
+seconds = checked(float, lambda value: 0 <= value < math.inf, "a finite number >= 0")
+rate = checked(float, lambda value: 0 < value < math.inf, "a finite number > 0")
+# Narrower has no room for an axis, and a wider PNG none in memory.
+pixels = checked(float, lambda value: 100 <= value <= 20_000, "pixels, 100 to 20000")
+window = checked(
+    _instants, lambda ends: 0 <= ends[0] < ends[1] < math.inf, "two instants in seconds, A:B with 0 <= A < B"
+)
+_checked_bytes = checked(_bytes, lambda value: 1 <= value < math.inf, "bytes > 0 such as 16GB, 80GiB or 123456")
+
+
+def size(text: str) -> int:
+    """Bytes, more than none: ``16GB``, ``80GiB``, ``1.5e9`` or ``123456``."""
+    return int(_checked_bytes(text))
+
+
+def sizes(text: str) -> int | tuple[int, ...]:
+    """A size, or several with commas between them."""
+    values = numbers(size)(text)
+    return values if len(values) > 1 else int(values[0])
+
+
+# The pipeline
+
+
+def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`read_pipeline` reads."""
+    group = parser.add_argument_group("the pipeline; what is not given comes from the DeepSpeed JSON")
+    group.add_argument("--stages", type=count, metavar="K", help="ranks of the pipeline; default: entries of partition")
+    group.add_argument(
+        "--micro-batches", type=count, metavar="M", help="micro-batches per batch; default: what the batch sizes say"
+    )
+    group.add_argument(
+        "--replicas", type=count, default=1, metavar="N", help="data-parallel replicas, which share a batch and ZeRO-1"
+    )
+    group.add_argument("--schedule", choices=SCHEDULES, help="order of the passes")
+    group.add_argument("--virtual-stages", type=count, metavar="V", help="parts of the model per rank, for interleaved")
+    group.add_argument(
+        "--depth", type=numbers(int), metavar="W,W,...", help="warm-up depth of every stage, for asp, such as 3,2,1,0"
+    )
+    group.add_argument("--split", metavar="FILE", help="partition and recompute_ratio, a file that plan wrote")
+    group.add_argument(
+        "--batches", type=count, metavar="N", help="batches to train; default: enough to see the pattern"
+    )
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Read the object in a JSON file.
+
+    Raises:
+        VPipeConfigError: the file cannot be read or holds no JSON object.
+    """
+    allowed, remedy = "a file with a JSON object", "correct the path or the file"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Refusal("file", path, allowed, remedy, error.strerror or str(error)).error() from None
+    except ValueError as error:
+        raise Refusal("file", path, allowed, remedy, f"it is not JSON: {error}").error() from None
+    if not isinstance(content, dict):
+        raise Refusal("file", path, allowed, remedy, "it holds no object").error()
+    return content
+
+
+def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPipeConfig, DeepSpeedJson, Pipeline]:
+    """The ``"vpipe"`` block with the options in it, the JSON around it, and the pipeline that they describe.
+
+    A JSON without a block is DeepSpeed's own 1F1B. The pipeline has schedule and sizes only: the partition in the JSON
+    may be for another number of stages than is asked about here.
+
+    Args:
+        arguments: with the options of :func:`add_pipeline_arguments`.
+        path: of a DeepSpeed JSON, or None.
+
+    Raises:
+        VPipeConfigError: a size is not known, or the values are wrong or do not fit together.
+    """
+    ds_config = DeepSpeedJson({} if path is None else read_json(path))
+    for key in _OBJECTS:
+        value = ds_config.content.get(key, {})
+        if not isinstance(value, dict | bool if key == "zero_optimization" else dict):
+            raise Refusal(key, value, "an object, as DeepSpeed has it", "correct the JSON").error()
+    block = ds_config.block
+    if arguments.split is not None:
+        block = {**(block or {}), "partition": arguments.split}
+        block.pop("recompute_ratio", None)
+    config = VPipeConfig.parse(block if block is not None else {"sync_mode": "bsp"} if path else {})
+    options: dict[str, Any] = {"virtual_stages": arguments.virtual_stages or config.virtual_stages}
+    if arguments.schedule is not None:
+        asp = arguments.schedule == "asp"
+        options |= {"sync_mode": "asp"} if asp else {"sync_mode": "bsp", "schedule": arguments.schedule}
+    if arguments.depth is not None:
+        options["stage_to_depth_map"] = arguments.depth
+    elif options.get("sync_mode") == "bsp":
+        options |= {"stage_to_depth_map": "default", "weight_sync": "stash"}
+    config = config.model_copy(update=options)
+    bare = config.model_copy(update={"partition": None, "recompute_ratio": 0.0})
+    num_stages = arguments.stages or _num_stages(config)
+    return (
+        config,
+        ds_config,
+        bare.pipeline(num_stages, arguments.micro_batches or ds_config.micro_batches(arguments.replicas)),
+    )
+
+
+def _num_stages(config: VPipeConfig) -> int:
+    ratios = config.recompute_ratio if config.virtual_stages == 1 else None  # of stages or of virtual stages
+    for values, share in ((config.stage_to_depth_map, 1), (config.partition, config.virtual_stages), (ratios, 1)):
+        if isinstance(values, tuple):
+            return len(values) // share
+    reason = "no list in the JSON says it"
+    raise Refusal("number of stages", None, "a whole number >= 1", "give --stages K", reason).error()
+
+
+def workload_from(arguments: argparse.Namespace, pipeline: Pipeline, beyond: int) -> Workload:
+    """The batches asked for, or those that fill the pipeline and ``beyond`` more."""
+    filling = 0 if pipeline.synchronous else -(-pipeline.depths[0] // pipeline.micro_batches)
+    workload = Workload(filling + beyond if arguments.batches is None else arguments.batches)
+    check_size(pipeline, workload)
+    return workload
+
+
+def check_size(pipeline: Pipeline, workload: Workload) -> None:
+    """Refuse a workload that would take minutes or more memory than there is.
+
+    Raises:
+        VPipeConfigError: there are too many passes.
+    """
+    passes = 2 * pipeline.num_parts * pipeline.micro_batches * workload.batches
+    if passes > _MOST_PASSES:
+        given = f"{pipeline.num_parts} parts, {pipeline.micro_batches} micro-batches, {workload.batches} batches"
+        allowed = f"at most {_MOST_PASSES} passes to look at"
+        remedy = "give fewer --batches, micro-batches or stages"
+        raise Refusal("schedule", passes, allowed, remedy, f"passes of {given}").error()
+
+
+# Profile and devices
+
+
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`read_profiles` and :func:`devices_from` read."""
+    group = parser.add_argument_group("costs; what is not given comes from the vpipe block of the DeepSpeed JSON")
+    group.add_argument(
+        "--profile",
+        action="append",
+        metavar="FILE",
+        help="what layers cost, from the command profile; give it for each file if ranks measured their own layers",
+    )
+    group.add_argument(
+        "--bandwidth",
+        type=size,
+        metavar="BYTES",
+        help="of a link between two stages, per second, such as 10GB; default: link_bandwidth, or transfers are free",
+    )
+    group.add_argument("--latency", type=seconds, default=0.0, metavar="S", help="seconds of every transfer; default 0")
+    group.add_argument(
+        "--memory",
+        type=sizes,
+        metavar="BYTES",
+        help="per device, such as 16GB, or one for every rank; default: memory_budget",
+    )
+
+
+def profile_paths(arguments: argparse.Namespace, config: VPipeConfig) -> list[str]:
+    """The profiles that the command line or else the JSON names; none if there are none."""
+    return arguments.profile or ([] if config.profile is None else [config.profile])
+
+
+def read_profiles(arguments: argparse.Namespace, config: VPipeConfig) -> ModelProfile:
+    """The profile that is named, or those of all ranks, merged.
+
+    Raises:
+        VPipeConfigError: none is named, a file is not a profile, or layers are missing.
+    """
+    from ds_vpipe.planning.layer_profile import ModelProfile, merge_profiles
+
+    paths = profile_paths(arguments, config)
+    if not paths:
+        remedy = "make one with the command profile, and name it"
+        raise Refusal("--profile", None, "a file, here or as profile in the vpipe block", remedy).error()
+    return merge_profiles([ModelProfile.load(path) for path in paths])
+
+
+def devices_from(
+    arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson, profile: ModelProfile
+) -> Devices:
+    """The devices that training plans for by the JSON, with the options in the place of its keys."""
+    from ds_vpipe.planning.devices import Devices
+
+    options = {"memory_budget": arguments.memory, "link_bandwidth": arguments.bandwidth}
+    return Devices.of(
+        config.model_copy(update={key: value for key, value in options.items() if value is not None}),
+        ds_config,
+        replicas=arguments.replicas,
+        host_transfers=profile.on_host,
+        latency_s=arguments.latency,
+    )

@@ -1,0 +1,52 @@
+"""``config``: what does each key of the ``"vpipe"`` block mean?"""
+
+from __future__ import annotations
+
+import argparse
+
+from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.keys import all_keys, as_markdown, as_text
+from ds_vpipe.errors import Refusal
+
+DESCRIPTION = """\
+Explain the keys of the "vpipe" block: values, default, meaning, example.
+"""
+EXAMPLES = """\
+examples:
+  python -m ds_vpipe config                                  all keys
+  python -m ds_vpipe config staleness                        one, and those of its object
+  python -m ds_vpipe config --markdown > docs/configuration.md
+  python -m ds_vpipe config --json                           as a JSON schema
+"""
+_PAGE = """\
+# Configuration
+
+The `"vpipe"` block of the DeepSpeed JSON, key by key. Every key has a default; `"vpipe": {}` is asynchronous training
+with the module's own partition. Unknown keys, wrong values and combinations that do not work are refused at start, on
+every rank, in one line. `python -m ds_vpipe check ds_config.json` says the same without starting anything.
+
+Written by `python -m ds_vpipe config --markdown`.
+
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("key", nargs="?", default="", metavar="KEY", help="name of a key; default all")
+    parser.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
+    parser.add_argument("--json", action="store_true", help="print the JSON schema of the block")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Explain, and return the exit status."""
+    known = [name for name, _ in all_keys(VPipeConfig)]
+    if arguments.key and arguments.key not in known:
+        raise Refusal("key", arguments.key, ", ".join(known), "name one of them, or none").error()
+    if arguments.json:
+        print_json(VPipeConfig.model_json_schema())
+    elif arguments.markdown:
+        print(_PAGE + as_markdown(VPipeConfig), end="")
+    else:
+        print(as_text(VPipeConfig, arguments.key))
+    return 0

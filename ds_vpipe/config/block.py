@@ -1,0 +1,338 @@
+"""The ``"vpipe"`` block of a DeepSpeed JSON: a strict model of it, and the pipeline that it asks for.
+
+DeepSpeed accepts unknown keys in silence, so everything is checked here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import ValidationError, field_validator, model_validator
+from typing_extensions import Self
+
+from ds_vpipe.config.keys import Settings, checked_list, is_int, is_number, key, refusal_of, refuse
+from ds_vpipe.config.partition_file import is_partition_file, merge_partition_file
+from ds_vpipe.config.staleness import Staleness
+from ds_vpipe.errors import Refusal, raise_first
+from ds_vpipe.schedules.pipeline import Pipeline
+
+PARTITION_METHODS = ("uniform", "parameters", "profile")
+
+_LEFT_TO_PLANNER = {"partition": "profile", "recompute_ratio": "auto", "stage_to_depth_map": "auto"}
+
+
+class TimelineConfig(Settings):
+    """The ``"timeline"`` object: recording of the actions of every rank."""
+
+    enabled: bool = key(False, "true or false", "Record every rank's actions.", True)
+    path: str = key("timeline", "a path, as a string", "Folder of the recording, with one file per rank.", "timeline")
+
+
+class VPipeConfig(Settings):
+    """The ``"vpipe"`` block. Build it with :meth:`parse`, which words errors for users; instances are immutable."""
+
+    sync_mode: Literal["asp", "bsp"] = key(
+        "asp",
+        '"asp" or "bsp"',
+        "Asynchronous, or synchronous as DeepSpeed is: with `bsp` the pipeline drains after every batch.",
+        "asp",
+    )
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = key(
+        "1f1b",
+        '"1f1b", or "gpipe" or "interleaved" with sync_mode "bsp"',
+        "Order of the passes in bsp: 1F1B, all forward passes before all backward passes, or 1F1B over several virtual "
+        "stages per rank, after Megatron-LM.",
+        "1f1b",
+    )
+    virtual_stages: int = key(
+        1,
+        'an int >= 2 with schedule "interleaved", else 1',
+        "Virtual stages on every rank: rank i of K holds virtual stages i, i+K, ... and `partition` has a count for "
+        "each of them.",
+        2,
+        ge=1,
+    )
+    weight_sync: Literal["stash", "vertical", "none"] = key(
+        "stash",
+        '"stash", "vertical" or "none", with sync_mode "asp" only',
+        "Weights of a backward pass: those of its forward pass (`stash`); the same, and the same version index at "
+        "every stage (`vertical`); or the newest, for comparison only (`none`).",
+        "stash",
+    )
+    partition: tuple[int, ...] | str | None = key(
+        None,
+        'a list of layer counts > 0, one per stage, "uniform", "parameters", "type:REGEX", "profile", the path of a '
+        ".json file, or null for the module's own",
+        "Layers of every stage. `parameters` balances them by size, `type:REGEX` by the number of layers whose type "
+        "matches, and `profile` leaves the choice to the planner. A module that was built with another split is split "
+        "anew, and its weights move with their layers. A file holds what `python -m ds_vpipe plan` writes: "
+        '`{"partition": [...], "recompute_ratio": [...]}`.',
+        [12, 13, 13, 11],
+        entry="an int > 0",
+    )
+    recompute_ratio: float | tuple[float, ...] | Literal["auto"] = key(
+        0.0,
+        'a number in [0, 1], a list of one such number per stage or per virtual stage, or "auto"',
+        "Share of its n layers that a stage recomputes in the backward pass, under the stashed weights: the last "
+        "int(ratio x n) of them. `auto` plans the smallest ratios that fit the memory.",
+        0.5,
+        entry="a number in [0, 1]",
+    )
+    stage_to_depth_map: Literal["default", "auto"] | tuple[int, ...] = key(
+        "default",
+        '"default", "auto", or a list of one int >= 0 per stage that never rises and ends in 0, '
+        'with sync_mode "asp" only',
+        "Warm-up depth W_s of every stage s: forward passes that it runs ahead of its backward passes, by default "
+        "K-1-s. More depth hides slow transfers, and costs memory and staleness. `auto` plans the smallest depths that "
+        "hide all transfers.",
+        [3, 2, 1, 0],
+        entry="an int >= 0, not above the one before, and 0 at the last stage",
+    )
+    profile: str | None = key(
+        None,
+        'the path of a profile of the model\'s layers, for "profile" and "auto"',
+        'Costs of every layer, for the planner: a file that "python -m ds_vpipe profile" writes. The plan with its '
+        "predicted bytes is printed at start, and at the end every stage's measured peak beside it.",
+        "profile.json",
+    )
+    memory_budget: int | tuple[int, ...] | None = key(
+        None,
+        "an int > 0, or a list of one per stage, in bytes per device",
+        "Memory that a plan may use. Without it: nine tenths of the GPU's memory, and on the CPU no limit.",
+        16_000_000_000,
+        entry="an int > 0",
+    )
+    link_bandwidth: float | None = key(
+        None,
+        "a number > 0, bytes per second between two stages",
+        "Bandwidth of one direction of a link, for the planner. Without it transfers take no time, and `auto` depths "
+        "are refused.",
+        10_000_000_000,
+        gt=0,
+        allow_inf_nan=False,
+    )
+    gradient_clipping_scope: Literal["stage", "delayed_global"] = key(
+        "stage",
+        '"stage", or "delayed_global" with sync_mode "asp"',
+        "Norm that asp clips gradients by (DeepSpeed's `gradient_clipping`, 1.0 unless it is set): the stage's own, or "
+        "that of all stages with the others' norms a fixed number of updates late. Neither waits for another stage. "
+        "In bsp it is the norm of all stages. See [training](training.md#gradient-clipping).",
+        "stage",
+    )
+    staleness: Staleness | None = key(
+        None,
+        "an object with nadam, error_feedback, lr_rescheduling, synchronous_updates or "
+        'delay_warmup_updates, with sync_mode "asp" only',
+        "Mitigations of gradients that are some updates old; off unless named. See [training](training.md#staleness).",
+        {"nadam": True},
+    )
+    peer_timeout_s: float = key(
+        300.0,
+        "a number of seconds > 0",
+        "Longest wait for another stage. Then every rank ends with a line that names who waited for what.",
+        300,
+        gt=0,
+        allow_inf_nan=False,
+    )
+    timeline: TimelineConfig = key(
+        TimelineConfig(),
+        'an object {"enabled": true, "path": "..."}',
+        "Recording of what every rank does, for `python -m ds_vpipe show`, `trace` and `report`.",
+        {"enabled": True},
+    )
+
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _check_partition(cls, value: object) -> tuple[int, ...] | str | None:
+        if value is None or (isinstance(value, str) and value in PARTITION_METHODS):
+            return value
+        if isinstance(value, str) and value.startswith("type:"):
+            try:
+                re.compile(value.removeprefix("type:"))
+            except re.error as error:
+                refuse(value, reason=f"REGEX does not compile: {error}", remedy="correct the regular expression")
+            if value == "type:":
+                refuse(value, reason="REGEX is empty", remedy='name a layer type, such as "type:Block"')
+            return value
+        return checked_list(value, lambda count: is_int(count) and count > 0)
+
+    @field_validator("recompute_ratio", mode="before")
+    @classmethod
+    def _check_recompute_ratio(cls, value: object) -> float | tuple[float, ...] | str:
+        if value == "auto":
+            return "auto"
+        if isinstance(value, (list, tuple)):
+            return tuple(map(float, checked_list(value, _is_ratio)))
+        return float(value) if _is_ratio(value) else refuse(value)  # type: ignore[arg-type]
+
+    @field_validator("stage_to_depth_map", mode="before")
+    @classmethod
+    def _check_depth(cls, value: object) -> str | tuple[int, ...]:
+        if isinstance(value, str) and value in ("default", "auto"):
+            return value
+        depths = checked_list(value, lambda depth: is_int(depth) and depth >= 0)
+        for index in range(1, len(depths)):
+            if depths[index] > depths[index - 1]:
+                refuse(depths[index], index, reason=f"it rises from {depths[index - 1]} at stage {index - 1}")
+        if depths[-1] != 0:
+            refuse(depths[-1], len(depths) - 1, reason="the last stage has nothing to run ahead of")
+        return depths
+
+    @field_validator("memory_budget", mode="before")
+    @classmethod
+    def _check_memory_budget(cls, value: object) -> object:
+        if value is None or (is_int(value) and value > 0):  # type: ignore[operator]
+            return value
+        return checked_list(value, lambda size: is_int(size) and size > 0)
+
+    @field_validator("peer_timeout_s", "link_bandwidth", mode="before")
+    @classmethod
+    def _check_number(cls, value: object) -> object:
+        return refuse(value) if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> Self:
+        if self.sync_mode == "asp" and self.virtual_stages > 1:
+            why = 'sync_mode is "asp", which has no bubble to make smaller'
+            refuse(self.virtual_stages, key="virtual_stages", reason=why, remedy="remove the key")
+        if self.sync_mode == "asp" and self.schedule != "1f1b":
+            why = 'sync_mode is "asp", which has an order of its own'
+            refuse(self.schedule, key="schedule", reason=why, remedy='add "sync_mode": "bsp", or remove the key')
+        if self.sync_mode == "bsp":
+            if (self.schedule == "interleaved") != (self.virtual_stages > 1):
+                fix = "write 2" if self.schedule == "interleaved" else "remove the key"
+                why = f'schedule is "{self.schedule}"'
+                refuse(self.virtual_stages, key="virtual_stages", reason=why, remedy=fix)
+            asp_only = {
+                "weight_sync": "weight_sync" in self.model_fields_set,
+                "stage_to_depth_map": self.stage_to_depth_map != "default",
+                "gradient_clipping_scope": self.gradient_clipping_scope != "stage",
+                "staleness": self.staleness is not None,
+            }
+            for name in (name for name, given in asp_only.items() if given):
+                value = self.model_dump(exclude_unset=True)[name]
+                refuse(value, key=name, reason='sync_mode is "bsp"', remedy="remove the key")
+        return self
+
+    @model_validator(mode="after")
+    def _check_plan(self) -> Self:
+        left = [name for name, word in _LEFT_TO_PLANNER.items() if getattr(self, name) == word]
+        if left and self.profile is None:
+            fix = 'make one with "python -m ds_vpipe profile" and name it'
+            refuse(None, key="profile", reason=f"{left[0]} is {_LEFT_TO_PLANNER[left[0]]!r}", remedy=fix)
+        if "stage_to_depth_map" in left and self.link_bandwidth is None:
+            why = "stage_to_depth_map is 'auto', which hides transfers"
+            refuse(None, key="link_bandwidth", reason=why)
+        return self
+
+    @property
+    def leaves_to_planner(self) -> bool:
+        """True if the planner is to choose something, by the costs in :attr:`profile`."""
+        return any(getattr(self, name) == word for name, word in _LEFT_TO_PLANNER.items())
+
+    @classmethod
+    def parse(cls, block: object) -> VPipeConfig:
+        """Check ``block``, the value of the ``"vpipe"`` key, and read a partition file named in it.
+
+        Raises:
+            VPipeConfigError: something is wrong. One line names the first key, the value given, what is
+                allowed and what to do, and how many more keys are wrong.
+        """
+        if not isinstance(block, dict):
+            remedy = 'write "vpipe": {} for the defaults, or remove the key for the stock engine'
+            raise Refusal("vpipe", block, "an object of settings", remedy).error()
+        settings: dict[Any, Any] = block
+        origin: dict[str, str] = {}
+        if is_partition_file(settings.get("partition")):
+            settings, origin = merge_partition_file(settings)
+        try:
+            return cls.model_validate(settings)
+        except ValidationError as error:
+            raise_first([refusal_of(detail, cls, origin) for detail in error.errors(include_url=False)])
+            raise  # not reached: a ValidationError has at least one detail
+
+    def settled(self, pipeline: Pipeline) -> VPipeConfig:
+        """The block with the numbers of a plan in the place of ``"profile"`` and ``"auto"``."""
+        numbers = {"partition": pipeline.partition, "recompute_ratio": pipeline.recompute_ratio}
+        return self.model_copy(update={**numbers, "stage_to_depth_map": pipeline.depth_map or "default"})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keys that were given, as JSON types; :meth:`parse` of it gives an equal config."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+    def check_sizes(self, num_stages: int, num_layers: int | None = None) -> None:
+        """Check lengths of lists and the sum of ``partition`` for ``num_stages`` stages and ``num_layers`` layers.
+
+        Raises:
+            VPipeConfigError: a list does not have one entry per stage, the counts of ``partition`` do not sum
+                to ``num_layers``, or there are fewer layers than stages.
+        """
+        refusals: list[Refusal] = []
+        parts = num_stages * self.virtual_stages
+        stage = "stage" if self.virtual_stages == 1 else "virtual stage"
+        if self.virtual_stages > 1 and num_stages == 1:
+            why = "with one stage there is nothing to interleave"
+            refusals.append(Refusal("vpipe.virtual_stages", self.virtual_stages, "1", "remove the key", why))
+        for name, lengths in (
+            ("partition", (parts,)),
+            ("recompute_ratio", (num_stages, parts)),
+            ("stage_to_depth_map", (num_stages,)),
+        ):
+            values = getattr(self, name)
+            if isinstance(values, tuple) and len(values) not in lengths:
+                one = stage if name == "partition" else "stage"
+                allowed = f"one entry per {one}, {lengths[0]} for {num_stages} stages"
+                fix = f"give {lengths[0]} or change the number of stages"
+                refusals.append(Refusal(f"vpipe.{name}", values, allowed, fix, f"it has {len(values)} entries"))
+        raise_first(refusals)
+        if num_layers is None:
+            return
+        if isinstance(self.partition, tuple) and sum(self.partition) != num_layers:
+            total = sum(self.partition)
+            fix = f"{'add' if total < num_layers else 'remove'} {abs(num_layers - total)}"
+            reason = f"it sums to {total} but the model has {num_layers} layers"
+            allowed = f"{parts} counts that sum to {num_layers}"
+            raise Refusal("vpipe.partition", self.partition, allowed, fix, reason).error()
+        if num_layers < parts:
+            reason = f"the model has {num_layers} layers for {parts} {stage}s"
+            allowed = f"at least one layer per {stage}"
+            raise Refusal("vpipe.partition", self.partition, allowed, f"use fewer {stage}s", reason).error()
+
+    def pipeline(self, num_stages: int, micro_batches: int, partition: Sequence[int] | None = None) -> Pipeline:
+        """The pipeline that the block asks for; None in it where the planner is to choose.
+
+        Args:
+            num_stages: K.
+            micro_batches: M.
+            partition: layers of every virtual stage; by default the list in the block, if it has one.
+
+        Raises:
+            VPipeConfigError: a list does not have one entry per stage.
+        """
+        self.check_sizes(num_stages)
+        if partition is None and isinstance(self.partition, tuple):
+            partition = self.partition
+        ratio = self.recompute_ratio
+        depths = self.stage_to_depth_map
+        return Pipeline(
+            schedule="asp" if self.sync_mode == "asp" else self.schedule,
+            num_stages=num_stages,
+            micro_batches=micro_batches,
+            depth_map=depths if isinstance(depths, tuple) else None,
+            virtual_stages=self.virtual_stages,
+            weight_sync=self.weight_sync,
+            partition=None if partition is None else tuple(partition),
+            recompute_ratio=None if ratio == "auto" else spread(ratio, num_stages * self.virtual_stages),
+        )
+
+
+def spread(ratio: float | tuple[float, ...], parts: int) -> tuple[float, ...]:
+    """Ratio of every virtual stage, from one for all, for each, or for each rank, which holds for all that it has."""
+    given = ratio if isinstance(ratio, tuple) else (ratio,)
+    return given * (parts // len(given))
+
+
+def _is_ratio(value: object) -> bool:
+    return is_number(value) and 0 <= value <= 1  # type: ignore[operator]

@@ -1,0 +1,163 @@
+"""The DeepSpeed JSON, read as DeepSpeed 0.19 reads it.
+
+The one reader for engine, planner and commands, without DeepSpeed and its process groups. Values that DeepSpeed itself
+refuses, such as an ``"auto"`` that nobody filled in, are left to it where they are not needed.
+
+The three batch sizes are related by the number of replicas, which is that of ranks over stages. A JSON that gave all
+three for plain data parallelism on the same ranks is therefore wrong for a pipeline. Scripts that compute it so, as
+most do, are not edited for one: for them the total is corrected (:meth:`DeepSpeedJson.corrected`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ds_vpipe.errors import Refusal
+
+TOTAL = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
+BLOCK = "vpipe"
+_PARTS = (MICRO, STEPS)
+_BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size, in elements
+
+
+@dataclass(frozen=True)
+class DeepSpeedJson:
+    """The content of a DeepSpeed JSON."""
+
+    content: Mapping[str, Any]
+
+    def get(self, path: str) -> Any:
+        """The value at a dotted ``path``, or None where any part of it is missing or not an object."""
+        value: Any = self.content
+        for key in path.split("."):
+            if not isinstance(value, Mapping):
+                return None
+            value = value.get(key)
+        return value
+
+    def on(self, path: str) -> bool:
+        """Whether the value at ``path`` is read as true, as 1 and some words are too."""
+        value = self.get(path)
+        return value is True or value == 1 or (isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"))
+
+    def whole(self, path: str) -> int | None:
+        """The value at ``path`` as it is read for a key of type int, or None if it is no int."""
+        return _whole(self.get(path))
+
+    @property
+    def block(self) -> dict[str, Any] | None:
+        """The ``"vpipe"`` block, or None if there is none.
+
+        Raises:
+            VPipeConfigError: the block is not an object, or its key is spelled otherwise (``"vPipe"``), which DeepSpeed
+                would ignore in silence.
+        """
+        for key, value in self.content.items():
+            if key != BLOCK and key.lower().replace("-", "").replace("_", "") == BLOCK:
+                why = f'unknown key, did you mean "{BLOCK}"?'
+                raise Refusal(key, value, f'the block under the key "{BLOCK}"', "rename the key", why).error()
+        if BLOCK not in self.content:
+            return None
+        block = self.content[BLOCK]
+        if not isinstance(block, dict):
+            remedy = f'write "{BLOCK}": {{}} for the defaults, or remove the key for the stock engine'
+            raise Refusal(BLOCK, block, "an object of settings", remedy).error()
+        return block
+
+    @property
+    def dtype(self) -> str:
+        """Type of the weights that are trained: ``bfloat16``, ``float16`` or ``float32``."""
+        if self.on("fp16.enabled"):
+            return "float16"
+        key = "bfloat16" if self.get("bf16") is None else "bf16"  # the old name counts only without the new one
+        return "bfloat16" if self.on(f"{key}.enabled") else "float32"
+
+    @property
+    def zero_stage(self) -> int | None:
+        """ZeRO stage, or None if it is not a number. A bare boolean is the deprecated form."""
+        zero = self.content.get("zero_optimization", {})
+        if isinstance(zero, bool):
+            return int(zero)
+        return _whole(zero.get("stage", 0)) if isinstance(zero, Mapping) else None
+
+    @property
+    def reduce_bucket(self) -> int:
+        """Elements in a buffer of ZeRO's reduction."""
+        return self.whole("zero_optimization.reduce_bucket_size") or _BUCKET
+
+    @property
+    def optimizer(self) -> str | None:
+        """Type of the optimizer, or None if the script brings one."""
+        name = self.get("optimizer.type")
+        return None if name is None else str(name)
+
+    @property
+    def optimizer_params(self) -> Mapping[str, Any]:
+        """Parameters of the optimizer."""
+        params = self.get("optimizer.params")
+        return params if isinstance(params, Mapping) else {}
+
+    def micro_batches(self, replicas: int) -> int:
+        """Micro-batches per batch, M, which two of the three batch sizes say.
+
+        Raises:
+            VPipeConfigError: no key says it, or not with a number.
+        """
+        total, micro, given = (self.get(key) for key in (TOTAL, MICRO, STEPS))
+        if given is None and type(total) is int and type(micro) is int and micro > 0:
+            return max(1, total // (micro * replicas))
+        if given is None and (type(total) is int or type(micro) is int):
+            return 1
+        if type(given) is not int or given < 1:
+            remedy = f"write it, or {TOTAL} and {MICRO}"
+            raise Refusal(STEPS, given, "a whole number >= 1 in the JSON", remedy).error()
+        return given
+
+    def corrected(self, ranks: int, num_stages: int) -> tuple[DeepSpeedJson, str]:
+        """The same with the total for ``ranks / num_stages`` replicas where it is exactly that for ``ranks``.
+
+        Returns:
+            The JSON, and one line about the change, empty if there is none.
+        """
+        total, parts = self.get(TOTAL), [self.get(key) for key in _PARTS]
+        numbers = [value for value in parts if type(value) is int]
+        if num_stages == 1 or len(numbers) < len(parts) or total != prod(numbers) * ranks:
+            return self, ""
+        right = total // num_stages
+        return DeepSpeedJson({**self.content, TOTAL: right}), (
+            f"{TOTAL}: got {total} for {ranks} replicas, but {ranks} ranks in {num_stages} stages are "
+            f"{ranks // num_stages}; an update is of {right} samples; for {total} write {STEPS} "
+            f"{numbers[1] * num_stages}"
+        )
+
+    def refuse_batch_sizes(self, ranks: int, num_stages: int) -> None:
+        """Refuse batch sizes that contradict each other on ``ranks / num_stages`` replicas.
+
+        Raises:
+            VPipeConfigError: they do; one line says what to write.
+        """
+        total = self.get(TOTAL)
+        given = {key: self.get(key) for key in _PARTS if self.get(key) is not None}
+        if not given or not all(type(value) is int and value > 0 for value in (total, *given.values())):
+            return  # nothing to compare, or for DeepSpeed to refuse
+        replicas = ranks // num_stages
+        unit = prod(given.values()) * replicas
+        if total == unit or (len(given) < len(_PARTS) and total % unit == 0):
+            return
+        factors = " x ".join([*(f"{key} {value}" for key, value in given.items()), f"{replicas} replicas"])
+        all_given = len(given) == len(_PARTS)
+        allowed = f"{'' if all_given else 'a multiple of '}{unit}, which is {factors}"
+        reason = f"{ranks} ranks in {num_stages} stages are {replicas} replicas"
+        remedy = f"write {unit}, or remove the key" if all_given else f"change it, or {next(iter(given))}"
+        raise Refusal(TOTAL, total, allowed, remedy, reason).error()
+
+
+def _whole(value: object) -> int | None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
+        return int(value)
+    return int(value) if isinstance(value, str) and value.isdecimal() else None

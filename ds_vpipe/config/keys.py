@@ -1,0 +1,155 @@
+"""Keys of the ``"vpipe"`` block: every text about one is kept in its field of the model.
+
+A field names the values that a key accepts, what the key means, and an example. Refusals, the command
+``python -m ds_vpipe config`` and docs/configuration.md are made from that.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from ds_vpipe.errors import Refusal, did_you_mean, show
+
+
+class Settings(BaseModel):
+    """An object of settings: immutable, strict about types, without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def key(default: object, allowed: str, meaning: str, example: object, *, entry: str = "", **limits: Any) -> Any:
+    """The field of a key.
+
+    Args:
+        default: its value if it is not given; ``...`` if it has to be.
+        allowed: the values that it accepts, in words.
+        meaning: its effect, in Markdown.
+        example: a value that is often right, for the remedy.
+        entry: the values that an entry accepts, for lists.
+        limits: pydantic's, such as ``ge``.
+    """
+    extra: dict[str, Any] = {"allowed": allowed, "entry": entry}
+    return Field(default, description=meaning, examples=[example], json_schema_extra=extra, **limits)
+
+
+def refuse(value: object, index: int | None = None, *, key: str = "", reason: str = "", remedy: str = "") -> NoReturn:
+    """Refuse ``value`` inside a validator; ``index`` points into a list, ``key`` names it in model validators."""
+    path = "" if index is None else f"[{index}]"
+    context = {"path": path, "value": value, "key": key, "reason": reason, "remedy": remedy}
+    raise PydanticCustomError("vpipe_refusal", "refused", context)
+
+
+def checked_list(value: object, accepts: Callable[[Any], bool]) -> tuple[Any, ...]:
+    """Entries of a list with at least one, each of which ``accepts`` holds for."""
+    if not isinstance(value, (list, tuple)) or not value:
+        refuse(value)
+    for index, entry in enumerate(value):
+        if not accepts(entry):
+            refuse(entry, index)
+    return tuple(value)
+
+
+def is_int(value: object) -> bool:
+    """True for an int that is no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """True for an int or a float that is no bool."""
+    return is_int(value) or isinstance(value, float)
+
+
+def refusal_of(detail: ErrorDetails, model: type[Settings], origin: Mapping[str, str]) -> Refusal:
+    """Refusal of a wrong block, from pydantic's error.
+
+    Args:
+        detail: the error; its context may come from :func:`refuse`.
+        model: the block's.
+        origin: the file that a key was read from, for keys that were.
+    """
+    context = detail.get("ctx", {})
+    name = context.get("key") or ".".join(str(part) for part in detail["loc"])
+    if detail["type"] in ("extra_forbidden", "invalid_key"):
+        *parents, word = detail["loc"]
+        for parent in parents:
+            model = _object_of(model.model_fields[str(parent)]) or model
+        hint = did_you_mean(word, model.model_fields)
+        allowed = ", ".join(model.model_fields)
+        return Refusal(f"vpipe.{name}", detail["input"], allowed, "rename or remove it", f"unknown key{hint}")
+
+    value, path = context.get("value", detail["input"]), context.get("path", "")
+    field = dict(all_keys(model))[name]
+    allowed = _texts(field)["entry" if path else "allowed"]
+    reason = context.get("reason", "")
+    if isinstance(value, float) and not math.isfinite(value):
+        reason = "it is not a finite number"
+    elif not reason and isinstance(value, str):
+        reason = did_you_mean(value, re.findall(r'"(\w+)"', allowed)).lstrip(", ")
+    remedy = f"write such as {show(_example(field))}" + ("" if field.is_required() else ", or remove the key")
+    full = f"vpipe.{name}{path}"
+    if name in origin:
+        full = f"{full} (file {origin[name]}, key {name}{path})"
+    return Refusal(full, value, allowed, context.get("remedy") or remedy, reason)
+
+
+def all_keys(model: type[Settings], parent: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Names and fields of all keys, those of an object after it and with its name before theirs."""
+    for name, field in model.model_fields.items():
+        yield f"{parent}{name}", field
+        inner = _object_of(field)
+        if inner is not None:
+            yield from all_keys(inner, f"{parent}{name}.")
+
+
+def as_markdown(model: type[Settings]) -> str:
+    """Descriptions of all keys, as sections of a Markdown page."""
+    sections = []
+    for name, field in all_keys(model):
+        line = f"{_texts(field)['allowed']}; {_default(field)}. Example: `{_example_line(name, field)}`"
+        sections.append(f"{'#' * (2 + name.count('.'))} `{name}`\n\n{line}\n\n{field.description}\n")
+    return "\n".join(sections)
+
+
+def as_text(model: type[Settings], start: str = "") -> str:
+    """Descriptions of the keys whose names begin with ``start``, for a terminal."""
+    lines = []
+    for name, field in all_keys(model):
+        if name.startswith(start):
+            lines.append(name)
+            for text in (f"{_texts(field)['allowed']}; {_default(field)}", field.description or ""):
+                lines += textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="    ")
+            lines.append(f"    example: {_example_line(name, field)}")
+    return "\n".join(lines)
+
+
+def _object_of(field: FieldInfo) -> type[Settings] | None:
+    """The model of a key whose value is an object."""
+    candidates = (field.annotation, *get_args(field.annotation))
+    return next((one for one in candidates if isinstance(one, type) and issubclass(one, Settings)), None)
+
+
+def _texts(field: FieldInfo) -> dict[str, str]:
+    return field.json_schema_extra  # type: ignore[return-value]  # as key() made it
+
+
+def _example(field: FieldInfo) -> Any:
+    return (field.examples or [None])[0]
+
+
+def _example_line(name: str, field: FieldInfo) -> str:
+    return f'"{name.rpartition(".")[2]}": {show(_example(field))}'
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default
+    return f"default {show(value.model_dump() if isinstance(value, BaseModel) else value)}"

@@ -1,0 +1,129 @@
+"""The ``"staleness"`` object of the ``"vpipe"`` block: mitigations of late gradients.
+
+The delay of stage s is ceil(W_s / M) updates, W_s its warm-up depth and M the micro-batches per batch, for a pipeline
+that runs undisturbed (:func:`ds_vpipe.schedules.schedule.update_delay`). A stage without a delay, such as the last one,
+uses none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import field_validator
+
+from ds_vpipe.config.keys import Settings, is_number, key, refuse
+from ds_vpipe.errors import Refusal
+
+
+class NAdam(Settings):
+    """Options of :mod:`ds_vpipe.staleness.nadam`."""
+
+    betas: tuple[float, float] = key(
+        (0.99, 0.999),
+        "two numbers in [0, 1)",
+        "Decay of the first and of the second moment, in place of the optimizer's own betas.",
+        [0.99, 0.999],
+    )
+    momentum_decay: float = key(
+        4e-3, "a number >= 0", "Speed at which the momentum grows towards `betas[0]`.", 0.004, ge=0, allow_inf_nan=False
+    )
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _two_rates(cls, value: object) -> object:
+        if not isinstance(value, (list, tuple)) or len(value) != 2 or not all(map(is_number, value)):
+            refuse(value)
+        return tuple(map(float, value)) if all(0 <= rate < 1 for rate in value) else refuse(value)
+
+
+class ErrorFeedback(Settings):
+    """Options of error feedback."""
+
+    scale: float = key(1.0, "a number in [0, 1]", "Share of the change that is added.", 1, ge=0, le=1)
+
+
+class LRRescheduling(Settings):
+    """Options of learning-rate rescheduling."""
+
+    num_steps: int = key(
+        ..., "an int >= 1", "Updates until the learning rate is that of a run without delay, T.", 1000, ge=1
+    )
+
+    def factor(self, updates: int, delay: int) -> float:
+        """Factor of the learning rate: delay ** -(1 - min(updates / T, 1)).
+
+        Args:
+            updates: made asynchronously so far.
+            delay: that of the stage, in updates.
+
+        Source: PipeMare (Yang et al., MLSys 2021), technique 1.
+        """
+        return float(max(delay, 1)) ** -(1.0 - min(updates / self.num_steps, 1.0))
+
+
+class Staleness(Settings):
+    """Mitigations in use; each is off unless named. ``true`` stands for an object without keys."""
+
+    nadam: NAdam | None = key(
+        None,
+        "true, false or an object",
+        "Nesterov's direction with a long memory, in the place of Adam's or LAMB's.",
+        True,
+    )
+    error_feedback: ErrorFeedback | None = key(
+        None,
+        "true, false or an object, where no stage is more than one update behind",
+        "Add the change between the last two updates to each update.",
+        True,
+    )
+    lr_rescheduling: LRRescheduling | None = key(
+        None,
+        'an object {"num_steps": ...}',
+        "Start with a learning rate divided by the delay, and let it recover over `num_steps` updates.",
+        {"num_steps": 1000},
+    )
+    synchronous_updates: int = key(
+        0,
+        "an int >= 0",
+        "Updates at the start of training after each of which the pipeline drains, as in synchronous training. No "
+        "gradient is late then, and of the other mitigations only `nadam` works. Clipping and loss scaling stay those "
+        "of asp. Give the updates until the loss has begun to fall. Source: PipeMare, technique 3.",
+        1000,
+        ge=0,
+    )
+    delay_warmup_updates: int = key(
+        0,
+        "an int >= 0",
+        "Updates after those over which the pipeline drains ever less often, so that delays grow from none to what the "
+        "depths give.",
+        1000,
+        ge=0,
+    )
+
+    @property
+    def kept_weights(self) -> int:
+        """Copies of a stage's weights besides the versions, where gradients are late.
+
+        Error feedback holds the last change.
+        """
+        return int(self.error_feedback is not None)
+
+    @field_validator("nadam", "error_feedback", mode="before")
+    @classmethod
+    def _switch(cls, value: object) -> object:
+        return {} if value is True else None if value is False else value
+
+
+def refuse_delays(settings: Staleness | None, delays: Sequence[int]) -> None:
+    """Refuse settings that do not work with the stages' delays.
+
+    Raises:
+        VPipeConfigError: error feedback, and a stage is more than one update behind.
+    """
+    if settings is None or settings.error_feedback is None or max(delays) <= 1:
+        return
+    stage = next(stage for stage, delay in enumerate(delays) if delay > 1)
+    why = f"stage {stage} is {delays[stage]} updates behind, and it makes up for one"
+    fix = "raise gradient_accumulation_steps to K-1 or more, or use nadam"
+    given = settings.error_feedback.model_dump(exclude_unset=True) or True
+    raise Refusal("vpipe.staleness.error_feedback", given, "where no stage is further behind", fix, why).error()

@@ -1,0 +1,138 @@
+"""DeepSpeed settings that are refused next to a ``"vpipe"`` block.
+
+Most of them would not fail by themselves: they would dead-lock, be ignored, or train something else. Key names
+and defaults are those of ``deepspeed/runtime/config.py`` and ``deepspeed/runtime/zero/config.py`` of DeepSpeed
+0.19. Values that DeepSpeed itself refuses, such as an ``"auto"`` that nobody filled in, are left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ds_vpipe.config.block import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.errors import Refusal, raise_first
+
+_NO = "not supported"
+_OFF = "write false or remove the key"
+_BY_STEP = "what changes with the step would be asked for ahead of the step that it is for"
+_RENAMED = "a folder is renamed when it is complete, and such a writer goes on afterwards"
+_WHOLE = "activations are sent whole"
+_STAGES = "stages are parallel over layers and data only"
+
+Row = tuple[str, bool, str, str, str]
+"""A setting: its key, whether it is refused here, the values that work, why the others do not, and a remedy."""
+
+
+def refuse_unsupported(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> None:
+    """Refuse settings of the DeepSpeed JSON that do not work with ``block`` on ``num_stages`` stages.
+
+    Raises:
+        VPipeConfigError: there is such a setting. One line names the first key, its value, what to put instead, and how
+            many more there are.
+    """
+    rows = [*_zero(json, block), *_precision(json, block), *_features(json, block), *_pipeline(json, block, num_stages)]
+    raise_first(
+        [
+            Refusal(path, json.get(path), allowed, remedy, reason)
+            for path, refused, allowed, reason, remedy in rows
+            if refused
+        ]
+    )
+
+
+def _zero(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
+    asp, zero = block.sync_mode == "asp", "zero_optimization"
+    why = "ZeRO-2 and ZeRO-3 split gradients or weights across steps that pipeline stages take at different times"
+    yield f"{zero}.stage", (json.zero_stage or 0) > 1, "0 or 1", why, "use stage 1"
+    # DeepSpeed also reads the two deprecated flags.
+    for name, flag, here in (("offload_param", "cpu_offload_param", True), ("offload_optimizer", "cpu_offload", asp)):
+        yield f"{zero}.{name}.device", here and _offloads(json, name), '"none"', _NO, f"remove {name}"
+        yield f"{zero}.{flag}", here and json.on(f"{zero}.{flag}"), "false", _NO, "remove the key"
+    why = "ZenFlow updates weights outside of the optimizer step"
+    yield f"{zero}.zenflow", json.get(f"{zero}.zenflow") is not None, "no such key", why, "remove the key"
+    by_norms = block.gradient_clipping_scope == "delayed_global" and json.get(f"{zero}.compute_grad_norm") is False
+    why = 'vpipe.gradient_clipping_scope is "delayed_global", which clips by norms'
+    yield f"{zero}.compute_grad_norm", by_norms, "true", why, "remove the key"
+    why = "DeepSpeed's optimizer writes checkpoints with it that it cannot load"
+    fix = "remove the key; checkpoints load with other numbers of replicas without it"
+    yield f"{zero}.elastic_checkpoint", json.on(f"{zero}.elastic_checkpoint"), "false", why, fix
+
+
+def _offloads(json: DeepSpeedJson, name: str) -> bool:
+    return json.get(f"zero_optimization.{name}.device") not in (None, "none")
+
+
+def _precision(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
+    bf16, fp16 = json.dtype == "bfloat16", json.dtype == "float16"
+    path = "data_types.grad_accum_dtype"
+    given = json.get(path)
+    in_fp32 = bf16 and given in ("fp32", "float32")
+    by_zero = json.zero_stage == 1 and not json.on("zero_optimization.cpu_offload")
+    why = "DeepSpeed adds gradients in fp32 only with ZeRO-1"
+    fix = 'add "zero_optimization": {"stage": 1}, or remove the key'
+    yield path, in_fp32 and not by_zero, '"bf16", or "fp32" with ZeRO-1', why, fix
+    offloads = in_fp32 and by_zero and _offloads(json, "offload_optimizer")
+    why = "DeepSpeed adds gradients in fp32 only without offload"
+    yield path, offloads, '"bf16"', why, "remove one of the two"
+    by_norms = in_fp32 and by_zero and block.gradient_clipping_scope == "delayed_global"
+    why = "DeepSpeed's optimizer for it clips by the norm that it has computed itself"
+    fix = 'write "stage" for vpipe.gradient_clipping_scope, or remove the key'
+    yield path, by_norms and not offloads, '"bf16" next to delayed_global', why, fix
+    other = bf16 and not in_fp32 and given not in (None, "bf16", "bfloat16")
+    yield path, other, '"bf16" or, with ZeRO-1, "fp32"', _NO, "remove the key"
+    yield path, fp16 and given not in (None, "fp16", "float16", "half"), '"fp16"', _NO, "remove the key"
+    why = "apex amp caches casts of weights across versions"
+    fix = 'remove amp and use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
+    yield "amp.enabled", json.on("amp.enabled"), "no such key", why, fix
+    other = str(json.get("torch_autocast.dtype")).removeprefix("torch.") not in ("bf16", "bfloat16")
+    why = "with other types every stage would have a loss scale of its own"
+    fix = 'write "bfloat16", or use "fp16": {"enabled": true} in place of torch_autocast'
+    yield "torch_autocast.dtype", json.on("torch_autocast.enabled") and other, '"bfloat16"', why, fix
+
+
+def _features(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
+    asp = block.sync_mode == "asp"
+    yield "compile.deepcompile", json.on("compile.deepcompile"), "false", "not supported yet", _OFF
+    for name in ("elasticity", "autotuning", "hybrid_engine"):
+        yield f"{name}.enabled", json.on(f"{name}.enabled"), "false", _NO, f"remove {name}"
+    for name, why in (
+        ("data_efficiency", _BY_STEP),
+        ("data_efficiency.data_sampling.curriculum_learning", _BY_STEP),
+        ("data_efficiency.data_routing.random_ltd", _BY_STEP),
+        ("curriculum_learning", _BY_STEP),
+        ("expert_parallel", "experts are reduced over ranks of several stages"),
+    ):
+        fix = f'remove {name.rpartition(".")[2]}, or write "bsp" for vpipe.sync_mode'
+        yield f"{name}.enabled", asp and json.on(f"{name}.enabled"), 'false in "asp"', why, fix
+    for path in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
+        yield path, (json.whole(path) or 0) > 1, "1", _STAGES, "remove the key and use more stages or replicas"
+    managed = "managed_gradient_accumulation"
+    why, fix = "the schedule decides when a stage updates", "write true or remove the key"
+    yield managed, json.get(managed) is False, "true", why, fix
+
+
+def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Iterator[Row]:
+    silent = json.on("wall_clock_breakdown") and json.get("steps_per_print") is None
+    allowed = "a positive integer next to wall_clock_breakdown"
+    fix = "add the key, or write false for wall_clock_breakdown"
+    yield "steps_per_print", silent, allowed, "wall_clock_breakdown prints every steps_per_print steps", fix
+    several = num_stages > 1
+    path = "activation_checkpointing.contiguous_memory_optimization"
+    why = "its buffers hold the checkpoints of one micro-batch and the pipeline keeps several in flight"
+    yield path, several and json.on(path), "false, or one stage", why, _OFF
+    for path in ("pipeline.pipe_partitioned", "pipeline.grad_partitioned"):
+        yield path, json.on(path), "false", _WHOLE, _OFF
+    path = "pipeline.activation_checkpoint_interval"
+    interval, virtual, ratio = (json.whole(path) or 0) > 0, block.virtual_stages > 1, block.recompute_ratio
+    recomputes = any(ratio) if isinstance(ratio, tuple) else ratio == "auto" or ratio > 0
+    why, fix = "virtual stages run one by one", "write 0 here and use vpipe.recompute_ratio"
+    yield path, interval and virtual, "0 next to virtual_stages", why, fix
+    why, fix = "vpipe.recompute_ratio recomputes the same layers", "write 0 here, or remove vpipe.recompute_ratio"
+    yield path, interval and recomputes and not virtual, "0 next to recompute_ratio", why, fix
+    path = "checkpoint.writer.decoupled"
+    yield path, json.on(path), "false", _RENAMED, "write false or remove checkpoint.writer"
+    path = "datastates_ckpt"
+    yield path, json.content.get(path, False) is not False, "no such key", _RENAMED, "remove the key"
+    path, why = "checkpoint.use_node_local_storage", "one rank per machine would write the states of all stages on it"
+    yield path, several and json.on(path), "false", why, _OFF

@@ -1,0 +1,353 @@
+"""The profiler: seconds and bytes of every layer, measured or computed.
+
+Layers are built one at a time from their specifications and dropped again, or are those that a rank has built already;
+no rank needs the whole model. Measured layers run on the device at hand. Computed ones run on the meta device, where
+tensors have shapes but no memory, for models and devices that are not there: bytes are those that autograd saves there,
+as on a real device, and seconds are a roofline's (:mod:`.roofline`). Attention and dropout run there as on the CPU,
+which may keep more than fused kernels of an accelerator do.
+
+A layer keeps for its backward pass the distinct storages of all tensors that autograd saves, without parameters. They
+are split into those of the layer's input, of its output, and others.
+
+A rank that profiles layers ``a`` to ``b - 1`` needs an input for layer ``a``: the outputs that the rank before it
+returned, or those of :func:`outputs_before`, which runs the layers before on the meta device. Both are meta tensors,
+and an example is made of them. :func:`.layer_profile.merge_profiles` joins the ranks' parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.planning.roofline import OpMeter, Roofline, storage_key
+
+Layer = Callable[[Any], Any]
+Tree = Any
+"""Tensors, possibly in tuples, lists and dicts; anything else is passed on as it is."""
+
+
+def profile_layers(
+    layers: Sequence[Any],
+    inputs: Tree,
+    *,
+    first_layer: int = 0,
+    device: torch.device | str = "cpu",
+    roofline: Roofline | None = None,
+    dtype: torch.dtype | None = None,
+    loss_fn: Any = None,
+    labels: Tree = None,
+    micro_batches: int = 5,
+    warm_up: int = 2,
+    micro_batch_size: int | None = None,
+) -> tuple[ModelProfile, Tree]:
+    """Profile consecutive layers.
+
+    Args:
+        layers: modules, functions, or specifications with a ``build()`` method. Modules keep their weights, buffers,
+            gradients and modes; measured ones are moved to ``device`` and stay there.
+        inputs: an example for the first of ``layers``; an example is made of meta tensors.
+        first_layer: its index in the model.
+        device: to measure on.
+        roofline: of the device to compute for; None to measure.
+        dtype: of parameters that are floating-point; None leaves them.
+        loss_fn: ``loss_fn(outputs, labels)``, if the model's last layer is among ``layers``; a part of that one then.
+        labels: for ``loss_fn``.
+        micro_batches: passes to take the median of.
+        warm_up: passes before those.
+        micro_batch_size: samples in ``inputs``; by default the first dimension of its first tensor.
+
+    Returns:
+        The profile, and the outputs of the last layer as meta tensors: the input of the next rank's first layer.
+
+    Raises:
+        ValueError: ``layers`` or ``micro_batches`` is empty.
+        NotImplementedError, RuntimeError: computed, from a layer that looks at values, which the meta device has none
+            of.
+    """
+    if not layers or micro_batches < 1 or warm_up < 0:
+        given = f"{len(layers)} layers, {micro_batches} micro-batches, {warm_up} to warm up"
+        raise ValueError(f"profile: got {given}; allowed: at least 1 layer and 1 micro-batch")
+    device = torch.device(device if roofline is None else "meta")
+    value, labels = _leave(_example(inputs, device)), _on(device, labels)
+    size, input_bytes = micro_batch_size or _samples(value), _tree_bytes(value)
+    found, types = [], []
+    meta: AbstractContextManager[Any] = nullcontext() if roofline is None else device
+    for position, spec in enumerate(layers):
+        layer, name = _built(spec, meta=roofline is not None)
+        for module in modules_of(layer):
+            module.to(device=device, dtype=dtype)
+        run = layer
+        if loss_fn is not None and position + 1 == len(layers):
+            run = functools.partial(_scored, layer, loss_fn, labels)
+        with meta, _training(run):
+            seconds = None if roofline is not None else _timed(run, value, device, micro_batches, warm_up)
+            costs, value = _counted(run, name, value, roofline)
+        types += [p.dtype for p in parameters_of(layer)]
+        found.append(costs if seconds is None else replace(costs, forward_s=seconds[0], backward_s=seconds[1]))
+    profile = ModelProfile(
+        layers=tuple(found),
+        input_bytes=input_bytes,
+        micro_batch_size=size,
+        device=_name(device) if roofline is None else roofline.name,
+        dtype=_common_dtype(types),
+        source="measured" if roofline is None else "analytic",
+        first_layer=first_layer,
+    )
+    return profile, _as_meta(value)
+
+
+def outputs_before(layers: Sequence[Any], inputs: Tree, index: int) -> Tree:
+    """Inputs of layer ``index`` as meta tensors, found on the meta device without memory or computation.
+
+    Args:
+        layers: at least the first ``index`` layers of the model.
+        inputs: an example for layer 0.
+        index: of the layer.
+
+    Raises:
+        NotImplementedError, RuntimeError: from a layer that looks at values, which the meta device has none of; profile
+            the ranks one after the other then.
+    """
+    value = _as_meta(inputs)
+    for spec in layers[:index]:
+        layer, _ = _built(spec, meta=True)
+        entered, _ = enter(value)
+        with torch.device("meta"), _training(layer):
+            value = _leave(layer(entered))
+    return value
+
+
+# Layers
+
+
+def modules_of(layer: Layer) -> list[torch.nn.Module]:
+    """The modules that hold a layer's parameters: itself, or those that a partial function or bound method uses."""
+    if isinstance(layer, torch.nn.Module):
+        return [layer]
+    if isinstance(layer, functools.partial):
+        held = [layer.func, *layer.args, *layer.keywords.values()]
+        return [module for item in held if callable(item) for module in modules_of(item)]
+    owner = getattr(layer, "__self__", None)
+    return [owner] if isinstance(owner, torch.nn.Module) else []
+
+
+def parameters_of(layer: Layer) -> list[torch.nn.Parameter]:
+    """A layer's parameters, each once."""
+    found = {id(p): p for module in modules_of(layer) for p in module.parameters()}
+    return list(found.values())
+
+
+def _built(spec: Any, meta: bool) -> tuple[Layer, str]:
+    """The layer that ``spec`` is or builds, and its name; with ``meta`` without values, of which none is copied.
+
+    A specification has a ``build()`` method and maybe a ``forward_fn``, as those of DeepSpeed have.
+    """
+    if isinstance(spec, torch.nn.Module) or not hasattr(spec, "build"):
+        name = type(spec).__name__ if isinstance(spec, torch.nn.Module) else getattr(spec, "__name__", "function")
+        return _on_meta(spec) if meta else spec, name
+    with torch.device("meta") if meta else nullcontext():
+        module = spec.build()
+    forward = getattr(spec, "forward_fn", None)
+    layer = module if forward is None else functools.partial(forward, module)
+    return _on_meta(layer) if meta else layer, type(module).__name__
+
+
+def _on_meta(layer: Layer) -> Layer:
+    bare: dict[int, torch.Tensor] = {}
+    for module in modules_of(layer):
+        for parameter in module.parameters():
+            empty = torch.empty_like(parameter, device="meta", requires_grad=False)
+            bare[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in module.buffers():
+            bare[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(layer, bare) if bare else layer
+
+
+def _scored(layer: Layer, loss_fn: Any, labels: Tree, inputs: Tree) -> Any:
+    return loss_fn(layer(inputs), labels)
+
+
+# Trees of tensors
+
+
+def _on(device: torch.device, tree: Tree) -> Tree:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tree)
+
+
+def _tensors(tree: Tree) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _tree_bytes(tree: Tree) -> int:
+    """Bytes of its tensors as they are sent."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tree))
+
+
+def _samples(tree: Tree) -> int:
+    """First dimension of the first tensor that has any."""
+    return next((int(tensor.shape[0]) for tensor in _tensors(tree) if tensor.dim()), 1)
+
+
+def _as_meta(tree: Tree) -> Tree:
+    def bare(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, bare, tree)
+
+
+def _example(tree: Tree, device: torch.device) -> Tree:
+    """Values for meta tensors: random numbers, true for booleans, and 0 for integers, which is a valid index."""
+
+    def valued(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta or device.type == "meta":
+            return tensor.to(device)
+        if tensor.is_floating_point() or tensor.is_complex():
+            made = torch.randn(tensor.shape, device=device).to(tensor.dtype)
+        else:
+            made = torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype, device=device)
+        return made.requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, valued, tree)
+
+
+# Passes
+
+
+def enter(inputs: Tree) -> tuple[Tree, list[torch.Tensor]]:
+    """Inputs of a stage's first layer, which it may change in place, and the leaves that collect the gradients."""
+    leaves: list[torch.Tensor] = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+        leaves.append(leaf)
+        return leaf.clone()
+
+    return tree_map_only(torch.Tensor, copied, inputs), leaves
+
+
+def _leave(outputs: Tree) -> Tree:
+    """Outputs as the next layer's inputs, without their graph."""
+    return tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
+
+
+def run_backward(outputs: Tree) -> None:
+    """Backward pass from gradients of one."""
+    ends = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+    if ends:
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+
+
+@contextmanager
+def _training(layer: Layer) -> Iterator[None]:
+    """Train a layer for a while; its modes, buffers and gradients and all random states are restored."""
+    modules = [module for top in modules_of(layer) for module in top.modules()]
+    modes = [(module, module.training) for module in modules]
+    parameters = parameters_of(layer)
+    gradients = [p.grad for p in parameters]
+    buffers = [(b, b.detach().clone()) for module in modules for b in module.buffers(recurse=False)]
+    devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        for module in modules:
+            module.training = True
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            for module, mode in modes:
+                module.training = mode
+            for buffer, value in buffers:
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+
+def _timed(run: Layer, inputs: Tree, device: torch.device, micro_batches: int, warm_up: int) -> tuple[float, float]:
+    """Median seconds of a forward and a backward pass."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    forward, backward = [], []
+    for _ in range(warm_up + micro_batches):
+        entered, _ = enter(inputs)
+        begin = now()
+        outputs = run(entered)
+        middle = now()
+        run_backward(outputs)
+        forward.append(middle - begin)
+        backward.append(now() - middle)
+    trains = any(tensor.requires_grad for tensor in _tensors(outputs))
+    return median(forward[warm_up:]), median(backward[warm_up:]) if trains else 0.0
+
+
+def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -> tuple[LayerProfile, Tree]:
+    """Costs of a layer that runs forward and backward once, inside :func:`_training`.
+
+    Returns:
+        The costs, and the outputs as the next layer's inputs.
+    """
+    entered, leaves = enter(inputs)
+    parameters = {storage_key(parameter) for parameter in parameters_of(layer)}
+    incoming = {storage_key(tensor) for tensor in _tensors(entered)}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if storage_key(tensor) not in parameters:
+            saved[storage_key(tensor)] = tensor.detach()
+        return tensor
+
+    gradients = [p.grad for p in parameters_of(layer) if p.grad is not None]
+    meter = OpMeter(roofline, outside=[*_tensors(entered), *leaves, *parameters_of(layer), *gradients])
+    with meter:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = layer(entered)
+        outgoing = {storage_key(tensor) for tensor in _tensors(outputs)}
+        sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in saved.items()}
+        kept = sum(size for key, size in sizes.items() if key not in incoming)
+        forward_peak, after, forward_s = meter.peak_bytes, meter.live_bytes, meter.seconds
+        following = tree_map_only(torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), outputs)
+        boundary = _tree_bytes(outputs)
+        copies = sum(tensor.untyped_storage().nbytes() for tensor in _tensors(following))
+        saved.clear()
+        meter.start_over()
+        run_backward(outputs)
+        workspace = max(forward_peak - kept, meter.peak_bytes - after - copies, 0)
+    weights = parameters_of(layer)
+    costs = LayerProfile(
+        name=name,
+        forward_s=forward_s,
+        backward_s=meter.seconds,
+        parameter_bytes=_tree_bytes(weights),
+        activation_bytes=kept,
+        boundary_bytes=boundary,
+        input_kept_bytes=sum(size for key, size in sizes.items() if key in incoming),
+        output_kept_bytes=sum(size for key, size in sizes.items() if key in outgoing and key not in incoming),
+        workspace_bytes=workspace,
+        frozen_bytes=_tree_bytes([p for p in weights if not p.requires_grad]),
+        largest_weight_bytes=max((_tree_bytes(p) for p in weights if p.requires_grad), default=0),
+    )
+    return costs, following
+
+
+def _common_dtype(types: Iterable[torch.dtype]) -> str:
+    """The type of most floating-point parameters; ``float32`` if there are none."""
+    floating = [dtype for dtype in types if dtype.is_floating_point]
+    return str(max(floating, key=floating.count, default=torch.float32)).removeprefix("torch.")
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,1 +1,0 @@
-"""What each layer of a model costs in seconds and bytes, measured or computed."""

@@ -1,0 +1,165 @@
+"""Counts of a rank over its program: micro-batches in flight, weight versions, transfer buffers.
+
+Planner and pictures need these numbers for schedules of every kind, so that they are counted over the actions that the
+engine carries out and not computed beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ds_vpipe.schedules.actions import Kind
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.programs import after_batch, rank_actions
+from ds_vpipe.schedules.rendezvous import ACTIVATIONS, Link, posted_receives
+from ds_vpipe.schedules.schedule import Progress, version_used
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """Most that a virtual stage holds between two actions.
+
+    Attributes:
+        in_flight: micro-batches between their forward and backward pass.
+        versions: weight versions, the newest included.
+        input_buffers: transfer buffers as large as its input.
+        output_buffers: transfer buffers as large as its output.
+        at_update: micro-batches in flight during an update; none if the pipeline drains before it.
+        with_gradients: micro-batches in flight during a backward pass that finds gradients of an earlier one of its
+            batch; none if a batch is one micro-batch. Default: as many as at other times.
+    """
+
+    in_flight: int
+    versions: int = 1
+    input_buffers: int = 0
+    output_buffers: int = 0
+    at_update: int = 0
+    with_gradients: int = -1
+
+    def __post_init__(self) -> None:
+        if self.with_gradients < 0:
+            object.__setattr__(self, "with_gradients", self.in_flight)
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """Most that one rank holds, for each of its virtual stages in order.
+
+    Attributes:
+        in_flight: micro-batches in flight.
+        at_update: the same, during an update.
+        with_gradients: the same, during a backward pass that finds gradients of an earlier one of its batch.
+        unconfirmed: gradients sent and not known to have arrived.
+        versions: weight versions of the rank.
+        moments: micro-batches in flight at the same time, for all times before a backward pass.
+    """
+
+    in_flight: tuple[int, ...]
+    at_update: tuple[int, ...]
+    with_gradients: tuple[int, ...]
+    unconfirmed: tuple[int, ...]
+    versions: int
+    moments: frozenset[tuple[int, ...]]
+
+
+def stage_loads(pipeline: Pipeline, host_transfers: bool = False) -> tuple[StageLoad, ...]:
+    """Loads of all virtual stages, in the order of the model.
+
+    Args:
+        pipeline: schedule and sizes.
+        host_transfers: messages are packed and received in the memory that is planned, as on the CPU. On an
+            accelerator they pass through host memory.
+    """
+    loads, ranks = [], pipeline.num_stages
+    for part in range(pipeline.num_parts):
+        counts, own = rank_counts(pipeline, pipeline.rank_of(part)), part // ranks
+        # With several virtual stages on a rank the gradients of another one may be there.
+        found = counts.in_flight if pipeline.virtual_stages > 1 else counts.with_gradients
+        load = StageLoad(counts.in_flight[own], counts.versions, 0, 0, counts.at_update[own], found[own])
+        loads.append(_with_buffers(pipeline, part, counts, load) if host_transfers else load)
+    return tuple(loads)
+
+
+def rank_counts(pipeline: Pipeline, rank: int) -> RankCounts:
+    """Counts of ``rank`` from the start to the steady state."""
+    return _rank_counts(replace(pipeline, partition=None, recompute_ratio=None), rank)
+
+
+@lru_cache(maxsize=1024)  # a search for a plan asks again and again
+def _rank_counts(pipeline: Pipeline, rank: int) -> RankCounts:
+    parts, depths = pipeline.parts_of(rank), pipeline.depths
+    now, in_flight, at_update, with_gradients, sent, confirmed, unconfirmed = ([0] * len(parts) for _ in range(7))
+    moments, versions, update, forwarded = set(), 1, 0, 0
+    version_of: dict[tuple[int, int], int] = {}
+    progress = Progress()
+    for _ in range(1 if pipeline.synchronous else depths[0] // pipeline.micro_batches + 2):
+        begun = set()
+        for action in rank_actions(pipeline, rank, progress):
+            kind, index = action.kind, action.index
+            own = 0 if action.part is None else parts.index(action.part)
+            if kind is Kind.RECV_ACT and pipeline.virtual_stages == 1:
+                # The previous stage runs F(index) after B(index - W - 1), for which it has had the gradient.
+                confirmed[0] = max(confirmed[0], index - depths[rank - 1])
+            elif kind is Kind.FORWARD:
+                now[own] += 1
+                in_flight[own] = max(in_flight[own], now[own])
+                used = version_used(index, depths[0], pipeline.micro_batches) if pipeline.vertical else update
+                version_of[own, index], forwarded = used, index + 1
+            elif kind is Kind.BACKWARD:
+                moments.add(tuple(now))
+                if own in begun:
+                    with_gradients[own] = max(with_gradients[own], now[own])
+                begun.add(own)
+                now[own] -= 1
+                del version_of[own, index]
+            elif kind is Kind.SEND_GRAD:
+                sent[own] += 1
+                unconfirmed[own] = max(unconfirmed[own], sent[own] - confirmed[own])
+            elif kind is Kind.STEP:
+                update += 1
+                at_update = [max(pair) for pair in zip(at_update, now, strict=True)]
+                versions = max(versions, _versions_held(pipeline, update, set(version_of.values()), forwarded))
+                if pipeline.synchronous:
+                    confirmed = list(sent)
+        progress = after_batch(pipeline, rank, progress)
+    return RankCounts(
+        in_flight=tuple(in_flight),
+        at_update=tuple(at_update),
+        with_gradients=tuple(with_gradients),
+        unconfirmed=tuple(unconfirmed),
+        versions=versions,
+        moments=frozenset(moments),
+    )
+
+
+def _versions_held(pipeline: Pipeline, update: int, used: set[int], forwarded: int) -> int:
+    """Weight versions that a rank holds after an update.
+
+    With vertical sync the next forward passes use versions that nothing in flight may use here yet.
+    """
+    if pipeline.weight_sync == "none":
+        return 1
+    if not pipeline.vertical:
+        return len(used | {update})
+    following = version_used(forwarded, pipeline.depths[0], pipeline.micro_batches)
+    return update - min(used | {following}) + 1
+
+
+def _with_buffers(pipeline: Pipeline, part: int, counts: RankCounts, load: StageLoad) -> StageLoad:
+    """``load`` with transfer buffers, as the engine's links use them.
+
+    A rank keeps receives posted for activations and for gradients. A sent message keeps its buffer until something that
+    comes back says that it has arrived, and a buffer once used is kept for the next message: for activations that is
+    their gradient; for gradients an activation that the previous stage computes later, or the end of the batch.
+    """
+    ranks, parts = pipeline.num_stages, pipeline.num_parts
+    rank, own = pipeline.rank_of(part), part // ranks
+    inputs = counts.unconfirmed[own]
+    outputs = counts.in_flight[own] if part + 1 < parts and ranks > 1 else 0
+    # A rank has one link to each side, whatever the number of its virtual stages.
+    if part and part + ranks >= parts:
+        inputs += posted_receives(pipeline, Link(ACTIVATIONS, (rank - 1) % ranks, rank))
+    if part + 1 < parts and part < ranks:
+        outputs += posted_receives(pipeline, Link(ACTIVATIONS, rank, (rank + 1) % ranks))
+    return replace(load, input_buffers=inputs, output_buffers=outputs)

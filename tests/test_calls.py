@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,8 @@ from shapes import pipelines
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.calls import (
     Round,
-    after_round,
     drain_actions,
-    loss_known,
+    filled_from,
     next_round,
     waits_for_loss,
 )
@@ -26,6 +26,31 @@ from ds_vpipe.schedules.schedule import Exchanges, Progress
 
 looped = pipelines(most_stages=5, most_micro_batches=5).filter(lambda pipeline: pipeline.virtual_stages == 1)
 EXCHANGES = Exchanges(news=True)
+
+
+def after_round(progress: Progress, done: Round) -> Progress:
+    """Where the rank stands after a round."""
+    passes = sum(action.kind is Kind.BACKWARD for action in done.backward)
+    return replace(progress, forwarded=progress.forwarded + 1, completed=progress.completed + passes)
+
+
+def delay_of_losses(pipeline: Pipeline, rank: int) -> int:
+    """How far behind the newest micro-batch is whose gradient arrives in the forward portion of a round."""
+    here, after = pipeline.depths[rank], pipeline.depths[rank + 1]
+    return here + (0 if here > after else 1)
+
+
+def loss_known(pipeline: Pipeline, rank: int, progress: Progress) -> int:
+    """The newest micro-batch whose loss ``rank`` knows at the end of the forward portion, without any other wait.
+
+    ``progress`` is where it stood before. Beyond the losses that it has waited for, it knows those of micro-batches
+    whose gradients have arrived.
+    """
+    handed = progress.forwarded
+    if rank == pipeline.num_stages - 1 or waits_for_loss(pipeline, rank, progress):
+        return handed
+    delay = delay_of_losses(pipeline, rank)
+    return max(filled_from(pipeline, progress) + delay - 1, handed - delay)
 
 
 def text(actions: Iterable[Action]) -> str:

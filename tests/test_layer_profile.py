@@ -25,10 +25,12 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert len(MODEL) == 5
 
 
-def test_short_json() -> None:
+def test_short_json(tmp_path: Path) -> None:
     layer = {"name": "a", "forward_s": 1, "backward_s": 2, "parameter_bytes": 3, "activation_bytes": 4}
     content: Any = {"input_bytes": 8, "micro_batch_size": 1, "device": "cpu", "dtype": "float32", "source": "analytic"}
-    model = ModelProfile.from_json({**content, "layers": [{**layer, "boundary_bytes": 5}]})
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({**content, "layers": [{**layer, "boundary_bytes": 5}]}))
+    model = ModelProfile.load(path)
     assert model.layers == (LayerProfile("a", 1, 2, 3, 4, 5),)
 
 
@@ -67,25 +69,28 @@ def content(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "the file is not JSON"),
-        ("[1]", "profile: content: got [1]; allowed: an object"),
-        (json.dumps(content(layers=[])), "profile: layers: got []; allowed: at least one layer"),
-        (json.dumps(content(layers={})), "allowed: a list of layers"),
-        (json.dumps(content(source="guess")), 'profile: source: got "guess"; allowed: measured or analytic'),
-        (json.dumps(content(layer=1)), 'unknown key: got "layer"'),
-        (json.dumps(content(layers=[{"name": "a"}])), "forward_s is missing"),
-        (json.dumps(content(micro_batch_size=0)), "micro_batch_size: got 0; allowed: an int >= 1"),
+        ("{", "content: Invalid JSON"),
+        ("[1]", "content: Input should be an object, got [1]; allowed: a profile"),
+        (json.dumps(content(layers=[])), "layers: Tuple should have at least 1 item"),
+        (json.dumps(content(layers={})), "layers: Input should be a valid array, got {}"),
+        (json.dumps(content(source="guess")), "source: Input should be 'measured' or 'analytic', got \"guess\""),
+        (json.dumps(content(layer=1)), "layer: Unexpected keyword argument, got 1"),
+        (json.dumps(content(layers=[{"name": "a"}])), "layers.0.forward_s: Field required"),
+        (
+            json.dumps(content(micro_batch_size=0)),
+            "micro_batch_size: Input should be greater than or equal to 1, got",
+        ),
         (
             json.dumps(content(layers=[{**MODEL.to_json()["layers"][0], "forward_s": -1}])),
-            "layer0: forward_s: got -1; allowed: seconds, a finite number >= 0",
+            "layers.0.forward_s: Input should be greater than or equal to 0, got -1",
         ),
         (
             json.dumps(content(layers=[{**MODEL.to_json()["layers"][0], "frozen_bytes": 41}])),
-            "layer0: frozen_bytes: got 41; allowed: at most parameter_bytes, 40",
+            "layers.0: Value error, frozen_bytes 41 is more than parameter_bytes, 40",
         ),
         (
             json.dumps(content(layers=[{**MODEL.to_json()["layers"][0], "boundary_bytes": 1.5}])),
-            "layer0: boundary_bytes: got 1.5; allowed: bytes, an int >= 0",
+            "layers.0.boundary_bytes: Input should be a valid integer, got 1.5",
         ),
     ],
 )

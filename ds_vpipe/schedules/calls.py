@@ -70,12 +70,6 @@ def next_round(pipeline: Pipeline, rank: int, progress: Progress, exchanges: Exc
     return Round(tuple(forward), tuple(backward), tuple(step))
 
 
-def after_round(progress: Progress, done: Round) -> Progress:
-    """Where the rank stands after a round."""
-    passes = sum(action.kind is Kind.BACKWARD for action in done.backward)
-    return replace(progress, forwarded=progress.forwarded + 1, completed=progress.completed + passes)
-
-
 def drain_actions(
     pipeline: Pipeline, rank: int, progress: Progress, exchanges: Exchanges = _NOTHING_ELSE
 ) -> Iterator[Action]:
@@ -106,18 +100,6 @@ def waits_for_loss(pipeline: Pipeline, rank: int, progress: Progress) -> bool:
     """
     ahead = progress.forwarded - filled_from(pipeline, progress)
     return rank != pipeline.num_stages - 1 and ahead < _loss_delay(pipeline, rank)
-
-
-def loss_known(pipeline: Pipeline, rank: int, progress: Progress) -> int:
-    """The newest micro-batch whose loss ``rank`` knows at the end of the forward portion, without any other wait.
-
-    ``progress`` is where it stood before. Beyond the losses that it has waited for, it knows those of micro-batches
-    whose gradients have arrived.
-    """
-    handed, delay = progress.forwarded, _loss_delay(pipeline, rank)
-    if rank == pipeline.num_stages - 1 or waits_for_loss(pipeline, rank, progress):
-        return handed
-    return max(filled_from(pipeline, progress) + delay - 1, handed - delay)
 
 
 def _loss_delay(pipeline: Pipeline, rank: int) -> int:

@@ -23,12 +23,13 @@ from ds_vpipe.engine.engine import _at_exit
 from ds_vpipe.engine.memory_report import PeakMemory, memory_line
 from ds_vpipe.planning.memory import StageMemory
 from ds_vpipe.planning.plan import Plan, StagePlan
+from ds_vpipe.schedules.pipeline import Pipeline
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 STAGES = tuple(
     StagePlan(i, i + 1, 0, 1.0, 2.0, 0.0, 0.0, StageMemory(weights=w)) for i, w in enumerate([10**6, 2 * 10**6])
 )
-PLAN = Plan("asp", STAGES, (1, 0), 1, 1.0, 1.0)
+PLAN = Plan(Pipeline("asp", 2, 1), STAGES, 1.0, 1.0)
 
 
 class FakeMemory:

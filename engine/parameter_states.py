@@ -44,7 +44,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
     for index in layer_numbers(module):
         for name, own in untied.items():
             if name.startswith(f"tied_modules.{ties.get(index)}."):
-                aliases[f"{index}.{own.partition('.')[2]}"] = own
+                aliases.setdefault(f"{index}.{own.partition('.')[2]}", own)
     return StageLayout(
         stage=engine.stage_id,
         bounds=tuple(module.parts),

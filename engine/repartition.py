@@ -32,6 +32,31 @@ class VPipeModule(PipelineModule):
         self.parts = bounds(stage_counts(self, method))
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
+    def _build(self) -> None:
+        """As DeepSpeed's, which builds a tied module once per stage; here tied layers may be of several classes."""
+        position = len(self.forward_funcs)
+        super()._build()
+        for index in range(self._local_start, self._local_stop):
+            spec = self._layer_specs[index]
+            if _is_tied(spec) and spec.forward_fn is None:
+                first = self.tied_modules[spec.key]
+                if type(first) is not spec.typename:
+                    self._add_tied(index, position, first)
+            position += 1
+
+    def _add_tied(self, index: int, position: int, first: torch.nn.Module) -> None:
+        spec = self._layer_specs[index]
+        layer = spec.build()
+        given = spec.tied_weight_attr
+        for name in [given] if isinstance(given, str) else given:
+            holder, _, key = name.rpartition(".")
+            layer.get_submodule(holder).register_parameter(key, first.get_parameter(name))
+        for parameter in layer.parameters():
+            parameter.ds_pipe_replicated = False
+        self.forward_funcs[position] = layer
+        self.fwd_map[str(index)] = position
+        self.add_module(str(index), layer)
+
 
 @runtime_checkable
 class Resplittable(Protocol):
@@ -125,6 +150,11 @@ def _is_tied(spec: Any) -> bool:
     return isinstance(spec, TiedLayerSpec)
 
 
+def _module_of(spec: Any, layer: Any, tied: Any) -> Any:
+    """The module of a layer; a tied layer with a ``forward_fn`` is a function of the tied module."""
+    return tied[spec.key] if _is_tied(spec) and not isinstance(layer, torch.nn.Module) else layer
+
+
 def _owner(parts: Sequence[int], index: int) -> int:
     return next(stage for stage in range(len(parts) - 1) if parts[stage] <= index < parts[stage + 1])
 
@@ -140,9 +170,9 @@ def _check_layers(
     before, after, now = {}, {}, {}
     for index, spec in enumerate(module._layer_specs):
         if owners[0][index] == module.stage_id:
-            before[index] = _describe(tied[spec.key] if _is_tied(spec) else built[index])
+            before[index] = _describe(_module_of(spec, built[index], tied))
         if owners[1][index] == module.stage_id:
-            now[index] = module.tied_modules[spec.key] if _is_tied(spec) else layers[index]
+            now[index] = _module_of(spec, layers[index], module.tied_modules)
             after[index] = _describe(now[index])
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (before, after))
@@ -181,13 +211,10 @@ def _move_states(
         source, target = owners[0][index], owners[1][index]
         if stage not in (source, target):
             continue
-        now = layers[index] if stage == target else None
-        before: Any = built.get(index)
-        if _is_tied(spec):
-            before = tied.get(spec.key)
-            now = module.tied_modules[spec.key] if stage == target else None
+        before = _module_of(spec, built[index], tied) if stage == source else None
+        now = _module_of(spec, layers[index], module.tied_modules) if stage == target else None
         if source == target:
-            if isinstance(now, torch.nn.Module) and now is not before:
+            if isinstance(now, torch.nn.Module) and isinstance(before, torch.nn.Module) and now is not before:
                 now.load_state_dict(before.state_dict())
         elif stage == source and isinstance(before, torch.nn.Module):
             for tensor in before.state_dict().values():

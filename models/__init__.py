@@ -1,18 +1,15 @@
-"""Models that train with ds_vpipe, written as lists of pipeline layers: ``bert``, ``roberta``, ``gpt2``.
+"""Models that train with ds_vpipe: a BERT written as pipeline layers, and plain Hugging Face models.
 
-What they share:
-
-=================  ==============================================================================
-module             idea
-=================  ==============================================================================
-``seeds``          a random seed for each layer
-``attention``      which of Hugging Face's attention implementations
-``architecture``   what has to be known of a Hugging Face model: its layers and their names
-``weight_folder``  a folder of ``save_pretrained``: configuration, and tensors read one by one
-``pretrained``     layers that read their own weights when they are built
-``model``          a new model or a pretrained one, as a command line asks for it
-``export``         a pipeline checkpoint as a folder that ``from_pretrained`` loads
-=================  ==============================================================================
+=====================  ==========================================================================
+module                 idea
+=====================  ==========================================================================
+``hugging_face``       weights of a plain model or of BERT's layers, each rank reading its own
+``export``             a pipeline checkpoint as a folder that ``from_pretrained`` loads
+``command_line``       a parser whose errors are one line
+``start``              how a training script starts, and the record of its run
+``bert``               pre-training by layers (``train``), fine-tuning a plain model (``finetune``)
+``gpt2``               a plain GPT-2 in DeepSpeed's loop
+=====================  ==========================================================================
 """
 
 # A second import under another name would make a second copy of every class, and isinstance checks would fail.

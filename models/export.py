@@ -4,10 +4,10 @@ Usage::
 
     python -m ds_vpipe.models.export CHECKPOINT_DIR OUTPUT_DIR [--tag TAG] [--dtype DTYPE] [--config CONFIG]
 
-Tensors have the names of ``BertForPreTraining``, ``RobertaForMaskedLM`` or ``GPT2LMHeadModel``, tied ones once; weights
-are the fp32 master weights where training kept some. Which model it is says the checkpoint, where
-``save_checkpoint()`` was given ``client_state=model_state(config)``, or else ``--config``. A checkpoint consists of
-pickles: export only those that you trust.
+For checkpoints of ``models/bert/train.py``, written as ``BertForPreTraining``, and of plain Hugging Face models, whose
+scripts may also call ``save_pretrained()`` at their end. Weights are the fp32 master weights where training kept some.
+The configuration is the checkpoint's, where ``save_checkpoint()`` was given ``client_state=model_state(config)``, or
+that of ``--config``. A checkpoint consists of pickles: export only those that you trust.
 """
 
 from __future__ import annotations
@@ -15,31 +15,23 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, BertForPreTraining, PreTrainedModel
 
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.export import DTYPES, full_state_dict
-from ds_vpipe.models.architecture import MODEL_CONFIG, Architecture, full_name
-from ds_vpipe.models.bert.architecture import BERT
-from ds_vpipe.models.gpt2.architecture import GPT2
-from ds_vpipe.models.roberta.architecture import ROBERTA
-from ds_vpipe.models.weight_folder import config_of, read_config
-
-ARCHITECTURES = (BERT, ROBERTA, GPT2)
+from ds_vpipe.models.bert.layers import hugging_face_name, layer_names
+from ds_vpipe.models.hugging_face import MODEL_CONFIG, build_meta, model_class, read_config
 
 
 def export(
-    checkpoint: PipelineCheckpoint,
-    output: Path,
-    config: Path | None = None,
-    dtype: torch.dtype = torch.float32,
-    architectures: Iterable[Architecture] = ARCHITECTURES,
+    checkpoint: PipelineCheckpoint, output: Path, config: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
     """Write ``output``, which appears when it is complete.
 
@@ -48,26 +40,25 @@ def export(
         output: a folder that does not exist or is empty.
         config: ``config.json``, or a folder with one; default: as the checkpoint says.
         dtype: of the tensors.
-        architectures: which models it may be.
 
     Raises:
         VPipeError: the configuration does not fit the checkpoint, or the folder cannot be written.
     """
+    where = f"checkpoint {checkpoint.folder}"
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise Refusal("OUTPUT_DIR", str(output), "a new folder", "name another one, or remove it").error()
-    if config is not None:
-        architecture, settings = read_config(config, architectures)
+    fields: Any = checkpoint.stages[0].get(MODEL_CONFIG)
+    if config is None and fields is None:
+        remedy = "give --config with the model's config.json"
+        raise Refusal("--config", None, "the model's configuration, which this checkpoint lacks", remedy).error()
+    settings = AutoConfig.for_model(**fields) if config is None else read_config(config)
+    make: Callable[[Any], PreTrainedModel] = BertForPreTraining
+    if checkpoint.copies is None:
+        weights = _bert_weights(settings, checkpoint, dtype)
     else:
-        fields = checkpoint.stages[0].get(MODEL_CONFIG)
-        if fields is None:
-            remedy = "give --config with the model's config.json"
-            raise Refusal("--config", None, "the model's configuration, which this checkpoint lacks", remedy).error()
-        architecture, settings = config_of(fields, f"checkpoint {checkpoint.folder}", architectures)
-    with torch.device("meta"):
-        settings.tie_word_embeddings = _is_tied(architecture, settings, checkpoint)
-        model: Any = architecture.model(settings)
-    weights = _renamed(architecture, settings, checkpoint, dtype)
-    _check(weights, model.state_dict(), checkpoint)
+        make, weights = model_class(settings, str(config or where)), full_state_dict(checkpoint, dtype)
+    model = build_meta(make, settings, str(config or where))
+    _check(weights, model.state_dict(), where)
     model.load_state_dict(weights, assign=True, strict=False)
     model.tie_weights()
     part = output.with_name(f".{output.name}.part")
@@ -84,42 +75,36 @@ def export(
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _is_tied(architecture: Architecture, config: Any, checkpoint: PipelineCheckpoint) -> bool:
-    """Whether the checkpoint's layers are those of the model with a tied decoder, or with one of its own."""
-    for tied in (True, False):
-        names = architecture.names(config, tied)
-        known = [index for index in checkpoint.layers if index < len(names)]
-        if known == checkpoint.layers and len(names) - known[-1] <= 2 and all(
-            full_name(names[index], name) for index in known for name in checkpoint.layer(index)
-        ):  # fmt: skip
-            return tied
-    raise VPipeError(
-        f"checkpoint {str(checkpoint.folder)!r}: got {checkpoint.layers[-1] + 1} layers, which are not those of a "
-        f"{architecture.model_type} with num_hidden_layers {config.num_hidden_layers}; allowed are the layers that "
-        f"ds_vpipe.models has for it; correct --config"
-    )
-
-
-def _renamed(
-    architecture: Architecture, config: Any, checkpoint: PipelineCheckpoint, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    names = architecture.names(config, config.tie_word_embeddings)
+def _bert_weights(config: Any, checkpoint: PipelineCheckpoint, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights of the layers of :mod:`ds_vpipe.models.bert.layers`, under Hugging Face's names."""
+    if config.model_type != "bert":
+        allowed = "layers of models/bert/train.py, or of a plain model"
+        remedy = "export it with python -m ds_vpipe.export, under the names of its own layers"
+        raise Refusal(f"checkpoint {checkpoint.folder}", f"layers of a {config.model_type}", allowed, remedy).error()
+    config.tie_word_embeddings = "decoder.weight" not in checkpoint.layer(checkpoint.layers[-1])
+    names = layer_names(config)
     weights: dict[str, Tensor] = {}
-    for name, tensor in full_state_dict(checkpoint, dtype, by_layer=True).items():
-        layer, _, own = name.partition(".")
-        theirs = full_name(names[int(layer)], own) if layer.isdecimal() else None
-        if theirs is not None:
-            weights[theirs] = tensor
-    pairs = {**architecture.same, **(architecture.tied if config.tie_word_embeddings else {})}
-    for one, other in pairs.items():
-        for name, source in ((one, other), (other, one)):
-            if name not in weights and source in weights:
-                weights[name] = weights[source].clone()
+    try:
+        if checkpoint.layers != list(range(len(names))):
+            raise LookupError(f"{len(checkpoint.layers)} layers")
+        for name, tensor in full_state_dict(checkpoint, dtype, by_layer=True).items():
+            layer, _, own = name.partition(".")
+            if layer.isdecimal():
+                weights[hugging_face_name(names[int(layer)], own)] = tensor
+    except LookupError as error:
+        raise VPipeError(
+            f"checkpoint {str(checkpoint.folder)!r}: got {error}, allowed are the {len(names)} layers of a bert with "
+            f"num_hidden_layers {config.num_hidden_layers}; correct --config"
+        ) from None
+    for one, other in (("bias", "decoder.bias"), ("decoder.bias", "bias")):
+        if f"cls.predictions.{one}" in weights:
+            weights.setdefault(f"cls.predictions.{other}", weights[f"cls.predictions.{one}"].clone())
+    if config.tie_word_embeddings:
+        weights["cls.predictions.decoder.weight"] = weights["bert.embeddings.word_embeddings.weight"]
     return weights
 
 
-def _check(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], checkpoint: PipelineCheckpoint) -> None:
-    where = f"checkpoint {checkpoint.folder}"
+def _check(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:
     for name, tensor in wanted.items():
         if name not in weights:
             raise Refusal(where, name, "all weights of the model", "correct --config", "no layer has it").error()

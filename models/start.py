@@ -1,14 +1,28 @@
-"""How training scripts start: arguments, the DeepSpeed JSON, ranks, the record of the run, DeepSpeed kept silent."""
+"""How training scripts start: arguments, the DeepSpeed JSON, ranks, the record of the run, DeepSpeed kept silent.
+
+The record lies beside what a run writes::
+
+    OUTPUT/run/ds_config.json    the DeepSpeed JSON as it was read
+    OUTPUT/run/commands.log      one line per start: when, and the command line; a resumed run adds one
+    OUTPUT/run/hostfile          hosts and their ranks, as the launcher reads it
+    OUTPUT/run/versions.json     Python and the packages that matter
+
+Logs per rank are the launcher's: ``deepspeed --enable_each_rank_log OUTPUT/logs``.
+"""
 
 import contextlib
 import io
 import json
 import logging
 import os
+import platform
+import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +35,10 @@ from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.extension_builds import extension_builds
 from ds_vpipe.models.command_line import Parser
-from ds_vpipe.models.run_record import write_run_record
 
 # Of ranks for each other until training starts: one may have to collect and tokenise its text.
 START_LIMIT = timedelta(minutes=15)
+_PACKAGES = ("ds_vpipe", "deepspeed", "torch", "transformers", "tokenizers", "numpy", "h5py", "safetensors")
 
 
 def training_parser(description: str) -> Parser:
@@ -105,6 +119,36 @@ def record_run(output: Path, ds_config: Mapping[str, Any]) -> None:
     distributed.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
         raise VPipeConfigError(failure[0] if rank == 0 else f"rank 0: {failure[0]}")
+
+
+def write_run_record(output: Path, ds_config: Mapping[str, Any], command: Sequence[str], hosts: Sequence[str]) -> None:
+    """Write the record of a run; an earlier one of the same folder is replaced, but for its commands.
+
+    Args:
+        output: the folder of the run; made if missing.
+        ds_config: what the JSON says.
+        command: ``sys.argv``.
+        hosts: name of the host of every rank, in order.
+    """
+    folder = output / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
+    slots = Counter(hosts)  # keeps the order in which hosts first come
+    (folder / "hostfile").write_text("".join(f"{host} slots={n}\n" for host, n in slots.items()), encoding="utf-8")
+    (folder / "versions.json").write_text(json.dumps(_versions(), indent=2) + "\n", encoding="utf-8")
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    with (folder / "commands.log").open("a", encoding="utf-8") as file:
+        file.write(f"{now} {shlex.join(command)}\n")
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # a checkout that is not installed
+            found[package] = None
+    return found
 
 
 @contextlib.contextmanager

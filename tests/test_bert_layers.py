@@ -14,6 +14,7 @@ from ds_vpipe.models.bert.layers import (
     EmbeddingAttentionLayer,
     FeedForwardLayer,
     HeadsLayer,
+    TiedHeadsLayer,
     bert_layers,
 )
 from ds_vpipe.models.bert.sizes import SIZE_NAMES, bert_config, num_pipeline_layers
@@ -37,6 +38,12 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return ids * padding_mask, types, padding_mask, positions
 
 
+def untied(attention: str = "sdpa", layers: int = 3) -> BertConfig:
+    config = small_config(attention, layers)
+    config.tie_word_embeddings = False
+    return config
+
+
 def copy_weights(source: Any, layers: list[Any]) -> None:
     encoder = source.bert.encoder.layer
     for index, layer in enumerate(layers):
@@ -58,7 +65,7 @@ def copy_weights(source: Any, layers: list[Any]) -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_layers_compute_what_hugging_face_computes(attention: str) -> None:
-    config = small_config(attention)
+    config = untied(attention)
     torch.manual_seed(0)
     reference = BertForPreTraining._from_config(config, attn_implementation=attention).eval()
     for parameter in reference.parameters():  # no zero biases, no unit scales: every weight must arrive
@@ -88,8 +95,9 @@ def test_padding_does_not_reach_the_outputs(attention: str) -> None:
     assert not torch.allclose(unmasked[0][1], before[0][1])
 
 
-def test_every_parameter_gets_a_gradient() -> None:
-    model = nn.Sequential(*[spec.build() for spec in bert_layers(small_config())])
+@pytest.mark.parametrize("config", [small_config(), untied()], ids=["tied", "untied"])
+def test_every_parameter_gets_a_gradient(config: BertConfig) -> None:
+    model = nn.Sequential(*[spec.build() for spec in bert_layers(config)])
     masked_lm, next_sentence = model(inputs())
     (masked_lm.square().mean() + next_sentence.square().mean()).backward()
     without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
@@ -105,8 +113,10 @@ def test_two_layers_per_encoder_layer_and_the_heads(name: str, count: int) -> No
         EmbeddingAttentionLayer,
         *[FeedForwardLayer, AttentionLayer] * ((count - 3) // 2),
         FeedForwardLayer,
-        HeadsLayer,
+        TiedHeadsLayer,
     ]
+    config.tie_word_embeddings = False
+    assert [spec.typename for spec in bert_layers(config)] == [*types[:-1], HeadsLayer]
     assert name in SIZE_NAMES
 
 
@@ -131,7 +141,7 @@ def test_building_a_layer_leaves_the_random_state_alone() -> None:
 
 
 def test_initial_weights_follow_the_configuration() -> None:
-    config = small_config()
+    config = untied()
     config.initializer_range = 0.5
     first, heads = bert_layers(config)[0].build(), bert_layers(config)[-1].build()
     assert first.embeddings.word_embeddings.weight.std().item() == pytest.approx(0.5, rel=0.1)

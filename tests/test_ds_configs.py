@@ -14,13 +14,12 @@ from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.lr_policies import lr_policy
 from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.sizes import bert_config
-from ds_vpipe.models.gpt2.layers import gpt2_layers
-from ds_vpipe.models.gpt2.sizes import gpt2_config
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
 # file: model, partition, recompute ratio, sync mode
 PUBLISHED: dict[str, tuple[str, list[int], list[float], str]] = {
-    "gpt2_tiny_cpu": ("gpt2 tiny", [3, 1, 1, 3], [0, 0, 0, 0], "asp"),
+    "gpt2_tiny_cpu": ("plain", [2, 1, 1, 2], [0, 0, 0, 0], "asp"),
+    "bert_finetune_cpu": ("plain", [3, 3], [0, 0], "asp"),
     "bert_tiny_cpu": ("tiny", [2, 2, 2, 3], [0, 0, 0, 0], "asp"),
     "bert_large_gpipe_2stages": ("large", [26, 23], [1, 1], "bsp"),
     "bert_large_gpipe_4stages": ("large", [13, 13, 13, 10], [1, 1, 1, 1], "bsp"),
@@ -47,8 +46,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def num_layers(model: str) -> int:
-    family, _, size = model.rpartition(" ")
-    return len(gpt2_layers(gpt2_config(size)) if family == "gpt2" else bert_layers(bert_config(size)))
+    return 6 if model == "plain" else len(bert_layers(bert_config(model)))  # embeddings, four blocks, head
 
 
 def test_every_file_is_known_here() -> None:

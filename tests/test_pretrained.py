@@ -1,4 +1,4 @@
-"""Weights from Hugging Face folders in pipeline layers and back, against the Hugging Face models."""
+"""Weights from Hugging Face folders, in BERT's pipeline layers and back, against the Hugging Face models."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import BertForMaskedLM, BertModel, GPT2Model
+from transformers import BertForMaskedLM, BertForPreTraining, BertModel, GPT2LMHeadModel, GPT2Model
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.models.bert.loss import PretrainingLoss
-from ds_vpipe.models.export import ARCHITECTURES, main
-from ds_vpipe.models.pretrained import PretrainedModel, from_pretrained
+from ds_vpipe.models.bert.layers import bert_layers
+from ds_vpipe.models.bert.model import pretrained
+from ds_vpipe.models.export import main
+from ds_vpipe.models.hugging_face import StoredWeights, from_pretrained
 
-EVERY = pytest.mark.parametrize(("kind", "tied"), [(kind, tied) for kind in hf.MODELS for tied in (True, False)])
-ATTENTION = pytest.mark.parametrize("attention", ["sdpa", "eager"])
-
-
-def load(folder: Path, **options: Any) -> PretrainedModel:
-    return from_pretrained(folder, ARCHITECTURES, **options)
+TIED = pytest.mark.parametrize("tied", [True, False])
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
@@ -35,92 +31,81 @@ def replace(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@EVERY
-@ATTENTION
-def test_layers_compute_what_hugging_face_computes(kind: str, tied: bool, attention: str, tmp_path: Path) -> None:
-    model = hf.save(kind, tied, tmp_path)
-    found = load(tmp_path, attention=attention)
-    second_bias = () if tied else tuple(hf.MODELS[kind][0].same.values())  # which the decoder does not add
-    assert (found.initialised, found.unused) == ((), second_bias)
-    hf.assert_equal(hf.run(hf.layers(found.layers), hf.inputs(kind)), hf.wanted(kind, model))
+@TIED
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_layers_compute_what_hugging_face_computes(tied: bool, attention: str, tmp_path: Path) -> None:
+    model = hf.save("bert", tied, tmp_path)
+    found = pretrained(tmp_path, attention=attention)
+    assert found.description == f"{tmp_path}: bert, 5 pipeline layers"
+    hf.assert_equal(hf.run(hf.layers(found.layers), hf.bert_inputs()), hf.wanted(model))
 
 
-@EVERY
-def test_and_back(kind: str, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    specs = hf.MODELS[kind][0].layers(config := hf.config(kind, tied), 3, tied)
-    built = hf.layers(specs)
-    for parameter in (p for module, _ in built for p in module.parameters()):
+@TIED
+def test_and_back(tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    built = hf.layers(bert_layers(config := hf.config("bert", tied), 3))
+    for parameter in (parameter for module in built for parameter in module.parameters()):
         torch.nn.init.normal_(parameter, std=0.2)
     hf.save_checkpoint(built, tmp_path / "checkpoint", config)
     assert main([str(tmp_path / "checkpoint"), str(tmp_path / "out")]) == 0
-    architecture = hf.MODELS[kind][0]
-    model, info = architecture.model.from_pretrained(tmp_path / "out", output_loading_info=True)
+    model, info = BertForPreTraining.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert {name: len(found) for name, found in info.items()} == dict.fromkeys(info, 0)
     assert model.config.tie_word_embeddings == tied
-    assert model.config.architectures == [architecture.model.__name__]
-    names = tensors_in(tmp_path / "out")
-    assert not tied or not set(architecture.tied) & set(names)
-    hf.assert_equal(hf.wanted(kind, model.eval()), hf.run(built, hf.inputs(kind)))
+    assert model.config.architectures == ["BertForPreTraining"]
+    assert ("cls.predictions.decoder.weight" in tensors_in(tmp_path / "out")) != tied
+    hf.assert_equal(hf.wanted(model.eval()), hf.run(built, hf.bert_inputs()))
     assert "out: float32" in capsys.readouterr().out
 
 
 def test_weights_go_back_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
     config = hf.config("bert", True)
-    built = hf.layers(hf.MODELS["bert"][0].layers(config, 0, True))
-    hf.save_checkpoint(built, tmp_path / "checkpoint", config)
+    hf.save_checkpoint(hf.layers(bert_layers(config)), tmp_path / "checkpoint", config)
     assert main([str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {torch.bfloat16}
     assert BertForMaskedLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", hf.MODELS)
-def test_shards_and_half_precision(kind: str, tmp_path: Path) -> None:
-    model = hf.save(kind, True, tmp_path / "whole").to(torch.bfloat16)
+def test_shards_and_half_precision(tmp_path: Path) -> None:
+    model = hf.save("bert", True, tmp_path / "whole").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
-    found = hf.layers(load(tmp_path / "shards").layers)
-    assert {p.dtype for module, _ in found for p in module.parameters()} == {torch.float32}
-    hf.assert_equal(hf.run(found, hf.inputs(kind)), hf.wanted(kind, model.float()))
+    found = hf.layers(pretrained(tmp_path / "shards").layers)
+    assert {p.dtype for module in found for p in module.parameters()} == {torch.float32}
+    hf.assert_equal(hf.run(found, hf.bert_inputs()), hf.wanted(model.float()))
 
 
-@pytest.mark.parametrize("kind", hf.MODELS)
-def test_a_decoder_of_its_own_begins_as_a_copy_of_the_tied_one(kind: str, tmp_path: Path) -> None:
-    model = hf.save(kind, True, tmp_path)
-    found = load(tmp_path, tied=False)
+def test_a_decoder_of_its_own_begins_as_a_copy_of_the_tied_one(tmp_path: Path) -> None:
+    model = hf.save("bert", True, tmp_path)
+    found = pretrained(tmp_path, tied=False)
     assert not found.config.tie_word_embeddings
-    assert len(found.layers) == len(hf.MODELS[kind][0].names(found.config, False))
-    hf.assert_equal(hf.run(hf.layers(found.layers), hf.inputs(kind)), hf.wanted(kind, model))
+    assert hasattr(found.layers[-1].build(), "decoder")
+    hf.assert_equal(hf.run(hf.layers(found.layers), hf.bert_inputs()), hf.wanted(model))
 
 
 def test_a_masked_lm_lacks_pooler_and_next_sentence_which_are_initialised(tmp_path: Path) -> None:
     model = hf.save("bert", False, tmp_path, BertForMaskedLM)
-    found = load(tmp_path, seed=7)
-    lacking = {"bert.pooler.dense.weight", "bert.pooler.dense.bias", "cls.seq_relationship.weight",
-               "cls.seq_relationship.bias"}  # fmt: skip
-    assert set(found.initialised) == lacking
-    line = "initialised, not in the folder: bert.pooler.dense.weight and 3 more"
-    assert line in str(found)
-    assert "\n" not in str(found)
+    found = pretrained(tmp_path, seed=7)
+    assert found.description.endswith("; initialised, not in the folder: bert.pooler.dense.weight and 3 more")
     built = hf.layers(found.layers)
-    hf.assert_equal(hf.run(built, hf.inputs("bert")), hf.wanted("bert", model))
-    fresh: Any = hf.MODELS["bert"][0].layers(found.config, 7, False)[-1].build()
-    heads: Any = built[-1][0]
+    hf.assert_equal(hf.run(built, hf.bert_inputs()), hf.wanted(model))
+    fresh: Any = bert_layers(found.config, 7)[-1].build()
+    heads: Any = built[-1]
     assert torch.equal(heads.pooler.dense.weight, fresh.pooler.dense.weight)
     assert torch.equal(heads.seq_relationship.weight, fresh.seq_relationship.weight)
 
 
-@pytest.mark.parametrize(("kind", "base"), [("bert", BertModel), ("gpt2", GPT2Model)])
-def test_a_model_without_heads_has_names_without_prefix(kind: str, base: type[Any], tmp_path: Path) -> None:
-    model = hf.save(kind, True, tmp_path, base)
-    assert not any(name.startswith(hf.MODELS[kind][0].base) for name in tensors_in(tmp_path))
-    found = load(tmp_path)
-    assert all(name.startswith("cls.") for name in found.initialised)
-    built = hf.layers(found.layers)
-    if kind == "gpt2":
-        logits, _ = hf.run(built, hf.inputs(kind))
-        with torch.no_grad():
-            wanted = model(hf.inputs(kind)).last_hidden_state @ model.wte.weight.T
-        torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize(
+    ("kind", "base", "whole", "heads"), [("bert", BertModel, BertForPreTraining, "cls."), ("gpt2", GPT2Model, None, "")]
+)
+def test_a_model_without_heads_has_names_without_prefix(
+    kind: str, base: type[Any], whole: type[Any] | None, heads: str, tmp_path: Path
+) -> None:
+    hf.save(kind, True, tmp_path, base)
+    model = from_pretrained(tmp_path, whole or GPT2LMHeadModel)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    found = StoredWeights(tmp_path, model)
+    assert found.unused == ()
+    assert all(name.startswith(heads) for name in found.initialised)
+    assert bool(found.initialised) == bool(heads)
 
 
 def test_names_of_older_checkpoints(tmp_path: Path) -> None:
@@ -132,23 +117,9 @@ def test_names_of_older_checkpoints(tmp_path: Path) -> None:
     tensors["cls.predictions.decoder.weight"] = tensors.pop("bert.embeddings.word_embeddings.weight")
     tensors["bert.embeddings.position_ids"] = torch.arange(16)
     replace(tmp_path, tensors)
-    found = load(tmp_path)
-    assert found.unused == ("bert.embeddings.position_ids",)
-    hf.assert_equal(hf.run(hf.layers(found.layers), hf.inputs("bert")), hf.wanted("bert", model))
-
-
-def test_roberta_trains_on_masked_tokens_alone_and_counts_its_positions(tmp_path: Path) -> None:
-    hf.save("roberta", True, tmp_path)
-    ids, types, mask, positions = hf.inputs("roberta")
-    built = hf.layers(load(tmp_path).layers)
-    logits, nothing = hf.run(built, (ids, types, mask, positions))
-    assert nothing is None
-    labels = (torch.randint(hf.VOCABULARY, (3, 4)), torch.zeros(3, dtype=torch.long))
-    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[0].flatten())
-    torch.testing.assert_close(PretrainingLoss()((logits, None), labels), wanted)
-    longer = [torch.cat([tensor, tensor[:, :1]], 1) for tensor in (ids, types, mask)]
-    with pytest.raises(VPipeConfigError, match="sequences of 13 tokens: allowed are at most 12"):
-        hf.run(built, (*longer, positions))
+    found = pretrained(tmp_path)
+    assert found.description.endswith("pipeline layers; not used: bert.embeddings.position_ids")
+    hf.assert_equal(hf.run(hf.layers(found.layers), hf.bert_inputs()), hf.wanted(model))
 
 
 def broken(what: str, folder: Path) -> None:
@@ -160,7 +131,7 @@ def broken(what: str, folder: Path) -> None:
         case "missing":
             del tensors["bert.encoder.layer.1.output.dense.bias"]
         case "other model":
-            config["model_type"] = "t5"
+            config["model_type"] = "roberta"
         case "decoder":
             config["is_decoder"] = True
         case "heads":
@@ -200,12 +171,12 @@ def broken(what: str, folder: Path) -> None:
     ("what", "says"),
     [
         ("shape", "tensor bert.embeddings.word_embeddings.weight in .*model.safetensors: got [83, 32]; allowed: the"
-         " shape [88, 32] that config.json gives layer 0"),
+         " shape [88, 32] that config.json gives bert.embeddings.word_embeddings.weight"),
         ("missing", '.*: got "bert.encoder.layer.1.output.dense.bias"; no file has this tensor; allowed: all weights'),
-        ("other model", '.*config.json: got "t5"; allowed: model_type "bert" or "roberta" or "gpt2"'),
+        ("other model", 'model_type in .*config.json: got "roberta"; allowed: "bert"; train others as plain models'),
         ("decoder", "is_decoder in .*: got true; allowed: false"),
-        ("fields", '.*config.json: got "bert"; .*num_hidden_layers.*allowed: fields of BertConfig'),
-        ("heads", "from_pretrained: got .*(32) is not a multiple of .*allowed: a configuration from which layer 1 can"),
+        ("fields", 'from_pretrained: got .*config.json.*num_hidden_layers.*allowed: the config.json of a model that'),
+        ("heads", "from_pretrained: got .*is not a multiple of .*allowed: a configuration from which the model"),
         ("pickle", "from_pretrained: got .*pytorch_model.bin.*convert it once: load the folder with transformers'"),
         ("no weights", "from_pretrained: got .*allowed: a folder with model.safetensors or model.safetensors.index"),
         ("truncated", "from_pretrained: got .*model.safetensors.*allowed: a safetensors file; copy it again"),
@@ -214,44 +185,47 @@ def broken(what: str, folder: Path) -> None:
         ("index", 'from_pretrained: got .*index.j.*allowed: a JSON object with a "weight_map"'),
         ("index of numbers", 'from_pretrained: got .*index.j.*allowed: a JSON object with a "weight_map"'),
         ("no layers", "num_hidden_layers in .*config.json: got 0; allowed: at least 1"),
-        ("below zero", "hidden_size in .*config.json: got -16; allowed: at least 1"),
-        ("type", 'model_type in .*config.json: got ["bert"]; allowed: model_type "bert"'),
+        ("below zero", "from_pretrained: got .*-16.*allowed: a configuration from which the model can be built"),
+        ("type", 'from_pretrained: got .*config.json.*allowed: the config.json of a model that transformers knows'),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_in_one_line(what: str, says: str, tmp_path: Path) -> None:
     hf.save("bert", True, tmp_path)
     broken(what, tmp_path)
     with pytest.raises(VPipeConfigError, match=re.escape(says).replace(r"\.\*", ".*")) as caught:
-        load(tmp_path)
+        pretrained(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_model_that_is_not_tied_is_not_tied_by_force(tmp_path: Path) -> None:
     hf.save("bert", False, tmp_path)
     with pytest.raises(VPipeConfigError, match=r"tie_word_embeddings with .*: got true; allowed: a decoder of its own"):
-        load(tmp_path, tied=True)
+        pretrained(tmp_path, tied=True)
 
 
 def test_weights_of_nothing_known_are_refused(tmp_path: Path) -> None:
     hf.save("bert", True, tmp_path)
     replace(tmp_path, {"something": torch.zeros(1)})
     with pytest.raises(VPipeConfigError, match=r"no file has this tensor"):
-        load(tmp_path)
+        pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"num_hidden_layers": 3}, "not those of a bert with num_hidden_layers 3"),
+        ({"num_hidden_layers": 3}, "got 5 layers, allowed are the 7 layers of a bert with num_hidden_layers 3"),
         ({"vocab_size": 90}, "tensor bert.embeddings.word_embeddings.weight in checkpoint"),
-        ({"model_type": "gpt2"}, "not those of a gpt2"),
+        (
+            {"model_type": "gpt2"},
+            'got "layers of a gpt2"; allowed: layers of models/bert/train.py, or of a plain model',
+        ),
     ],
 )
 def test_export_refuses_another_configuration_in_one_line(
     change: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = hf.config("bert", True)
-    hf.save_checkpoint(hf.layers(hf.MODELS["bert"][0].layers(config, 0, True)), tmp_path / "checkpoint", config)
+    hf.save_checkpoint(hf.layers(bert_layers(config)), tmp_path / "checkpoint", config)
     (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), **change}))
     command = [str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--config", str(tmp_path / "config.json")]
     assert main(command) == 2
@@ -263,7 +237,7 @@ def test_export_refuses_another_configuration_in_one_line(
 def test_export_needs_a_new_folder_and_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = hf.config("bert", True)
     checkpoint = tmp_path / "checkpoint"
-    hf.save_checkpoint(hf.layers(hf.MODELS["bert"][0].layers(config, 0, True)), checkpoint, config)
+    hf.save_checkpoint(hf.layers(bert_layers(config)), checkpoint, config)
     assert main([str(checkpoint), str(tmp_path)]) == 2
     torch.save({"optimizer": None}, checkpoint / "mp_rank_00_model_states.pt")
     assert main([str(checkpoint), str(tmp_path / "out")]) == 2

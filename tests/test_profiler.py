@@ -314,6 +314,7 @@ def test_bert_large_on_paper() -> None:
     assert len(profile) == 49
     h, vocabulary = 1024, config.vocab_size
     layer = 12 * h * h + 13 * h
+    # The word embeddings count in both layers that have them, tied or not.
     outside = (vocabulary + 512 + 2 + 2) * h + (vocabulary * (h + 1) + h * h + 3 * h) + (h * h + h) + 2 * (h + 1)
     assert sum(one.parameter_bytes for one in profile.layers) == 4 * (24 * layer + outside)
     hidden, mask, positions = 4 * 4 * 128 * h, 4 * 128, 8 * 4 * 20

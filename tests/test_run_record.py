@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ds_vpipe.models.run_record import write_run_record
+from ds_vpipe.models.start import write_run_record
 
 
 def test_a_record_and_a_resumed_run(tmp_path: Path) -> None:

@@ -131,7 +131,11 @@ class PipelineCheckpoint:
         Without layouts those whose tensors differ between layers.
         """
         if self.layouts is not None:
-            return {name for layout in self.layouts for name in layout.untied.values()}
+            named = {name for layout in self.layouts for name in layout.untied.values()}
+            # Tied layers of several classes on one stage have their parameters under their own numbers.
+            members = (name.partition(".") for layout in self.layouts for name in layout.names)
+            ties = {str(index): key for index, key in self.ties.items()}
+            return named | {f"tied_modules.{ties[layer]}.{rest}" for layer, _, rest in members if layer in ties}
         found: dict[str, torch.Tensor] = {}
         differing = set()
         for index, key in self.ties.items():

@@ -5,9 +5,7 @@ module                 idea
 =====================  ==================================================================================
 ``sizes``              a Hugging Face ``BertConfig`` from a size name or a JSON file
 ``layers``             BERT as ``2L + 1`` pipeline layers
-``tied_layers``        with the decoder tied to the word embeddings, as ``2L + 4``
-``pre_layer_norm``     with LayerNorm before every sub-layer
-``architecture``       Hugging Face's ``BertForPreTraining`` in terms of these layers
+``model``              configuration and layers, new or from a folder, as the command line asks
 ``corpus``             English prose from the docstrings of installed packages
 ``text``               sentence pairs out of text, by ``datasets`` and ``tokenizers``
 ``masking``            samples of masked tokens or whole words; random tokens
@@ -21,5 +19,6 @@ module                 idea
 ``training``           a run from the command line to the validation loss
 ``train``              the training script
 ``example``            one micro-batch for the profiler
+``finetune``           fine-tuning a plain classifier
 =====================  ==================================================================================
 """

@@ -12,7 +12,6 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.masking import MLM_PROBABILITY, check_shape
 from ds_vpipe.models.bert.sizes import ATTENTION_IMPLEMENTATIONS, SIZE_NAMES
 from ds_vpipe.models.command_line import positive
-from ds_vpipe.models.model import add_weight_arguments
 from ds_vpipe.models.start import training_parser
 
 SEQ_LENGTH = 64
@@ -52,7 +51,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--config_name", default="tiny", help=f"{', '.join(SIZE_NAMES)}, or a BertConfig JSON file")
     model.add_argument("--vocab_size", type=positive, help="replaces the configuration's vocabulary size")
     model.add_argument("--attn_implementation", choices=ATTENTION_IMPLEMENTATIONS, default="sdpa")
-    add_weight_arguments(model)
+    model.add_argument(
+        "--model_name_or_path",
+        type=Path,
+        metavar="DIR",
+        help="begin with the weights of a folder that save_pretrained() has written",
+    )
+    model.add_argument(
+        "--tie_word_embeddings",
+        action=argparse.BooleanOptionalAction,
+        help="the decoder is the word embeddings; default: as the weights or the configuration have it",
+    )
     model.add_argument("--num_stages", type=positive, help="pipeline stages (default: one per rank)")
 
     data = parser.add_argument_group("data (default: the prose in the docstrings of installed packages)")

@@ -15,16 +15,18 @@ out of last    ``masked_lm_logits`` float [B, P, V], ``next_sentence_logits`` fl
 =============  ====================================================================================================
 
 Computing logits at the P masked positions only, instead of all S, makes the last stage S / P times cheaper in both
-memory and time. The decoder is not tied to the word embeddings, which live on the other end of the pipeline;
-:mod:`ds_vpipe.models.bert.tied_layers` has the model where it is.
+memory and time. The decoder is the word embeddings where ``tie_word_embeddings`` of the configuration says so, which is
+Hugging Face's default: both ends of the pipeline then are ``TiedLayerSpec``, and the first stage owns the weight.
 """
 
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
-from transformers import BertConfig, RobertaConfig
+from transformers import BertConfig
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.bert.modeling_bert import (
     BertAttention,
@@ -35,76 +37,100 @@ from transformers.models.bert.modeling_bert import (
     BertPredictionHeadTransform,
 )
 
-from ds_vpipe.models.attention import choose_attention
-from ds_vpipe.models.seeds import seeded
+WORDS = "embeddings.word_embeddings.weight"
+"""The tied weight, in the first layer and in the last."""
 
-EncoderConfig = BertConfig | RobertaConfig  # the same encoder; see :mod:`ds_vpipe.models.roberta.layers`
+DEFAULT_ATTENTION = "sdpa"
+
 ModelInput = tuple[Tensor, Tensor, Tensor, Tensor]
 Boundary = tuple[Tensor, Tensor, Tensor]
 ModelOutput = tuple[Tensor, Tensor]
 
 
-class EmbeddingAttentionLayer(nn.Module):
-    """Pipeline layer 0: embeddings and the first attention sub-layer."""
+class Weights(Protocol):
+    """Stored weights of a layer, see :mod:`ds_vpipe.models.hugging_face`."""
 
-    embeddings_type: type[nn.Module] = BertEmbeddings
-    attention_type: type[nn.Module] = BertAttention
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        """Overwrite tensors, given by their names in the Hugging Face model, with the stored values."""
 
-    def __init__(self, config: EncoderConfig, seed: int) -> None:
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let torch draw from ``seed`` for a while."""
+    # Layers are built on the CPU; devices=[] keeps fork_rng from touching every GPU of the machine.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+class BertLayer(nn.Module):
+    """A pipeline layer, initialised from a seed of its own.
+
+    Args:
+        config: of the model.
+        seed: initial weights depend on it alone, and so neither on the partition nor on the number of stages.
+        names: prefixes of the layer's parameters, with what Hugging Face calls them.
+        weights: overwrite the initial ones.
+    """
+
+    def __init__(
+        self, config: BertConfig, seed: int, names: Mapping[str, str] | None = None, weights: Weights | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         with seeded(seed):
-            self.embeddings = self.embeddings_type(config)
-            self.attention = self.attention_type(config)
+            self.build(config)
             initialise(self, config)
+        if weights is not None:
+            own = self.state_dict(keep_vars=True)
+            weights.read({hugging_face_name(names or {}, name): tensor for name, tensor in own.items()})
+
+    def build(self, config: BertConfig) -> None:
+        """Make the modules."""
+        raise NotImplementedError
+
+    def attend(self, attention: nn.Module, inputs: Boundary) -> Boundary:
+        """Attend, add and normalise: boundary to boundary."""
+        hidden, padding_mask, masked_positions = inputs
+        # Only [B, S] booleans cross stage boundaries; each attention layer expands them in the form its implementation
+        # wants. Leaving the mask out where nothing is padded would need a device-to-host sync per layer: never skip it.
+        mask = create_bidirectional_mask(
+            config=self.config, inputs_embeds=hidden, attention_mask=padding_mask, allow_is_bidirectional_skip=False
+        )
+        return attention(hidden, mask)[0], padding_mask, masked_positions
+
+
+class EmbeddingAttentionLayer(BertLayer):
+    """Pipeline layer 0: embeddings and the first attention sub-layer."""
+
+    def build(self, config: BertConfig) -> None:
+        self.embeddings = BertEmbeddings(config)
+        self.attention = BertAttention(config)
 
     def forward(self, inputs: ModelInput) -> Boundary:
         """Embed the tokens and attend: model input to boundary (shapes in the module docstring)."""
         input_ids, token_type_ids, padding_mask, masked_positions = inputs
-        hidden = self.embed(padding_mask, token_type_ids, input_ids=input_ids)
-        return self.attend(hidden, padding_mask, masked_positions)
-
-    def embed(self, padding_mask: Tensor, token_type_ids: Tensor, **words: Tensor) -> Tensor:
-        """Words (``input_ids`` [B, S] or ``inputs_embeds`` [B, S, H]) to embedded tokens [B, S, H]."""
-        return self.embeddings(token_type_ids=token_type_ids, **words)
-
-    def attend(self, hidden: Tensor, padding_mask: Tensor, masked_positions: Tensor) -> Boundary:
-        """Attend, add and normalise: embedded tokens to boundary."""
-        hidden, _ = self.attention(hidden, _attention_mask(self.config, hidden, padding_mask))
-        return hidden, padding_mask, masked_positions
+        hidden = self.embeddings(input_ids=input_ids, token_type_ids=token_type_ids)
+        return self.attend(self.attention, (hidden, padding_mask, masked_positions))
 
 
-class AttentionLayer(nn.Module):
+class AttentionLayer(BertLayer):
     """Pipeline layers 2, 4, ...: the attention sub-layer of one encoder layer."""
 
-    attention_type: type[nn.Module] = BertAttention
-
-    def __init__(self, config: EncoderConfig, seed: int) -> None:
-        super().__init__()
-        self.config = config
-        with seeded(seed):
-            self.attention = self.attention_type(config)
-            initialise(self, config)
+    def build(self, config: BertConfig) -> None:
+        self.attention = BertAttention(config)
 
     def forward(self, inputs: Boundary) -> Boundary:
         """Attend, add and normalise: boundary to boundary."""
-        hidden, padding_mask, masked_positions = inputs
-        hidden, _ = self.attention(hidden, _attention_mask(self.config, hidden, padding_mask))
-        return hidden, padding_mask, masked_positions
+        return self.attend(self.attention, inputs)
 
 
-class FeedForwardLayer(nn.Module):
+class FeedForwardLayer(BertLayer):
     """Pipeline layers 1, 3, ...: the feed-forward sub-layer of one encoder layer."""
 
-    intermediate_type: type[nn.Module] = BertIntermediate
-    output_type: type[nn.Module] = BertOutput
-
-    def __init__(self, config: EncoderConfig, seed: int) -> None:
-        super().__init__()
-        with seeded(seed):
-            self.intermediate = self.intermediate_type(config)
-            self.output = self.output_type(config)
-            initialise(self, config)
+    def build(self, config: BertConfig) -> None:
+        self.intermediate = BertIntermediate(config)
+        self.output = BertOutput(config)
 
     def forward(self, inputs: Boundary) -> Boundary:
         """Feed forward, add and normalise: boundary to boundary."""
@@ -112,54 +138,100 @@ class FeedForwardLayer(nn.Module):
         return self.output(self.intermediate(hidden), hidden), padding_mask, masked_positions
 
 
-class HeadsLayer(nn.Module):
+class HeadsLayer(BertLayer):
     """Last pipeline layer: masked-LM logits at the masked positions and next-sentence logits from the first token."""
 
-    def __init__(self, config: EncoderConfig, seed: int) -> None:
-        super().__init__()
-        with seeded(seed):
-            self.transform = BertPredictionHeadTransform(config)
-            self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-            self.pooler = BertPooler(config)
-            self.seq_relationship = nn.Linear(config.hidden_size, 2)
-            initialise(self, config)
+    def build(self, config: BertConfig) -> None:
+        self.transform = BertPredictionHeadTransform(config)
+        self.build_decoder(config)
+        self.pooler = BertPooler(config)
+        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+
+    def build_decoder(self, config: BertConfig) -> None:
+        """Make the decoder."""
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def decode(self, vectors: Tensor) -> Tensor:
+        """Logits [B, P, V] of transformed vectors [B, P, H]."""
+        return self.decoder(vectors)
 
     def forward(self, inputs: Boundary) -> ModelOutput:
         """Both heads: boundary to model output."""
         hidden, _, masked_positions = inputs
-        masked_lm_logits = self.decoder(self.transform(self.gather(hidden, masked_positions)))
-        return masked_lm_logits, self.seq_relationship(self.pooler(hidden))
-
-    @staticmethod
-    def gather(hidden: Tensor, masked_positions: Tensor) -> Tensor:
-        """Hidden states at the masked positions: [B, P, H]."""
-        return hidden.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))
+        masked = hidden.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))
+        return self.decode(self.transform(masked)), self.seq_relationship(self.pooler(hidden))
 
 
-def bert_layers(config: EncoderConfig, seed: int = 0) -> list[LayerSpec]:
+class TiedHeadsLayer(HeadsLayer):
+    """Last pipeline layer with the word embeddings as its decoder."""
+
+    def build_decoder(self, config: BertConfig) -> None:
+        words = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.embeddings = nn.ModuleDict({"word_embeddings": words})
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    @property
+    def words(self) -> Any:
+        """The word embeddings; a property, so that they have one name."""
+        return self.embeddings["word_embeddings"]
+
+    def decode(self, vectors: Tensor) -> Tensor:
+        return nn.functional.linear(vectors, self.words.weight, self.bias)
+
+
+def bert_layers(config: BertConfig, seed: int = 0, weights: Weights | None = None) -> list[LayerSpec]:
     """The ``2L + 1`` layer specifications of a BERT for pre-training.
 
-    Layer i is initialised from ``seed + i`` alone, so the initial weights depend neither on the partition nor on the
-    number of stages, and no rank builds more than its own layers.
+    Args:
+        config: of the model.
+        seed: layer i is initialised from ``seed + i``, by the rank that it belongs to.
+        weights: overwrite the initial ones.
     """
-    choose_attention(config)
-    specs = [LayerSpec(EmbeddingAttentionLayer, config, seed)]
-    for index in range(1, 2 * config.num_hidden_layers):
-        specs.append(LayerSpec(FeedForwardLayer if index % 2 else AttentionLayer, config, seed + index))
-    specs.append(LayerSpec(HeadsLayer, config, seed + 2 * config.num_hidden_layers))
+    # Hugging Face's models set the default when they are built. Layers built alone would attend without any mask.
+    if config._attn_implementation is None:
+        config._attn_implementation = DEFAULT_ATTENTION
+    tied, last = config.tie_word_embeddings, 2 * config.num_hidden_layers
+    inner = [FeedForwardLayer if index % 2 else AttentionLayer for index in range(1, last)]
+    kinds = [EmbeddingAttentionLayer, *inner, TiedHeadsLayer if tied else HeadsLayer]
+    specs: list[LayerSpec] = []
+    for index, (kind, names) in enumerate(zip(kinds, layer_names(config), strict=True)):
+        given = (config, seed + index, names, weights)
+        ends = tied and index in (0, last)
+        specs.append(TiedLayerSpec("words", kind, *given, tied_weight_attr=WORDS) if ends else LayerSpec(kind, *given))
     return specs
 
 
-def _attention_mask(config: EncoderConfig, hidden: Tensor, padding_mask: Tensor) -> Any:
-    # Only [B, S] booleans cross stage boundaries; each attention layer expands them in the form its implementation
-    # wants. Leaving the mask out where nothing is padded would need a device-to-host sync per layer: never skip it.
-    return create_bidirectional_mask(
-        config=config, inputs_embeds=hidden, attention_mask=padding_mask, allow_is_bidirectional_skip=False
-    )
+def layer_names(config: BertConfig) -> Sequence[Mapping[str, str]]:
+    """For every layer, prefixes of its parameters with what ``BertForPreTraining`` calls them."""
+
+    def sub_layer(index: int) -> dict[str, str]:
+        place = f"bert.encoder.layer.{index // 2}."
+        return {name: place + name for name in (("intermediate.", "output.") if index % 2 else ("attention.",))}
+
+    heads = {"transform.": "cls.predictions.transform.", "pooler.": "bert.pooler.",
+             "seq_relationship.": "cls.seq_relationship."}  # fmt: skip
+    if config.tie_word_embeddings:
+        heads |= {"embeddings.": "bert.embeddings.", "bias": "cls.predictions.bias"}
+    else:
+        heads |= {"decoder.": "cls.predictions.decoder."}
+    inner = [sub_layer(index) for index in range(1, 2 * config.num_hidden_layers)]
+    return [{"embeddings.": "bert.embeddings.", **sub_layer(0)}, *inner, heads]
+
+
+def hugging_face_name(names: Mapping[str, str], name: str) -> str:
+    """The name in ``BertForPreTraining`` of a layer's parameter.
+
+    Raises:
+        LookupError: ``names`` do not say it.
+    """
+    own = next((prefix for prefix in names if name.startswith(prefix)), None)
+    if own is None:
+        raise LookupError(f"parameter {name} of a layer with {', '.join(names)}")
+    return names[own] + name.removeprefix(own)
 
 
 @torch.no_grad()
-def initialise(layer: nn.Module, config: EncoderConfig) -> None:
+def initialise(layer: nn.Module, config: BertConfig) -> None:
     """BERT's initialisation: normal weights of deviation ``initializer_range``, zero biases, unit LayerNorm scales."""
     for module in layer.modules():
         if isinstance(module, nn.Linear):

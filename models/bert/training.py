@@ -10,16 +10,13 @@ from torch import distributed
 
 import ds_vpipe
 from ds_vpipe.errors import VPipeConfigError, show
-from ds_vpipe.models.architecture import model_state
-from ds_vpipe.models.bert.architecture import BERT
 from ds_vpipe.models.bert.arguments import CHECKPOINTS, parse_arguments
 from ds_vpipe.models.bert.data import MicroBatches, Samples, TrainingData, prepare_on_readers
 from ds_vpipe.models.bert.loss import PretrainingLoss
 from ds_vpipe.models.bert.metrics import Metrics
-from ds_vpipe.models.bert.sizes import bert_config
+from ds_vpipe.models.bert.model import Model, model_of
 from ds_vpipe.models.bert.validation import Validation
-from ds_vpipe.models.model import Model, model_of
-from ds_vpipe.models.roberta.architecture import ROBERTA
+from ds_vpipe.models.hugging_face import model_state
 from ds_vpipe.models.start import exit_code, read_ds_config, record_run, silence, start_process_group
 
 DEFAULT_STEPS_PER_PRINT = 50
@@ -42,12 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: Namespace) -> None:
     ds_config = read_ds_config(arguments.deepspeed_config)
-    model = model_of(
-        arguments,
-        (BERT, ROBERTA),
-        lambda: bert_config(arguments.config_name, arguments.vocab_size, arguments.attn_implementation),
-        tied=False,
-    )
+    model = model_of(arguments)
     rank, world = start_process_group()
     record_run(arguments.output_dir, ds_config)
     # Taken out of the configuration: the engine's own progress lines would repeat those of the metrics.

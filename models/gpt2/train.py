@@ -1,20 +1,108 @@
-"""Train a GPT-2 over pipeline stages that never drain.
+"""Train a GPT-2 on text: Hugging Face's model in DeepSpeed's loop. Nothing here knows of pipelines.
 
 From the repository root, on four pipeline stages, without a GPU or any data of your own::
 
-    deepspeed --num_accelerators 4 models/gpt2/train.py --deepspeed_config ds_configs/gpt2_tiny_cpu.json
+    deepspeed --num_accelerators 4 --module ds_vpipe.run models/gpt2/train.py --deepspeed_config \
+        ds_configs/gpt2_tiny_cpu.json
 """
 
-import sys
-from importlib.util import find_spec
+import argparse
+import pydoc_data.topics
 from pathlib import Path
 
-if __name__ == "__main__":
-    here = Path(__file__).resolve().parent
-    # Python puts the folder of a script first on its search path; our modules must not hide others of the same name.
-    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
-    if find_spec("ds_vpipe") is None:  # not installed: use the checkout this file lies in
-        sys.path.append(str(here.parents[1]))
-    from ds_vpipe.models.gpt2.training import main
+import deepspeed
+import torch
+from deepspeed.utils import RepeatingLoader
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-    sys.exit(main())
+HELD_OUT = 20  # the last 20th of the text is for validation
+VALIDATION_BATCHES = 16
+END_OF_TEXT = "<|endoftext|>"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line, with the names of Hugging Face's ``run_clm.py``."""
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser(description="Train a GPT-2."))
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
+    parser.add_argument("--model_name_or_path", help="folder with weights and tokenizer; default: a new model")
+    parser.add_argument("--train_file", nargs="+", type=Path, help="UTF-8; default: the manual of Python's language")
+    parser.add_argument("--block_size", type=int, default=64, help="tokens per sequence")
+    parser.add_argument("--max_steps", type=int, default=300, help="optimizer updates")
+    parser.add_argument("--vocab_size", type=int, default=2048, help="of a new model")
+    parser.add_argument("--num_layers", type=int, default=4, help="of a new model")
+    parser.add_argument("--hidden_size", type=int, default=128, help="of a new model")
+    parser.add_argument("--output_dir", default="runs/gpt2", help="folder for the trained model")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def new_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-pair encoding of ``texts``."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+
+
+def new_model(args: argparse.Namespace) -> GPT2LMHeadModel:
+    """A small GPT-2 with random weights; no dropout, because it is trained for minutes and cannot overfit."""
+    config = GPT2Config(
+        vocab_size=args.vocab_size, n_positions=max(256, args.block_size), n_embd=args.hidden_size,
+        n_layer=args.num_layers, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def main() -> None:
+    """Train, validate and save."""
+    args = parse_arguments()
+    torch.manual_seed(args.seed)
+    texts = [path.read_text(encoding="utf-8") for path in args.train_file or ()]
+    texts = texts or list(pydoc_data.topics.topics.values())
+    if args.model_name_or_path is None:
+        tokenizer: PreTrainedTokenizerBase = new_tokenizer(texts, args.vocab_size)
+        model = new_model(args)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+        model = GPT2LMHeadModel.from_pretrained(args.model_name_or_path)
+    encoded = tokenizer([text + END_OF_TEXT for text in texts]).input_ids
+    tokens = torch.tensor([token for ids in encoded for token in ids])
+    blocks = tokens[: len(tokens) // args.block_size * args.block_size].view(-1, args.block_size)
+    cut = len(blocks) - len(blocks) // HELD_OUT
+
+    model.train()
+    engine, _, loader, _ = deepspeed.initialize(
+        args=args, model=model, model_parameters=model.parameters(), training_data=TensorDataset(blocks[:cut])
+    )
+    batches = iter(RepeatingLoader(loader))
+    while engine.global_steps < args.max_steps:
+        ids = next(batches)[0].to(engine.device)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        if engine.global_rank == 0 and engine.is_gradient_accumulation_boundary() and engine.global_steps % 50 == 0:
+            print(f"after {engine.global_steps} updates: loss {loss.item():.4f} nats", flush=True)
+
+    engine.eval()
+    losses = []
+    held_out = DataLoader(TensorDataset(blocks[cut:]), engine.train_micro_batch_size_per_gpu())
+    with torch.no_grad():
+        for (ids,), _ in zip(held_out, range(VALIDATION_BATCHES), strict=False):
+            ids = ids.to(engine.device)
+            losses.append(engine(input_ids=ids, labels=ids).loss.item())
+    model.save_pretrained(args.output_dir)  # on every rank: each has a part
+    if engine.global_rank == 0:
+        tokenizer.save_pretrained(args.output_dir)
+        print(f"after {engine.global_steps} updates: validation loss {sum(losses) / len(losses):.4f} nats", flush=True)
+
+
+if __name__ == "__main__":
+    main()

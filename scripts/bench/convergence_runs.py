@@ -97,19 +97,39 @@ def model(options: argparse.Namespace, seed: int) -> list[Any]:
     """
     import torch
 
-    from ds_vpipe.models.bert.pre_layer_norm import pre_layer_norm_bert_layers
+    from ds_vpipe.models.bert.layers import bert_layers
     from ds_vpipe.models.bert.sizes import bert_config
 
     config = bert_config("tiny", options.vocabulary)
     config.num_hidden_layers = options.layers
     config.hidden_size, config.intermediate_size = options.hidden, 4 * options.hidden
-    layers = [spec.build() for spec in pre_layer_norm_bert_layers(config, seed=seed)]
+    config.tie_word_embeddings = False  # a replay has no ties
+    layers = [_with_norm_before(spec.build(), config) for spec in bert_layers(config, seed)]
+    layers[-1].norm = torch.nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+    layers[-1].register_forward_pre_hook(lambda heads, args: ((heads.norm(args[0][0]), *args[0][1:]),))
     weight = layers[0].embeddings.position_embeddings.weight
     position = torch.arange(weight.size(0)).unsqueeze(1)
     angle = position * torch.exp(torch.arange(0, weight.size(1), 2) * (-math.log(1e4) / weight.size(1)))
     waves = torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)
     weight.data.copy_(POSITIONS * config.initializer_range * math.sqrt(2) * waves)
     return layers
+
+
+def _with_norm_before(layer: Any, config: Any) -> Any:
+    """A layer of BERT whose sub-layers normalise what they get and not what they return (Xiong et al., ICML 2020)."""
+    from transformers.models.roberta_prelayernorm import modeling_roberta_prelayernorm as before
+
+    kinds = {
+        "attention": before.RobertaPreLayerNormAttention,
+        "intermediate": before.RobertaPreLayerNormIntermediate,
+        "output": before.RobertaPreLayerNormOutput,
+    }
+    for name, kind in kinds.items():
+        if hasattr(layer, name):
+            other = kind(config)
+            other.load_state_dict(getattr(layer, name).state_dict(), strict=False)  # but for the norms
+            setattr(layer, name, other)
+    return layer
 
 
 def samples(seed: int, options: argparse.Namespace) -> Any:

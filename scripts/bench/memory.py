@@ -71,6 +71,7 @@ def sample(options: argparse.Namespace) -> dict[str, Any]:
         intermediate_size=4 * options.hidden,
         vocab_size=options.vocabulary,
         attn_implementation="sdpa",
+        tie_word_embeddings=False,  # all versions and buffers counted are then those of the pipeline itself
     )
     masking = Masking(Vocabulary.numbered(config.vocab_size), options.sequence, 20)
     samples = RandomSamples(options.batch, masking, seed=0)

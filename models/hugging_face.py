@@ -1,0 +1,270 @@
+"""Hugging Face models in pipelines: each rank reads the weights of its own stage, and no others.
+
+A model is built on the meta device, where it has shapes and no values. :func:`ds_vpipe.initialize` splits it and gives
+values to the parameters that the stage keeps, by the model's own ``_init_weights(module)``; the model of
+:func:`from_pretrained` reads the module's tensors there. What does not fit is found before, from the headers of the
+files, by every rank alike. To write the model back, call its ``save_pretrained(folder)`` on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from deepspeed.utils import logger
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ds_vpipe.errors import Refusal
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MODEL_CONFIG = "model_config"  # in checkpoints, see model_state
+_KEY = "from_pretrained"
+_OLDER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}  # ends of names before 2019
+
+
+def model_state(config: PreTrainedConfig) -> dict[str, Any]:
+    """Client state of a checkpoint that names its model, for :mod:`ds_vpipe.models.export`."""
+    return {MODEL_CONFIG: config.to_dict()}
+
+
+def from_pretrained(
+    folder: str | Path, make: Callable[[Any], PreTrainedModel] | None = None, **changes: Any
+) -> PreTrainedModel:
+    """A model on the meta device whose stages read their own weights.
+
+    Args:
+        folder: with ``config.json`` and safetensors, in one file or several with an index.
+        make: the class, or a function of the configuration such as ``AutoModelForCausalLM.from_config``; by default
+            the class that the configuration names.
+        changes: fields of the configuration, such as ``num_labels``.
+
+    Raises:
+        VPipeConfigError: the folder cannot be read, or a tensor is missing or of another shape.
+    """
+    folder = Path(folder)
+    config = read_config(folder, **changes)
+    model = build_meta(model_class(config, str(folder)) if make is None else make, config, str(folder))
+    weights = StoredWeights(folder, model)
+    if str(weights) and os.environ.get("RANK", "0") == "0":
+        logger.warning(f"ds_vpipe: {folder}: {weights}")
+    _read_when_initialised(model, weights)
+    return model
+
+
+def read_config(folder: Path, **changes: Any) -> Any:
+    """The configuration in a folder, or in a JSON file.
+
+    Raises:
+        VPipeConfigError: there is none, or it is not readable.
+    """
+    path = folder if folder.is_file() else folder / "config.json"
+    if not path.is_file():
+        remedy = "correct the path; a model of the hub has to be downloaded before: hf download NAME --local-dir DIR"
+        raise Refusal(_KEY, str(folder), "a folder written by save_pretrained(), with config.json", remedy).error()
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, **changes)
+    except (OSError, TypeError, ValueError, KeyError, StrictDataclassError) as error:
+        allowed = "the config.json of a model that transformers knows"
+        raise Refusal(_KEY, str(path), allowed, "correct the file", str(error)).error() from error
+    config.dtype = torch.float32  # DeepSpeed makes of it what the JSON says
+    return config
+
+
+def model_class(config: Any, where: str) -> Callable[[Any], PreTrainedModel]:
+    """The class that a configuration names.
+
+    Raises:
+        VPipeConfigError: it names none that transformers has.
+    """
+    found: Any = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
+    if found is None:
+        remedy = "save the model with save_pretrained(), which writes it down, or pass the class"
+        allowed = "the name of a class of transformers"
+        raise Refusal(f"architectures in {where}", config.architectures, allowed, remedy).error()
+    return found
+
+
+def build_meta(make: Callable[[Any], PreTrainedModel], config: Any, where: str) -> PreTrainedModel:
+    """The model without values.
+
+    Raises:
+        VPipeConfigError: it cannot be built from the configuration.
+    """
+    try:
+        with torch.device("meta"):
+            return make(config)
+    except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        allowed = "a configuration from which the model can be built"
+        raise Refusal(_KEY, where, allowed, "correct config.json", str(error)).error() from error
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's place in a file, and its shape."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+
+class StoredWeights:
+    """The tensors of a Hugging Face folder under the names of a model.
+
+    Names may lack the prefix of the part without heads or have it in addition, or be those of older checkpoints. A
+    tensor that the model ties may have any of its names.
+
+    Args:
+        folder: with safetensors. Only headers are read.
+        model: on the meta device.
+
+    Attributes:
+        tensors: by name in the model's state dict.
+        initialised: names that the folder lacks: the whole of a head or a pooler.
+        unused: names in the folder that the model lacks.
+
+    Raises:
+        VPipeConfigError: a tensor is missing or of another shape, or a file is broken.
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        stored = _stored_tensors(folder)
+        base = f"{model.base_model_prefix}."
+        others = _other_names(model, bool(getattr(read_config(folder), "tie_word_embeddings", False)))
+        self._opened: dict[Path, Any] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        missing: list[str] = []
+        for name, parameter in model.state_dict().items():
+            known = (form for other in others.get(name, (name,)) for form in _forms(other, base))
+            found = next((stored[form] for form in known if form in stored), None)
+            if found is None:
+                missing.append(name)
+                continue
+            if found.shape != tuple(parameter.shape):
+                allowed = f"the shape {list(parameter.shape)} that config.json gives {name}"
+                remedy = f"correct config.json or {WEIGHTS}"
+                raise Refusal(f"tensor {found.name} in {found.file}", list(found.shape), allowed, remedy).error()
+            self.tensors[name] = found
+        has_heads = any(name.startswith(base) for name in model.state_dict())
+        for name in missing:
+            inner = name.removeprefix(base)
+            if (inner != name or not has_heads) and not inner.startswith("pooler."):
+                allowed = f"all weights of a {type(model).__name__} as config.json describes it"
+                remedy = "copy the folder again; if transformers converts its tensors, use its own from_pretrained()"
+                raise Refusal(f"{_KEY} {folder}", name, allowed, remedy, "no file has this tensor").error()
+        self.initialised = tuple(missing)
+        used = {tensor.name for tensor in self.tensors.values()}
+        self.unused = tuple(name for name in stored if name not in used)
+
+    def __str__(self) -> str:
+        """One line for the log, empty if everything fits."""
+        parts = []
+        for what, names in (("initialised, not in the folder", self.initialised), ("not used", self.unused)):
+            if names:
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                parts.append(f"{what}: {names[0]}{more}")
+        return "; ".join(parts)
+
+    @torch.no_grad()
+    def read(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite tensors, given by their names in the model, with the stored values; others keep theirs."""
+        for name, target in targets.items():
+            place = self.tensors.get(name)
+            if place is not None:
+                if place.file not in self._opened:
+                    self._opened[place.file] = safe_open(place.file, framework="pt")
+                target.copy_(self._opened[place.file].get_tensor(place.name))
+
+
+def _read_when_initialised(model: PreTrainedModel, weights: StoredWeights) -> None:
+    paths = {module: f"{path}." if path else "" for path, module in model.named_modules()}
+
+    def reading(initialise: Callable[[nn.Module], Any]) -> Callable[[nn.Module], None]:
+        def initialise_and_read(module: nn.Module) -> None:
+            initialise(module)
+            own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            weights.read({paths[module] + name: tensor for name, tensor in own})
+
+        return initialise_and_read
+
+    for module in paths:
+        if isinstance(module, PreTrainedModel):
+            module._init_weights = reading(module._init_weights)  # type: ignore[method-assign]
+
+
+def _other_names(model: PreTrainedModel, tied: bool) -> dict[str, tuple[str, ...]]:
+    """Names of one tensor, the own one first; for a folder with tied weights also those that the class would tie."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), []).append(name)
+    found = {name: [name, *(other for other in names if other != name)] for names in groups.values() for name in names}
+    keys = model._tied_weights_keys
+    for one, other in keys.items() if tied and isinstance(keys, dict) else ():
+        for name, partner in ((one, other), (other, one)):
+            if name in found and partner in found and partner not in found[name]:
+                found[name].append(partner)
+    return {name: tuple(names) for name, names in found.items()}
+
+
+def _forms(name: str, base: str) -> Iterator[str]:
+    for known in (name, name.removeprefix(base), base + name):
+        yield known
+        for end, older in _OLDER.items():
+            if known.endswith(end):
+                yield known.removesuffix(end) + older
+
+
+def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    index = folder / INDEX
+    if (folder / WEIGHTS).is_file():
+        files = [folder / WEIGHTS]
+    elif index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            allowed = 'a JSON object with a "weight_map" from tensors to files'
+            raise Refusal(_KEY, str(index), allowed, "save the model again").error()
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        raise _without_weights(folder).error()
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        if not file.is_file():
+            raise Refusal(_KEY, str(file), f"every file that {index.name} names", "copy the missing file").error()
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    found[name] = StoredTensor(file, name, tuple(opened.get_slice(name).get_shape()))
+        except (OSError, SafetensorError) as error:
+            raise Refusal(_KEY, str(file), "a safetensors file", "copy it again", str(error)).error() from error
+    return found
+
+
+def _without_weights(folder: Path) -> Refusal:
+    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if not pickles:
+        remedy = "correct the path, or save the model there with save_pretrained()"
+        return Refusal(_KEY, str(folder), f"a folder with {WEIGHTS} or {INDEX}", remedy)
+    return Refusal(
+        _KEY,
+        str(folder / pickles[0]),
+        f"{WEIGHTS}, which is read tensor by tensor and runs no code",
+        "convert it once: load the folder with transformers' from_pretrained() and save_pretrained() it",
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refusal(_KEY, str(path), "a JSON file", "copy it again", str(error)).error() from error
+    if not isinstance(content, dict):
+        raise Refusal(_KEY, str(path), "a file with a JSON object", "copy it again").error()
+    return content

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +93,51 @@ def test_every_benchmark_is_here() -> None:
     assert {name for name, text in scripts.items() if "__main__" in text} == set(SMALL)
 
 
+@pytest.fixture
+def measurements(tmp_path: Path) -> dict[str, list[list[str]]]:
+    """Commands of every measurement of run.sh, words of each; a stand-in for Python writes them down."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f'#!/usr/bin/env bash\nprintf "%s\\0" "$@" >>{tmp_path}/words\necho >>{tmp_path}/words\n')
+    stand_in.chmod(0o755)
+    script = ROOT / "scripts" / "bench" / "run.sh"
+    usage = subprocess.run([str(script)], capture_output=True, text=True)
+    assert usage.returncode == 2
+    found = {}
+    for name in re.findall(r"^  ([\w-]+) ", usage.stderr, re.MULTILINE):
+        environment = {**os.environ, "PYTHON": str(stand_in)}
+        subprocess.run([str(script), name], env=environment, check=True, capture_output=True)
+        lines = (tmp_path / "words").read_text(encoding="utf-8").splitlines()
+        found[name] = [line.rstrip("\0").split("\0") for line in lines]
+        (tmp_path / "words").unlink()
+    return found
+
+
+def test_measurements_of_the_documents_are_commands(
+    measurements: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every word is one that its benchmark knows, and every measurement that a document names is there."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    for commands in measurements.values():
+        for script, *words in commands:
+            import_module(Path(script).stem).parse(words)
+    assert {Path(command[0]).name for commands in measurements.values() for command in commands} == set(SMALL)
+    for page in ("performance", "convergence"):
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        named = set(re.findall(r"scripts/bench/run\.sh ([\w-]+)", text))
+        assert named
+        assert named <= set(measurements), page
+
+
 def test_table_has_a_row_per_case_and_a_column_per_arm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    import report
+    import schedule
 
     def row(arm: str, micro_batches: int, rate: float, link: float = 0.0) -> dict[str, Any]:
         case = {"work": "emulated", "stages": 4, "micro_batches": micro_batches, "link": link, "stage_ms": 25.0}
         return {**case, "arm": arm, "rate": rate, "efficiency": rate / 40}
 
     rows = [row("stock", 8, 20), row("asp", 8, 36), row("stock", 1, 10), row("asp", 1, 30), row("asp", 8, 38)]
-    lines = report.table([*rows, row("asp", 1, 20, link=0.5)])
+    lines = schedule.table([*rows, row("asp", 1, 20, link=0.5)])
     assert lines[0] == "| work | K | M | stage, ms | stock | asp | fastest, x stock |"
     assert lines[2:] == [
         "| emulated | 4 | 1 | 25.0 | 0.250 | 0.750 | asp 3.00 |",

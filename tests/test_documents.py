@@ -33,8 +33,6 @@ RUN_BY = {
     r"docs/multinode\.md: (sbatch|srun) .*scripts/(bert\.sbatch|slurm_rank\.sh)": "test_slurm",
     r"docs/(bert|new_model|hugging_face)\.md: (python|deepspeed) ": "test_model_docs",
     r"docs/new_model\.md: deepspeed\.init_distributed": "test_model_docs",
-    r"docs/performance\.md: python scripts/bench/\w+\.py": "test_benchmarks",
-    r"docs/convergence\.md: python scripts/bench/convergence\.py": "test_benchmarks",
     r"docs/training\.md: python -m ds_vpipe\.export ": "test_export",
     r"README\.md: scripts/demo\.sh": "test_demo",
     r"(README|CONTRIBUTING)\.md: scripts/test\.sh": "test_documents",  # runs this line

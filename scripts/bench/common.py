@@ -1,16 +1,16 @@
-"""What the benchmarks have in common: emulated and real layers, ranks on this machine, the first line of a table."""
+"""Parts of every benchmark: emulated and real layers, engines, ranks on this machine, the first line of a table."""
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
+
+from report import add_row
 
 WIDTH = 1024
 BATCH = 16
@@ -32,28 +32,18 @@ def build(kind: str, count: int, layer_ms: float) -> list[Any]:
     from deepspeed.pipe import LayerSpec
     from torch import nn
 
-    class Compute(torch.autograd.Function):
+    class Sleep(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
-            ctx.seconds = seconds
-            time.sleep(seconds)
+        def forward(ctx: Any, value: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+            ctx.seconds = backward_s
+            if forward_s:
+                time.sleep(forward_s)
             return value.clone()
 
         @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
             time.sleep(ctx.seconds)
-            return gradients[0], None
-
-    class WeightGradient(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, weight: torch.Tensor, seconds: float) -> torch.Tensor:
-            ctx.seconds = seconds
-            return weight.view_as(weight)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-            time.sleep(ctx.seconds)
-            return gradients[0], None
+            return gradients[0], None, None
 
     class Emulated(nn.Module):
         def __init__(self) -> None:
@@ -62,7 +52,7 @@ def build(kind: str, count: int, layer_ms: float) -> list[Any]:
 
         def forward(self, value: torch.Tensor) -> torch.Tensor:
             part = layer_ms / 3000
-            return Compute.apply(value * WeightGradient.apply(self.scale, part), part)
+            return Sleep.apply(value * Sleep.apply(self.scale, 0.0, part), part, part)
 
     class Real(nn.Sequential):
         def __init__(self) -> None:
@@ -86,16 +76,34 @@ def endless(kind: str) -> Iterator[tuple[Any, Any]]:
         yield item
 
 
-def ds_config(micro_batches: int, vpipe: dict[str, Any] | None, samples: int = BATCH) -> dict[str, Any]:
-    """A DeepSpeed configuration: plain SGD, and nothing printed. ``vpipe`` None is DeepSpeed's own engine."""
+def ds_config(
+    micro_batches: int, vpipe: dict[str, Any] | None, samples: int = BATCH, optimizer: str = "SGD", **params: Any
+) -> dict[str, Any]:
+    """A DeepSpeed configuration that prints nothing; without ``vpipe`` for DeepSpeed's own engine."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": samples,
         "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-4, **params}},
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
     }
     return config if vpipe is None else {**config, "vpipe": vpipe}
+
+
+def engine_for(
+    layers: list[Any], stages: int, config: dict[str, Any], loss: Any = None, module_class: str = "PipelineModule"
+) -> Any:
+    """An engine for layers that are split evenly; ``loss`` is the mean squared error unless given."""
+    import deepspeed
+    import torch
+
+    import ds_vpipe
+
+    torch.manual_seed(0)
+    module = getattr(deepspeed.pipe, module_class)(
+        layers, num_stages=stages, loss_fn=loss or torch.nn.functional.mse_loss, partition_method="uniform"
+    )
+    return ds_vpipe.initialize(model=module, config=config)[0]
 
 
 def join(rank: int, world: int, port: int, backend: str = "gloo") -> Any:
@@ -156,10 +164,7 @@ def machine() -> str:
     )
 
 
-def tell(row: dict[str, Any], text: str, printed: Any, path: str | None) -> None:
+def print_row(row: dict[str, Any], text: str, printed: Any, path: str | None) -> None:
     """Print a row of the table, and append it to the file ``path``, if any."""
     print(text, file=printed, flush=True)
-    if path:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    add_row(row, path)

@@ -17,10 +17,10 @@ that an arm takes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,14 @@ from convergence_runs import (
     staleness,
     updates_to,
 )
+from report import Curve, draw, markdown, read_rows
 
 from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.schedules.schedule import update_delay
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
+
+HEAD = ["arm", "updates", "rate", "seeds", "validation loss", "lowest .. highest", "gap", "gap closed"]
+HEAD += ["time, of DeepSpeed's", "time to the synchronous loss"]
 
 
 def arms(options: argparse.Namespace) -> list[Arm]:
@@ -85,7 +89,7 @@ class Pace:
 
 def paces(path: Path | None) -> dict[tuple[int, int], Pace]:
     """Measured paces of an asynchronous pipeline of default depth, by K and M."""
-    rows = [] if path is None else [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [] if path is None else read_rows(path)
     rates = {
         (row["stages"], row["micro_batches"], row["arm"]): row["rate"]
         for row in rows
@@ -132,11 +136,7 @@ def table(chosen: dict[Arm, list[dict[str, Any]]], updates: int, measured: dict[
     losses = {arm: [final_loss(row) for row in rows] for arm, rows in chosen.items()}
     mean = {arm: statistics.mean(values) for arm, values in losses.items()}
     best = min((loss for arm, loss in mean.items() if arm.stages == 1), default=min(mean.values()))
-    lines = [
-        "| arm | updates | rate | seeds | validation loss | lowest .. highest | gap | gap closed | "
-        "time, of DeepSpeed's | time to the synchronous loss |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for arm, rows in chosen.items():
         plain = mean.get(Arm(arm.stages, arm.micro_batches, "none", updates), best)
         closed = f"{(plain - mean[arm]) / (plain - best):.0%}" if arm.method != "none" and plain > best else ""
@@ -146,39 +146,25 @@ def table(chosen: dict[Arm, list[dict[str, Any]]], updates: int, measured: dict[
             time = f"{time_of(arm, arm.updates, updates, pace):.0%}"
             times = [time_of(arm, at, updates, pace) for at in reached if at is not None]
             reached_in = f"{statistics.mean(times):.0%}" if len(times) == len(rows) else f"{len(times)} of {len(rows)}"
-        lines.append(
-            f"| {arm} | {arm.updates} | {rows[0]['rate']:g} | {len(rows)} | {mean[arm]:.4f} | "
-            f"{min(losses[arm]):.4f} .. {max(losses[arm]):.4f} | {mean[arm] / best - 1:+.2%} | {closed} | "
-            f"{time} | {reached_in} |"
-        )
-    return lines
+        row = [arm, arm.updates, f"{rows[0]['rate']:g}", len(rows), f"{mean[arm]:.4f}"]
+        row += [f"{min(losses[arm]):.4f} .. {max(losses[arm]):.4f}", f"{mean[arm] / best - 1:+.2%}"]
+        lines.append([*row, closed, time, reached_in])
+    return markdown(HEAD, lines)
 
 
-def draw(chosen: dict[Arm, list[dict[str, Any]]], path: Path) -> None:
-    """Validation loss over updates, one panel per number of stages, mean of the seeds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def panels(chosen: dict[Arm, list[dict[str, Any]]]) -> dict[str, list[Curve]]:
+    """Validation loss over updates, a panel per number of stages, means of the seeds."""
+    curves = {}
+    for arm, rows in chosen.items():
+        points = zip(*(row["curve"] for row in rows), strict=True)
+        means = [(seeds[0][0], statistics.mean(loss for _, loss in seeds)) for seeds in points]
+        curves[arm] = Curve(f"{arm}, {arm.updates}", means, dashed=arm.stages == 1)
     stages = sorted({arm.stages for arm in chosen if arm.stages > 1}) or [1]
-    figure = Figure(figsize=(5 * len(stages), 6), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, count in zip(figure.subplots(1, len(stages), sharey=True, squeeze=False)[0], stages, strict=True):
-        for arm, rows in chosen.items():
-            if arm.stages in (1, count):
-                updates = [update for update, _ in rows[0]["curve"]]
-                means = [
-                    statistics.mean(losses) for losses in zip(*([y for _, y in r["curve"]] for r in rows), strict=True)
-                ]
-                axes.plot(updates, means, "--" if arm.stages == 1 else "-", label=f"{arm}, {arm.updates}")
-        axes.set_title(f"K = {count}")
-        axes.set_xlabel("updates")
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    figure.axes[0].set_ylabel("validation loss, masked LM, nats")
-    figure.savefig(path)
+    return {f"K = {count}": [curve for arm, curve in curves.items() if arm.stages in (1, count)] for count in stages}
 
 
-def main() -> None:
-    """Parse the command line, train what is missing, print the table and draw."""
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, nargs="*", default=[4, 8, 16], help="K")
     parser.add_argument("--synchronous", nargs="*", choices=SYNCHRONOUS, default=list(SYNCHRONOUS), help="optimizers")
@@ -216,7 +202,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--output", type=Path, default=Path("runs/convergence.jsonl"))
     parser.add_argument("--throughput", type=Path, help="file of schedule.py --json")
-    options = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Train what is missing, print the table and draw."""
+    options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     options.output.parent.mkdir(parents=True, exist_ok=True)
 
@@ -256,7 +247,8 @@ def report(chosen: dict[Arm, list[dict[str, Any]]], options: argparse.Namespace)
     for stages, micro_batches in sorted(unknown) if options.throughput else ():
         print(f"{options.throughput}: no stock, bsp and asp at K={stages} M={micro_batches}, so no times")
     options.output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    draw(chosen, options.output.with_suffix(".png"))
+    picture = options.output.with_suffix(".png")
+    draw(picture, panels(chosen), "updates", "validation loss, masked LM, nats")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import time
@@ -11,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from report import add_row, read_rows
 
 from ds_vpipe.schedules.schedule import update_delay
 
@@ -197,8 +198,7 @@ def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
 
 def results(path: Path) -> dict[Run, dict[str, Any]]:
     """What has been computed already."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    return {Run(**{name: row[name] for name in Run.__dataclass_fields__}): row for row in rows}
+    return {Run(**{name: row[name] for name in Run.__dataclass_fields__}): row for row in read_rows(path)}
 
 
 def compute(runs: Iterable[Run], options: argparse.Namespace) -> dict[Run, dict[str, Any]]:
@@ -207,8 +207,7 @@ def compute(runs: Iterable[Run], options: argparse.Namespace) -> dict[Run, dict[
     missing = [run for run in dict.fromkeys(runs) if run not in known]
     with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=4) as pool:
         for row in pool.imap_unordered(_train, [(run, options) for run in missing]):
-            with options.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            add_row(row, options.output)
             (run,) = (run for run in missing if asdict(run).items() <= row.items())
             print(f"{row['curve'][-1][1]:.4f}  {row['seconds']:5.0f} s  {run}", flush=True)
     return results(options.output)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import join, machine, start, tell
+from common import ds_config, engine_for, join, machine, print_row, start
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,10 @@ def sample(options: argparse.Namespace) -> dict[str, Any]:
     return {"layers": bert_layers(config), "inputs": inputs, "loss_fn": PretrainingLoss(), "labels": labels}
 
 
-def ds_config(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+def config_of(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """The JSON of a case."""
-    return {
-        "train_micro_batch_size_per_gpu": options.batch,
-        "gradient_accumulation_steps": case.micro_batches,
-        "optimizer": {"type": case.optimizer, "params": {"lr": 1e-4, **case.params}},
-        "gradient_clipping": 1.0,
-        "steps_per_print": 10**9,
-        "vpipe": case.vpipe,
-    }
+    config = ds_config(case.micro_batches, case.vpipe, options.batch, case.optimizer, **case.params)
+    return {**config, "gradient_clipping": 1.0}
 
 
 def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Any:
@@ -99,7 +93,7 @@ def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Any:
     from ds_vpipe.planning.devices import Devices
     from ds_vpipe.planning.planner import predict
 
-    block, json = VPipeConfig.parse(case.vpipe), DeepSpeedJson(ds_config(case, options))
+    block, json = VPipeConfig.parse(case.vpipe), DeepSpeedJson(config_of(case, options))
     counts = uniform_partition(len(profile), options.stages * block.virtual_stages)
     pipeline = block.pipeline(options.stages, case.micro_batches, counts)
     return predict(profile, pipeline, Devices.of(block, json, host_transfers=True)).rank_memory()
@@ -107,32 +101,22 @@ def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Any:
 
 def counted(case: Case, options: argparse.Namespace) -> int:
     """This rank's peak bytes while it trains."""
-    from deepspeed.pipe import PipelineModule
-
-    import ds_vpipe
     from ds_vpipe.planning.allocations import count_allocations, watched
 
     example = sample(options)
-
-    def endless() -> Iterator[Any]:
-        while True:
-            yield example["inputs"], example["labels"]
+    batch = example["inputs"], example["labels"]
+    iterator = iter(lambda: batch, None)
 
     def train() -> None:
-        module = PipelineModule(
-            example["layers"], num_stages=options.stages, loss_fn=example["loss_fn"], partition_method="uniform"
-        )
-        engine = ds_vpipe.initialize(model=module, config=ds_config(case, options))[0]
-        iterator = endless()
+        engine = engine_for(example["layers"], options.stages, config_of(case, options), example["loss_fn"])
         with watched():
             for _ in range(max(3, 3 * options.stages // case.micro_batches)):
                 engine.train_batch(iterator)
         engine.destroy()
-        del engine, module
+        del engine
         gc.collect()  # nothing is in flight any more
 
-    found = count_allocations(train)
-    return found.peak
+    return int(count_allocations(train).peak)
 
 
 def report(case: Case, memories: Sequence[Any], peaks: Sequence[int], parts: bool) -> tuple[dict[str, Any], str]:
@@ -173,13 +157,13 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
         row, text = report(case, predicted(profile, case, options), peaks, options.parts)
         worst = max(worst, *map(abs, row["errors"]))
         if rank == 0:
-            tell(row, text, printed, options.json)
+            print_row(row, text, printed, options.json)
     if rank == 0:
         print(f"largest difference: {100 * worst:.1f} %", file=printed, flush=True)
 
 
-def main() -> None:
-    """Parse the command line and run every case in one world of ranks."""
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=4, help="K")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64")
@@ -190,8 +174,12 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", help="names of cases; default: all")
     parser.add_argument("--parts", action="store_true", help="say what each prediction is made of")
     parser.add_argument("--json", help="append one JSON line per row to this file")
-    options = parser.parse_args()
+    return parser.parse_args(words)
 
+
+def main() -> None:
+    """Run every case in one world of ranks."""
+    options = parse()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     print(
         f"{machine()}, gloo; hidden {options.hidden}, {options.layers} encoder layers, "

@@ -16,10 +16,10 @@ import pstats
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from common import join, machine, start
+from common import ds_config, engine_for, join, machine, start
 
 WIDTH = 16
 BATCH = 4
@@ -86,26 +86,11 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
     printed = join(rank, stages, port)
     import torch
     import torch.distributed as dist
-    from deepspeed.pipe import PipelineModule
 
-    import ds_vpipe
-
-    torch.manual_seed(0)
     per_stage = max(1, options.tensors // TENSORS)
-    module = PipelineModule(
-        layers(2 * per_stage), num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform"
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": options.micro_batches,
-        "optimizer": {"type": options.optimizer, "params": {"lr": 1e-4, "torch_adam": True}}
-        if options.optimizer.startswith("Adam")
-        else {"type": options.optimizer, "params": {"lr": 1e-4}},
-        "gradient_clipping": options.clip,
-        "steps_per_print": 10**9,
-        "vpipe": {},
-    }
-    engine = ds_vpipe.initialize(model=module, config=config)[0]
+    params = {"torch_adam": True} if options.optimizer.startswith("Adam") else {}
+    config = ds_config(options.micro_batches, {}, BATCH, options.optimizer, **params)
+    engine = engine_for(layers(2 * per_stage), 2, {**config, "gradient_clipping": options.clip})
     batch = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
     iterator = iter(lambda: batch, None)
     bare = alone(engine, options)
@@ -139,8 +124,8 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
     dist.barrier()
 
 
-def main() -> None:
-    """Parse the command line and run both stages."""
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensors", type=int, default=400, help="parameter tensors per stage")
     parser.add_argument("--micro-batches", type=int, default=1, help="M")
@@ -149,8 +134,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10, help=f"times that {TURN} batches are measured each way")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most")
     parser.add_argument("--profile-stage", type=int, default=0, choices=[0, 1])
-    options = parser.parse_args()
+    return parser.parse_args(words)
 
+
+def main() -> None:
+    """Run both stages."""
+    options = parse()
     print(f"{machine()}, gloo", flush=True)
     start(work, 2, options)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common import REAL_BATCH, build, ds_config, endless, micro_batch
+from common import REAL_BATCH, build, ds_config, endless, engine_for, micro_batch
 
 VIRTUAL = 2  # parts per rank, of schedules that have several
 LATENCY = 0.05  # of a message between two processes, in units of a stage's compute
@@ -50,30 +50,19 @@ def deeper(case: Case) -> list[int]:
 def refusal(arm: str, case: Case) -> str | None:
     """Why an arm cannot do a case, or None."""
     stages, micro_batches = case.stages, case.micro_batches
-    if arm == "dualpipev" and micro_batches < 2 * stages:
+    if arm in ("dualpipev", "torch-zbv") and micro_batches < 2 * stages:
         return "needs M >= 2K"
     if arm == "torch-1f1b" and micro_batches < stages:
         return "needs M >= K"
     if arm in ("interleaved", "torch-interleaved") and micro_batches % stages:
         return "needs M divisible by K"
-    if arm == "torch-zbv" and micro_batches < 2 * stages:
-        return "needs M >= 2K"
     return None
 
 
 def deepspeed_arm(case: Case, vpipe: dict[str, Any] | None, module_class: str = "PipelineModule") -> tuple[Any, Train]:
-    """An engine of DeepSpeed or of ours, and how it trains a batch."""
-    import deepspeed
-    import torch
-
-    import ds_vpipe
-
-    torch.manual_seed(0)
-    module = getattr(deepspeed.pipe, module_class)(
-        case.layers(), num_stages=case.stages, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform"
-    )
+    """An engine of DeepSpeed or of ours, and a function that trains a batch."""
     samples = REAL_BATCH if case.kind == "real" else 1
-    engine = ds_vpipe.initialize(model=module, config=ds_config(case.micro_batches, vpipe, samples))[0]
+    engine = engine_for(case.layers(), case.stages, ds_config(case.micro_batches, vpipe, samples), None, module_class)
     iterator = endless(case.kind)
     return engine, lambda: engine.train_batch(iterator)
 

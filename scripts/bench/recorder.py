@@ -13,39 +13,25 @@ import shutil
 import statistics
 import tempfile
 import time
-from typing import Any
+from collections.abc import Sequence
 
-from common import join, machine
+from common import ds_config, engine_for, join, machine
 
 ACTIONS = 5
 WIDTH, BATCH = 64, 4
 
 
-def engine_for(record: bool, folder: str) -> Any:
-    """One stage with one linear layer, whose recording goes to ``folder``."""
-    import torch
-    from deepspeed.pipe import PipelineModule
-
-    import ds_vpipe
-
-    torch.manual_seed(0)
-    module = PipelineModule([torch.nn.Linear(WIDTH, WIDTH)], num_stages=1, loss_fn=torch.nn.functional.mse_loss)
-    config = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-        "vpipe": {"timeline": {"enabled": record, "path": folder}},
-    }
-    return ds_vpipe.initialize(model=module, config=config)[0]
-
-
-def main() -> None:
-    """Parse the command line and measure."""
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--micro-batches", type=int, default=500, help="per repetition")
     parser.add_argument("--repetitions", type=int, default=15)
-    options = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Measure."""
+    options = parse()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(f"{machine()}, gloo", flush=True)
     printed = join(0, 1, port=0)  # any: nobody else joins
@@ -55,7 +41,10 @@ def main() -> None:
     batch = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
     iterator = iter(lambda: batch, None)
     folder = tempfile.mkdtemp()
-    engines = {record: engine_for(record, folder) for record in (False, True)}
+    engines = {}
+    for record in (False, True):
+        config = ds_config(1, {"timeline": {"enabled": record, "path": folder}}, BATCH)
+        engines[record] = engine_for([torch.nn.Linear(WIDTH, WIDTH)], 1, config)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for repetition in range(options.repetitions + 1):
         for record, engine in engines.items():

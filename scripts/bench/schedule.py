@@ -23,12 +23,13 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from common import ACTIVATION_BYTES, close_groups, join, machine, micro_batch, start, tell
+from common import ACTIVATION_BYTES, close_groups, join, machine, micro_batch, print_row, start
 from pipelines import ARMS, VIRTUAL, Case, refusal, slots, trainer
-from report import draw, write_table
+from report import Curve, Row, draw, markdown, read_rows
 from slow_links import EmulatedLinks
 
 SETTLING = 2  # batches before a measurement, in which buffers and connections are made
@@ -133,11 +134,45 @@ def work(rank: int, stages: int, port: int, shared: str, case: Case, options: ar
         return
     stock = next((row["rate"] for row in rows if row["arm"] == "stock"), None)
     for row in rows:
-        tell(row, describe(row, stock), printed, options.json)
+        print_row(row, describe(row, stock), printed, options.json)
     for arm in options.arms:
         why = refusal(arm, case)
         if why is not None:
             print(f"{case.kind:8} K={stages} M={case.micro_batches:<2} | {arm:17} {why}", file=printed, flush=True)
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Efficiency of every arm, and how many times as fast as stock the case's fastest other one is.
+
+    Args:
+        rows: of several of one arm in one case the last counts.
+    """
+    arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
+    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        key = (row["work"] != "emulated", row["link"], row["stages"], row["micro_batches"])
+        cases.setdefault(key, {})[row["arm"]] = row
+    lines = []
+    for (real, link, stages, micro_batches), found in sorted(cases.items()):
+        kind = "real" if real else f"link {link:.0%}" if link else "emulated"
+        cells = [f"{found[arm]['efficiency']:.3f}" if arm in found else "" for arm in arms]
+        fastest = max(found.values(), key=lambda row: row["rate"])
+        ratio = f"{fastest['arm']} {fastest['rate'] / found['stock']['rate']:.2f}" if "stock" in found else ""
+        lines.append((kind, stages, micro_batches, f"{next(iter(found.values()))['stage_ms']:.1f}", *cells, ratio))
+    return markdown(["work", "K", "M", "stage, ms", *arms, "fastest, x stock"], lines)
+
+
+def panels(rows: list[Row]) -> dict[str, list[Curve]]:
+    """Efficiency over M, a panel per number of stages and one per number of stages with slow links."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for row in sorted(rows, key=lambda row: (row["link"], row["stages"], row["micro_batches"])):
+        if row["work"] == "emulated":
+            title = f"K = {row['stages']}" + (f", transfers of {row['link']:.0%} of compute" if row["link"] else "")
+            found.setdefault(title, {}).setdefault(row["arm"], {})[row["micro_batches"]] = row["efficiency"]
+    return {
+        title: [Curve(arm, [*arms.get(arm, {}).items()], bold=arm.startswith("asp")) for arm in ARMS if arm in arms]
+        for title, arms in found.items()
+    }
 
 
 def cases_of(options: argparse.Namespace) -> Iterator[Case]:
@@ -152,8 +187,8 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
         yield Case("real", 2, micro_batches, 0.0, device=options.device)
 
 
-def main() -> None:
-    """Parse the command line, run every case in a world of its ranks, and draw."""
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--stages", type=int, nargs="*", default=[2, 4, 8], help="K of the emulated cases")
@@ -170,18 +205,23 @@ def main() -> None:
     parser.add_argument("--json", help="append one JSON line per row to this file")
     parser.add_argument("--plot", help="draw the rows of --json to this file, PNG or SVG")
     parser.add_argument("--table", help="write the rows of --json to this Markdown file, a row per case")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if (options.plot or options.table) and not options.json:
         parser.error("--plot and --table show what is in --json: give it too")
+    return options
 
+
+def main() -> None:
+    """Run every case in a world of its ranks, and draw."""
+    options = parse()
     print(f"{machine()}, {options.backend}", flush=True)
     for case in cases_of(options):
         with tempfile.TemporaryDirectory() as shared:
             start(work, case.stages, shared, case, options)
     if options.plot:
-        draw(options.json, options.plot)
+        draw(options.plot, panels(read_rows(options.json)), "M, micro-batches per batch", "efficiency", log=True)
     if options.table:
-        write_table(options.json, options.table)
+        Path(options.table).write_text("\n".join(table(read_rows(options.json))) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

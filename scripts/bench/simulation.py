@@ -11,13 +11,13 @@ simulation is off.
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from common import build, ds_config, endless, join, machine, start, tell
+from common import build, ds_config, endless, engine_for, join, machine, print_row, start
 
 if TYPE_CHECKING:
     from ds_vpipe.simulation.stage_cost import StageCost
@@ -35,48 +35,36 @@ RECORDED = {1: ("1f1b", 4), 2: ("interleaved", 4)}  # schedule and M of the reco
 RECORDED_BATCHES = 6
 
 
-def engine_for(
-    schedule: str, stages: int, micro_batches: int, virtual_stages: int, stage_ms: float, folder: str | None
+def engine_of(
+    schedule: str, micro_batches: int, virtual_stages: int, options: argparse.Namespace, folder: str | None = None
 ) -> Any:
-    """An engine with one emulated layer per part, recorded into ``folder`` if there is one."""
-    import torch
-    from deepspeed.pipe import PipelineModule
-
-    import ds_vpipe
-
-    torch.manual_seed(0)
-    parts = stages * virtual_stages
-    layers = build("emulated", parts, stage_ms / virtual_stages)
-    module = PipelineModule(layers, num_stages=stages, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
+    """An engine with one emulated layer per virtual stage, recorded into ``folder`` if there is one."""
     block: dict[str, Any] = {} if schedule == "asp" else {"sync_mode": "bsp", "schedule": schedule}
     if virtual_stages > 1:
         block["virtual_stages"] = virtual_stages
     if folder is not None:
         block["timeline"] = {"enabled": True, "path": folder}
-    return ds_vpipe.initialize(model=module, config=ds_config(micro_batches, block))[0]
+    layers = build("emulated", options.stages * virtual_stages, options.stage_ms / virtual_stages)
+    return engine_for(layers, options.stages, ds_config(micro_batches, block))
 
 
-def calibrate(virtual_stages: int, options: argparse.Namespace) -> tuple[StageCost, ...]:
-    """Costs of every part, from a short recorded run."""
+def calibrate(virtual_stages: int, folder: str, options: argparse.Namespace) -> tuple[StageCost, ...]:
+    """Costs of every virtual stage, from a short run that is recorded into ``folder``."""
     import torch.distributed as dist
 
     from ds_vpipe.simulation.recorded_costs import recorded_costs
     from ds_vpipe.timelines.merged_recording import read_timeline
 
     schedule, micro_batches = RECORDED[virtual_stages]
-    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folders)
-    engine = engine_for(schedule, options.stages, micro_batches, virtual_stages, options.stage_ms, folders[0])
+    engine = engine_of(schedule, micro_batches, virtual_stages, options, folder)
     iterator = endless("emulated")
     for _ in range(RECORDED_BATCHES):
         engine.train_batch(iterator)
     engine.save_timeline()
     dist.barrier()
-    costs = recorded_costs(read_timeline(folders), engine.pipeline.num_parts)
+    costs = recorded_costs(read_timeline([folder]), engine.pipeline.num_parts)
     engine.destroy()
     dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folders[0])
     return costs
 
 
@@ -89,7 +77,7 @@ def measure(
     from ds_vpipe.schedules.programs import Workload
     from ds_vpipe.simulation.simulator import simulate
 
-    engine = engine_for(schedule, options.stages, micro_batches, virtual_stages, options.stage_ms, None)
+    engine = engine_of(schedule, micro_batches, virtual_stages, options)
     pipeline = engine.pipeline
     simulation = simulate(pipeline, costs, Workload(pipeline.depths[0] // micro_batches + 12))
     iterator = endless("emulated")
@@ -118,10 +106,10 @@ def measure(
     }
 
 
-def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
+def work(rank: int, stages: int, port: int, folder: str, options: argparse.Namespace) -> None:
     """What each rank does; rank 0 prints."""
     printed = join(rank, stages, port)
-    costs = {virtual_stages: calibrate(virtual_stages, options) for virtual_stages in RECORDED}
+    costs = {virtual: calibrate(virtual, f"{folder}/{virtual}", options) for virtual in RECORDED}
     for schedule, micro_batches, virtual_stages in CASES:
         row = measure(schedule, micro_batches, virtual_stages, costs[virtual_stages], options)
         if rank == 0:
@@ -130,21 +118,26 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
                 f"simulated {row['simulated']:6.2f} measured {row['measured']:6.2f} micro-batches/s | "
                 f"off by {100 * row['error']:+.1f} %"
             )
-            tell(row, text, printed, options.json)
+            print_row(row, text, printed, options.json)
 
 
-def main() -> None:
-    """Parse the command line and run every case in one world of ranks."""
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=4, help="K")
     parser.add_argument("--stage-ms", type=float, default=48.0, help="emulated compute per stage and micro-batch")
     parser.add_argument("--micro-batches", type=int, default=64, help="per repetition")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", help="append one JSON line per row to this file")
-    options = parser.parse_args()
+    return parser.parse_args(words)
 
+
+def main() -> None:
+    """Run every case in one world of ranks."""
+    options = parse()
     print(f"{machine()}, gloo", flush=True)
-    start(work, options.stages, options)
+    with tempfile.TemporaryDirectory() as folder:
+        start(work, options.stages, folder, options)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# The measurements of docs/performance.md and docs/convergence.md. Usage: scripts/bench/run.sh MEASUREMENT
+#   throughput       ten pipelines, 24 ms per stage and micro-batch
+#   throughput-96ms  DeepSpeed's pipeline and ours, 96 ms
+#   overhead         processor time of the engine itself
+#   memory           predicted against counted peaks
+#   simulation       simulated against measured throughput
+#   recorder         the price of a timeline
+#   convergence      mitigations of staleness, K = 4, 8, 16: hours, but only for runs that its file lacks
+#   convergence-k32  the recommended mitigation at K = 32
+# PYTHON names another interpreter than that of .venv. Rows are added to the files in docs/data/, from which tables and pictures are drawn anew.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+if [[ -x .venv/bin/python ]]; then python=${PYTHON:-.venv/bin/python}; else python=${PYTHON:-python}; fi
+data=docs/data
+
+throughput() {
+    local to=(--json $data/throughput.jsonl --plot docs/images/throughput.svg --table $data/throughput.md)
+    local run=("$python" scripts/bench/schedule.py --repetitions 3 --seconds 2 "${to[@]}")
+    "${run[@]}" --stages 4 8 --micro-batches 1 8 --links 0.5 --link-micro-batches 8 --real-micro-batches 1
+    "${run[@]}" --links --real-micro-batches --stages 4 --micro-batches 2 4 16
+    "${run[@]}" --links --real-micro-batches --stages 2 --micro-batches 1 2 4 8 16
+    "${run[@]}" --links --real-micro-batches --stages 8 --micro-batches 2 4 16
+    "${run[@]}" --stages --real-micro-batches --links 0.1 1.0 --link-micro-batches 8
+}
+
+throughput-96ms() {
+    local to=(--json $data/throughput_96ms.jsonl --table $data/throughput_96ms.md)
+    local run=("$python" scripts/bench/schedule.py --stage-ms 96 --seconds 2 --links --real-micro-batches "${to[@]}")
+    local arms=(stock bsp asp asp-deeper)
+    "${run[@]}" --repetitions 3 --arms "${arms[@]}" --stages 4 8 16 --micro-batches 1
+    "${run[@]}" --repetitions 3 --arms "${arms[@]}" --stages 4 8 --micro-batches 8
+    "${run[@]}" --repetitions 3 --arms "${arms[@]}" --stages 4 --micro-batches 4
+    "${run[@]}" --repetitions 1 --arms stock bsp asp --stages 16 --micro-batches 16
+}
+
+overhead() {
+    for options in "" "--clip 1" "--optimizer AdamW" "--micro-batches 8"; do
+        # shellcheck disable=SC2086 # several words
+        "$python" scripts/bench/overhead.py $options
+    done
+}
+
+memory() {
+    "$python" scripts/bench/memory.py
+    "$python" scripts/bench/memory.py --vocabulary 30528 --layers 4 --batch 4 \
+        --cases asp "asp, Lamb" "asp, torch AdamW" "asp, SGD"
+}
+
+simulation() { "$python" scripts/bench/simulation.py --repetitions 5; }
+
+recorder() { "$python" scripts/bench/recorder.py; }
+
+convergence() {
+    local to=(--output $data/convergence.jsonl --throughput $data/throughput_96ms.jsonl)
+    local one=("$python" scripts/bench/convergence.py "${to[@]}" --methods-of-full-batches) # M = 1
+    "${one[@]}" --methods recommended
+    "${one[@]}" --methods recommended --synchronous --rates 1.4e-3 --longer-methods recommended
+    "${one[@]}" --methods none --synchronous --rates 1.4e-3
+    "${one[@]}" --methods none --synchronous --seeds 1
+    "${one[@]}" --methods --stages --rates 1.4e-3
+    "${one[@]}" --methods nadam rescheduling sync20% --synchronous --stages 4 8 --rates 1.4e-3 --seeds 1
+    local full=("$python" scripts/bench/convergence.py "${to[@]}" --methods --synchronous) # M = K
+    "${full[@]}" --stages 4 8 --methods-of-full-batches none nadam --rates 1e-3 1.4e-3 2e-3
+    "${full[@]}" --stages 4 --methods-of-full-batches nadam --rates 2e-3
+    "${full[@]}" --stages 4 --methods-of-full-batches none nadam feedback --rates 1.4e-3 2e-3 2.8e-3 --seeds 1
+    "${full[@]}" --stages 16 --methods-of-full-batches none --rates 2e-3 --seeds 1
+    "${full[@]}" --stages 16 --methods-of-full-batches nadam --rates 2e-3
+}
+
+convergence-k32() {
+    "$python" scripts/bench/convergence.py --output $data/convergence_k32.jsonl --layers 16 --stages 32 \
+        --synchronous adamw --methods recommended --methods-of-full-batches --rates 1.4e-3 --seeds 1
+}
+
+case ${1:-} in
+    throughput | throughput-96ms | overhead | memory | simulation | recorder | convergence | convergence-k32) "$1" ;;
+    *) sed -n '2,11s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+esac

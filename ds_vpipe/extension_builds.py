@@ -1,8 +1,8 @@
-"""Builds of DeepSpeed's operators: a folder per environment, and waits for other processes with a name and a limit.
+"""Builds of DeepSpeed's operators: a folder per environment, and waits with a limit.
 
-torch lets one process build, and the others wait for as long as a file ``lock`` is there. A process that is killed
-meanwhile leaves the file, and from then on every start would wait for ever and say nothing. And torch's folder is one
-for all virtual environments: each would build anew what another one has built with other versions.
+torch lets one process build while the others wait for as long as a file ``lock`` is there. A process that is killed
+meanwhile leaves the file, and from then on every start would wait without end or message. And torch's folder is one for
+all virtual environments: each would build anew what another one has built with other versions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ BUILDING = "whose owner has ended, but not its ninja, which still builds"
 
 @contextmanager
 def extension_builds(limit_s: float = BUILD_LIMIT_S) -> Iterator[None]:
-    """Builds go to this environment's folder, unless the user has named one, and take locks that nobody holds.
+    """Direct builds to this environment's folder, and let them take over abandoned locks.
+
+    A folder that the user has named stays.
 
     Args:
         limit_s: for how long nothing may change beside a lock that is waited for.

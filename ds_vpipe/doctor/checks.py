@@ -299,7 +299,7 @@ def check_build_locks(node: NodeFacts) -> list[Finding]:
 
 
 def interface_finding(variable: str, value: str, node: NodeFacts) -> Finding:
-    """Whether ``value`` of ``variable`` fits the interfaces of ``node``.
+    """Check that a variable's value fits the interfaces of ``node``.
 
     Gloo takes names with commas between them. NCCL takes beginnings of names, after ``=`` whole names, after ``^``
     those that it must not use.
@@ -367,7 +367,7 @@ def check_hosts(facts: Facts) -> list[Finding]:
 
 
 def _check_several(facts: Facts, hosts: list[str]) -> list[Finding]:
-    """What several hosts need: pdsh, names that all know, variables that the launcher does not hand on."""
+    """Needs of several hosts: pdsh, names that all know, variables that the launcher does not hand on."""
     findings = []
     if facts.commands.get("pdsh") is None:
         remedy = "install pdsh, or use deepspeed --launcher or --no_ssh"

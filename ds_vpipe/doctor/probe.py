@@ -1,4 +1,4 @@
-"""Probe of the machine that it runs on: prints a JSON object, the fields of ``NodeFacts``.
+"""Probe of one machine: the fields of ``NodeFacts`` as a JSON object.
 
 It is also sent to other hosts, where ds_vpipe need not be installed: it imports nothing but the standard library and
 takes the names of the packages to look for as arguments.
@@ -72,10 +72,10 @@ def _address():  # type: ignore[no-untyped-def]
 
 
 class Claim:
-    """Whether any process has a file open or mapped; if none has, none can open it until the end.
+    """Exclusive claim on a file that no process has open or mapped; until its end none can open it.
 
-    The kernel knows: it grants a write lease on a file that nobody else has open, whatever user, container or process
-    namespace he is in, and lets whoever opens it wait until the lease is given back.
+    The kernel grants a write lease only on a file that no other process has open, in any container or process
+    namespace, and a process that opens it meanwhile waits until the lease is given back.
     """
 
     def __init__(self, path):  # type: ignore[no-untyped-def]
@@ -122,7 +122,7 @@ def _file_system(path):  # type: ignore[no-untyped-def]
 
 
 def idle_s(lock):  # type: ignore[no-untyped-def]
-    """For how many seconds nothing has changed beside a lock; None if the build has ended.
+    """Seconds since anything beside a lock has changed; None if the build has ended.
 
     A build that goes on writes a file now and then, however long it takes.
     """
@@ -186,7 +186,7 @@ def _gpus():  # type: ignore[no-untyped-def]
 
 
 def run(argv, limit_s, given=""):  # type: ignore[no-untyped-def]
-    """Whether a command ended well within its limit, and its output, or why not.
+    """Run a command with a time limit; returns success, and its output or the reason of a failure.
 
     Its output goes to files and not through pipes: a process that it leaves behind, such as the master of shared ssh
     connections, would keep a pipe open and its reader waiting. What cannot be killed, because a driver hangs, is not

@@ -91,7 +91,7 @@ class VPipeFile(BaseModel):
 
     @property
     def of_pipedream(self) -> bool:
-        """Whether it has none of the keys that only vPipe's driver knows."""
+        """Whether the file has none of the keys that only vPipe's driver knows."""
         return not {"directory", "sync_mode", "partition"} & self.given.keys()
 
     def find(self, key: str, root: Path | None) -> Path | None:

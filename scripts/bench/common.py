@@ -153,7 +153,7 @@ def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
 
 
 def machine() -> str:
-    """What the numbers were measured with, for the first line of a table."""
+    """Processor and versions, for the first line of a table."""
     import deepspeed
     import torch
 

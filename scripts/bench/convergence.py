@@ -1,4 +1,4 @@
-"""What asynchronous training costs in quality, and what mitigations of staleness bring back.
+"""Quality that asynchronous training costs, and that mitigations of staleness bring back.
 
 ``python scripts/bench/convergence.py`` trains a small BERT on the docstrings of the installed packages, or on
 ``--text``, by :class:`ds_vpipe.staleness.replay.Replay`, whose updates are the engine's bit for bit: synchronously with
@@ -66,7 +66,7 @@ def named(methods: list[str], stages: int, micro_batches: int) -> list[str]:
 
 
 def next_rate(losses: dict[float, float], rates: list[float]) -> float | None:
-    """Which of the ``rates`` to try after those with ``losses``; None if the best has no better neighbour."""
+    """Rate to try after those with ``losses``; None if the best has no better neighbour."""
     if not losses:
         return rates[len(rates) // 2]
     best = rates.index(min(losses, key=lambda rate: losses[rate]))
@@ -76,7 +76,7 @@ def next_rate(losses: dict[float, float], rates: list[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Pace:
-    """What an asynchronous pipeline takes, in units of what an update takes DeepSpeed's engine.
+    """Duration of asynchronous updates, in units of an update of DeepSpeed's engine.
 
     Attributes:
         update: for an update while it is full.

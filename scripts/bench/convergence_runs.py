@@ -1,4 +1,4 @@
-"""Trainings that ``convergence.py`` compares: what an arm is, one run of it, and the file of all results."""
+"""Trainings that ``convergence.py`` compares: arms, runs, and the file of all results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ POSITIONS = 4  # deviations of other weights
 
 @dataclass(frozen=True)
 class Arm:
-    """What is compared. ``stages`` 1 is synchronous, with ``method`` an optimizer; else ``method`` is a mitigation."""
+    """One way to train. ``stages`` 1 is synchronous, with ``method`` an optimizer; else ``method`` is a mitigation."""
 
     stages: int
     micro_batches: int
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def arm(self) -> Arm:
-        """What it is a run of."""
+        """The way to train."""
         return Arm(self.stages, self.micro_batches, self.method, self.updates)
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Run:
 
 
 def recommended(stages: int, micro_batches: int) -> str:
-    """What to begin with: the more updates late gradients are, the longer their delay grows."""
+    """Method to begin with: the more updates late gradients are, the longer their delay grows."""
     delay = update_delay(stages - 1, micro_batches)
     if delay <= 1:
         return "nadam"
@@ -197,7 +197,7 @@ def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def results(path: Path) -> dict[Run, dict[str, Any]]:
-    """What has been computed already."""
+    """Runs that have been computed already."""
     return {Run(**{name: row[name] for name in Run.__dataclass_fields__}): row for row in read_rows(path)}
 
 

@@ -141,7 +141,7 @@ def report(case: Case, memories: Sequence[Any], peaks: Sequence[int], parts: boo
 
 
 def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
-    """What each rank does; rank 0 prints."""
+    """One rank; rank 0 prints."""
     import torch.distributed as dist
 
     printed = join(rank, stages, port)

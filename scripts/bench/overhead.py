@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What the engine itself costs a stage per micro-batch, with many small parameter tensors.
+"""Processor time of the engine itself, with many small parameter tensors.
 
 ``python scripts/bench/overhead.py`` trains two stages, each of layers of 16 small tensors, with M = 1: an update, and
 on stage 0 a fork of all weights, for every micro-batch. Printed is processor time of the main thread per micro-batch:
@@ -40,7 +40,7 @@ def layers(count: int) -> list[Any]:
 
 
 def alone(engine: Any, options: argparse.Namespace) -> Callable[[], float]:
-    """What measures the stage's passes of a batch and an update without an engine, clipped by torch.
+    """Timer of a batch's passes and update without an engine, clipped by torch.
 
     As many micro-batches are in flight as in the pipeline: what they hold is no longer in the processor's caches when
     their backward pass comes.

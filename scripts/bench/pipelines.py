@@ -1,4 +1,4 @@
-"""The pipelines that are compared: DeepSpeed's own, torch's and ours, each as a function that trains one batch."""
+"""Pipelines under comparison: DeepSpeed's, torch's and ours, each as a function that trains a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Train = Callable[[], None]
 
 @dataclass(frozen=True)
 class Case:
-    """What every arm does.
+    """Work of one comparison.
 
     Attributes:
         kind: ``emulated`` or ``real`` layers, two per stage.
@@ -120,7 +120,7 @@ ARMS = ("stock", "dualpipev", "torch-1f1b", "torch-interleaved", "torch-zbv", *l
 
 
 def trainer(arm: str, case: Case) -> tuple[Any, Train]:
-    """The engine of an arm, None for torch's, and how it trains a batch."""
+    """The engine of an arm, None for torch's, and a function that trains a batch."""
     if arm in OURS:
         return deepspeed_arm(case, OURS[arm](case))
     if arm == "dualpipev":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What recording a timeline costs, per micro-batch: the same training with and without it, interleaved repetitions.
+"""Price of a timeline: the same training with and without one, interleaved repetitions.
 
 ``python scripts/bench/recorder.py`` trains one stage with one small layer, so that the engine's own work is nearly all
 there is, and prints medians in microseconds. A micro-batch is five actions (LOAD, F, B, REDUCE, STEP).

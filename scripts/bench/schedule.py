@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How fast pipelines are, DeepSpeed's, torch's and ours, in one run with interleaved repetitions.
+"""Throughput of pipelines, DeepSpeed's, torch's and ours, with interleaved repetitions.
 
 ``python scripts/bench/schedule.py`` starts K ranks on this machine and trains two equal layers per stage with
 
@@ -127,7 +127,7 @@ def describe(row: dict[str, Any], stock: float | None) -> str:
 
 
 def work(rank: int, stages: int, port: int, shared: str, case: Case, options: argparse.Namespace) -> None:
-    """What each rank does; rank 0 prints."""
+    """One rank; rank 0 prints."""
     printed = join(rank, stages, port, options.backend)
     rows = measure(case, EmulatedLinks(shared, rank) if case.link else None, options)
     if rank != 0:
@@ -176,7 +176,7 @@ def panels(rows: list[Row]) -> dict[str, list[Curve]]:
 
 
 def cases_of(options: argparse.Namespace) -> Iterator[Case]:
-    """What is measured."""
+    """Cases to measure."""
     for stages in options.stages:
         for micro_batches in options.micro_batches:
             yield Case("emulated", stages, micro_batches, options.stage_ms)

@@ -107,7 +107,7 @@ def measure(
 
 
 def work(rank: int, stages: int, port: int, folder: str, options: argparse.Namespace) -> None:
-    """What each rank does; rank 0 prints."""
+    """One rank; rank 0 prints."""
     printed = join(rank, stages, port)
     costs = {virtual: calibrate(virtual, f"{folder}/{virtual}", options) for virtual in RECORDED}
     for schedule, micro_batches, virtual_stages in CASES:

@@ -18,7 +18,8 @@ class Parser(argparse.ArgumentParser):
             name, equals, value = word.partition("=")
             return known.get(name.replace("-", "_"), name) + equals + value if word.startswith("--") else word
 
-        return super().parse_known_args([as_registered(word) for word in args or sys.argv[1:]], namespace)
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([as_registered(word) for word in words], namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong with the command line."""

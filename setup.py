@@ -33,7 +33,7 @@ setup(
     package_dir=PACKAGE_DIR,
     package_data={
         "ds_vpipe": ["py.typed"],
-        "ds_vpipe.pictures": ["*.css", "*.js"],
+        "ds_vpipe.timelines": ["*.html"],
         "ds_vpipe.models.bert": ["*.json", "*/*.json"],
     },
     install_requires=[

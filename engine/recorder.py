@@ -1,9 +1,8 @@
-"""What this rank really did, action by action, for pictures: ``"timeline": {"enabled": true}`` in the JSON.
+"""Recorder of the actions of a stage over time: ``"timeline": {"enabled": true}`` in the JSON.
 
 A ring buffer keeps the latest spans; putting one in costs two readings of the clock and an append. Times are the
-host's: on CUDA a pass ends when its kernels are queued. The buffer is
-written when the engine is destroyed, the script ends or a stage fails, one file per rank in the folder
-``timeline.path``; ``python -m ds_vpipe report FOLDER`` makes pictures of it.
+host's: on CUDA a pass ends when its kernels are queued. The buffer is written when the engine is destroyed, the script
+ends or a stage fails, one file per rank in the folder ``timeline.path``; ``python -m ds_vpipe report FOLDER`` draws it.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import torch
 
 from ds_vpipe.engine.stashing import WeightStashingOptimizer
 from ds_vpipe.schedules.actions import Action, Kind
-from ds_vpipe.timelines.recording import RankRecording
-from ds_vpipe.timelines.timeline import MemorySample, Span
+from ds_vpipe.timelines.timeline import MemorySample, Recording, Span
 
 SPANS_KEPT = 1 << 17  # about 33 MB; some thousand batches of four micro-batches
 _NANO = 1e-9
@@ -35,10 +33,10 @@ class Recorder:
     Args:
         stage: number of the stage.
         num_stages: K.
-        replica: which of the pipeline's replicas this is.
-        optimizer: gives what knows which micro-batch uses which version; loading a checkpoint replaces it.
-        key_of: number of the micro-batch that a pass is of, among those in flight.
-        device: where the stage computes. On CUDA the allocated bytes are sampled after every pass.
+        replica: number of the pipeline's replica.
+        optimizer: gives the stashing optimizer, which loading a checkpoint replaces.
+        key_of: key of a pass's micro-batch among those in flight.
+        device: device of the stage. On CUDA the allocated bytes are sampled after every pass.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class Recorder:
         self._version: int | None = None
 
     def before(self, action: Action) -> None:
-        """An action begins."""
+        """Note the start of an action and the version of a backward pass."""
         self._version = None
         if action.kind is Kind.BACKWARD:
             optimizer = self._optimizer()
@@ -73,7 +71,7 @@ class Recorder:
         self._begin = time.monotonic_ns()
 
     def after(self, action: Action) -> None:
-        """It has ended, or was given up because the data have."""
+        """Keep the span of an action that has ended, or was given up at the end of the data."""
         end = time.monotonic_ns()
         if action.kind is Kind.FORWARD:
             with suppress(KeyError):  # the pass has failed
@@ -84,46 +82,41 @@ class Recorder:
             self._memory.append((end, torch.cuda.memory_allocated(self._device)))
 
     def loss(self, batch: int, value: float) -> None:
-        """The mean loss of ``batch``, once known here."""
+        """Keep the mean loss of ``batch``."""
         self._losses.append((batch, value))
 
-    def recording(self, micro_batches: int, meta: dict[str, Any]) -> RankRecording:
-        """What has been recorded so far."""
+    def recording(self, micro_batches: int, meta: dict[str, Any]) -> Recording:
+        """The recording so far."""
         total, count, most = self._staleness
-        return RankRecording(
-            rank=self._stage,
+
+        def seconds(instant: int) -> float:
+            return round((instant - self._origin) * _NANO, 9)
+
+        return Recording(
+            title=f"{self._num_stages} stages",
+            source="recording",
             num_ranks=self._num_stages,
             micro_batches=micro_batches,
+            spans=[Span(self._stage, action, seconds(begin), seconds(end), v) for action, begin, end, v in self._spans],
+            memory=[MemorySample(self._stage, seconds(at), size) for at, size in self._memory],
+            losses=tuple(self._losses),
+            staleness=((total / count, most),) if count else (),
+            meta=meta,
+            rank=self._stage,
             clock=_clock(),
             origin_ns=self._origin,
-            spans=tuple(
-                Span(
-                    rank=self._stage,
-                    action=str(action),
-                    start=(start - self._origin) * _NANO,
-                    end=(end - self._origin) * _NANO,
-                    part=self._stage if action.part is None else action.part,
-                    version=version,
-                )
-                for action, start, end, version in self._spans
-            ),
-            memory=tuple(MemorySample(self._stage, (at - self._origin) * _NANO, size) for at, size in self._memory),
-            losses=tuple(self._losses),
-            staleness=(total / count, most) if count else None,
             replica=self._replica,
             dropped=self._recorded - len(self._spans),
-            title=f"recording of {self._num_stages} stages",
-            meta=meta,
         )
 
     def forget_earlier(self, folder: Path) -> None:
-        """Remove this rank's recording of an earlier run, and stage 0 those of stages that are no more.
+        """Remove this rank's recording of an earlier run, and on stage 0 those of stages that do not exist any more.
 
-        So that what lies in the folder is of one run, also if a rank is killed before it can write its own.
+        All files in the folder are then of one run, also if a rank is killed before it can write its own.
         """
         with suppress(OSError):  # there is no folder, or it cannot be written to: saving will say so
             for path in list(folder.iterdir()):
-                name = re.fullmatch(rf"{self._prefix}(\d{{3,}})\.jsonl", path.name)
+                name = re.fullmatch(rf"{self._prefix}(\d{{3,}})\.json", path.name)
                 gone = name is not None and self._stage == 0 and int(name[1]) >= self._num_stages
                 if gone or (name is not None and int(name[1]) == self._stage):
                     path.unlink(missing_ok=True)
@@ -135,9 +128,10 @@ class Recorder:
             OSError: the file cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self._prefix}{self._stage:03d}.jsonl"
-        self.recording(micro_batches, meta).save(path)
-        return path
+        path = folder / f"{self._prefix}{self._stage:03d}.json"
+        unfinished = path.with_suffix(".part")  # a launcher may kill this rank while it writes
+        self.recording(micro_batches, meta).save(unfinished)
+        return unfinished.replace(path)
 
     @property
     def _prefix(self) -> str:
@@ -145,7 +139,7 @@ class Recorder:
 
 
 def _clock() -> str:
-    """A name for the clock that times come from: the same on all ranks between two starts of one machine's kernel."""
+    """Name of the clock: the same on all ranks between two starts of one machine's kernel."""
     with suppress(OSError):
         return _BOOT_ID.read_text(encoding="ascii").strip()
     return socket.gethostname()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.actions import Action, Category, Kind
 
 INDICES = st.integers(0, 10**12)
 
@@ -101,3 +101,14 @@ def test_bad_text(text: str) -> None:
 def test_only_one_text_for_an_action(text: str) -> None:
     with pytest.raises(ValueError, match="expected a kind and an index"):
         Action.parse(text)
+
+
+def test_categories_and_counts() -> None:
+    waits = {kind for kind in Kind if kind.category is Category.WAIT}
+    assert waits == {kind for kind in Kind if kind.value.startswith(("RECV_", "DROP_"))}
+    assert {kind for kind in Kind if kind.category is Category.TRANSFER} == {
+        kind for kind in Kind if kind.value.startswith("SEND_")
+    }
+    assert [category for category in Category if not category.busy] == [Category.TRANSFER, Category.WAIT]
+    per_batch = [kind for kind in Kind if kind.per_batch]
+    assert per_batch == list(Kind)[list(Kind).index(Kind.REDUCE) :]

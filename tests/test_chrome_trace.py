@@ -10,9 +10,9 @@ import pytest
 from timelines import TWO_PARTS, TWO_STAGES
 
 from ds_vpipe.commands.inputs import planned_timeline
-from ds_vpipe.pictures.chrome_trace import Event, chrome_trace, save_chrome_trace
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.timelines.chrome_trace import Event, chrome_trace, save_chrome_trace
 from ds_vpipe.timelines.timeline import Timeline
 
 REQUIRED = {
@@ -71,7 +71,7 @@ def test_slices_of_a_thread_nest_and_arrows_begin_and_end_in_them(transfer: floa
             open_ends.append(end)
     begins = {event["id"]: event for event in events([timeline], "s")}
     ends = {event["id"]: event for event in events([timeline], "f")}
-    sends = sum("SEND" in span.action for span in timeline.spans)
+    sends = sum("SEND" in span.kind.value for span in timeline.spans)
     assert len(begins) == sends == 2 * 3 * 8
     assert begins.keys() == ends.keys()
     for number, begin in begins.items():
@@ -80,13 +80,11 @@ def test_slices_of_a_thread_nest_and_arrows_begin_and_end_in_them(transfer: floa
         assert abs(begin["tid"] % 4 - end["tid"] % 4) == 1
         start, stop = by_name[begin["tid"], begin["name"]]
         assert start <= begin["ts"] <= stop
-        kind, index = ("ACT", "F") if "ACT" in begin["name"] else ("GRAD", "B")
+        kind = "ACT" if "ACT" in begin["name"] else "GRAD"
         number = begin["name"].removeprefix(f"SEND_{kind}")
-        waited = by_name.get((end["tid"], f"WAITRECV_{kind}{number}"))
-        start, stop = waited or by_name[end["tid"], f"{index}{number}"]
+        start, stop = by_name[end["tid"], f"RECV_{kind}{number}"]
         assert start <= end["ts"] <= stop
-        if waited:
-            assert end["ts"] == pytest.approx(stop)
+        assert end["ts"] == pytest.approx(stop)
 
 
 def test_memory_is_a_counter_per_rank() -> None:

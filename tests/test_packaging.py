@@ -62,7 +62,7 @@ def test_wheel_holds_every_module(checkout: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert len(names) == len(set(names))
 
-    expected = {"ds_vpipe/py.typed", "ds_vpipe/pictures/report.css", "ds_vpipe/pictures/report.js"}
+    expected = {"ds_vpipe/py.typed", "ds_vpipe/timelines/report.html"}
     for package, folder in {"": "ds_vpipe", "engine/": "engine", "models/": "models"}.items():
         for path in (ROOT / folder).rglob("*.py"):
             inner = path.relative_to(ROOT / folder)

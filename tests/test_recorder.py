@@ -13,10 +13,11 @@ import toy
 from worlds import Worlds
 
 from ds_vpipe.engine.recorder import Recorder
+from ds_vpipe.schedules.actions import Category
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload, programs
 from ds_vpipe.schedules.schedule import version_used
-from ds_vpipe.timelines.merged_recording import read_timeline
+from ds_vpipe.timelines.merge import merge, read_recordings
 
 pytestmark = pytest.mark.mp
 
@@ -47,7 +48,7 @@ def test_a_recording_is_the_program(worlds: Worlds, tmp_path: Path, schedule: st
     virtual_stages = 2 if schedule == "interleaved" else 1
     if virtual_stages > 1:
         block["virtual_stages"] = virtual_stages
-    stale = tmp_path / f"replica00-rank{STAGES:03d}.jsonl"
+    stale = tmp_path / f"replica00-rank{STAGES:03d}.json"
     stale.write_text("of an earlier run with more stages", encoding="utf-8")
     ranks = worlds.run(STAGES, recorded, str(tmp_path), block)
     for reports in ranks:
@@ -55,7 +56,7 @@ def test_a_recording_is_the_program(worlds: Worlds, tmp_path: Path, schedule: st
         for name, value in reports["plain"]["parameters"].items():
             assert torch.equal(value, reports["recorded"]["parameters"][name])
     assert not stale.exists()
-    timeline = read_timeline([tmp_path])
+    timeline = merge(read_recordings(tmp_path))
     assert timeline.source == "recording"
     assert [loss for _, loss in timeline.losses] == pytest.approx(ranks[0]["recorded"]["losses"])
     pipeline = Pipeline(schedule, STAGES, MICRO_BATCHES, virtual_stages=virtual_stages)  # type: ignore[arg-type]
@@ -63,21 +64,20 @@ def test_a_recording_is_the_program(worlds: Worlds, tmp_path: Path, schedule: st
     for rank in range(STAGES):
         mine = sorted((span for span in timeline.spans if span.rank == rank), key=lambda span: span.start)
         texts = [str(action) for action in wanted[rank]]
-        found = [span.action for span in mine]
+        found = [str(span.action) for span in mine]
         # The data end where one more micro-batch would be admitted: that is met, but no action of the program.
         assert [text for text in found if text in set(texts)] == texts
         assert len(found) - len(texts) <= 2
         assert all(before.end <= after.start + 1e-9 for before, after in pairwise(mine))
         for span in mine:
-            if span.action[0] in "FB" and schedule == "asp":
-                index = int(span.action[1:])
-                assert span.version == version_used(index, pipeline.depths[rank], MICRO_BATCHES), span
+            if span.category in (Category.FORWARD, Category.BACKWARD) and schedule == "asp":
+                assert span.version == version_used(span.action.index, pipeline.depths[rank], MICRO_BATCHES), span
 
 
 def test_recordings_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    gone = ["replica00-rank002.jsonl", "replica00-rank1000.jsonl"]
-    kept = ["replica00-rank001.jsonl", "replica01-rank002.jsonl", "replica00-rank-notes.jsonl", "merged.json"]
-    for name in (*gone, *kept, "replica00-rank000.jsonl"):
+    gone = ["replica00-rank002.json", "replica00-rank1000.json"]
+    kept = ["replica00-rank001.json", "replica01-rank002.json", "replica00-rank-notes.json", "merged.json"]
+    for name in (*gone, *kept, "replica00-rank000.json"):
         (tmp_path / name).write_text("of an earlier run", encoding="utf-8")
 
     def forget(stage: int) -> None:
@@ -126,4 +126,4 @@ def fail(folder: str) -> str:
 def test_a_failing_pass_is_told_as_it_is(worlds: Worlds, tmp_path: Path) -> None:
     texts = worlds.run(2, fail, str(tmp_path))
     assert all("too fragile" in text for text in texts), texts
-    assert len(list(tmp_path.glob("*.jsonl"))) == 2
+    assert len(list(tmp_path.glob("*.json"))) == 2

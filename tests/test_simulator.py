@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from shapes import trainings
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.schedules.actions import Kind
+from ds_vpipe.schedules.actions import Category, Kind
 from ds_vpipe.schedules.pipeline import Pipeline, Schedule
 from ds_vpipe.schedules.programs import Workload, programs
 from ds_vpipe.schedules.rendezvous import Link, posted_receives, receive_link, send_link
 from ds_vpipe.schedules.schedule import versions_alive
-from ds_vpipe.simulation.simulation import Simulation
-from ds_vpipe.simulation.simulator import simulate
-from ds_vpipe.simulation.stage_cost import StageCost
+from ds_vpipe.simulation.costs import StageCost
+from ds_vpipe.simulation.simulator import SimulatedRank, Simulation, simulate
 from ds_vpipe.timelines.timeline import Timeline
 
 CLOSE = 1e-9
@@ -26,6 +25,18 @@ CLOSE = 1e-9
 
 def even(pipeline: Pipeline, batches: int, cost: StageCost) -> Simulation:
     return simulate(pipeline, [cost] * pipeline.num_parts, Workload(batches))
+
+
+def each(simulation: Simulation, name: str) -> tuple[int, ...]:
+    return tuple(getattr(rank, name) for rank in simulation.ranks)
+
+
+def spans_of(rank: SimulatedRank, *categories: Category) -> list[tuple[str, float, float]]:
+    return [(str(span.action), span.start, span.end) for span in rank.spans if span.category in categories]
+
+
+def versions_of(rank: SimulatedRank) -> list[tuple[str, int | None]]:
+    return [(str(span.action), span.version) for span in rank.spans if span.version is not None]
 
 
 # Closed forms
@@ -75,16 +86,16 @@ def test_no_bubble_in_the_steady_state_of_asp(
     assert simulation.overall_throughput < simulation.throughput or num_stages == 1
     most = pipeline.depths[0] if vertical else None
     alive = [versions_alive(depth if most is None else most, micro_batches) for depth in pipeline.depths]
-    assert list(simulation.versions) == alive
+    assert [rank.versions for rank in simulation.ranks] == alive
     assert [most for _, most in simulation.staleness] == [count - 1 for count in alive]
 
 
 def test_micro_batches_in_flight_one_per_rank_against_all_of_a_batch() -> None:
     cost = StageCost(1.0, 2.0, activation_bytes=7)
-    assert even(Pipeline("1f1b", 4, 16), 1, cost).in_flight == (4, 3, 2, 1)
-    assert even(Pipeline("gpipe", 4, 16), 1, cost).in_flight == (16,) * 4
-    assert even(Pipeline("gpipe", 4, 16), 1, cost).peak_bytes == (112,) * 4
-    assert even(Pipeline("interleaved", 4, 16, virtual_stages=2), 1, cost).in_flight == (11, 9, 7, 5)
+    assert each(even(Pipeline("1f1b", 4, 16), 1, cost), "in_flight") == (4, 3, 2, 1)
+    assert each(even(Pipeline("gpipe", 4, 16), 1, cost), "in_flight") == (16,) * 4
+    assert each(even(Pipeline("gpipe", 4, 16), 1, cost), "peak_bytes") == (112,) * 4
+    assert each(even(Pipeline("interleaved", 4, 16, virtual_stages=2), 1, cost), "in_flight") == (11, 9, 7, 5)
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
@@ -117,18 +128,18 @@ def test_transfers_of_one_link_follow_each_other() -> None:
     simulation = simulate(
         Pipeline("gpipe", 2, 4), [StageCost(1.0, 1.0, 2.0, 0.0), StageCost(1.0, 1.0, 0.0, 0.0)], Workload(1)
     )
-    assert simulation.records[0].transfers == [
+    assert spans_of(simulation.ranks[0], Category.TRANSFER) == [
         ("SEND_ACT0", 1.0, 3.0),
         ("SEND_ACT1", 3.0, 5.0),
         ("SEND_ACT2", 5.0, 7.0),
         ("SEND_ACT3", 7.0, 9.0),
     ]
-    assert simulation.records[1].passes[:5] == [
-        ("F0", 3.0, 4.0, 0),
-        ("F1", 5.0, 6.0, 0),
-        ("F2", 7.0, 8.0, 0),
-        ("F3", 9.0, 10.0, 0),
-        ("B0", 10.0, 11.0, 0),
+    assert spans_of(simulation.ranks[1], Category.FORWARD, Category.BACKWARD)[:5] == [
+        ("F0", 3.0, 4.0),
+        ("F1", 5.0, 6.0),
+        ("F2", 7.0, 8.0),
+        ("F3", 9.0, 10.0),
+        ("B0", 10.0, 11.0),
     ]
 
 
@@ -136,7 +147,7 @@ def test_a_transfer_waits_for_a_posted_receive() -> None:
     """The receiver computes slowly and keeps one receive posted: the third message moves when the second is taken."""
     costs = [StageCost(1.0, 1.0, 1.0, 0.0), StageCost(5.0, 1.0)]
     simulation = simulate(Pipeline("gpipe", 2, 4), costs, Workload(1))
-    assert simulation.records[0].transfers == [
+    assert spans_of(simulation.ranks[0], Category.TRANSFER) == [
         ("SEND_ACT0", 1.0, 2.0),
         ("SEND_ACT1", 2.0, 3.0),
         ("SEND_ACT2", 7.0, 8.0),
@@ -203,7 +214,7 @@ def test_against_a_naive_simulation(training: tuple[Pipeline, Workload], data: s
     pipeline, workload = training
     costs = data.draw(st.lists(COSTS, min_size=pipeline.num_parts, max_size=pipeline.num_parts))
     simulation = simulate(pipeline, costs, workload)
-    assert [record.end_s for record in simulation.records] == naive_ends(pipeline, costs, workload)
+    assert [rank.end_s for rank in simulation.ranks] == naive_ends(pipeline, costs, workload)
 
 
 # Memory
@@ -212,7 +223,7 @@ def test_against_a_naive_simulation(training: tuple[Pipeline, Workload], data: s
 def test_memory_of_a_stage() -> None:
     cost = StageCost(1.0, 1.0, activation_bytes=10, static_bytes=1000, version_bytes=100, recompute_bytes=5)
     simulation = even(Pipeline("asp", 2, 1), 3, cost)
-    assert simulation.records[0].memory == [
+    assert [(sample.time, sample.bytes) for sample in simulation.ranks[0].memory] == [
         (0.0, 1000),
         (0.0, 1010),  # F0
         (1.0, 1020),  # F1
@@ -226,8 +237,8 @@ def test_memory_of_a_stage() -> None:
         (7.0, 1115),  # B2 recomputes
         (8.0, 1000),
     ]
-    assert simulation.peak_bytes == (1125, 1015)
-    assert simulation.versions == (2, 1)
+    assert each(simulation, "peak_bytes") == (1125, 1015)
+    assert each(simulation, "versions") == (2, 1)
 
 
 @given(trainings(), st.integers(0, 9), st.integers(0, 9))
@@ -239,15 +250,19 @@ def test_peak_from_counts(training: tuple[Pipeline, Workload], activation: int, 
     simulation = simulate(pipeline, [cost] * pipeline.num_parts, workload)
     parts = pipeline.virtual_stages
     for rank in range(pipeline.num_stages):
-        assert simulation.in_flight[rank] <= pipeline.in_flight(rank)
+        assert simulation.ranks[rank].in_flight <= pipeline.in_flight(rank)
         depth = 0 if pipeline.synchronous else pipeline.depths[0 if pipeline.vertical else rank]
-        assert simulation.versions[rank] <= versions_alive(depth, pipeline.micro_batches)
-        most = 3 * parts + activation * simulation.in_flight[rank] + version * parts * (simulation.versions[rank] - 1)
-        assert simulation.peak_bytes[rank] <= most
+        assert simulation.ranks[rank].versions <= versions_alive(depth, pipeline.micro_batches)
+        most = (
+            3 * parts
+            + activation * simulation.ranks[rank].in_flight
+            + version * parts * (simulation.ranks[rank].versions - 1)
+        )
+        assert simulation.ranks[rank].peak_bytes <= most
         if activation == 0 or version == 0:
-            assert simulation.peak_bytes[rank] == most
+            assert simulation.ranks[rank].peak_bytes == most
         if workload.drain and not pipeline.vertical:  # which lets go of a version with the next forward pass
-            assert simulation.records[rank].memory[-1][1] == 3 * parts
+            assert simulation.ranks[rank].memory[-1].bytes == 3 * parts
 
 
 # Outcome
@@ -256,16 +271,16 @@ def test_peak_from_counts(training: tuple[Pipeline, Workload], activation: int, 
 def test_timeline_of_a_batch() -> None:
     cost = StageCost(1.0, 2.0, 0.5, 0.25, update_s=0.5)
     timeline = even(Pipeline("1f1b", 2, 1), 1, cost).timeline
-    assert [[(s.action, s.start, s.end, s.part, s.version) for s in row] for row in timeline.by_rank()] == [
+    assert [[(str(s.action), s.start, s.end, s.part, s.version) for s in row] for row in timeline.by_rank()] == [
         [
             ("F0", 0.0, 1.0, 0, 0),
             ("SEND_ACT0", 1.0, 1.5, 0, None),
-            ("WAITRECV_GRAD0", 1.0, 4.75, 0, None),
+            ("RECV_GRAD0", 1.0, 4.75, 0, None),
             ("B0", 4.75, 6.75, 0, 0),
             ("STEP0", 6.75, 7.25, 0, None),
         ],
         [
-            ("WAITRECV_ACT0", 0.0, 1.5, 1, None),
+            ("RECV_ACT0", 0.0, 1.5, 1, None),
             ("F0", 1.5, 2.5, 1, 0),
             ("B0", 2.5, 4.5, 1, 0),
             ("SEND_GRAD0", 4.5, 4.75, 1, None),
@@ -281,20 +296,20 @@ def test_timeline_of_a_batch() -> None:
 def test_timeline_of_parts() -> None:
     timeline = even(Pipeline("interleaved", 2, 2, virtual_stages=2), 1, StageCost(1.0, 2.0)).timeline
     assert {span.part for span in timeline.spans if span.rank == 1} == {1, 3}
-    assert timeline.spans[2].action == "2F0"
-    assert timeline.spans[2].part == 2
+    assert str(timeline.by_rank()[0][3].action) == "2F0"
+    assert timeline.by_rank()[0][3].part == 2
     timeline.check()
 
 
 def test_versions_of_passes() -> None:
     simulation = even(Pipeline("asp", 2, 1), 3, StageCost(1.0, 1.0))
-    by_rank = [[(text, version) for text, _, _, version in record.passes] for record in simulation.records]
+    by_rank = [versions_of(rank) for rank in simulation.ranks]
     assert by_rank == [
         [("F0", 0), ("F1", 0), ("B0", 0), ("F2", 1), ("B1", 0), ("B2", 1)],
         [("F0", 0), ("B0", 0), ("F1", 1), ("B1", 1), ("F2", 2), ("B2", 2)],
     ]
     vertical = even(Pipeline("asp", 2, 1, weight_sync="vertical"), 3, StageCost(1.0, 1.0))
-    assert [(text, version) for text, _, _, version in vertical.records[1].passes] == [
+    assert versions_of(vertical.ranks[1]) == [
         ("F0", 0),
         ("B0", 0),
         ("F1", 0),
@@ -331,4 +346,4 @@ def test_a_large_pipeline_in_seconds() -> None:
     begin = time.process_time()
     simulation = even(Pipeline("asp", 128, 1), 1000, StageCost(1.0, 2.0, 0.1, 0.1, activation_bytes=1))
     assert time.process_time() - begin < 15
-    assert simulation.in_flight == tuple(range(128, 0, -1))
+    assert each(simulation, "in_flight") == tuple(range(128, 0, -1))

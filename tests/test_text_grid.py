@@ -6,14 +6,14 @@ from dataclasses import replace
 from textwrap import dedent
 
 import pytest
-from timelines import TWO_PARTS, TWO_STAGES
+from timelines import TWO_PARTS, TWO_STAGES, span
 
 from ds_vpipe.commands.inputs import planned_timeline
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.pictures.text_grid import default_unit, text_grid
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
-from ds_vpipe.timelines.timeline import Span, Timeline
+from ds_vpipe.timelines.text import default_unit, text_grid
+from ds_vpipe.timelines.timeline import Timeline
 
 
 def picture(text: str) -> str:
@@ -47,21 +47,16 @@ def test_parts_are_named_where_a_rank_has_several() -> None:
     """)
 
 
-def test_recomputation_and_updates() -> None:
+def test_updates() -> None:
     assert text_grid(TWO_STAGES, unit=0.5) == picture("""
-        stage 0 |F0 -- .  .  .  .  .  .  .  .  R0 -- B0 -- -- -- S0 |
+        stage 0 |F0 -- .  .  .  .  .  .  .  .  B0 -- -- -- -- -- S0 |
         stage 1 |.  .  .  F0 -- B0 -- -- -- S0 .  .  .  .  .  .  .  |
     """)
 
 
-def test_recomputation_in_the_middle_of_a_pass() -> None:
-    spans = (Span(0, "B0", 0, 4, 0), Span(0, "RECOMPUTE0", 1, 3, 0))
-    assert text_grid(Timeline("t", "recording", 1, 1, spans), 1.0) == "stage 0 |B0 R0 -- B0 |"
-
-
 def test_a_window_begins_anywhere() -> None:
     assert text_grid(TWO_STAGES, 1.0, (4.0, 7.0)) == picture("""
-        stage 0 |.  R0 B0 |
+        stage 0 |.  B0 -- |
         stage 1 |B0 .  .  |
     """)
 
@@ -71,7 +66,7 @@ def test_long_lines_go_on_below() -> None:
         stage 0 |F0 .  .  .  |
         stage 1 |.  F0 -- B0 |
 
-        stage 0 |.  R0 B0 -- |
+        stage 0 |.  B0 -- -- |
         stage 1 |-- .  .  .  |
 
         stage 0 |S0 |
@@ -80,7 +75,7 @@ def test_long_lines_go_on_below() -> None:
 
 
 def test_a_column_shows_what_fills_half_of_it() -> None:
-    spans = (Span(0, "F0", 0, 0.45, 0), Span(0, "F1", 0.45, 1.0, 0), Span(0, "F2", 1.0, 1.45, 0))
+    spans = (span(0, "F0", 0, 0.45), span(0, "F1", 0.45, 1.0), span(0, "F2", 1.0, 1.45))
     assert text_grid(Timeline("t", "recording", 1, 1, spans), 1.0) == "stage 0 |F1 .  |"
 
 
@@ -90,7 +85,7 @@ def test_names_of_many_ranks_are_aligned() -> None:
 
 
 def test_no_pass_of_an_irregular_timeline_vanishes() -> None:
-    passes = tuple(Span(0, f"F{i}", i * 1.37, i * 1.37 + 1, 0) for i in range(40))
+    passes = tuple(span(0, f"F{i}", i * 1.37, i * 1.37 + 1) for i in range(40))
     timeline = Timeline("t", "recording", 1, 1, passes)
     assert default_unit(timeline) == pytest.approx(1 / 1.5)
     grid = text_grid(timeline)

@@ -1,4 +1,4 @@
-"""Timelines named on a command line: files with timelines, recordings, or what a DeepSpeed JSON is going to do."""
+"""Timelines named on a command line: files of timelines and recordings, or the plan of a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ds_vpipe.commands.arguments import (
 from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.simulation.costs import StageCost
 from ds_vpipe.simulation.simulator import simulate
-from ds_vpipe.simulation.stage_cost import StageCost
-from ds_vpipe.timelines.merged_recording import read_timeline
-from ds_vpipe.timelines.timeline import FORMAT, Timeline
+from ds_vpipe.timelines.merge import merge, read_recordings
+from ds_vpipe.timelines.timeline import FORMAT, Recording, Timeline
 
 _PLAN_UNIT = "forward passes"
 
@@ -33,7 +33,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="*",
         metavar="PATH",
-        help="a DeepSpeed JSON, a timeline, or a recording: a folder of *.jsonl files, or these files",
+        help="a DeepSpeed JSON, a timeline, or a recording: the folder of a run, or the files in it",
     )
     add_pipeline_arguments(parser)
     group = parser.add_argument_group("length of things in a schedule drawn without a profile, in forward passes")
@@ -51,24 +51,27 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
-    """The timelines that are named, in order; all ``.jsonl`` files together are one recording.
+    """The timelines that are named, in order; files of single ranks together are one recording.
 
     Raises:
-        VPipeConfigError: A file is none of what is allowed, or nothing is named.
+        VPipeConfigError: A file is none of the kinds allowed, or nothing is named.
     """
     timelines: list[Timeline] = []
-    offsets = None if arguments.offsets is None else dict(enumerate(arguments.offsets))
-    files = [path for path in arguments.paths if path.endswith(".jsonl")]
+    recordings: list[Recording] = []
+    place = 0  # of the first file of a single rank
     for path in arguments.paths:
-        if path in files:
-            if path == files[0]:
-                timelines.append(read_timeline(files, offsets, arguments.replica))
-        elif Path(path).is_dir():
-            timelines.append(read_timeline([path], offsets, arguments.replica))
-        elif read_json(path).get("format") == FORMAT:
-            timelines.append(Timeline.load(path))
+        if Path(path).is_dir():
+            timelines.append(merge(read_recordings(path), arguments.offsets, arguments.replica))
+            continue
+        content = read_json(path)
+        timeline = Timeline.from_json(content) if content.get("format") == FORMAT else _planned(arguments, path)
+        if isinstance(timeline, Recording):
+            place = place if recordings else len(timelines)
+            recordings.append(timeline)
         else:
-            timelines.append(_planned(arguments, path))
+            timelines.append(timeline)
+    if recordings:
+        timelines.insert(place, merge(recordings, arguments.offsets, arguments.replica))
     if not arguments.paths:
         if arguments.stages is None or arguments.micro_batches is None:
             allowed = "a path, or --stages K with --micro-batches M"
@@ -93,7 +96,7 @@ def one_timeline(arguments: argparse.Namespace) -> Timeline:
 def planned_timeline(
     pipeline: Pipeline, workload: Workload, backward: float = 2.0, transfer: float = 0.0, update: float = 0.0
 ) -> Timeline:
-    """What a pipeline is going to do if every part is equal; lengths in forward passes of a part."""
+    """Plan of a pipeline with equal parts; lengths in forward passes of a part."""
     cost = StageCost(1.0, backward, transfer, transfer, update)
     timeline = simulate(pipeline, [cost] * pipeline.num_parts, workload).timeline
     return replace(timeline, source="plan", meta={**timeline.meta, "time_unit": _PLAN_UNIT})

@@ -9,7 +9,7 @@ from ds_vpipe.commands.inputs import add_input_arguments, print_json, timelines_
 
 DESCRIPTION = """\
 Write one HTML page that needs no network and no other file: a table that compares all timelines, and for each its
-picture, which zooms, memory over time, shares of time, staleness and what ranks waited for, and the losses.
+picture, which zooms, memory over time, shares of time, staleness and the receives that ranks waited in, and the losses.
 Name a plan, its simulation and the recording together to compare them.
 """
 EXAMPLES = """\
@@ -26,14 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default report.html")
     group.add_argument("--title", default="Pipeline report", help="heading of the page")
-    group.add_argument("--window", type=window, metavar="A:B", help="draw only these seconds; default: what fits")
+    group.add_argument(
+        "--window", type=window, metavar="A:B", help="the seconds to begin with; default: as many as can be read"
+    )
     group.add_argument("--json", action="store_true", help="print the numbers of all timelines as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page, and return the exit status."""
-    from ds_vpipe.pictures.html_report import save_html_report
-    from ds_vpipe.timelines.timeline_summary import summarize
+    from ds_vpipe.timelines.report import save_html_report
+    from ds_vpipe.timelines.summary import summarize
 
     timelines = timelines_from(arguments)
     save_html_report(timelines, arguments.output, arguments.title, arguments.window)

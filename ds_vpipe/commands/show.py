@@ -11,14 +11,14 @@ from typing import Any
 from ds_vpipe.commands.arguments import pixels, rate, window
 from ds_vpipe.commands.inputs import add_input_arguments, one_timeline, print_json
 from ds_vpipe.errors import Refusal
-from ds_vpipe.pictures.text_grid import text_grid
+from ds_vpipe.timelines.text import text_grid
 from ds_vpipe.timelines.timeline import Timeline
 
 DESCRIPTION = """\
 Draw what every rank does when: as text in the terminal, or as SVG or PNG.
 
-The text has a row per rank and a column per unit of time: F forward, B backward, R recompute, S update, each with its
-micro-batch (updates: batch), -- what goes on, . nothing of these.
+The text has a row per rank and a column per unit of time: F forward, B backward, S update, each with its micro-batch
+(updates: batch), -- for an action that goes on, . for none of these.
 """
 EXAMPLES = """\
 examples:
@@ -64,18 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(timeline: Timeline, path: str, arguments: Any) -> None:
-    from ds_vpipe.pictures.timeline_layout import timeline_picture
-
     suffix = Path(path).suffix
     if suffix == ".txt":
         Path(path).write_text(text_grid(timeline, arguments.unit, arguments.window) + "\n", encoding="utf-8")
     elif suffix == ".json":
         timeline.save(path)
-    elif suffix == ".svg":
-        from ds_vpipe.pictures.svg import save_svg
-
-        save_svg(timeline_picture(timeline, arguments.width, arguments.window), path)
     else:
-        from ds_vpipe.pictures.png import save_png
+        from ds_vpipe.timelines.figure import save_figure
 
-        save_png(timeline_picture(timeline, arguments.width, arguments.window), path)
+        save_figure(timeline, path, arguments.width, arguments.window)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ds_vpipe.config import VPipeConfig
     from ds_vpipe.config.deepspeed_json import DeepSpeedJson
     from ds_vpipe.schedules.pipeline import Pipeline
-    from ds_vpipe.simulation.simulation import Simulation
-    from ds_vpipe.simulation.stage_cost import StageCost
+    from ds_vpipe.simulation.costs import StageCost
+    from ds_vpipe.simulation.simulator import Simulation
 
 DESCRIPTION = """\
 Carry out the schedule on paper, with seconds and bytes of every part of the model: from a profile and the partition and
@@ -101,14 +101,14 @@ def _check_numbers(arguments: argparse.Namespace, source: str) -> None:
 
 
 def _recorded(arguments: argparse.Namespace, parts: int) -> tuple[StageCost, ...]:
-    from ds_vpipe.simulation.recorded_costs import recorded_costs
-    from ds_vpipe.timelines.merged_recording import read_timeline
+    from ds_vpipe.simulation.costs import recorded_costs
+    from ds_vpipe.timelines.merge import merge, read_recordings
 
-    return recorded_costs(read_timeline([arguments.recording]), parts)
+    return recorded_costs(merge(read_recordings(arguments.recording)), parts)
 
 
 def _given(arguments: argparse.Namespace, parts: int) -> tuple[StageCost, ...]:
-    from ds_vpipe.simulation.stage_cost import StageCost
+    from ds_vpipe.simulation.costs import StageCost
 
     def spread(name: str, default: tuple[float, ...]) -> tuple[float, ...]:
         values: tuple[float, ...] = getattr(arguments, name) or default
@@ -127,13 +127,13 @@ def _profiled(
     arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson, bare: Pipeline
 ) -> tuple[tuple[StageCost, ...], Pipeline]:
     from ds_vpipe.planning.planner import configured_plan
-    from ds_vpipe.simulation.planned_costs import stage_costs
+    from ds_vpipe.simulation.costs import planned_costs
 
     profile = read_profiles(arguments, config)
     devices = devices_from(arguments, config, ds_config, profile)
     plan = configured_plan(config, config.pipeline(bare.num_stages, bare.micro_batches), devices, profile)
     update_s = 0.0 if arguments.update is None else arguments.update[0]
-    return stage_costs(plan, devices.loads(plan.pipeline), update_s), plan.pipeline
+    return planned_costs(plan, devices.loads(plan.pipeline), update_s), plan.pipeline
 
 
 def _numbers(simulation: Simulation) -> dict[str, object]:
@@ -145,9 +145,9 @@ def _numbers(simulation: Simulation) -> dict[str, object]:
         "bubble": list(simulation.bubble),
         "steady_bubble": list(simulation.steady_bubble),
         "staleness": [list(pair) for pair in simulation.staleness],
-        "peak_bytes": list(simulation.peak_bytes),
-        "in_flight": list(simulation.in_flight),
-        "versions": list(simulation.versions),
+        "peak_bytes": [rank.peak_bytes for rank in simulation.ranks],
+        "in_flight": [rank.in_flight for rank in simulation.ranks],
+        "versions": [rank.versions for rank in simulation.ranks],
     }
 
 
@@ -155,23 +155,14 @@ def _table(simulation: Simulation) -> str:
     from ds_vpipe.planning.plan import show_bytes
 
     rows = [("rank", "bubble %", "steady %", "staleness", "in flight", "versions", "peak")]
-    columns = zip(
-        simulation.bubble,
-        simulation.steady_bubble,
-        simulation.staleness,
-        simulation.in_flight,
-        simulation.versions,
-        simulation.peak_bytes,
-        strict=True,
-    )
-    for rank, (bubble, steady, (mean, most), in_flight, versions, peak) in enumerate(columns):
-        stale = f"{mean:.2f} (max {most})"
-        memory = show_bytes(peak) if peak else "-"
-        rows.append(
-            (str(rank), f"{bubble:.1%}", f"{max(0.0, steady):.1%}", stale, str(in_flight), str(versions), memory)
-        )
+    columns = zip(simulation.ranks, simulation.bubble, simulation.steady_bubble, simulation.staleness, strict=True)
+    for rank, bubble, steady, (mean, most) in columns:
+        shares = f"{bubble:.1%}", f"{max(0.0, steady):.1%}"
+        memory = show_bytes(rank.peak_bytes) if rank.peak_bytes else "-"
+        counts = str(rank.in_flight), str(rank.versions)
+        rows.append((str(rank.rank), *shares, f"{mean:.2f} (max {most})", *counts, memory))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    steady, overall = simulation.throughput, simulation.overall_throughput
-    lines.append(f"throughput: {steady:.4g} micro-batches/s in the steady state, {overall:.4g} over everything")
+    pace, overall = simulation.throughput, simulation.overall_throughput
+    lines.append(f"throughput: {pace:.4g} micro-batches/s in the steady state, {overall:.4g} over everything")
     return "\n".join(lines)

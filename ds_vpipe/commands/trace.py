@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the trace, and return the exit status."""
-    from ds_vpipe.pictures.chrome_trace import save_chrome_trace
-    from ds_vpipe.timelines.timeline_summary import summarize
+    from ds_vpipe.timelines.chrome_trace import save_chrome_trace
+    from ds_vpipe.timelines.summary import summarize
 
     timelines = timelines_from(arguments)
     output = arguments.output or "trace.json"

@@ -16,6 +16,22 @@ from dataclasses import dataclass
 _TEXT = re.compile(r"(0|[1-9][0-9]*)?([A-Z_]+?)(0|[1-9][0-9]*)")
 
 
+class Category(enum.Enum):
+    """Categories of work, in the order of legends and tables; the value is the word for users."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    LOAD = "reading"
+    TRANSFER = "transfer"
+    WAIT = "wait"
+
+    @property
+    def busy(self) -> bool:
+        """Whether it occupies the device; transfers and waiting leave that free."""
+        return self not in (Category.TRANSFER, Category.WAIT)
+
+
 class Kind(enum.Enum):
     """The kinds of action; the value is the text form without the index."""
 
@@ -37,6 +53,38 @@ class Kind(enum.Enum):
     RECV_TIED = "RECV_TIED"
     SEND_NEWS = "SEND_NEWS"  # what an update told, to the previous stage
     RECV_NEWS = "RECV_NEWS"
+
+    @property
+    def category(self) -> Category:
+        """Category of work for summaries and pictures. A rank that receives does nothing else: it waits."""
+        return _CATEGORIES[self]
+
+    @property
+    def per_batch(self) -> bool:
+        """Whether the index of the action counts batches, and not micro-batches."""
+        return self not in _PER_MICRO_BATCH
+
+
+_CATEGORIES = {
+    **{kind: Category.TRANSFER if kind.name.startswith("SEND_") else Category.WAIT for kind in Kind},
+    Kind.LOAD: Category.LOAD,
+    Kind.FORWARD: Category.FORWARD,
+    Kind.BACKWARD: Category.BACKWARD,
+    Kind.REDUCE: Category.UPDATE,
+    Kind.STEP: Category.UPDATE,
+}
+_PER_MICRO_BATCH = frozenset(
+    (
+        Kind.LOAD,
+        Kind.RECV_ACT,
+        Kind.FORWARD,
+        Kind.SEND_ACT,
+        Kind.RECV_GRAD,
+        Kind.BACKWARD,
+        Kind.SEND_GRAD,
+        Kind.DROP_GRAD,
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""How long a schedule takes and what it holds, on paper."""
+"""Simulated time and memory of pipelines, from costs that are planned, recorded or given."""

@@ -1,4 +1,4 @@
-"""When everything happens: programs carried out with given times for passes, updates and transfers.
+"""Simulation of a pipeline: programs carried out with given times for passes, updates and transfers.
 
 A rank does one thing after the other. A transfer occupies its link while both ranks compute: it starts when the
 message has been sent, the one before it on the link has arrived, and its receive is posted. Links of opposite
@@ -13,6 +13,9 @@ number of actions; programs are generated while they run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import gcd
 
 from ds_vpipe.errors import PipelineProtocolError, Refusal
 from ds_vpipe.schedules.actions import Action, Kind
@@ -20,31 +23,30 @@ from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload, rank_program
 from ds_vpipe.schedules.rendezvous import Link, link_ends, posted_receives, receive_link, send_link
 from ds_vpipe.schedules.schedule import version_used
-from ds_vpipe.simulation.simulation import RankRecord, Simulation
-from ds_vpipe.simulation.stage_cost import StageCost
+from ds_vpipe.simulation.costs import StageCost
+from ds_vpipe.timelines.timeline import MemorySample, Span, Timeline
 
 
 def simulate(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload) -> Simulation:
-    """Train ``workload`` on paper.
+    """Simulate the training of ``workload``.
 
     Args:
         pipeline: the schedule and its sizes.
         costs: of each of the ``K * v`` parts, in the order of the model.
-        workload: what is trained. Ten batches or more beyond the depth show the steady state well.
+        workload: the batches to train. Ten batches or more beyond the depth show the steady state well.
 
     Raises:
         VPipeConfigError: there is not one cost per part, or nothing takes any time.
-        PipelineProtocolError: a rank waits for ever; :mod:`ds_vpipe.schedules.checks` says why.
+        PipelineProtocolError: a rank never gets a message; :mod:`ds_vpipe.schedules.checks` says why.
     """
     if len(costs) != pipeline.num_parts:
         allowed = f"one entry per part, {pipeline.num_parts}"
         raise Refusal("costs", f"{len(costs)} entries", allowed, "give the cost of every part once").error()
-    records = tuple(RankRecord(rank) for rank in range(pipeline.num_stages))
     links: dict[Link, _Transfers] = {}
     for rank in range(pipeline.num_stages) if pipeline.num_stages > 1 else ():
         for link in link_ends(send_link, rank, pipeline.num_stages).values():
-            links[link] = _Transfers(posted_receives(pipeline, link), records[rank])
-    ranks = [_Rank(pipeline, record, costs, workload, links) for record in records]
+            links[link] = _Transfers(posted_receives(pipeline, link))
+    ranks = tuple(SimulatedRank(rank, pipeline, costs, workload, links) for rank in range(pipeline.num_stages))
     runnable = list(reversed(ranks))
     while runnable:
         for target in runnable.pop().run():
@@ -52,60 +54,156 @@ def simulate(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload)
                 runnable.append(ranks[target])
     for stopped in ranks:
         if stopped.waiting_for is not None:
-            raise PipelineProtocolError(f"simulated rank {stopped.number} waits for ever for {stopped.waiting_for}")
-    simulation = Simulation(pipeline, workload, records)
+            raise PipelineProtocolError(f"simulated rank {stopped.rank} never receives {stopped.waiting_for}")
+    simulation = Simulation(pipeline, workload, ranks)
     if not simulation.makespan_s:
         raise Refusal("costs", 0.0, "seconds that are not all 0", "give some pass some time").error()
     return simulation
 
 
+@dataclass(frozen=True)
+class Simulation:
+    """Outcome of :func:`simulate`. Times are seconds, rates micro-batches per second.
+
+    Attributes:
+        pipeline: the simulated pipeline.
+        workload: the batches that it trained.
+        ranks: every rank with its spans, updates and memory.
+    """
+
+    pipeline: Pipeline
+    workload: Workload
+    ranks: tuple[SimulatedRank, ...]
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """Seconds until the last rank is done."""
+        return max(rank.end_s for rank in self.ranks)
+
+    @property
+    def overall_throughput(self) -> float:
+        """Micro-batches per second over everything, filling and draining included."""
+        return self.workload.batches * self.pipeline.micro_batches / self.makespan_s
+
+    @property
+    def throughput(self) -> float:
+        """Micro-batches per second in the steady state; overall if there are too few batches to see one."""
+        window = self.steady_batches
+        if window is None:
+            return self.overall_throughput
+        updates = self.ranks[0].updates
+        return (window[1] - window[0]) * self.pipeline.micro_batches / (updates[window[1]][0] - updates[window[0]][0])
+
+    @cached_property
+    def steady_batches(self) -> tuple[int, int] | None:
+        """The two batches between whose ends the steady state lies; None if there are too few.
+
+        A synchronous pipeline is in it at the end of every batch. In an asynchronous one it is looked for in the
+        second half of the longest stretch without an end of data, before the pipeline drains.
+        """
+        size = self.pipeline.micro_batches
+        length, start, drains = max(
+            ((limit - start) // size, start // size, end is not None)
+            for start, end, limit in self.workload.fillings(self.pipeline)
+        )
+        first, last = start, start + length - 1
+        if not self.pipeline.synchronous:
+            ahead = -(-self.pipeline.depths[0] // self.pipeline.micro_batches)
+            last -= ahead if drains else 0
+            first = max(start + ahead, (start + last) // 2)
+            # Micro-batches go round in a convoy as long as rank 0 has in flight: take whole convoys.
+            in_flight = self.pipeline.depths[0] + 1
+            convoys = in_flight // gcd(in_flight, self.pipeline.micro_batches)
+            length = max(0, last - first)
+            first = last - (length - length % convoys or length)
+        return (first, last) if first < last else None
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """Share of the whole time in which each rank neither passes nor updates."""
+        return tuple(1 - rank.updates[-1][1] / self.makespan_s for rank in self.ranks)
+
+    @property
+    def steady_bubble(self) -> tuple[float, ...]:
+        """The same for the steady state; for the whole time if there are too few batches to see one."""
+        window = self.steady_batches
+        if window is None:
+            return self.bubble
+        ends = ([rank.updates[batch] for batch in window] for rank in self.ranks)
+        return tuple(1 - (after - before) / (end - start) for (start, before), (end, after) in ends)
+
+    @property
+    def staleness(self) -> tuple[tuple[float, int], ...]:
+        """Of each rank the mean and the most updates between a forward pass and the update with its gradient."""
+        return tuple((sum(rank.staleness) / len(rank.staleness), max(rank.staleness)) for rank in self.ranks)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Passes, updates, receives, and transfers that take time."""
+        return Timeline(
+            title=f"{self.pipeline.schedule}, K = {self.pipeline.num_stages}, M = {self.pipeline.micro_batches}",
+            source="simulation",
+            num_ranks=self.pipeline.num_stages,
+            micro_batches=self.pipeline.micro_batches,
+            spans=tuple(span for rank in self.ranks for span in rank.spans),
+            memory=tuple(sample for rank in self.ranks for sample in rank.memory),
+            staleness=self.staleness,
+        )
+
+
+@dataclass(slots=True)
 class _Transfers:
     """Messages of one link.
 
     Attributes:
         posted: receives that the other end keeps posted.
-        sent: of each message when it was sent, the seconds it takes, and the text of the action.
+        sent: of each message its action, when it was sent, the seconds it takes, and its sender.
         taken: when the other end received each.
-        free: when the latest of those arrived.
-        record: what the sender did.
+        free: when the latest of them arrived.
     """
 
-    __slots__ = ("free", "posted", "record", "sent", "taken")
-
-    def __init__(self, posted: int, record: RankRecord) -> None:
-        self.posted = posted
-        self.record = record
-        self.sent: list[tuple[float, float, str]] = []
-        self.taken: list[float] = []
-        self.free = 0.0
+    posted: int
+    sent: list[tuple[Action, float, float, SimulatedRank]] = field(default_factory=list)
+    taken: list[float] = field(default_factory=list)
+    free: float = 0.0
 
 
-class _Rank:
-    """One rank, as far as it has come.
+class SimulatedRank:
+    """One rank: its state on the way through its program, and its spans, updates and memory so far.
 
     Attributes:
-        number: the rank.
+        rank: the rank.
         waiting_for: the receive whose message has not been sent yet, or None if the program is done.
-        record: what it did.
+        spans: passes, updates, receives, and transfers of its messages, which go on beside everything else.
+        updates: end of each update, and the seconds that the rank has been busy by then.
+        staleness: for each backward pass the updates since the version that it uses.
+        memory: bytes held from a time on.
+        in_flight: most micro-batches in flight, summed over the rank's parts.
+        versions: most versions of the weights held.
+        end_s: end of its last pass or update, in seconds.
     """
 
     def __init__(
         self,
+        rank: int,
         pipeline: Pipeline,
-        record: RankRecord,
         costs: Sequence[StageCost],
         workload: Workload,
         links: dict[Link, _Transfers],
     ) -> None:
-        self.number = number = record.rank
+        self.rank = rank
         self.waiting_for: Action | None = None
-        self.record = record
+        self.spans: list[Span] = []
+        self.updates: list[tuple[float, float]] = []
+        self.staleness: list[int] = []
+        self.memory: list[MemorySample] = []
+        self.in_flight, self.versions, self.end_s = 0, 1, 0.0
         self._pipeline, self._costs = pipeline, costs
         self._fillings = list(workload.fillings(pipeline))
         self._filling = self._fillings.pop(0)
         self._forwarded = self._completed = 0
-        self._program: Iterator[Action] = rank_program(pipeline, number, workload)
-        mine = [costs[part] for part in pipeline.parts_of(number)]
+        self._program: Iterator[Action] = rank_program(pipeline, rank, workload)
+        mine = [costs[part] for part in pipeline.parts_of(rank)]
         self._update_s = sum(cost.update_s for cost in mine)
         self._version_bytes = sum(cost.version_bytes for cost in mine)
         self._bytes = sum(cost.static_bytes for cost in mine)
@@ -114,102 +212,106 @@ class _Rank:
         self._versions: dict[int, int] = {}  # how many micro-batches in flight use each version
         self._version_of: dict[tuple[int, int], int] = {}
         self._held = 1
-        out = link_ends(send_link, number, pipeline.num_stages)
-        into = link_ends(receive_link, number, pipeline.num_stages)
+        out = link_ends(send_link, rank, pipeline.num_stages)
+        into = link_ends(receive_link, rank, pipeline.num_stages)
         self._out = {kind: (links[link], link.target) for kind, link in out.items() if link in links}
         self._in = {kind: links[link] for kind, link in into.items() if link in links}
-        self.record.sample(0.0, self._bytes)
+        self._sample()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held."""
+        return max(sample.bytes for sample in self.memory)
 
     def run(self) -> set[int]:
         """Go on to the first receive whose message has not been sent; return the ranks that were sent something."""
         woken: set[int] = set()
-        while True:
-            action = self.waiting_for or next(self._program, None)
+        while (action := self.waiting_for or next(self._program, None)) is not None:
             self.waiting_for = None
-            if action is None:
-                self._forget_incomplete()
-                return woken
-            kind = action.kind
+            kind, part = action.kind, self.rank if action.part is None else action.part
+            cost = self._costs[part]
             if kind is Kind.FORWARD:
-                self._forward(action)
+                self._forward(action, part, cost)
             elif kind is Kind.BACKWARD:
-                self._backward(action)
+                self._backward(action, part, cost)
             elif kind is Kind.STEP:
                 self._update(action)
             elif kind in self._in:
-                if not self._receive(action, self._in[kind]):
+                if not self._receive(action, self._in[kind], cost):
                     self.waiting_for = action
                     return woken
             elif kind in self._out:
-                cost = self._costs[self.number if action.part is None else action.part]
-                seconds = cost.send_activation_s if kind is Kind.SEND_ACT else cost.send_gradient_s
                 self._clock += cost.host_s
                 link, target = self._out[kind]
-                link.sent.append((self._clock, seconds, str(action)))
+                seconds = cost.send_activation_s if kind is Kind.SEND_ACT else cost.send_gradient_s
+                link.sent.append((action, self._clock, seconds, self))
                 woken.add(target)
+        self._forget_incomplete()
+        return woken
 
-    def _receive(self, action: Action, link: _Transfers) -> bool:
-        number = len(link.taken)
+    def _receive(self, action: Action, link: _Transfers, cost: StageCost) -> bool:
+        number, begin = len(link.taken), self._clock
         if number == len(link.sent):
             return False
-        sent, seconds, text = link.sent[number]
+        send, sent, seconds, sender = link.sent[number]
         posted = link.taken[number - link.posted] if number >= link.posted else 0.0
         start = max(sent, link.free, posted)
         link.free = start + seconds
         if seconds:
-            link.record.transfers.append((text, start, link.free))
-        if link.free > self._clock:
-            self.record.waits.append((str(action), self._clock, link.free))
-            self._clock = link.free
-        self._clock += self._costs[self.number if action.part is None else action.part].host_s
+            sender.spans.append(Span(sender.rank, send, start, link.free))
+        self._clock = max(begin, link.free) + cost.host_s
+        self.spans.append(Span(self.rank, action, begin, self._clock))
         link.taken.append(self._clock)
         return True
 
-    def _forward(self, action: Action) -> None:
-        part = self.number if action.part is None else action.part
-        if part == self.number:
+    def _compute(self, action: Action, seconds: float, version: int | None = None) -> None:
+        """Let a pass or an update take its time; one that takes none is not drawn."""
+        start = self._clock
+        self._clock = self.end_s = start + seconds
+        self._busy += seconds
+        if seconds or version is not None:
+            self.spans.append(Span(self.rank, action, start, self._clock, version))
+
+    def _forward(self, action: Action, part: int, cost: StageCost) -> None:
+        if part == self.rank:
             self._forget_incomplete()
             while self._forwarded == self._filling.end and self._fillings:
                 self._filling = self._fillings.pop(0)
                 self._forwarded = self._completed = self._filling.start
             self._forwarded = action.index + 1
-        cost, start = self._costs[part], self._clock
         version = self._version(action.index)
         self._next_version = self._version(action.index + 1)
         self._version_of[part, action.index] = version
         self._versions[version] = self._versions.get(version, 0) + 1
         self._bytes += cost.activation_bytes
-        self._clock += cost.forward_s
-        self._busy += cost.forward_s
-        self.record.sample(start, self._bytes)
-        self.record.in_flight = max(self.record.in_flight, len(self._version_of))
-        self.record.passes.append((str(action), start, self._clock, version))
+        self._sample()
+        self.in_flight = max(self.in_flight, len(self._version_of))
+        self._compute(action, cost.forward_s, version)
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, part: int, cost: StageCost) -> None:
         self._forget_incomplete()
-        part = self.number if action.part is None else action.part
-        cost, start = self._costs[part], self._clock
         version = self._let_go(part, action.index)
-        if part == self.number:
+        if part == self.rank:
             self._completed = action.index + 1
-        self._clock += cost.backward_s
-        self._busy += cost.backward_s
         if cost.recompute_bytes:
-            self.record.sample(start, self._bytes + cost.recompute_bytes)
+            self._sample(cost.recompute_bytes)
+        self._compute(action, cost.backward_s, version)
         self._bytes -= cost.activation_bytes
         self._hold()
-        self.record.sample(self._clock, self._bytes)
-        self.record.staleness.append(self._updates - version)
-        self.record.passes.append((str(action), start, self._clock, version))
+        self._sample()
+        self.staleness.append(self._updates - version)
 
     def _update(self, action: Action) -> None:
-        start = self._clock
-        self._clock += self._update_s
-        self._busy += self._update_s
+        self._compute(action, self._update_s)
         self._updates += 1
         self._hold()
-        self.record.sample(self._clock, self._bytes)
-        self.record.updates.append((str(action), start, self._clock, self._busy))
+        self._sample()
+        self.updates.append((self._clock, self._busy))
+
+    def _sample(self, more: int = 0) -> None:
+        size = self._bytes + more
+        if not self.memory or self.memory[-1].bytes != size:
+            self.memory.append(MemorySample(self.rank, self._clock, size))
 
     def _let_go(self, part: int, index: int) -> int:
         """Micro-batch ``index`` is no longer in flight; return the version that it used."""
@@ -222,7 +324,7 @@ class _Rank:
     def _forget_incomplete(self) -> None:
         """Let go of what belongs to no complete batch, as soon as the rank knows where the data end."""
         _, end, limit = self._filling
-        if self._forwarded != end or self._completed < end - self._pipeline.depths[self.number]:
+        if self._forwarded != end or self._completed < end - self._pipeline.depths[self.rank]:
             return
         incomplete = [(part, index) for part, index in self._version_of if index >= limit]
         for part, index in incomplete:
@@ -230,7 +332,7 @@ class _Rank:
             self._bytes -= self._costs[part].activation_bytes
         if incomplete:
             self._hold()
-            self.record.sample(self._clock, self._bytes)
+            self._sample()
 
     def _hold(self) -> None:
         """Count the versions held: the newest, and those that micro-batches in flight use.
@@ -241,7 +343,7 @@ class _Rank:
         held = self._updates - min(min(used), self._next_version) + 1 if self._pipeline.vertical else len(used)
         self._bytes += (held - self._held) * self._version_bytes
         self._held = held
-        self.record.versions = max(self.record.versions, held)
+        self.versions = max(self.versions, held)
 
     def _version(self, index: int) -> int:
         """The version of the weights that the forward pass of micro-batch ``index`` uses."""

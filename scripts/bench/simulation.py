@@ -3,7 +3,7 @@
 
 ``python scripts/bench/simulation.py`` starts four ranks on this machine, whose layers sleep for their forward and
 backward passes, 1 : 2. A short run of 1F1B, or of interleaved 1F1B with another number of micro-batches, is recorded;
-the simulator takes the costs from there (:mod:`ds_vpipe.simulation.recorded_costs`) and says how fast the other
+the simulator takes the costs from there (:mod:`ds_vpipe.simulation.costs`) and says how fast the other
 schedules are, which then run and are measured without a recorder. Prints micro-batches/s of both and how far the
 simulation is off.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from common import build, ds_config, endless, engine_for, join, machine, print_row, start
 
 if TYPE_CHECKING:
-    from ds_vpipe.simulation.stage_cost import StageCost
+    from ds_vpipe.simulation.costs import StageCost
 
 CASES = [
     ("asp", 1, 1),
@@ -52,8 +52,8 @@ def calibrate(virtual_stages: int, folder: str, options: argparse.Namespace) -> 
     """Costs of every virtual stage, from a short run that is recorded into ``folder``."""
     import torch.distributed as dist
 
-    from ds_vpipe.simulation.recorded_costs import recorded_costs
-    from ds_vpipe.timelines.merged_recording import read_timeline
+    from ds_vpipe.simulation.costs import recorded_costs
+    from ds_vpipe.timelines.merge import merge, read_recordings
 
     schedule, micro_batches = RECORDED[virtual_stages]
     engine = engine_of(schedule, micro_batches, virtual_stages, options, folder)
@@ -62,7 +62,7 @@ def calibrate(virtual_stages: int, folder: str, options: argparse.Namespace) -> 
         engine.train_batch(iterator)
     engine.save_timeline()
     dist.barrier()
-    costs = recorded_costs(read_timeline([folder]), engine.pipeline.num_parts)
+    costs = recorded_costs(merge(read_recordings(folder)), engine.pipeline.num_parts)
     engine.destroy()
     dist.barrier()
     return costs

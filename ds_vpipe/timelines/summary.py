@@ -1,59 +1,59 @@
-"""What a timeline says in numbers: how busy each rank is, what it waits for, and how fast the pipeline is."""
+"""Numbers of a timeline: how busy each rank is, which receives it waits in, and how fast the pipeline is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from ds_vpipe.timelines.span_category import BUSY, Category, category_of
+from ds_vpipe.schedules.actions import Category
 from ds_vpipe.timelines.timeline import Span, Timeline
 
-_FIRST = (Category.RECOMPUTE, *(c for c in BUSY if c is not Category.RECOMPUTE), Category.WAIT, Category.TRANSFER)
-"""Which of several spans at one instant counts: recompute is a part of the backward pass, and so on."""
+_FIRST = (*(category for category in Category if category.busy), Category.WAIT, Category.TRANSFER)
+"""Precedence among several spans at one instant."""
 
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank between two instants.
+    """Numbers of one rank between two instants.
 
     Attributes:
         rank: Device of the pipeline.
-        seconds: Per category the seconds in which the rank did that and nothing before it in importance (passes and
-            updates, then waiting, then transfers beside nothing else). What is missing to the window is idle.
-        idle_s: Seconds in which nothing at all is noted.
         busy: Share of the window with passes, updates or reading, 0 to 1.
         bubble: ``1 - busy``.
+        seconds: Seconds per category in which the rank did that and nothing before it in importance (passes and
+            updates, then waiting, then transfers beside nothing else). The rest of the window is idle.
+        idle_s: Seconds without any span.
         wait_s: Seconds waited or receiving, by the kind of action waited for, such as ``RECV_ACT``; longest first.
         peak_bytes: Most bytes allocated, or None if memory is not known.
         staleness: Mean and largest staleness in updates, or None if not known.
     """
 
     rank: int
-    seconds: Mapping[Category, float]
-    idle_s: float
     busy: float
     bubble: float
+    seconds: Mapping[str, float]
+    idle_s: float
     wait_s: Mapping[str, float]
     peak_bytes: int | None
     staleness: tuple[float, int] | None
 
 
 @dataclass(frozen=True)
-class TimelineSummary:
-    """All ranks between two instants.
+class Summary:
+    """Numbers of all ranks between two instants.
 
     Attributes:
-        start: Begin of the window, seconds.
-        end: End of the window, seconds.
+        start_s: Begin of the window.
+        end_s: End of the window.
         micro_batches: Micro-batches whose last backward pass, the first part's, ended in the window.
         throughput: Micro-batches per second, 0 for an empty window.
         bubble: Mean of the ranks' bubble shares.
         ranks: One summary per rank.
     """
 
-    start: float
-    end: float
+    start_s: float
+    end_s: float
     micro_batches: int
     throughput: float
     bubble: float
@@ -61,29 +61,10 @@ class TimelineSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON types, for scripts."""
-        return {
-            "start_s": self.start,
-            "end_s": self.end,
-            "micro_batches": self.micro_batches,
-            "throughput": self.throughput,
-            "bubble": self.bubble,
-            "ranks": [
-                {
-                    "rank": rank.rank,
-                    "busy": rank.busy,
-                    "bubble": rank.bubble,
-                    "seconds": {category.value: seconds for category, seconds in rank.seconds.items()},
-                    "idle_s": rank.idle_s,
-                    "wait_s": dict(rank.wait_s),
-                    "peak_bytes": rank.peak_bytes,
-                    "staleness": None if rank.staleness is None else list(rank.staleness),
-                }
-                for rank in self.ranks
-            ],
-        }
+        return asdict(self)
 
 
-def summarize(timeline: Timeline, window: tuple[float, float] | None = None) -> TimelineSummary:
+def summarize(timeline: Timeline, window: tuple[float, float] | None = None) -> Summary:
     """Return the numbers of ``timeline`` between the two instants of ``window``, or of all of it.
 
     Peak memory and staleness are always those of the whole timeline. O(n log n) for n spans.
@@ -95,29 +76,25 @@ def summarize(timeline: Timeline, window: tuple[float, float] | None = None) -> 
     if end < start:
         raise ValueError(f"window: got {start} to {end}; allowed: an end not before the start")
     length = end - start
-    peaks: dict[int, int] = {}
-    for sample in timeline.memory:
-        peaks[sample.rank] = max(sample.bytes, peaks.get(sample.rank, 0))
     ranks = []
     for rank, spans in enumerate(timeline.by_rank()):
         seconds = _seconds(spans, start, end)
-        busy = sum(seconds.get(category, 0.0) for category in BUSY)
-        share = busy / length if length else 0.0
+        busy = sum(seconds.get(category, 0.0) for category in Category if category.busy) / length if length else 0.0
         ranks.append(
             RankSummary(
                 rank=rank,
-                seconds=seconds,
+                busy=busy,
+                bubble=1 - busy,
+                seconds={category.value: seconds[category] for category in Category if category in seconds},
                 idle_s=max(0.0, length - sum(seconds.values())),
-                busy=share,
-                bubble=1 - share,
                 wait_s=_waits(spans, start, end),
-                peak_bytes=peaks.get(rank),
+                peak_bytes=max((sample.bytes for sample in timeline.memory if sample.rank == rank), default=None),
                 staleness=timeline.staleness[rank] if timeline.staleness else None,
             )
         )
     done = _completed(timeline, start, end)
     bubble = sum(rank.bubble for rank in ranks) / len(ranks)
-    return TimelineSummary(start, end, done, done / length if length else 0.0, bubble, tuple(ranks))
+    return Summary(start, end, done, done / length if length else 0.0, bubble, tuple(ranks))
 
 
 def steady_window(timeline: Timeline) -> tuple[float, float] | None:
@@ -129,8 +106,8 @@ def steady_window(timeline: Timeline) -> tuple[float, float] | None:
     first_backward: list[float] = []
     last_forward: list[float] = []
     for spans in timeline.by_rank():
-        ends = [span.end for span in spans if category_of(span) is Category.BACKWARD]
-        starts = [span.start for span in spans if category_of(span) is Category.FORWARD]
+        ends = [span.end for span in spans if span.category is Category.BACKWARD]
+        starts = [span.start for span in spans if span.category is Category.FORWARD]
         if not ends or not starts:
             return None
         first_backward.append(min(ends))
@@ -140,28 +117,18 @@ def steady_window(timeline: Timeline) -> tuple[float, float] | None:
 
 
 def _completed(timeline: Timeline, start: float, end: float) -> int:
-    backward = [span for span in timeline.spans if category_of(span) is Category.BACKWARD]
+    backward = [span for span in timeline.spans if span.category is Category.BACKWARD]
     first_part = min((span.part for span in backward), default=0)
-    at_begin = start <= 0.0
-    return len(
-        {
-            span.action
-            for span in backward
-            if span.part == first_part and (start < span.end or at_begin) and span.end <= end
-        }
-    )
+    after = start if start > 0 else -1.0
+    return len({span.action for span in backward if span.part == first_part and after < span.end <= end})
 
 
 def _waits(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
-    """Spans are sorted by start; what a wait and its receive have in common counts once."""
     waits: dict[str, float] = {}
-    until = start
     for span in spans:
-        if category_of(span) is Category.WAIT:
-            overlap = min(span.end, end) - max(span.start, until)
-            until = max(until, span.end)
-            if overlap > 0:
-                waits[span.name.kind] = waits.get(span.name.kind, 0.0) + overlap
+        overlap = min(span.end, end) - max(span.start, start)
+        if span.category is Category.WAIT and overlap > 0:
+            waits[span.kind.value] = waits.get(span.kind.value, 0.0) + overlap
     return dict(sorted(waits.items(), key=lambda item: -item[1]))
 
 
@@ -171,8 +138,7 @@ def _seconds(spans: Sequence[Span], start: float, end: float) -> dict[Category, 
     for span in spans:
         begin, stop = max(span.start, start), min(span.end, end)
         if begin < stop:
-            category = category_of(span)
-            changes += [(begin, 1, category), (stop, -1, category)]
+            changes += [(begin, 1, span.category), (stop, -1, span.category)]
     changes.sort(key=lambda change: change[0])
     active = dict.fromkeys(_FIRST, 0)
     seconds: dict[Category, float] = {}
@@ -184,4 +150,4 @@ def _seconds(spans: Sequence[Span], start: float, end: float) -> dict[Category, 
                 seconds[current] = seconds.get(current, 0.0) + time - before
             before = time
         active[category] += step
-    return {category: seconds[category] for category in Category if category in seconds}
+    return seconds

@@ -5,25 +5,23 @@ from __future__ import annotations
 import json
 
 import pytest
-from timelines import TWO_STAGES
+from timelines import TWO_STAGES, span
 
 from ds_vpipe.commands.inputs import planned_timeline
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
-from ds_vpipe.timelines.span_category import Category
-from ds_vpipe.timelines.timeline import Span, Timeline
-from ds_vpipe.timelines.timeline_summary import steady_window, summarize
+from ds_vpipe.timelines.summary import steady_window, summarize
+from ds_vpipe.timelines.timeline import Timeline
 
 
 def test_by_hand() -> None:
     summary = summarize(TWO_STAGES)
     first, second = summary.ranks
     assert first.seconds == {
-        Category.FORWARD: 1.0,
-        Category.BACKWARD: 2.0,  # the recomputation is not counted twice
-        Category.RECOMPUTE: 1.0,
-        Category.UPDATE: 0.5,
-        Category.WAIT: 4.0,  # transfers go on beside it
+        "forward": 1.0,
+        "backward": 3.0,
+        "update": 0.5,
+        "wait": 4.0,  # transfers go on beside it
     }
     assert first.idle_s == 0.0
     assert first.busy == pytest.approx(4.5 / 8.5)
@@ -38,8 +36,8 @@ def test_by_hand() -> None:
 
 def test_window_cuts_spans() -> None:
     summary = summarize(TWO_STAGES, (0.5, 2.0))
-    assert summary.ranks[0].seconds == {Category.FORWARD: 0.5, Category.WAIT: 1.0}
-    assert summary.ranks[1].seconds == {Category.FORWARD: 0.5, Category.WAIT: 1.0}
+    assert summary.ranks[0].seconds == {"forward": 0.5, "wait": 1.0}
+    assert summary.ranks[1].seconds == {"forward": 0.5, "wait": 1.0}
     assert summary.micro_batches == 0
     assert summarize(TWO_STAGES, (7.0, 8.0)).micro_batches == 1
     assert summarize(TWO_STAGES, (8.0, 8.5)).micro_batches == 0  # it belongs to the window that it ended in
@@ -48,9 +46,9 @@ def test_window_cuts_spans() -> None:
 
 
 def test_transfers_count_where_nothing_else_is_known() -> None:
-    spans = (Span(0, "SEND_ACT0", 0, 2, 0), Span(0, "F0", 1, 4, 0))
+    spans = (span(0, "SEND_ACT0", 0, 2), span(0, "F0", 1, 4))
     summary = summarize(Timeline("t", "recording", 1, 1, spans))
-    assert summary.ranks[0].seconds == {Category.FORWARD: 3.0, Category.TRANSFER: 1.0}
+    assert summary.ranks[0].seconds == {"forward": 3.0, "transfer": 1.0}
 
 
 @pytest.mark.parametrize(("stages", "micro_batches", "share"), [(4, 8, 3 / 11), (4, 16, 3 / 19), (8, 16, 7 / 23)])
@@ -72,7 +70,7 @@ def test_an_asynchronous_pipeline_has_no_bubble_while_it_is_full() -> None:
 
 
 def test_no_steady_window_without_passes() -> None:
-    assert steady_window(Timeline("t", "plan", 2, 1, (Span(0, "F0", 0, 1, 0),))) is None
+    assert steady_window(Timeline("t", "plan", 2, 1, (span(0, "F0", 0, 1),))) is None
     assert steady_window(planned_timeline(Pipeline("gpipe", 4, 4), Workload(1))) is None
 
 
@@ -84,22 +82,20 @@ def test_empty_timeline() -> None:
 def test_json() -> None:
     content = json.loads(json.dumps(summarize(TWO_STAGES).to_json()))
     assert content["ranks"][0]["seconds"] == {
-        "forward": 1.0, "backward": 2.0, "recompute": 1.0, "update": 0.5, "wait": 4.0,
+        "forward": 1.0, "backward": 3.0, "update": 0.5, "wait": 4.0,
     }  # fmt: skip
     assert content["ranks"][1]["staleness"] == [0.0, 0]
 
 
 def test_a_recorded_receive_is_waiting() -> None:
-    """A recorder knows no waits but receives; what both show counts once."""
     spans = (
-        Span(0, "F0", 0.0, 1.0, 0),
-        Span(0, "SEND_ACT0", 1.0, 1.5, 0),
-        Span(0, "RECV_GRAD0", 1.5, 4.0, 0),
-        Span(0, "B0", 4.0, 6.0, 0),
-        Span(0, "WAITRECV_GRAD1", 6.0, 8.0, 0),
-        Span(0, "RECV_GRAD1", 7.0, 8.5, 0),
+        span(0, "F0", 0.0, 1.0),
+        span(0, "SEND_ACT0", 1.0, 1.5),
+        span(0, "RECV_GRAD0", 1.5, 4.0),
+        span(0, "B0", 4.0, 6.0),
+        span(0, "RECV_GRAD1", 6.0, 8.5),
     )
     rank = summarize(Timeline("t", "recording", 1, 1, spans)).ranks[0]
     assert rank.wait_s == {"RECV_GRAD": 5.0}
-    assert rank.seconds[Category.WAIT] == 5.0
-    assert rank.seconds[Category.TRANSFER] == 0.5
+    assert rank.seconds["wait"] == 5.0
+    assert rank.seconds["transfer"] == 0.5

@@ -14,14 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.pictures.palette import COLOURS
-from ds_vpipe.timelines.messages import messages
-from ds_vpipe.timelines.span_category import Category, category_of
+from ds_vpipe.schedules.actions import Category
+from ds_vpipe.timelines.merge import messages
 from ds_vpipe.timelines.timeline import Span, Timeline
 
 Event = dict[str, Any]
 _MICROSECONDS = 1e6
-_PER_BATCH = ("STEP", "REDUCE", "SEND_TIED", "RECV_TIED", "SEND_TIED_GRAD", "RECV_TIED_GRAD", "SEND_NEWS", "RECV_NEWS")
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
@@ -29,8 +27,7 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     events: list[Event] = []
     for process, timeline in enumerate(timelines):
         events += _events(process, timeline)
-    colours = {category.value: COLOURS[category] for category in Category}
-    other = {"titles": [timeline.title for timeline in timelines], "colours": colours}
+    other = {"titles": [timeline.title for timeline in timelines]}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
@@ -56,12 +53,10 @@ def _events(process: int, timeline: Timeline) -> Iterator[Event]:
             for span in members:
                 threads[span] = thread
                 yield _slice(process, thread, span)
-    for number, message in enumerate(messages(timeline.spans)):
-        send, receive = message.send, message.receive
-        common = {"name": send.action, "cat": "message", "id": f"{process}.{number}", "pid": process}
+    for number, (send, receive) in enumerate(messages(timeline.spans)):
+        common = {"name": str(send.action), "cat": "message", "id": f"{process}.{number}", "pid": process}
         yield {**common, "ph": "s", "tid": threads[send], "ts": send.start * _MICROSECONDS}
-        end = receive.end if message.exact else receive.start
-        arrival = max(receive.start * _MICROSECONDS, end * _MICROSECONDS - 1e-3)  # inside the slice
+        arrival = max(receive.start * _MICROSECONDS, receive.end * _MICROSECONDS - 1e-3)  # inside the slice
         yield {**common, "ph": "f", "bp": "e", "tid": threads[receive], "ts": arrival}
     for sample in timeline.memory:
         name = f"memory, {timeline.rank_word} {sample.rank}"
@@ -70,21 +65,19 @@ def _events(process: int, timeline: Timeline) -> Iterator[Event]:
 
 
 def _slice(process: int, thread: int, span: Span) -> Event:
-    name = span.name
-    counts = "batch" if name.kind in _PER_BATCH else "micro_batch"
-    values = {"part": span.part, counts: name.index}
+    counts = "batch" if span.kind.per_batch else "micro_batch"
+    values = {"part": span.part, counts: span.action.index}
     if span.version is not None:
         values["version"] = span.version
-    times = {"ts": span.start * _MICROSECONDS, "dur": span.duration * _MICROSECONDS}
-    category = category_of(span).value
-    return {"ph": "X", "name": span.action, "cat": category, "pid": process, "tid": thread, **times, "args": values}
+    place = {"pid": process, "tid": thread, "ts": span.start * _MICROSECONDS, "dur": span.duration * _MICROSECONDS}
+    return {"ph": "X", "name": str(span.action), "cat": span.category.value, **place, "args": values}
 
 
 def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
     """Passes and waiting in lane 0; transfers in the first further lane in which nothing overlaps them."""
     lanes: list[list[Span]] = [[]]
     for span in spans:
-        if category_of(span) is not Category.TRANSFER:
+        if span.category is not Category.TRANSFER:
             lanes[0].append(span)
             continue
         free = next((lane for lane in lanes[1:] if lane[-1].end <= span.start), None)

@@ -5,9 +5,9 @@
     stage 0 |F0 F1 .  .  B0 -- .  B1 -- |
     stage 1 |.  F0 B0 -- F1 B1 -- .  .  |
 
-``F`` is a forward and ``B`` a backward pass, ``R`` recomputation, ``S`` an update (reduction included), each with its
-micro-batch or batch and, if ranks hold several parts, the part before it; ``--`` goes on with what began, a dot is time
-in which the rank does none of these. A cell shows what fills most of its column, if that is at least half of it.
+``F`` is a forward and ``B`` a backward pass, ``S`` an update (reduction included), each with its micro-batch or batch
+and, if ranks hold several parts, the part before it; ``--`` continues the action before, a dot is time in which the
+rank does none of these. A cell shows the action that fills most of its column, if that is at least half of it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from ds_vpipe.errors import Refusal
-from ds_vpipe.timelines.span_category import Category, category_of
+from ds_vpipe.schedules.actions import Category
 from ds_vpipe.timelines.timeline import Span, Timeline
 
-LETTERS: Final = {
-    Category.FORWARD: "F",
-    Category.BACKWARD: "B",
-    Category.RECOMPUTE: "R",
-    Category.UPDATE: "S",
-    Category.OTHER: "?",
-}
+LETTERS: Final = {Category.FORWARD: "F", Category.BACKWARD: "B", Category.UPDATE: "S"}
 MOST_COLUMNS: Final = 2000
 _PASSES = (Category.FORWARD, Category.BACKWARD)
 _REGULAR = 0.01  # of a column
@@ -43,11 +37,11 @@ def default_unit(timeline: Timeline) -> float:
     Raises:
         VPipeConfigError: The timeline has no forward pass of some length.
     """
-    lengths = [span.duration for span in timeline.spans if category_of(span) is Category.FORWARD and span.duration > 0]
+    lengths = [span.duration for span in timeline.spans if span.category is Category.FORWARD and span.duration > 0]
     if not lengths:
         raise Refusal("unit", None, "seconds per column", "give it: there is no forward pass to take it from").error()
     unit = statistics.median(lengths)
-    times = (time / unit for span in timeline.spans if category_of(span) in _PASSES for time in (span.start, span.end))
+    times = (time / unit for span in timeline.spans if span.category in _PASSES for time in (span.start, span.end))
     return unit if all(abs(time - round(time)) < _REGULAR for time in times) else unit / 1.5
 
 
@@ -101,15 +95,13 @@ def _cells(spans: Sequence[Span], unit: float, start: float, columns: int, with_
     """The texts of one row. ``best`` holds, per column, how much of it is filled by the span that fills most."""
     best: list[tuple[float, Span | None]] = [(0.0, None)] * columns
     for span in spans:
-        if category_of(span) not in LETTERS:
+        if span.category not in LETTERS:
             continue
         first = (span.start - start) / unit
         last = (span.end - start) / unit
         for column in range(max(0, math.floor(first)), min(columns, math.ceil(last))):
             share = min(last, column + 1) - max(first, column)
-            # A recomputation lies inside its backward pass and has to win where both fill the column.
-            inside = category_of(span) is Category.RECOMPUTE and share > best[column][0] - _ROUNDING
-            if share > best[column][0] + _ROUNDING or inside:
+            if share > best[column][0] + _ROUNDING:
                 best[column] = (share, span)
     cells = []
     before: Span | None = None
@@ -119,6 +111,6 @@ def _cells(spans: Sequence[Span], unit: float, start: float, columns: int, with_
             before = None
             continue
         part = str(most.part) if with_part else ""
-        cells.append("--" if most is before else f"{part}{LETTERS[category_of(most)]}{most.name.index}")
+        cells.append("--" if most is before else f"{part}{LETTERS[most.category]}{most.action.index}")
         before = most
     return cells

@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from timelines import span
 
 from ds_vpipe.__main__ import main
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.programs import Workload
-from ds_vpipe.simulation.recorded_costs import recorded_costs
+from ds_vpipe.simulation.costs import StageCost, recorded_costs
 from ds_vpipe.simulation.simulator import simulate
-from ds_vpipe.simulation.stage_cost import StageCost
-from ds_vpipe.timelines.recording import RankRecording
-from ds_vpipe.timelines.timeline import Span, Timeline
+from ds_vpipe.timelines.timeline import Recording, Span, Timeline
 
 HOST, GAP, TRANSFER = 0.25, 0.125, 0.5
 BATCHES = 5
@@ -31,7 +31,7 @@ def recording(forward: tuple[float, ...] = (1.0, 2.0), batches: int = BATCHES, s
     clock = [0.0, 0.0]
 
     def run(rank: int, action: str, seconds: float) -> float:
-        spans.append(Span(rank, action, clock[rank], clock[rank] + seconds, rank))
+        spans.append(span(rank, action, clock[rank], clock[rank] + seconds))
         clock[rank] += seconds + GAP
         return clock[rank] - GAP
 
@@ -73,7 +73,7 @@ def test_what_was_put_in_comes_out() -> None:
 def test_simulating_with_them_gives_the_pace_of_the_recording() -> None:
     timeline = recording(batches=12)
     simulation = simulate(Pipeline("1f1b", 2, 1), recorded_costs(timeline, 2), Workload(12))
-    ends = [span.end for span in timeline.by_rank()[0] if span.name.kind == "STEP"]
+    ends = [one.end for one in timeline.by_rank()[0] if one.kind is Kind.STEP]
     assert simulation.throughput == pytest.approx(11 / (ends[-1] - ends[0]), rel=0.02)
 
 
@@ -90,7 +90,7 @@ def test_refusals() -> None:
         recorded_costs(recording(), 4)
     whole = recording()
     without = replace(
-        whole, spans=tuple(s for s in whole.spans if s.rank == 0 or s.name.kind not in ("STEP", "REDUCE"))
+        whole, spans=tuple(s for s in whole.spans if s.rank == 0 or s.kind not in (Kind.STEP, Kind.REDUCE))
     )
     with pytest.raises(VPipeConfigError, match="no update of rank 1"):
         recorded_costs(without, 2)
@@ -98,7 +98,7 @@ def test_refusals() -> None:
 
 def test_the_command_simulates_another_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank, row in enumerate(recording().by_rank()):
-        RankRecording(rank, 2, 1, "one", 0, row).save(tmp_path / f"rank{rank}.jsonl")
+        Recording("test", "recording", 2, 1, row, rank=rank, clock="one").save(tmp_path / f"rank{rank}.json")
     argv = ["simulate", "--stages", "2", "--micro-batches", "1", "--recording", str(tmp_path), "--json"]
     assert main([*argv, "--schedule", "asp"]) == 0
     asynchronous = json.loads(capsys.readouterr().out)["throughput"]
@@ -114,9 +114,9 @@ def test_messages_that_nobody_waited_for_say_nothing_of_transfers() -> None:
     late = []
     for index in range(90, 94):
         start = 9.0 * index
-        late.append(Span(0, f"SEND_ACT{index}", start, start + HOST, 0))
-        late.append(Span(0, f"RECV_NEWS{index}", start + HOST + GAP, start + 8.0, 0))
-        late.append(Span(1, f"RECV_ACT{index}", start + 5.0, start + 5.5, 1))
+        late.append(span(0, f"SEND_ACT{index}", start, start + HOST))
+        late.append(span(0, f"RECV_NEWS{index}", start + HOST + GAP, start + 8.0))
+        late.append(span(1, f"RECV_ACT{index}", start + 5.0, start + 5.5))
     found = recorded_costs(replace(whole, spans=(*whole.spans, *late)), 2)
     sent = found[0].send_activation_s + found[0].host_s
     assert sent == pytest.approx(TRANSFER + HOST + GAP)
@@ -131,10 +131,10 @@ def test_parts_of_an_interleaved_recording() -> None:
             rank = part % 2
             pace = rank + 1.0
             for kind, seconds in (("F", 1.0 + part), ("SEND_ACT", 0.1 * pace), ("B", 2.0 + part)):
-                spans.append(Span(rank, f"{part}{kind}{batch}", clock[rank], clock[rank] + seconds, part))
+                spans.append(span(rank, f"{part}{kind}{batch}", clock[rank], clock[rank] + seconds))
                 clock[rank] += seconds
             for kind, seconds in (("STEP", 0.3 * pace), ("SEND_NEWS", 0.1 * pace)) if part >= 2 else ():
-                spans.append(Span(rank, f"{kind}{batch}", clock[rank], clock[rank] + seconds, rank))
+                spans.append(span(rank, f"{kind}{batch}", clock[rank], clock[rank] + seconds))
                 clock[rank] += seconds
     found = recorded_costs(Timeline("test", "recording", 2, 1, tuple(spans)), 4)
     assert [cost.forward_s for cost in found] == pytest.approx([1.0, 2.0, 3.0, 4.0])

@@ -1,1 +1,0 @@
-"""Pictures of a :class:`ds_vpipe.timelines.timeline.Timeline`: text, SVG, PNG, Chrome trace, HTML report."""

@@ -1,0 +1,158 @@
+"""Costs of every part of a pipeline for the simulator: given, from a plan, or from the recording of a run.
+
+A plan's closed forms say how fast the steady state is; its simulation shows filling, draining and waiting, and when
+how much memory is held. A profile knows passes alone. A recording also has the time of the engine, the host and the
+links, so that a simulation with its costs says how fast another schedule, depth or number of micro-batches would be on
+the same machines: record one schedule, simulate the others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from math import ceil
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from ds_vpipe.errors import Refusal
+from ds_vpipe.schedules.actions import Category, Kind
+from ds_vpipe.timelines.merge import messages
+from ds_vpipe.timelines.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from ds_vpipe.planning.plan import Plan
+    from ds_vpipe.schedules.counts import StageLoad
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Cost of one part of the model per micro-batch, in seconds and bytes.
+
+    Attributes:
+        forward_s: one forward pass.
+        backward_s: one backward pass, recomputation included.
+        send_activation_s: transfer of its output to the next part.
+        send_gradient_s: transfer of its input's gradient to the previous part.
+        update_s: reduction and update, once per batch.
+        host_s: the rank's own time for sending a message of this part, and for receiving one.
+        activation_bytes: kept from the forward to the backward pass of a micro-batch.
+        static_bytes: always held: weights, gradients, optimizer states, buffers.
+        version_bytes: one more version of the weights, held while a micro-batch in flight uses it.
+        recompute_bytes: held in addition during a backward pass.
+    """
+
+    forward_s: float
+    backward_s: float
+    send_activation_s: float = 0.0
+    send_gradient_s: float = 0.0
+    update_s: float = 0.0
+    host_s: float = 0.0
+    activation_bytes: int = 0
+    static_bytes: int = 0
+    version_bytes: int = 0
+    recompute_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 <= value < float("inf"):
+                raise Refusal(field.name, value, "a finite number >= 0", "change it").error()
+
+
+def planned_costs(plan: Plan, loads: Sequence[StageLoad], update_s: float = 0.0) -> tuple[StageCost, ...]:
+    """Costs of every part of ``plan``, one way of each transfer being half of its round trip.
+
+    Args:
+        plan: From :func:`ds_vpipe.planning.planner.plan` or :func:`ds_vpipe.planning.planner.predict`.
+        loads: Most that each part holds, for the same pipeline and devices.
+        update_s: Seconds of an update of all parts of a rank together, which plans do not count.
+    """
+    costs = []
+    for part, (stage, load) in enumerate(zip(plan.stages, loads, strict=True)):
+        memory = stage.memory
+        costs.append(
+            StageCost(
+                forward_s=stage.forward_s,
+                backward_s=stage.backward_s + stage.recompute_s,
+                send_activation_s=stage.transfer_s / 2,
+                send_gradient_s=plan.stages[part - 1].transfer_s / 2 if part else 0.0,
+                update_s=update_s / plan.pipeline.virtual_stages,
+                activation_bytes=memory.activations // load.in_flight,
+                static_bytes=memory.static - memory.versions,
+                version_bytes=memory.versions // max(1, load.versions - 1),
+                recompute_bytes=memory.recompute + memory.workspace,
+            )
+        )
+    return tuple(costs)
+
+
+def recorded_costs(timeline: Timeline, num_parts: int) -> tuple[StageCost, ...]:
+    """Seconds of every part's passes, transfers and updates; bytes are not known.
+
+    Seconds are means, which add up to a run's, without the tenth at either end, which leaves out first passes and
+    interruptions. The time between two actions of a rank is the engine's own and counts with the action before; time
+    that a script takes between batches, such as evaluating, counts with the update if more than a tenth of the batches
+    have it. The length of a transfer is seen where its receiver is waiting already; it is 0 if that never happens, and
+    one number for all links. Receiving tied weights and norms of other stages is not counted.
+
+    Args:
+        timeline: of a recording, by :func:`ds_vpipe.timelines.merge.merge`.
+        num_parts: parts of the model, K * v.
+
+    Raises:
+        VPipeConfigError: the timeline is no recording, is of another number of parts, or a rank has no update in it.
+    """
+    if timeline.source != "recording":
+        remedy = "record a run with vpipe.timeline.enabled"
+        raise Refusal("recording", f"a {timeline.source}", "the recording of a run", remedy).error()
+    passes: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    update_s: list[float] = []
+    host_s: list[float] = []
+    for row in timeline.by_rank():
+        sends: list[float] = []
+        batches: dict[int, float] = defaultdict(float)  # reduction, update and messages about it together
+        for span, after in pairwise(row):
+            seconds = after.start - span.start
+            passes[span.part, span.kind].append(seconds)
+            if span.kind in (Kind.SEND_ACT, Kind.SEND_GRAD):
+                sends.append(seconds)
+            elif span.kind.per_batch and span.category is not Category.WAIT:
+                batches[span.action.index] += seconds
+        update_s.append(_typical(list(batches.values())))
+        host_s.append(_typical(sends))
+    recorded = sorted({part for part, kind in passes if kind is Kind.BACKWARD})
+    if recorded != list(range(num_parts)):
+        allowed = f"backward passes of the parts 0 to {num_parts - 1}"
+        raise Refusal("recording", f"those of parts {recorded}", allowed, "record this number of parts").error()
+    if not all(update_s):
+        rank = update_s.index(0.0)
+        raise Refusal("recording", f"no update of rank {rank}", "whole batches", "record more batches").error()
+    send_s = {kind: _transfer(timeline.spans, kind) for kind in (Kind.SEND_ACT, Kind.SEND_GRAD)}
+    costs = []
+    for part in range(num_parts):
+        rank = part % timeline.num_ranks
+        costs.append(
+            StageCost(
+                forward_s=_typical(passes[part, Kind.FORWARD]) + _typical(passes[part, Kind.LOAD]),
+                backward_s=_typical(passes[part, Kind.BACKWARD]),
+                send_activation_s=max(0.0, send_s[Kind.SEND_ACT] - host_s[rank]),
+                send_gradient_s=max(0.0, send_s[Kind.SEND_GRAD] - host_s[rank]),
+                update_s=update_s[rank] * timeline.num_ranks / num_parts,
+                host_s=host_s[rank],
+            )
+        )
+    return tuple(costs)
+
+
+def _transfer(spans: Sequence[Span], kind: Kind) -> float:
+    """Seconds from the end of a send to the end of a receive that has waited for it."""
+    waited = (pair for pair in messages(spans) if pair.send.kind is kind and pair.receive.start <= pair.send.start)
+    return _typical([receive.end - send.end for send, receive in waited])
+
+
+def _typical(values: Sequence[float]) -> float:
+    """Mean without the smallest and the largest tenth; 0 if there is nothing."""
+    cut = ceil(len(values) / 10) if len(values) > 2 else 0
+    return fmean(sorted(values)[cut : len(values) - cut]) if values else 0.0

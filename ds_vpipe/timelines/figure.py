@@ -1,0 +1,228 @@
+"""Figures of timelines, drawn by matplotlib; the suffix of the file says whether SVG or PNG.
+
+A row per rank. Its bar has passes, updates and waiting; transfers, which run beside them, are a strip below. Bars carry
+the number of their micro-batch where it fits. matplotlib is imported where it draws and without pyplot, so that
+commands without pictures start at once and no window is opened.
+
+Source of the hues: Okabe and Ito, "Color Universal Design" (2008): eight colours that colour-blind people tell apart.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from ds_vpipe.schedules.actions import Category
+from ds_vpipe.timelines.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS: Final = {
+    Category.FORWARD: "#0072b2",
+    Category.BACKWARD: "#e69f00",
+    Category.UPDATE: "#009e73",
+    Category.LOAD: "#f0e442",
+    Category.TRANSFER: "#56b4e9",
+    Category.WAIT: "#d4d4d4",
+}
+IDLE: Final = "#f4f4f4"
+_INK, _FAINT_INK, _LINES = "#222222", "#666666", "#dddddd"
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "ds_vpipe", "font.size": 9.0, "axes.edgecolor": _LINES}
+_PIXEL = 0.01  # inches, at the 100 dots per inch of the layout
+_POINT = 0.72  # of a pixel
+_SHARPNESS = 2  # dots of a PNG per pixel of the layout
+_LEFT, _RIGHT, _HEAD, _FOOT = 80.0, 16.0, 52.0, 90.0
+_LEGEND = 560.0  # pixels, about
+_BAR, _STRIP, _PITCH = 20.0, 5.0, 32.0
+_PASS_WIDTH = 20.0  # a median forward pass: two digits fit
+_DIGIT_WIDTH = 6.6
+_NARROWEST, _WIDEST = 640.0, 6000.0
+_TICK_DISTANCE = 80.0
+_TINY = 0.5  # pixels; below that, a row gets at most one bar of a category per pixel
+_EDGED = 3.0  # pixels; narrower bars would vanish behind a white outline
+
+
+def unit_for(timeline: Timeline, seconds: float) -> tuple[float, str]:
+    """Unit for times of about ``seconds``: its length in seconds and its name."""
+    given = timeline.meta.get("time_unit")
+    if isinstance(given, str):
+        return 1.0, given
+    return next((unit for unit in _UNITS if seconds >= 2 * unit[0]), _UNITS[-1])
+
+
+def default_width(timeline: Timeline, seconds: float) -> float:
+    """Pixels for ``seconds`` with which numbers fit into most passes, within limits of a screen and of a picture."""
+    lengths = [span.duration for span in timeline.spans if span.category is Category.FORWARD and span.duration > 0]
+    return min(_WIDEST, max(_NARROWEST, seconds / statistics.median(lengths) * _PASS_WIDTH)) if lengths else _NARROWEST
+
+
+def save_figure(
+    timeline: Timeline,
+    path: str | os.PathLike[str],
+    width: float | None = None,
+    window: tuple[float, float] | None = None,
+) -> None:
+    """Draw ``timeline`` into the file ``path``, as SVG or PNG.
+
+    Args:
+        timeline: The timeline.
+        path: A name that ends in ``.svg`` or ``.png``.
+        width: Pixels of the time axis; :func:`default_width` if not given.
+        window: First and last second; everything if not given.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        _save(timeline_figure(timeline, width, window), path, "png" if os.fspath(path).endswith(".png") else "svg")
+
+
+def timeline_figure(
+    timeline: Timeline, width: float | None = None, window: tuple[float, float] | None = None
+) -> Figure:
+    """Figure of a timeline, with the arguments of :func:`save_figure`."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    start, end = window or (0.0, timeline.duration or 1.0)
+    unit_s, unit = unit_for(timeline, end - start)
+    width = default_width(timeline, end - start) if width is None else width
+    across, high = max(_LEGEND, _LEFT + width + _RIGHT), _HEAD + _PITCH * timeline.num_ranks + _FOOT
+    figure = Figure(figsize=(across * _PIXEL, high * _PIXEL), dpi=1 / _PIXEL)
+    axes = figure.add_axes((_LEFT / across, _FOOT / high, width / across, 1 - (_HEAD + _FOOT) / high))
+    axes.set_xlim(start / unit_s, end / unit_s)
+    axes.set_ylim(_PITCH * timeline.num_ranks, 0)
+    axes.set_xlabel(f"time in {unit}", loc="left", color=_FAINT_INK)
+    axes.set_yticks(
+        [_PITCH * rank + _BAR / 2 for rank in range(timeline.num_ranks)],
+        [f"{timeline.rank_word} {rank}" for rank in range(timeline.num_ranks)],
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=max(2, int(width / _TICK_DISTANCE)), steps=(1, 2, 5, 10)))
+    axes.tick_params(length=0)
+    axes.tick_params(axis="x", labelcolor=_FAINT_INK)
+    axes.grid(axis="x", color=_LINES, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+
+    bars = list(_bars(timeline, start, end, width))
+    for rank in range(timeline.num_ranks):
+        axes.axhspan(_PITCH * rank, _PITCH * rank + _BAR, color=IDLE, linewidth=0)
+    scale = (end - start) / width / unit_s
+    axes.add_collection(
+        PolyCollection(
+            [_corners(bar, start / unit_s, scale) for bar in bars],
+            facecolors=[bar.fill for bar in bars],
+            edgecolors=["white" if bar.width >= _EDGED and bar.height == _BAR else "none" for bar in bars],
+            linewidths=0.5,
+        )
+    )
+    for bar in bars:
+        if bar.label and len(bar.label) * _DIGIT_WIDTH < bar.width:
+            x, y = start / unit_s + (bar.x + bar.width / 2) * scale, bar.y + bar.height / 2 + 0.5
+            ink = ink_on(bar.fill)
+            axes.text(x, y, bar.label, ha="center", va="center_baseline", fontsize=11 * _POINT, color=ink)
+
+    left = 16 / across
+    figure.text(left, 1 - 18 / high, timeline.title, fontsize=11, weight="bold", va="center", parse_math=False)
+    figure.text(left, 1 - 37 / high, _subtitle(timeline), color=_FAINT_INK, va="center", parse_math=False)
+    found = {span.category for span in timeline.spans}
+    entries = [Patch(color=COLOURS[category], label=category.value) for category in Category if category in found]
+    entries.append(Patch(color=IDLE, label="idle"))
+    place = {"loc": "upper left", "bbox_to_anchor": (left, 46 / high), "borderaxespad": 0.0, "borderpad": 0.0}
+    figure.legend(handles=entries, ncols=len(entries), frameon=False, handlelength=1.1, columnspacing=1.2, **place)
+    note = "numbers: micro-batches; of updates: batches"
+    if timeline.holds_parts:
+        note += "; paler: later parts of the model on the same rank"
+    figure.text(left, 14 / high, note, fontsize=8, color=_FAINT_INK, va="center")
+    return figure
+
+
+def loss_svg(timelines: Sequence[Timeline]) -> str:
+    """SVG element with the losses of all timelines that have any, over their batches."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with matplotlib.rc_context({**_STYLE, "axes.edgecolor": _FAINT_INK}):
+        figure = Figure(figsize=(7.2, 3.0), dpi=1 / _PIXEL, layout="constrained")
+        axes = figure.add_subplot(xlabel="batch", ylabel="mean loss")
+        for timeline in timelines:
+            if timeline.losses:
+                label = f"{timeline.source}: {timeline.title}"
+                axes.plot(*zip(*sorted(timeline.losses), strict=True), marker=".", markersize=3, label=label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(color=_LINES, linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside lower left", frameon=False)
+        text = io.StringIO()
+        _save(figure, text, "svg")
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _save(figure: Figure, to: Any, form: str) -> None:
+    """Write the figure without dates and versions, so that the same timeline gives the same file."""
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if form == "svg" else {"Software": None}
+    figure.savefig(to, format=form, dpi=_SHARPNESS / _PIXEL, metadata=metadata)
+
+
+def _subtitle(timeline: Timeline) -> str:
+    """One line with the source of the timeline and its size."""
+    length, unit = unit_for(timeline, timeline.duration)
+    ranks = f"{timeline.num_ranks} {timeline.rank_word}{'s' if timeline.num_ranks > 1 else ''}"
+    batch = f"{timeline.micro_batches} micro-batch{'es' if timeline.micro_batches > 1 else ''} per batch"
+    return f"{timeline.source}: {ranks}, {batch}, {timeline.duration / length:.4g} {unit}"
+
+
+class _Bar(NamedTuple):
+    """A filled rectangle; pixels from the upper left corner of the axes."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    label: str
+
+
+def _bars(timeline: Timeline, start: float, end: float, width: float) -> Iterator[_Bar]:
+    scale = width / (end - start)
+    for rank, spans in enumerate(timeline.by_rank()):
+        later = {part: index for index, part in enumerate(sorted({span.part for span in spans}))}
+        drawn: dict[Category, int] = {}
+        for span in spans:
+            x, right = ((min(max(time, start), end) - start) * scale for time in (span.start, span.end))
+            if right <= x or (right - x < _TINY and drawn.get(span.category) == int(x)):
+                continue
+            drawn[span.category] = int(x)
+            beside = span.category is Category.TRANSFER
+            y, height = (_PITCH * rank + _BAR + 1, _STRIP - 1) if beside else (_PITCH * rank, _BAR)
+            yield _Bar(x, y, max(right - x, _TINY), height, colour_of(span, later[span.part]), label_of(span))
+
+
+def colour_of(span: Span, later: int) -> str:
+    """Fill of a span; passes of later parts of the model on the same rank are mixed with white."""
+    colour = COLOURS[span.category]
+    keep = 0.62**later if span.category in (Category.FORWARD, Category.BACKWARD) else 1.0
+    channels = (round(255 - (255 - int(colour[at : at + 2], 16)) * keep) for at in (1, 3, 5))
+    return "#" + "".join(f"{channel:02x}" for channel in channels)
+
+
+def ink_on(fill: str) -> str:
+    """Colour of text that is legible on ``fill``; only a forward pass is dark."""
+    return "#ffffff" if fill == COLOURS[Category.FORWARD] else _INK
+
+
+def label_of(span: Span) -> str:
+    """Number that a bar carries: its micro-batch, or the batch of an update."""
+    return str(span.action.index) if span.category in (Category.FORWARD, Category.BACKWARD, Category.UPDATE) else ""
+
+
+def _corners(bar: _Bar, start: float, scale: float) -> list[tuple[float, float]]:
+    left, right, below = start + bar.x * scale, start + (bar.x + bar.width) * scale, bar.y + bar.height
+    return [(left, bar.y), (right, bar.y), (right, below), (left, below)]

@@ -12,9 +12,9 @@ from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfi
 
 if TYPE_CHECKING:
     from ds_vpipe.engine.engine import VPipeEngine
-    from ds_vpipe.engine.repartition import VPipeModule
-    from ds_vpipe.engine.stashing import WeightStashingOptimizer
-    from ds_vpipe.engine.statistics import StageStatistics
+    from ds_vpipe.engine.modules.partitioned import VPipeModule
+    from ds_vpipe.engine.observe.statistics import StageStatistics
+    from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
     from ds_vpipe.initialization import initialize
 
 __version__ = "0.1.0"
@@ -42,15 +42,15 @@ def __getattr__(name: str) -> Any:
 
         return VPipeEngine
     if name == "VPipeModule":
-        from ds_vpipe.engine.repartition import VPipeModule
+        from ds_vpipe.engine.modules.partitioned import VPipeModule
 
         return VPipeModule
     if name == "WeightStashingOptimizer":
-        from ds_vpipe.engine.stashing import WeightStashingOptimizer
+        from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 
         return WeightStashingOptimizer
     if name == "StageStatistics":
-        from ds_vpipe.engine.statistics import StageStatistics
+        from ds_vpipe.engine.observe.statistics import StageStatistics
 
         return StageStatistics
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,12 +16,12 @@ from deepspeed.utils import logger
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.engine.build import Prepared, prepare
 from ds_vpipe.engine.engine import VPipeEngine
-from ds_vpipe.engine.loop_engine import VPipeLoopEngine
-from ds_vpipe.engine.parameter_groups import listed
-from ds_vpipe.engine.preparation import Prepared, prepare
+from ds_vpipe.engine.loop.engine import VPipeLoopEngine
+from ds_vpipe.engine.modules.from_module import split
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
-from ds_vpipe.engine.whole_model import split
+from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.extension_builds import extension_builds
 from ds_vpipe.lr_policies import LRSchedule, lr_policy
@@ -42,7 +42,7 @@ def initialize(
     With a ``"vpipe"`` block in the DeepSpeed configuration the engine is a
     :class:`~ds_vpipe.engine.engine.VPipeEngine` and ``model`` is split, recomputed and scheduled as the
     block says. A ``model`` that is no ``PipelineModule`` is made one, and the engine is a
-    :class:`~ds_vpipe.engine.loop_engine.VPipeLoopEngine`, which is called as DeepSpeed's for such a model; an
+    :class:`~ds_vpipe.engine.loop.engine.VPipeLoopEngine`, which is called as DeepSpeed's for such a model; an
     ``optimizer`` or ``model_parameters`` made of the whole model are cut down to the stage. Without the block this is
     ``deepspeed.initialize``. The ``"scheduler"`` may in both cases also be one of :mod:`ds_vpipe.lr_policies`.
 

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     import deepspeed
 
     from ds_vpipe.distributed_samplers import DistributedSamplers
-    from ds_vpipe.engine.loop_engine import VPipeLoopEngine
+    from ds_vpipe.engine.loop.engine import VPipeLoopEngine
     from ds_vpipe.engine.reduction_buffers import unnamed_buffers
     from ds_vpipe.errors import VPipeConfigError, VPipeError
     from ds_vpipe.extension_builds import extension_builds

@@ -1,4 +1,4 @@
-"""The asynchronous pipeline engine: stage programs of :mod:`ds_vpipe.schedules.schedule`, carried out inside DeepSpeed.
+"""The asynchronous pipeline engine: stage programs of :mod:`ds_vpipe.schedules`, carried out inside DeepSpeed.
 
 :class:`VPipeEngine` replaces what DeepSpeed's ``PipelineEngine`` does within a batch and leaves the rest
 to it: configuration, optimizers and precision, reduction over replicas, learning-rate schedules,
@@ -28,29 +28,29 @@ import torch
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.pipe.schedule import PipeSchedule
 
-from ds_vpipe.engine import instructions as instr
-from ds_vpipe.engine.activation_checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.backend_threads import outlive_backend_threads
-from ds_vpipe.engine.draining import EndOfData
-from ds_vpipe.engine.evaluation import EvaluationMixin
-from ds_vpipe.engine.execution import ExecutionMixin
-from ds_vpipe.engine.feed import MicroBatchFeed
-from ds_vpipe.engine.flight import StageState
-from ds_vpipe.engine.groups import collective_groups
+from ds_vpipe.engine.build import Prepared, prepared_arguments
+from ds_vpipe.engine.checkpoint.saving import SavingMixin
+from ds_vpipe.engine.execution import instructions as instr
+from ds_vpipe.engine.execution.batch_loss import BatchLoss
+from ds_vpipe.engine.execution.data import MicroBatchFeed
+from ds_vpipe.engine.execution.drain_watch import RestWatch
+from ds_vpipe.engine.execution.draining import EndOfData
+from ds_vpipe.engine.execution.evaluation import EvaluationMixin
+from ds_vpipe.engine.execution.executor import ExecutionMixin
+from ds_vpipe.engine.execution.in_flight import StageState
 from ds_vpipe.engine.handshake import without_handshake
-from ds_vpipe.engine.link import is_of_collective
-from ds_vpipe.engine.losses import BatchLoss
-from ds_vpipe.engine.module_walks import training_by_list
-from ds_vpipe.engine.neighbours import Neighbours
-from ds_vpipe.engine.observation import Observation, ObservationMixin
-from ds_vpipe.engine.preparation import Prepared, prepared_arguments
-from ds_vpipe.engine.rests import RestWatch
-from ds_vpipe.engine.saving import SavingMixin
-from ds_vpipe.engine.sender import Sender, abort_all
-from ds_vpipe.engine.ties import TiedWeights, tied_stages
+from ds_vpipe.engine.links.groups import collective_groups
+from ds_vpipe.engine.links.link import is_of_collective
+from ds_vpipe.engine.links.sender import Sender, abort_all
+from ds_vpipe.engine.links.stage_links import Neighbours
+from ds_vpipe.engine.modules.activation_checkpointing import use_sound_checkpointing
+from ds_vpipe.engine.modules.fast_walks import training_by_list
+from ds_vpipe.engine.observe.observers import Observation, ObservationMixin
+from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
-from ds_vpipe.schedules.checks import check_pipeline
-from ds_vpipe.schedules.schedule import exchanges_by_rank
+from ds_vpipe.schedules.check import check_pipeline
+from ds_vpipe.schedules.one_f_one_b import exchanges_by_rank
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
 
 _EXIT_GRACE_S = 60.0
@@ -63,7 +63,7 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
     ``train_batch()``, ``eval_batch()`` and the rest of the interface are ``PipelineEngine``'s.
 
     Args:
-        prepared: what :func:`ds_vpipe.engine.preparation.prepare` has made of the arguments, if they have been there.
+        prepared: what :func:`ds_vpipe.engine.build.prepare` has made of the arguments, if they have been there.
 
     Attributes:
         stashing_optimizer: the versions of this stage's weights, around ``optimizer``.

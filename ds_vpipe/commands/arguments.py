@@ -15,7 +15,7 @@ from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline
-from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.schedules.program import Workload
 
 if TYPE_CHECKING:
     from ds_vpipe.planning.devices import Devices

@@ -8,7 +8,7 @@ from ds_vpipe.commands.arguments import add_pipeline_arguments, check_size, read
 from ds_vpipe.commands.inputs import print_json
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.config.unsupported import refuse_unsupported
-from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.schedules.program import Workload
 
 DESCRIPTION = """\
 Check a DeepSpeed JSON and the schedule that it asks for, without starting anything: keys and values, settings of
@@ -34,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, and return the exit status."""
-    from ds_vpipe.schedules.checks import check_programs, typical_workload
+    from ds_vpipe.schedules.check import check_programs, typical_workload
     from ds_vpipe.schedules.fault_grid import fault_grid
-    from ds_vpipe.schedules.programs import programs
-    from ds_vpipe.schedules.schedule import update_delays
+    from ds_vpipe.schedules.one_f_one_b import update_delays
+    from ds_vpipe.schedules.program import programs
 
     config, ds_config, pipeline = read_pipeline(arguments, arguments.config)
     refuse_unsupported(ds_config, config, pipeline.num_stages)

@@ -18,7 +18,7 @@ from ds_vpipe.commands.arguments import (
 )
 from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.programs import Workload
+from ds_vpipe.schedules.program import Workload
 from ds_vpipe.simulation.costs import StageCost
 from ds_vpipe.simulation.simulator import simulate
 from ds_vpipe.timelines.merge import merge, read_recordings

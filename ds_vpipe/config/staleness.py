@@ -1,8 +1,8 @@
 """The ``"staleness"`` object of the ``"vpipe"`` block: mitigations of late gradients.
 
 The delay of stage s is ceil(W_s / M) updates, W_s its warm-up depth and M the micro-batches per batch, for a pipeline
-that runs undisturbed (:func:`ds_vpipe.schedules.schedule.update_delay`). A stage without a delay, such as the last one,
-uses none of this.
+that runs undisturbed (:func:`ds_vpipe.schedules.one_f_one_b.update_delay`). A stage without a delay, such as the last
+one, uses none of this.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ds_vpipe.schedules.actions import Kind
+from ds_vpipe.schedules.dry_run import ACTIVATIONS, Link, posted_receives
+from ds_vpipe.schedules.one_f_one_b import Progress, version_used
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.programs import after_batch, rank_actions
-from ds_vpipe.schedules.rendezvous import ACTIVATIONS, Link, posted_receives
-from ds_vpipe.schedules.schedule import Progress, version_used
+from ds_vpipe.schedules.program import after_batch, rank_actions
 
 
 @dataclass(frozen=True)

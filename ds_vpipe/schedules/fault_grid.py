@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from ds_vpipe.schedules.actions import Kind
-from ds_vpipe.schedules.checks import Fault
+from ds_vpipe.schedules.check import Fault
+from ds_vpipe.schedules.dry_run import dry_run, posted_receives
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.programs import Programs
-from ds_vpipe.schedules.rendezvous import dry_run, posted_receives
+from ds_vpipe.schedules.program import Programs
 
 _BEFORE, _AFTER = 8, 3
 
 
 def fault_grid(pipeline: Pipeline, programs: Programs, faults: Sequence[Fault]) -> str:
-    """Draw ``programs`` around ``faults``, those that :func:`ds_vpipe.schedules.checks.check_programs` found in them.
+    """Draw ``programs`` around ``faults``, those that :func:`ds_vpipe.schedules.check.check_programs` found in them.
 
     Returns:
         One line per rank, and one per fault below.

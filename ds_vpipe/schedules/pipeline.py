@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.interleaved import warm_up
-from ds_vpipe.schedules.schedule import default_depths
+from ds_vpipe.schedules.one_f_one_b import default_depths
 
 Schedule = Literal["asp", "1f1b", "gpipe", "interleaved"]
 WeightSync = Literal["stash", "vertical", "none"]

@@ -7,9 +7,9 @@ with the first that breaks one.
 from __future__ import annotations
 
 from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.one_f_one_b import Exchanges, version_used
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.programs import Workload
-from ds_vpipe.schedules.schedule import Exchanges, version_used
+from ds_vpipe.schedules.program import Workload
 
 _GATHERED = {Kind.LOAD: "input or labels", Kind.RECV_ACT: "input", Kind.RECV_GRAD: "gradient"}
 _ADMITTING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.FORWARD})

@@ -19,10 +19,10 @@ from math import gcd
 
 from ds_vpipe.errors import PipelineProtocolError, Refusal
 from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.dry_run import Link, link_ends, posted_receives, receive_link, send_link
+from ds_vpipe.schedules.one_f_one_b import version_used
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.programs import Workload, rank_program
-from ds_vpipe.schedules.rendezvous import Link, link_ends, posted_receives, receive_link, send_link
-from ds_vpipe.schedules.schedule import version_used
+from ds_vpipe.schedules.program import Workload, rank_program
 from ds_vpipe.simulation.costs import StageCost
 from ds_vpipe.timelines.timeline import MemorySample, Span, Timeline
 
@@ -37,7 +37,7 @@ def simulate(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload)
 
     Raises:
         VPipeConfigError: there is not one cost per part, or nothing takes any time.
-        PipelineProtocolError: a rank never gets a message; :mod:`ds_vpipe.schedules.checks` says why.
+        PipelineProtocolError: a rank never gets a message; :mod:`ds_vpipe.schedules.check` says why.
     """
     if len(costs) != pipeline.num_parts:
         allowed = f"one entry per part, {pipeline.num_parts}"

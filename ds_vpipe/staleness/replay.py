@@ -2,7 +2,7 @@
 
 What an asynchronous pipeline computes depends on which version of its weights each stage uses for each micro-batch,
 and that is a formula: stage s runs micro-batch j with version max(0, j - W_s) // M
-(:func:`ds_vpipe.schedules.schedule.version_used`). So the micro-batches can run one after the other through all
+(:func:`ds_vpipe.schedules.one_f_one_b.version_used`). So the micro-batches can run one after the other through all
 stages at once, each stage's parameters pointed to the version that is due. It costs what training in one process
 costs, and a copy of every stage's weights per update that it is late by. Depth and delay can then be studied without
 a cluster: K, W, M, mitigations of staleness, clipping and learning-rate schedule are those of the engine, and so are
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ds_vpipe.config.staleness import Staleness, refuse_delays
-from ds_vpipe.schedules.schedule import default_depths, update_delays, version_used
+from ds_vpipe.schedules.one_f_one_b import default_depths, update_delays, version_used
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 

@@ -41,7 +41,7 @@ from convergence_runs import (
 from report import Curve, draw, markdown, read_rows
 
 from ds_vpipe.config.staleness import Staleness
-from ds_vpipe.schedules.schedule import update_delay
+from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
 
 HEAD = ["arm", "updates", "rate", "seeds", "validation loss", "lowest .. highest", "gap", "gap closed"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from report import add_row, read_rows
 
-from ds_vpipe.schedules.schedule import update_delay
+from ds_vpipe.schedules.one_f_one_b import update_delay
 
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -74,7 +74,7 @@ def measure(
     """One row of the table."""
     import torch.distributed as dist
 
-    from ds_vpipe.schedules.programs import Workload
+    from ds_vpipe.schedules.program import Workload
     from ds_vpipe.simulation.simulator import simulate
 
     engine = engine_of(schedule, micro_batches, virtual_stages, options)

@@ -30,7 +30,7 @@ from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.split import split_in_process
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests"), str(ROOT / "tests" / "zoo")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "zoo")]
 
 from split_models import Stages  # noqa: E402
 from zoo_models import VARIANTS, NotByRuleError, Specimen, architectures, one_line, specimen  # noqa: E402

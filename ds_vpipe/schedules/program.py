@@ -1,0 +1,189 @@
+"""Everything each rank of a pipeline does, transfers included: what the engine carries out one batch at a time.
+
+The engine asks for :func:`rank_actions` from where a rank stands to the end of the batch. Whole programs, as checks,
+simulation and pictures need them, are the same functions called batch after batch, and where the data end. Of four
+batches of two micro-batches through two ranks with depths 2 and 0, asynchronous, data ending after five micro-batches
+and again after four more (transfers are not drawn)::
+
+    rank 0   F0 F1 F2 B0 F3 B1 STEP0 F4 B2 B3 STEP1 DROP_GRAD4 | F4 F5 F6 B4 F7 B5 STEP2 B6 B7 STEP3
+    rank 1   F0 B0 F1 B1 STEP0 F2 B2 F3 B3 STEP1 F4 B4         | F4 B4 F5 B5 STEP2 F6 B6 F7 B7 STEP3
+
+A rank learns where the data end in place of the micro-batch that is not there, ``F5``: rank 0 before ``B3``, rank 1
+after ``B4``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from ds_vpipe.errors import Refusal
+from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.interleaved import interleaved_actions
+from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress, compute_actions, with_communication
+from ds_vpipe.schedules.pipeline import Pipeline
+
+Programs = tuple[tuple[Action, ...], ...]
+"""The actions of every rank, in order."""
+
+_NOTHING_ELSE = Exchanges()
+_ADMITTING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.FORWARD})
+
+
+class Filling(NamedTuple):
+    """One stretch of training, from an empty pipeline to the next one.
+
+    Attributes:
+        start: number of its first micro-batch, a multiple of M.
+        end: number of the first micro-batch that the data no longer have; None if they go on.
+        limit: where its last complete batch ends; of an open end where training stops.
+    """
+
+    start: int
+    end: int | None
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """How much is trained, and where the data end on the way.
+
+    Micro-batches of a batch that the data leave incomplete are trained on no rank, and their numbers are given again.
+
+    Attributes:
+        batches: complete batches that are trained in all.
+        data_ends: number of the first micro-batch that is not there, for each iterator that ends on the way.
+        drain: the data end after the last batch. Otherwise forward passes of later batches have begun by then.
+
+    Raises:
+        VPipeConfigError: there is no batch, or an end lies before the one before it.
+    """
+
+    batches: int
+    data_ends: tuple[int, ...] = ()
+    drain: bool = True
+
+    def __post_init__(self) -> None:
+        if self.batches < 1:
+            raise Refusal("batches", self.batches, "a whole number >= 1", "train at least one").error()
+        if any(before > after for before, after in pairwise((1, *self.data_ends))):
+            raise Refusal("data_ends", list(self.data_ends), "numbers >= 1 that do not fall", "change them").error()
+
+    def fillings(self, pipeline: Pipeline) -> Iterator[Filling]:
+        """The stretches between ends of the data, in order; not those in which nothing runs.
+
+        Raises:
+            VPipeConfigError: an end lies beyond the last batch and the one after it.
+        """
+        size, start = pipeline.micro_batches, 0
+        total = self.batches * size
+        for end in self.data_ends:
+            limit = end - end % size
+            if limit > total:
+                allowed = f"numbers up to {total + size - 1}, for {self.batches} batches of {size} micro-batches"
+                raise Refusal("data_ends", list(self.data_ends), allowed, "change them").error()
+            if pipeline.schedule == "interleaved":
+                end = limit  # it looks for a whole batch before it begins one
+            if start < end:
+                yield Filling(start, end, limit)
+            start = limit
+        if start < total:
+            yield Filling(start, total if self.drain else None, total)
+
+
+def batch_actions(pipeline: Pipeline, rank: int, progress: Progress) -> Iterator[Action]:
+    """What is left of the current batch on ``rank``: forward and backward passes, one reduction and update.
+
+    Args:
+        pipeline: the schedule and its sizes.
+        rank: the rank within the pipeline.
+        progress: how far the rank has come. A synchronous pipeline drains at the end of the batch whatever the
+            limit; an interleaved one is interpreted from the start of a batch only.
+
+    Raises:
+        ValueError: the schedule is interleaved and micro-batches are in flight or a batch has begun.
+    """
+    micro_batches = pipeline.micro_batches
+    batch, begun = divmod(progress.completed, micro_batches)
+    if pipeline.schedule == "interleaved":
+        if begun or not progress.drained:
+            raise ValueError(
+                f"interleaved schedule: got {progress}, expected the start of a batch and nothing in flight"
+            )
+        if progress.limit is not None and progress.limit <= progress.completed:
+            return iter(())
+        return interleaved_actions(batch, rank, pipeline.num_stages, micro_batches, pipeline.virtual_stages)
+    if pipeline.synchronous and progress.limit is None:
+        progress = replace(progress, limit=(batch + 1) * micro_batches)
+    return compute_actions(progress, pipeline.depths[rank], micro_batches)
+
+
+def rank_actions(
+    pipeline: Pipeline, rank: int, progress: Progress, exchanges: Exchanges = _NOTHING_ELSE
+) -> Iterator[Action]:
+    """Everything ``rank`` does from ``progress`` to the end of the current batch; see :func:`batch_actions`."""
+    actions = batch_actions(pipeline, rank, progress)
+    return with_communication(actions, rank, pipeline.num_stages, exchanges, pipeline.virtual_stages)
+
+
+def after_batch(pipeline: Pipeline, rank: int, progress: Progress) -> Progress:
+    """Where ``rank`` stands after :func:`rank_actions` from ``progress``, if the limit leaves the batch whole."""
+    completed = (progress.completed // pipeline.micro_batches + 1) * pipeline.micro_batches
+    if pipeline.synchronous:
+        return replace(progress, forwarded=completed, completed=completed)
+    ahead = completed + pipeline.depths[rank]
+    ahead = ahead if progress.limit is None else min(ahead, progress.limit)
+    return replace(progress, forwarded=max(progress.forwarded, ahead), completed=completed)
+
+
+def at_data_end(pipeline: Pipeline, rank: int, progress: Progress, limit: int, end: int) -> Progress:
+    """Where ``rank`` stands once it knows, in place of micro-batch ``end``, that the data have ended.
+
+    It has run ``B(end - W - 1)`` before. The next rank sends gradients up to ``end - W' - 1`` before it learns of it.
+
+    Args:
+        pipeline: the schedule and its sizes.
+        rank: the rank within the pipeline.
+        progress: how far the rank has come.
+        limit: no micro-batch from here on belongs to a complete batch.
+        end: the first micro-batch that is not there.
+    """
+    depths = pipeline.depths
+    owed = range(max(limit, end - depths[rank]), end - depths[rank + 1]) if rank + 1 < len(depths) else range(0)
+    forwarded, completed = min(progress.forwarded, limit), min(progress.completed, limit)
+    return replace(progress, forwarded=forwarded, completed=completed, limit=limit, owed=owed)
+
+
+def rank_program(
+    pipeline: Pipeline, rank: int, workload: Workload, exchanges: Exchanges = _NOTHING_ELSE
+) -> Iterator[Action]:
+    """Everything ``rank`` does to train ``workload``."""
+    for filling in workload.fillings(pipeline):
+        yield from _filling_actions(pipeline, rank, filling, exchanges)
+
+
+def _filling_actions(pipeline: Pipeline, rank: int, filling: Filling, exchanges: Exchanges) -> Iterator[Action]:
+    start, end, limit = filling
+    progress = Progress(start, start, None, start)
+    while progress.completed < limit or (end is not None and progress.limit is None):
+        completed = progress.completed
+        for action in rank_actions(pipeline, rank, progress, exchanges):
+            if action.index == end and action.kind in _ADMITTING and progress.limit is None:
+                reached = replace(progress, forwarded=end, completed=completed)
+                progress = at_data_end(pipeline, rank, reached, limit, end)
+                break
+            yield action
+            if action.kind is Kind.BACKWARD:
+                completed = action.index + 1
+        else:
+            progress = after_batch(pipeline, rank, progress)
+    if end is not None:
+        yield from rank_actions(pipeline, rank, progress, exchanges)
+
+
+def programs(pipeline: Pipeline, workload: Workload, exchanges: Sequence[Exchanges] | None = None) -> Programs:
+    """Everything each rank does to train ``workload``; ``exchanges`` of every rank, if there are any."""
+    by_rank = exchanges or (_NOTHING_ELSE,) * pipeline.num_stages
+    return tuple(tuple(rank_program(pipeline, rank, workload, by_rank[rank])) for rank in range(pipeline.num_stages))

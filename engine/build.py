@@ -1,0 +1,243 @@
+"""What becomes of a pipeline module before DeepSpeed builds an engine around it, as the ``"vpipe"`` block says.
+
+:func:`ds_vpipe.initialize` prepares and then builds. An engine that a script builds by itself, such as
+``deepspeed.PipelineEngine = VPipeEngine``, prepares its own arguments, so that both ways train the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import schedule as ds_schedule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+from deepspeed.utils import logger
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.unsupported import refuse_unsupported
+from ds_vpipe.engine.links.consensus import Agreement
+from ds_vpipe.engine.links.groups import Groups
+from ds_vpipe.engine.links.link import Peer
+from ds_vpipe.engine.modules.interleaved import InterleavedMixin, recompute_parts
+from ds_vpipe.engine.modules.partitioned import repartition, stage_counts
+from ds_vpipe.engine.modules.random_states import RandomStates
+from ds_vpipe.engine.modules.recompute import apply_recompute
+from ds_vpipe.engine.modules.split_module import SplitModule
+from ds_vpipe.engine.stage_grid import StageLocalGrid
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.schedules.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from ds_vpipe.planning.plan import Plan
+
+_SHARE_OF_DEVICE = 0.9  # the rest is for the CUDA context, the allocator and communication
+_WITHOUT_BLOCK = {"sync_mode": "bsp"}  # whoever puts the engine in the place of DeepSpeed's expects that one's results
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A module that is ready to be built around.
+
+    Attributes:
+        model_parameters: for DeepSpeed; other ones than were given where layers have changed hands.
+        config: the block, with numbers where it left something to the planner.
+        pipeline: what runs.
+        plan: where the block left something to the planner.
+        random_states: what recomputation restores.
+        groups: makes the engine's process groups.
+        agreement: of all ranks.
+    """
+
+    model_parameters: Any
+    config: VPipeConfig
+    pipeline: Pipeline
+    plan: Plan | None
+    random_states: RandomStates
+    groups: Groups
+    agreement: Agreement
+
+
+def use_local_device() -> None:
+    """Take this rank's accelerator, before any collective: DeepSpeed takes it only while it builds an engine."""
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any, parameters: Any) -> Prepared:
+    """Split ``model``, make it recompute, and give it the grid of its schedule; all ranks call this.
+
+    Raises:
+        VPipeConfigError: on every rank, with one line that names the key, the value and what is allowed.
+    """
+    if not isinstance(model, PipelineModule):
+        raise VPipeConfigError(
+            f"model: got {type(model).__name__}, allowed with a vpipe block is a deepspeed.pipe.PipelineModule; "
+            f"build one from a list of layers, or remove the block"
+        )
+    if isinstance(model, DualPipeVModule):
+        raise VPipeConfigError(
+            f"model: got {type(model).__name__}, allowed with a vpipe block is a plain PipelineModule; DualPipeV has a "
+            f"schedule of its own, so build a PipelineModule or remove the block"
+        )
+    refuse_unsupported(json, config, model.num_stages)
+    theirs = ds_schedule.TrainSchedule
+    if model.global_rank == 0 and theirs.__module__ != ds_schedule.__name__:
+        logger.warning(
+            f"ds_vpipe: DeepSpeed's TrainSchedule was replaced by {theirs.__qualname__}, which is not used: "
+            f"vpipe.sync_mode and vpipe.schedule choose the schedule; remove what replaces it, such as "
+            f"--enable-zbh1-pipeline"
+        )
+    replicas = max(1, model.topology().get_dim("data"))
+    json.refuse_batch_sizes(replicas * model.num_stages, model.num_stages)
+    if config.virtual_stages > 1 and model.activation_checkpoint_interval > 0:
+        raise VPipeConfigError(
+            f"PipelineModule(activation_checkpoint_interval): got {model.activation_checkpoint_interval}, allowed with "
+            f"vpipe.virtual_stages is 0; use vpipe.recompute_ratio"
+        )
+    use_local_device()
+    grid = model.mpu()
+    groups = Groups(Peer(grid.get_stage_id(), grid.get_global_rank()), config.peer_timeout_s)
+    agreement = Agreement(grid, groups)
+    _refuse_moe(model, config, agreement)
+    config.check_sizes(model.num_stages, model._num_layers)
+    pipeline = config.pipeline(model.num_stages, json.micro_batches(replicas))
+    plan = None
+    if config.leaves_to_planner:
+        plan = _planned(config, pipeline, json, replicas, model)
+        pipeline = plan.pipeline
+        config = config.settled(pipeline)
+    method = config.partition or ("uniform" if config.virtual_stages > 1 else _own_counts(model))
+    pipeline = replace(pipeline, partition=stage_counts(model, method, config.virtual_stages))
+    parameters = _split(model, pipeline, optimizer, parameters)
+    if isinstance(model, SplitModule):
+        model.release()
+    if config.sync_mode == "asp" and model.num_stages > 1:
+        grid = StageLocalGrid(model.mpu())
+        model.mpu = lambda: grid
+    random_states = RandomStates()
+    ratios = (pipeline.recompute_ratio or ())[model.stage_id :: model.num_stages]
+    if isinstance(model, InterleavedMixin):
+        recompute_parts(model, ratios, random_states)
+    else:
+        apply_recompute(model, ratios[0], random_states)
+    _limit_cpu_threads()
+    return Prepared(parameters, config, pipeline, plan, random_states, groups, agreement)
+
+
+def _refuse_moe(model: PipelineModule, config: VPipeConfig, agreement: Agreement) -> None:
+    """On every rank: DeepSpeed's groups of experts, which all ranks would have to make, are not made without them."""
+    has_experts = any(isinstance(module, MoE) for module in model.modules())
+    if config.sync_mode == "asp" and agreement.lowest(-int(has_experts), "all ranks to look for MoE layers") < 0:
+        raise VPipeConfigError(
+            'vpipe.sync_mode: got "asp" for a model with MoE layers, whose experts are reduced over ranks of '
+            'several stages; allowed: "bsp"; write "bsp" or remove the vpipe block'
+        )
+
+
+def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Prepared]:
+    """Arguments of an engine that was not built by :func:`ds_vpipe.initialize`, as that would pass them.
+
+    Without a ``"vpipe"`` block the engine is synchronous, as the one whose place it takes.
+
+    Args:
+        args: positional arguments of ``PipelineEngine``.
+        kwargs: its keyword arguments.
+
+    Raises:
+        VPipeConfigError: as :func:`prepare`.
+    """
+    names = [*inspect.signature(PipelineEngine.__init__).parameters][1:2]
+    names += [*inspect.signature(DeepSpeedEngine.__init__).parameters][1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    ds_config = given.get("config")
+    if ds_config is None:
+        ds_config = given["config_class"]._param_dict
+    elif not isinstance(ds_config, Mapping):
+        ds_config = load_ds_config(ds_config)
+    if DeepSpeedJson(ds_config).block is None:
+        ds_config = {**ds_config, "vpipe": _WITHOUT_BLOCK}
+    json, model = DeepSpeedJson(ds_config), given["model"]
+    prepared = prepare(
+        model, json, VPipeConfig.parse(json.block), given.get("optimizer"), given.get("model_parameters")
+    )
+    parameters = prepared.model_parameters
+    return {**given, "config": ds_config, "model_parameters": parameters, "mpu": model.mpu()}, prepared
+
+
+def _planned(
+    config: VPipeConfig, pipeline: Pipeline, json: DeepSpeedJson, replicas: int, model: PipelineModule
+) -> Plan:
+    from ds_vpipe.planning.devices import Devices  # only where it is asked for: it takes numpy's time
+    from ds_vpipe.planning.planner import configured_plan, read_profile
+
+    on_gpu = get_accelerator().device_name() == "cuda"
+    devices = Devices.of(
+        config,
+        json,
+        replicas=replicas,
+        device_bytes=int(_SHARE_OF_DEVICE * get_accelerator().total_memory()) if on_gpu else None,
+        host_transfers=not on_gpu,
+    )
+    profile = read_profile(config, json, model._num_layers)
+    plan = configured_plan(config, pipeline, devices, profile, _own_counts(model))
+    if model.global_rank == 0:
+        print(f"ds_vpipe: planned from {config.profile}\n{plan.table()}", flush=True)
+    return plan
+
+
+def _own_counts(model: PipelineModule) -> list[int]:
+    """Layers per stage as the module was built."""
+    return [stop - start for start, stop in pairwise(model.parts)]
+
+
+def _split(model: PipelineModule, pipeline: Pipeline, optimizer: Any, model_parameters: Any) -> Any:
+    """Split ``model`` as ``pipeline`` says and return the parameters to train."""
+    counts, virtual = pipeline.partition or (), pipeline.virtual_stages
+    before = {id(p) for p in model.parameters() if p.requires_grad}
+    if model_parameters is not None and not isinstance(model_parameters, list):
+        model_parameters = list(model_parameters)
+    moved = repartition(model, counts, virtual)
+    if not moved or (optimizer is None and model_parameters is None):
+        return model_parameters
+    key = f"vpipe.virtual_stages: got {virtual}, so" if virtual > 1 else "vpipe.partition: got"
+    given = f"{key} {list(counts)}"
+    own = "one part per stage" if virtual > 1 else "the module's own split"
+    rebuild = "leave virtual_stages out" if virtual > 1 else "build the module with this partition"
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise VPipeConfigError(
+            f"{given}, which moves layers between stages, but the optimizer given to initialize() was built before; "
+            f"allowed is {own}; {rebuild}, name the optimizer in the DeepSpeed JSON, or pass a function of the "
+            f"parameters that makes it: initialize(optimizer=lambda parameters: ...)"
+        )
+    if model_parameters is None:
+        return None
+    flat = [p for p in model_parameters if isinstance(p, torch.Tensor)]
+    if len(flat) != len(model_parameters) or {id(p) for p in flat if p.requires_grad} != before:
+        raise VPipeConfigError(
+            f"{given}, which moves layers between stages, but model_parameters names parameters of the old split; "
+            f"allowed is {own}; {rebuild}, or leave model_parameters out"
+        )
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _limit_cpu_threads() -> None:
+    """Share the cores among the ranks of a machine, unless the user has decided that."""
+    ranks = int(os.environ.get("LOCAL_SIZE", "1"))
+    if "OMP_NUM_THREADS" in os.environ or ranks < 2 or torch.cuda.is_available():
+        return
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    if torch.get_num_threads() > threads:
+        torch.set_num_threads(threads)
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            logger.info(f"ds_vpipe: OMP_NUM_THREADS is not set; {ranks} ranks here, {threads} CPU thread(s) each")

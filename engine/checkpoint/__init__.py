@@ -1,0 +1,1 @@
+"""Checkpoints of a pipeline: saving, loading, reshaping, whole-model state."""

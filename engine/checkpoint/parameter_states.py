@@ -1,0 +1,139 @@
+"""States of a running stage's optimizer by parameter, whatever wrapper DeepSpeed has put around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import logger
+from torch.utils._pytree import tree_map_only
+
+from ds_vpipe.checkpoints.optimizer_states import ParameterState, carry_scale, form_of, pack, unpack
+from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER, StageLayout
+from ds_vpipe.engine.modules.recompute import layer_numbers
+from ds_vpipe.engine.updates.tied import tied_parameters
+from ds_vpipe.errors import VPipeError
+
+_GROUPS = ("round_robin_bit16_groups", "fp16_groups", "bf16_groups")  # where the wrappers keep a group's own parameters
+
+
+def stage_layout(engine: PipelineEngine) -> StageLayout:
+    """Which parameters this stage's optimizer holds, and in which order.
+
+    Raises:
+        VPipeError: the optimizer trains something that is no parameter of the module.
+    """
+    module = engine.module
+    untied = _untied_names(module)
+    names = {id(parameter): untied.get(name, name) for name, parameter in module.named_parameters()}
+    names |= {id(p): PLACEHOLDER for p, name in engine.param_names.items() if name == PLACEHOLDER}
+    groups = []
+    for members in _parameters(engine.optimizer):
+        if any(id(parameter) not in names for parameter in members):
+            raise VPipeError(
+                "optimizer: got a tensor that is no parameter of the module, allowed are its parameters; a checkpoint "
+                "has no name for others, so register it in a layer"
+            )
+        groups.append([(names[id(parameter)], tuple(parameter.shape)) for parameter in members])
+    ties = {index: spec.key for index, spec in enumerate(module._layer_specs) if isinstance(spec, TiedLayerSpec)}
+    aliases = {name: names[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+    for index in layer_numbers(module):
+        for name, own in untied.items():
+            if name.startswith(f"tied_modules.{ties.get(index)}."):
+                aliases.setdefault(f"{index}.{own.partition('.')[2]}", own)
+    return StageLayout(
+        stage=engine.stage_id,
+        bounds=tuple(module.parts),
+        replicas=engine.dp_world_size,
+        slice_index=engine.grid.get_slice_parallel_rank(),
+        slices=engine.grid.get_slice_parallel_world_size(),
+        groups=groups,
+        ties=ties,
+        aliases={name: own for name, own in aliases.items() if name != own and name not in untied},
+        untied={own: name for name, own in untied.items()},
+        copies=module.copies() if hasattr(module, "copies") else None,
+    )
+
+
+def checkpoint_layout(engine: PipelineEngine) -> dict[str, Any]:
+    """:func:`stage_layout` as plain values, to be stored with the stage's states under ``stage_layout.LAYOUT_KEY``."""
+    return stage_layout(engine).plain()
+
+
+def read_states(engine: PipelineEngine, gather: Callable[[Any], list[Any]]) -> dict[str, ParameterState]:
+    """What the optimizer holds of each of this stage's parameters, on the CPU.
+
+    Args:
+        engine: its optimizer, which it must have.
+        gather: the values that all replicas of the stage pass, in order; called where replicas hold different parts.
+    """
+    mine = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), engine.optimizer.state_dict())
+    return unpack(gather(mine) if form_of(mine).partitioned else [mine], stage_layout(engine).groups, engine.stage_id)
+
+
+def write_states(
+    engine: PipelineEngine, states: Mapping[str, ParameterState], scale: Mapping[str, Any] | None = None
+) -> None:
+    """Give the optimizer other states, hyperparameters and master weights.
+
+    Args:
+        engine: its optimizer's parameters must all be in ``states``, with their weights as ``master``.
+        states: by name of the parameter; may hold more.
+        scale: state dict of an optimizer whose loss scale is to be taken over, if it has the same form.
+
+    Raises:
+        VPipeError: the states do not fit, see :func:`ds_vpipe.checkpoints.optimizer_states.pack`.
+    """
+    optimizer = engine.optimizer
+    template = optimizer.state_dict()
+    form = form_of(template)
+    groups = stage_layout(engine).groups
+    replica = dist.get_rank(group=optimizer.dp_process_group) if form.partitioned else 0
+    # Nothing is saved of a placeholder that another split did not have; it keeps what it has.
+    states = {PLACEHOLDER: ParameterState(None, {}, (engine.stage_id, 0), {}), **states}
+    packed = pack(template, states, groups, replica, warn=logger.warning)
+    if scale is not None:
+        carry_scale(packed, scale)
+    if form.partitioned:
+        partitions = [packed] * dist.get_world_size(group=optimizer.dp_process_group)
+        optimizer.load_state_dict(partitions, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
+        return
+    optimizer.load_state_dict(packed)
+    if form.masters is None:
+        with torch.no_grad():
+            for members, named in zip(_parameters(optimizer), groups, strict=True):
+                for parameter, (name, _) in zip(members, named, strict=True):
+                    master = states[name].master
+                    if master is not None:
+                        parameter.copy_(master)
+
+
+def _untied_names(module: PipelineModule) -> dict[str, str]:
+    """Parameters and buffers of tied layers that are not tied themselves: a name by their first layer here."""
+    first: dict[str, int] = {}
+    for index in layer_numbers(module):
+        spec = module._layer_specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            first.setdefault(spec.key, index)
+    untied = {}
+    for key, index in first.items():
+        layer = module.tied_modules[key]
+        tied = {id(parameter) for parameter in tied_parameters(module, key)}
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if id(tensor) not in tied:
+                untied[f"tied_modules.{key}.{name}"] = f"{index}.{name}"
+    return untied
+
+
+def _parameters(optimizer: Any) -> list[list[torch.nn.Parameter]]:
+    """The module's parameters in the order in which the optimizer holds them, per group."""
+    if optimizer is None:
+        return []
+    for attribute in _GROUPS:
+        if hasattr(optimizer, attribute):
+            return list(getattr(optimizer, attribute))
+    return [group["params"] for group in optimizer.param_groups]

@@ -1,0 +1,145 @@
+"""Resuming with another split of the model, another number of stages or replicas, or another optimizer wrapper.
+
+DeepSpeed loads optimizer states by position, which needs the very same stages. Here they are loaded by
+parameter: weights, master weights and optimizer states follow their layers. What belongs to a stage rather
+than to a layer (learning-rate schedule, counters, loss scale) comes from the stage of the checkpoint that held this
+stage's first trained parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import log_dist
+
+from ds_vpipe.checkpoints.optimizer_states import form_of
+from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
+from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
+from ds_vpipe.engine.checkpoint.parameter_states import checkpoint_layout, stage_layout, write_states
+from ds_vpipe.engine.modules.recompute import layer_numbers
+from ds_vpipe.errors import VPipeError
+
+_RESTORED = ("module", "optimizer", "lr_scheduler", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
+
+
+class ReshapingMixin(PipelineEngine):
+    """``load_checkpoint()`` whatever the stages and replicas were that saved it."""
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's, and also for checkpoints of other splits, numbers of stages or replicas.
+
+        Raises:
+            VPipeError: the checkpoint is of another model, or does not tell whose states it holds.
+        """
+        if (tag is None and not (Path(load_dir) / "latest").is_file()) or self.load_universal_checkpoint():
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        folder = checkpoint_folder(load_dir, tag)
+        checkpoint = open_checkpoint(self, folder)
+        if same_layout(self, checkpoint):
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        log_dist(f"ds_vpipe: {folder} has other stages or replicas; loading by parameter", ranks=[0])
+        return str(folder), load_reshaped(self, checkpoint, *args, **kwargs)
+
+    def _common_checkpoint_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**super()._common_checkpoint_state(*args, **kwargs), LAYOUT_KEY: checkpoint_layout(self)}
+
+
+def open_checkpoint(engine: PipelineEngine, folder: Path) -> PipelineCheckpoint:
+    """The checkpoint in ``folder``, as this rank's slice of the model needs it."""
+    return PipelineCheckpoint(folder, engine.grid.get_slice_parallel_rank(), stage_layout(engine).ties)
+
+
+def same_layout(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> bool:
+    """Whether DeepSpeed's own way of loading, by position, gives each parameter its own states."""
+    live = stage_layout(engine)
+    if len(checkpoint.stages) != engine.num_stages or checkpoint.stages[live.stage]["dp_world_size"] != live.replicas:
+        return False
+    saved = checkpoint.optimizer(live.stage)
+    if not saved or engine.optimizer is None:
+        return bool(saved) == (engine.optimizer is not None)
+    if form_of(saved[0]) != form_of(engine.optimizer.state_dict()):
+        return False
+    if checkpoint.layouts is not None:
+        return checkpoint.layouts[live.stage] == live
+    try:
+        return [list(group) for group in checkpoint.groups[live.stage]] == live.module_groups
+    except VPipeError:
+        return True  # nobody can say more of it; by position is how it was saved
+
+
+def load_reshaped(
+    engine: PipelineEngine,
+    checkpoint: PipelineCheckpoint,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Any = None,
+) -> dict[str, Any]:
+    """Load a checkpoint by parameter into an engine that is not training at the moment; all ranks call it.
+
+    Args:
+        engine: its versions of weights, if it has any, must be made anew afterwards.
+        checkpoint: see :func:`open_checkpoint`.
+        load_module_strict: layers must have exactly the checkpoint's weights.
+        load_optimizer_states: else only weights, and master weights made from them.
+        load_lr_scheduler_states: go on with the checkpoint's learning-rate schedule.
+        load_module_only: nothing but weights.
+        custom_load_fn: must be None, as for every pipeline.
+
+    Returns:
+        The client state: what was saved beyond DeepSpeed's own entries.
+
+    Raises:
+        VPipeError: another number of layers or slices, or states that do not fit or are not there.
+    """
+    _check(engine, checkpoint)
+    engine._curr_ckpt_path = str(checkpoint.folder)
+    engine.load_module_state_dict({"module": None}, strict=load_module_strict, custom_load_fn=custom_load_fn)
+    trained = stage_layout(engine).names
+    with_states = load_optimizer_states and not load_module_only and engine.optimizer is not None
+    stage = 0
+    if with_states:
+        found = (checkpoint.stage_of(name) for name in trained)
+        stage = next((at for at in found if at is not None), 0)
+        _load_states(engine, checkpoint, stage, trained)
+    elif hasattr(engine.optimizer, "refresh_fp32_params"):
+        engine.optimizer.refresh_fp32_params()
+    content = checkpoint.stages[stage]
+    if not load_module_only:
+        if load_lr_scheduler_states and engine.lr_scheduler is not None and content["lr_scheduler"] is not None:
+            engine.lr_scheduler.load_state_dict(content["lr_scheduler"])
+        engine.global_steps = content["global_steps"]
+        engine.global_samples = content.get("global_samples", engine.global_steps * engine.train_batch_size())
+        engine.skipped_steps = content["skipped_steps"]
+    return {key: value for key, value in content.items() if key not in _RESTORED}
+
+
+def _load_states(engine: PipelineEngine, checkpoint: PipelineCheckpoint, stage: int, trained: list[str]) -> None:
+    states = checkpoint.states(trained)
+    if engine.optimizer is not None and form_of(engine.optimizer.state_dict()).masters is not None:
+        for name, state in states.items():
+            if state.master is None:  # a plain optimizer trains the weights themselves
+                states[name] = dataclasses.replace(state, master=checkpoint.weight(name))
+    saved = checkpoint.optimizer(stage)
+    write_states(engine, states, scale=saved[0] if saved else None)
+
+
+def _check(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> None:
+    live = stage_layout(engine)
+    where = f"checkpoint {str(checkpoint.folder)!r}"
+    if checkpoint.slices != live.slices:
+        raise VPipeError(
+            f"{where}: got {checkpoint.slices} tensor-parallel slices, allowed is this model's {live.slices}; load "
+            f"it with the slices it was saved with"
+        )
+    layers = zip(layer_numbers(engine.module), engine.module.forward_funcs, strict=True)
+    lost = [index for index, layer in layers if hasattr(layer, "load_state_dict") and index not in checkpoint.layers]
+    if lost or (checkpoint.layouts is not None and checkpoint.layouts[0].bounds[-1] != live.bounds[-1]):
+        raise VPipeError(
+            f"{where}: got weights of layers {checkpoint.layers}, allowed are those of this model's "
+            f"{live.bounds[-1]} layers; load it into the model that saved it"
+        )

@@ -1,0 +1,261 @@
+"""State dicts of the whole model on every rank of a pipeline, each of which has the parameters of one stage.
+
+Every stage tells which entries it has; then each goes from its owner to the others through host memory, one at a
+time. All ranks of a pipeline have to call for it. A rank whose script has come to its end serves those whose scripts
+have not, so that ``if rank == 0: model.save_pretrained(...)`` in the last lines works.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import logger
+
+from ds_vpipe.engine.links.consensus import Agreement
+from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
+
+_PATIENCE_S = 5.0
+_REMEDY = (
+    "call state_dict() or engine.full_state_dict() on every rank and write its result on one, or call "
+    "engine.save_checkpoint() on every rank and then python -m ds_vpipe.export"
+)
+
+
+class Engine(Protocol):
+    """What a pipeline's engine does for it."""
+
+    def come_to_rest(self, what: str) -> None:
+        """Finish what is in flight, together with the other stages that do the same."""
+
+    def weights_were_set(self) -> None:
+        """At rest, the script has given the parameters other values, on all stages."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a stage tells of an entry: shape and type of a tensor, or another value itself."""
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What a rank calls for."""
+
+    path: str
+    rank0_only: bool = False
+    copied: bool = False  # in a copy of the model, which a rank at the end of its script knows nothing of
+
+    def __str__(self) -> str:
+        return repr(self.path or "the model") + (" in a copy" if self.copied else "")
+
+
+class WholeStates:
+    """Makes state dicts whole; all ranks of a pipeline build one.
+
+    Args:
+        agreement: among them.
+        engine: comes to rest before; until :meth:`leave`.
+        stage: this rank's.
+        homes: for names of the whole state dict, the stage whose value counts and the name that it has there; of other
+            names the first stage that has them.
+    """
+
+    def __init__(
+        self, agreement: Agreement, engine: Engine, stage: int, homes: Callable[[], Mapping[str, tuple[str, int]]]
+    ) -> None:
+        self._agreement, self._stage, self._homes = agreement, stage, homes
+        self._engine: Engine | None = engine
+        self._calls = 0
+        self._handed: list[tuple[torch.Tensor, int]] = []
+
+    def leave(self) -> None:
+        """The engine is done; it is at rest from now on."""
+        self._engine = None
+
+    def gather(
+        self, own: Mapping[str, Any], what: str, path: str = "", rank0_only: bool = False, copied: bool = False
+    ) -> dict[str, tuple[Any, Any]]:
+        """The entries of all stages; all ranks of the pipeline call it.
+
+        Args:
+            own: this stage's entries.
+            what: begins the line of a refusal.
+            path: of the module whose state dict it is, the same on all ranks.
+            rank0_only: only the first stage gets them; others get nothing.
+            copied: the module is in a copy of the model.
+
+        Returns:
+            For every entry, a value in host memory, the same one for names of the same tensor, and in front of it the
+            one of ``own`` that it is, or None.
+
+        Raises:
+            VPipeError: not all ranks have called.
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        wish = _Wish(path, rank0_only, copied)
+        with self._all_calling(what):
+            self._rest(what)
+            wishes = self._agreement.of_stages(wish, f"all ranks of the pipeline in {what}")
+        wanted = {wish for wish in wishes if wish is not None}
+        if len(wanted) > 1:
+            modules = ", ".join(str(wish) for wish in wishes if wish is not None)
+            raise VPipeError(f"{what}: got calls for {modules} on different ranks, allowed is the same on every rank")
+        if copied and None in wishes:
+            raise VPipeError(
+                f"{what}: called on rank {dist.get_rank()} for a copy of the model, of which another rank, whose "
+                f"script has come to its end, has a part; call state_dict() of the copy on every rank and write its "
+                f"result on one"
+            )
+        return self._exchange(own, wish, what)
+
+    def complete(self, path: str, own: dict[str, Any], what: str, copied: bool) -> dict[str, Any]:
+        """As :class:`~ds_vpipe.splitting.model_hooks.StateHooks` wants it.
+
+        All ranks have equal tensors, so that scripts may write the same file on each. Of a copy of the model the
+        stage's own ones are as they are: averages of weights are kept by writing into them.
+        """
+        if not copied:
+            self.refuse_written(what)
+        whole: dict[str, Any] = {}
+        for name, (mine, value) in self.gather(own, what, path, copied=copied).items():
+            same = isinstance(mine, torch.Tensor) and (copied or _is(mine, value))
+            whole[name] = mine if same else value
+            if mine is not None and not same and isinstance(value, torch.Tensor):
+                self._handed.append((value, value._version))
+        return whole
+
+    def before_loading(self) -> None:
+        """Nothing may be in flight that uses the parameters."""
+        self._rest("load_state_dict()")
+
+    def after_loading(self) -> None:
+        """The parameters have other values."""
+        if self._engine is not None:
+            self._engine.weights_were_set()
+
+    def refuse_written(self, call: str) -> None:
+        """Refuse ``call`` if the script has written into a state dict that was a copy, as if it were the model.
+
+        Raises:
+            VPipeError: it has.
+        """
+        handed, self._handed = self._handed, []
+        if any(value._version != version for value, version in handed):
+            raise VPipeError(
+                f"{call}: got a state_dict() that was written into, allowed is to read it: of a split model it is a "
+                f"copy; call model.load_state_dict() on every rank, or clone before you write"
+            )
+
+    def serve(self, own: Callable[[str], Mapping[str, Any]], at_rest: bool) -> None:
+        """At the end of the script: take part in what other ranks call, until all have come to their end.
+
+        Args:
+            own: gives this stage's entries of a module.
+            at_rest: the end of the script has brought the pipeline to rest.
+
+        Raises:
+            VPipeError: another rank is lost, does something else or did not come in time.
+        """
+        what = "the end of the script"
+        while True:
+            if not at_rest:
+                self._rest(what)
+            at_rest = False
+            wishes = self._agreement.of_stages(None, f"all ranks of the pipeline at {what}")
+            wanted = {wish for wish in wishes if wish is not None}
+            if not wanted:
+                return
+            if len(wanted) == 1:
+                (wish,) = wanted
+                if not wish.copied:
+                    self._exchange(own(wish.path), wish, what)
+
+    def _rest(self, what: str) -> None:
+        if self._engine is not None:
+            self._engine.come_to_rest(what)
+
+    def _exchange(self, given: Mapping[str, Any], wish: _Wish, what: str) -> dict[str, tuple[Any, Any]]:
+        within = f"{wish.path}." if wish.path else ""
+        own = {within + name: value for name, value in given.items()}
+        entries = self._agreement.of_stages({name: _entry(value) for name, value in own.items()}, what)
+        receivers = [0] if wish.rank0_only else list(range(len(entries)))
+        homes, values, result = self._homes(), dict[tuple[str, int], Any](), dict[str, tuple[Any, Any]]()
+        for name in dict.fromkeys(name for found in entries for name in found):
+            home = homes.get(name)
+            if home is None or home[0] not in entries[home[1]]:
+                home = name, next(stage for stage, found in enumerate(entries) if name in found)
+            there, stage = home
+            mine = own.get(there) if stage == self._stage else None
+            if home not in values:
+                values[home] = self._bring(entries[stage][there], mine, stage, receivers, what)
+            if self._stage in receivers:
+                result[name[len(within) :]] = mine, values[home]
+        return result
+
+    def _bring(self, entry: _Entry, mine: Any, stage: int, receivers: list[int], what: str) -> Any:
+        """One entry from its stage to the receivers, in host memory."""
+        if entry.shape is None or entry.dtype is None:
+            return entry.value
+        sends = stage == self._stage
+        if not sends and self._stage not in receivers:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            value = mine.detach().cpu().contiguous() if sends else torch.empty(entry.shape, dtype=entry.dtype)
+            if value.untyped_storage().nbytes() != value.nbytes:
+                value = value.clone()  # the rest of a flat buffer would be saved with it
+            if value.numel() and receivers != [stage]:
+                self._agreement.bytes_of_stage(value, stage, receivers, what)
+        return value
+
+    @contextmanager
+    def _all_calling(self, what: str) -> Iterator[None]:
+        """Say after a while who is missing, and refuse the call in the end if somebody is."""
+        self._calls += 1
+        name, ranks = self._agreement.pipeline
+        store = dist.distributed_c10d._get_default_store()
+        keys = {rank: f"ds_vpipe/{name}/whole_state/{self._calls}/{rank}" for rank in ranks}
+        store.set(keys[dist.get_rank()], "here")
+
+        def missing() -> str:
+            return ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
+
+        def remind() -> None:
+            if others := missing():
+                logger.warning(f"ds_vpipe: {what}: waits on rank {dist.get_rank()} for rank {others}; {_REMEDY}")
+
+        reminder = threading.Timer(_PATIENCE_S, remind)
+        reminder.daemon = True
+        reminder.start()
+        try:
+            yield
+        except (PipelinePeerError, PipelineProtocolError) as error:
+            try:
+                others = missing()
+            except RuntimeError:  # the store's own rank is gone
+                others = ""
+            if not others:
+                raise
+            raise VPipeError(
+                f"{what}: called on rank {dist.get_rank()}, but not on rank {others}, where other parts of the model "
+                f"are; {_REMEDY}"
+            ) from error
+        finally:
+            reminder.cancel()
+
+
+def _entry(value: Any) -> _Entry:
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
+    return _Entry(tuple(value.shape), value.dtype) if plain else _Entry(None, None, value)
+
+
+def _is(mine: torch.Tensor, value: torch.Tensor) -> bool:
+    return mine.device == value.device and mine.data_ptr() == value.data_ptr()

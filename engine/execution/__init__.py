@@ -1,0 +1,1 @@
+"""Execution of schedule actions on a stage."""

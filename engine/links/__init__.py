@@ -1,0 +1,1 @@
+"""Messages between stages: format, links, process groups, agreements."""

@@ -1,0 +1,163 @@
+"""Small agreements among ranks, on the CPU and with a time limit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from ds_vpipe.engine.links.groups import Groups
+from ds_vpipe.errors import PipelinePeerError, VPipeError
+
+_FILES_LIMIT_S = 30 * 60.0  # slow file systems are ordinary; DeepSpeed's own default
+
+
+class Agreement:
+    """Minima over the ranks of a stage or over all ranks, and what one rank decides for others.
+
+    Args:
+        grid: DeepSpeed's process grid.
+        groups: makes the groups of a stage's replicas and of all ranks.
+    """
+
+    def __init__(self, grid: Any, groups: Groups) -> None:
+        self._told: weakref.ref[VPipeError] | None = None
+        self._me = groups.me
+        replicas = next(ranks for ranks in grid.dp_groups if groups.me.rank in ranks)
+        self._replicas = self._stage = groups.of("replicas", replicas)
+        if grid.get_slice_parallel_world_size() > 1:
+            self._stage = groups.of("a stage", sorted(grid.topology().filter_match(pipe=groups.me.stage)))
+        self._pipeline = groups.of("pipeline", next(ranks for ranks in grid.pipe_groups if groups.me.rank in ranks))
+        self._files_limit_s = max(groups.timeout_s, _FILES_LIMIT_S)
+        self._everyone = groups.of("all ranks", range(grid.world_size), longest_s=self._files_limit_s)
+
+    def all_have(self, mine: bool) -> bool:
+        """True if all ranks of this stage pass True: a micro-batch is admitted only if every replica has one.
+
+        Of a tensor slice one rank may read for all, so that the others have to hear of the end.
+
+        Raises:
+            PipelinePeerError: one of them is lost or did not answer in time.
+        """
+        return bool(self._stage.minimum(int(mine), "the stage's ranks to read a micro-batch"))
+
+    def lowest(self, value: int, what: str) -> int:
+        """The smallest ``value`` of all ranks, between batches only; ``what`` is the name of the wait.
+
+        Raises:
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        return self._everyone.minimum(value, what)
+
+    def is_same(self, value: int, what: str) -> bool:
+        """True if all ranks pass the same ``value``, between batches only; ``what`` is the name of the wait.
+
+        Raises:
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        return self.lowest(value, what) == -self.lowest(-value, what)
+
+    def of_pipeline(self, value: Any, source: int) -> Any:
+        """The ``value`` that the rank ``source`` of this pipeline passes; all stages call it, between batches only.
+
+        Raises:
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        values = self._pipeline.gather(value, "all stages to agree on what a checkpoint holds")
+        return values[self._pipeline.ranks.index(source)]
+
+    def of_replicas(self, value: Any) -> list[Any]:
+        """The values that all replicas of this stage pass, in order, between batches only.
+
+        Raises:
+            PipelinePeerError: a replica is lost or did not answer in time.
+        """
+        return self._replicas.gather(value, "the stage's replicas to tell their optimizer states")
+
+    def of_stages(self, value: Any, what: str) -> list[Any]:
+        """The values that all stages of this pipeline pass, in order; ``what`` is the name of the wait.
+
+        Raises:
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        return self._pipeline.gather(value, what)
+
+    def bytes_of_stage(self, tensor: torch.Tensor, stage: int, receivers: Sequence[int], what: str) -> None:
+        """Bring a contiguous tensor in host memory from one stage of this pipeline to others.
+
+        Args:
+            tensor: on ``stage`` and the receivers; others need not call this.
+            stage: that has the values.
+            receivers: stages that get them.
+            what: the name of the wait.
+
+        Raises:
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        flat, group = tensor.view(-1).view(torch.uint8), self._pipeline
+        ranks = group.ranks
+        if len(receivers) == len(ranks):
+            group.broadcast(flat, ranks[stage], what)
+        elif group.me.rank == ranks[stage]:
+            for receiver in receivers:
+                group.wait(group.send(flat, ranks[receiver], 0), what)
+        else:
+            group.wait(group.recv(flat, ranks[stage], 0), what)
+
+    @property
+    def pipeline(self) -> tuple[str, list[int]]:
+        """A name of this pipeline, the same on its ranks, and these."""
+        return self._pipeline.name, list(self._pipeline.ranks)
+
+    def of_first_rank(self, value: Any) -> Any:
+        """The ``value`` that rank 0 passes; all ranks call it, between batches only.
+
+        Raises:
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        return self._everyone.gather(value, "the first rank to name the folder of a checkpoint")[0]
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A block of work with files that all ranks do, between batches: if it fails on one it fails on all.
+
+        Blocks may be nested; a failure is told once. A rank that fails between the block's own collectives tells
+        it at the end, where those that wait for it meet it.
+
+        Args:
+            what: begins the line of a failure.
+
+        Raises:
+            VPipeError: the work failed here.
+            PipelinePeerError: it failed on another rank, or a rank is lost or did not answer in time.
+        """
+        try:
+            yield
+        except PipelinePeerError:
+            raise  # everyone has it
+        except Exception as error:
+            if self._told is not None and error is self._told():
+                raise
+            text = _flat(error) if isinstance(error, VPipeError) else f"{type(error).__name__}: {_flat(error)}"
+            line = f"{what}: {self._me} failed: {text}"
+            with suppress(RuntimeError):  # what happened here matters more than who cannot be told
+                self._lines(line, what)
+            told = error if isinstance(error, VPipeError) else VPipeError(line)
+            self._told = weakref.ref(told)  # a reference would keep all frames of the traceback
+            if told is error:
+                raise
+            raise told from error
+        lines = self._lines(None, what)
+        if lines:
+            raise PipelinePeerError(lines[0])
+
+    def _lines(self, mine: str | None, what: str) -> list[str]:
+        lines = self._everyone.gather(mine, f"all ranks in {what}", self._files_limit_s)
+        return [line for line in lines if line is not None]
+
+
+def _flat(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,186 @@
+"""Process groups of an engine on the hosts' side: gloo, built from the store, a limit and a name for every wait.
+
+``torch.distributed.new_group`` is for none of them. Where the default group is bound to a device, it has every rank
+that is no member of the new group split the default group's communicator. That is a collective, which the members of
+a gloo group never enter: with three ranks or more all stand for ever. Here a group is known to its members alone.
+
+What remains of ``new_group`` are groups over the device's backend that all ranks make in the same order: those of
+DeepSpeed's process grid, and those of tied weights, with which DeepSpeed makes them equal at the start and reduces
+their gradients in a synchronous pipeline (``PipelineModule._index_tied_modules``).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo
+
+from ds_vpipe.engine.links.failure_watch import FailureWatch, break_off
+from ds_vpipe.engine.links.link import Peer, cause
+from ds_vpipe.errors import PipelinePeerError
+
+_GLOO: Any = ProcessGroupGloo  # torch's stubs name its options otherwise
+
+
+class Group:
+    """Ranks that exchange messages.
+
+    Args:
+        name: of this group alone, the same on its ranks.
+        backend: theirs; None for one rank alone.
+        ranks: global numbers of the members, in order.
+        me: this rank.
+        timeout_s: limit of every wait, in seconds.
+        failures: the failures of other ranks.
+    """
+
+    def __init__(
+        self, name: str, backend: Any, ranks: Sequence[int], me: Peer, timeout_s: float, failures: FailureWatch
+    ) -> None:
+        self.name = name
+        self._backend, self.ranks, self.me = backend, tuple(ranks), me
+        self.timeout_s = timeout_s
+        self._failures = failures
+
+    def send(self, data: torch.Tensor, rank: int, tag: int) -> dist.Work:
+        """Start sending ``data`` to the member with the global number ``rank``."""
+        work: dist.Work = self._backend.send([data], self.ranks.index(rank), tag)
+        return work
+
+    def recv(self, data: torch.Tensor, rank: int, tag: int) -> dist.Work:
+        """Start receiving ``data`` from the member with the global number ``rank``."""
+        work: dist.Work = self._backend.recv([data], self.ranks.index(rank), tag)
+        return work
+
+    def wait(self, work: dist.Work | RuntimeError, what: str, timeout_s: float | None = None) -> None:
+        """Wait for ``work``, or raise the error that it has met.
+
+        Raises:
+            PipelinePeerError: it did not come to its end in time, or a rank has failed or is lost.
+        """
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            if isinstance(work, RuntimeError):
+                raise work
+            work.wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            break_off(self._backend)  # a collective would go on without the limit of this wait
+            reason = self._failures.reason()
+            if reason is not None:
+                raise PipelinePeerError(f"{self.me} stopped waiting for {what}: {reason}", reason) from error
+            named = None if timeout_s is not None else limit
+            raise PipelinePeerError(f"{self.me} waited for {what}: {cause(error, named)}") from error
+
+    def minimum(self, value: int, what: str) -> int:
+        """The smallest ``value`` of all members."""
+        if len(self.ranks) == 1:
+            return value
+        result, options = torch.tensor([value]), AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+        self.wait(self._started(lambda: self._backend.allreduce([result], options)), what)
+        return int(result.item())
+
+    def broadcast(self, data: torch.Tensor, rank: int, what: str) -> None:
+        """Give ``data`` of the member with the global number ``rank`` to all."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = self.ranks.index(rank), 0
+        self.wait(self._started(lambda: self._backend.broadcast([data], options)), what)
+
+    def gather(self, value: Any, what: str, timeout_s: float | None = None) -> list[Any]:
+        """The ``value`` of every member, in order; whatever can be pickled."""
+        if len(self.ranks) == 1:
+            return [value]
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._gather(torch.tensor([len(mine)]), what, timeout_s)
+        padded = torch.nn.functional.pad(mine, (0, max(int(size) for size in sizes) - len(mine)))
+        parts = self._gather(padded, what, timeout_s)
+        return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def _gather(self, mine: torch.Tensor, what: str, timeout_s: float | None) -> list[torch.Tensor]:
+        parts = [torch.empty_like(mine) for _ in self.ranks]
+        self.wait(self._started(lambda: self._backend.allgather([parts], [mine])), what, timeout_s)
+        return parts
+
+    @staticmethod
+    def _started(start: Any) -> Any:
+        try:
+            return start()
+        except RuntimeError as error:
+            return error
+
+
+class Groups:
+    """The groups of one engine that this rank is a member of; all ranks make one for every engine.
+
+    Args:
+        me: this rank.
+        timeout_s: limit of every wait, in seconds.
+
+    Attributes:
+        failures: the failures of other ranks, in the same store.
+    """
+
+    def __init__(self, me: Peer, timeout_s: float) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        engine = store.add(f"ds_vpipe/engines of rank {me.rank}", 1)
+        self._name = f"engine {engine}"
+        self._store = PrefixStore(f"ds_vpipe/{self._name}", store)
+        self.me, self.timeout_s = me, timeout_s
+        self._devices = _devices()
+        self.failures = FailureWatch(self._store, dist.get_world_size(), timeout_s)
+
+    def check(self, doing: object) -> None:
+        """Go no further if another rank is known to have failed; a device's collective may end without an error.
+
+        Raises:
+            PipelinePeerError: it has; ``doing`` is what this rank was about to do.
+        """
+        reason = self.failures.known
+        if reason is not None:
+            raise PipelinePeerError(f"{self.me} stopped at {doing}: {reason}", reason)
+
+    def of(self, name: str, ranks: Iterable[int], longest_s: float = 0.0) -> Group:
+        """A group of ``ranks``, this one among them. Members of several groups make them in the same order.
+
+        Args:
+            name: what the group is for; another one for every group of the same ranks.
+            ranks: global numbers, the same on all of them.
+            longest_s: limit that a single wait may have beyond the engine's, in seconds.
+
+        Raises:
+            PipelinePeerError: the other ranks did not make it in time.
+        """
+        members, backend = list(ranks), None
+        if len(members) > 1:
+            options = _GLOO._Options()
+            options._devices, options._threads = self._devices, len(self._devices)
+            options._timeout = timedelta(seconds=max(self.timeout_s, longest_s))
+            store = PrefixStore(f"{name} of {members}", self._store)
+            try:
+                backend = ProcessGroupGloo(store, members.index(self.me.rank), len(members), options)
+            except RuntimeError as error:
+                what = f"{self.me} waited for ranks {members} to connect ({name})"
+                raise PipelinePeerError(f"{what}: {cause(error, self.timeout_s)}") from error
+            self.failures.breaks(backend)
+        return Group(f"{self._name}/{name} of {members}", backend, members, self.me, self.timeout_s, self.failures)
+
+
+def collective_groups(grid: Any, module: Any) -> list[Any]:
+    """Groups in which DeepSpeed's collectives may keep a stage waiting, for gradients above all."""
+    groups = [group for group in vars(grid).values() if isinstance(group, dist.ProcessGroup)]
+    groups += [tied["group"] for tied in module.tied_comms.values()]
+    return [group for group in dict.fromkeys(groups) if group is not dist.group.WORLD]
+
+
+def _devices() -> list[Any]:
+    """The network devices that torch would take: the interfaces in ``GLOO_SOCKET_IFNAME``, or the host name's."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if not names:
+        return [ProcessGroupGloo.create_default_device()]
+    return [ProcessGroupGloo.create_device(interface=name) for name in names]

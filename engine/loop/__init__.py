@@ -1,0 +1,1 @@
+"""Engine for scripts that loop over forward, ``backward()`` and ``step()``."""

@@ -1,0 +1,1 @@
+"""Pipeline modules: partition, virtual stages, recomputation, split plain modules."""

@@ -1,0 +1,82 @@
+"""Pipeline modules with several parts of the model on every rank, for the interleaved schedule.
+
+DeepSpeed's ``PipelineModule`` holds one run of layers. Here a rank's layers are several runs, one after the
+other in ``forward_funcs``, and ``forward()`` goes through the run that is chosen. Layers keep their
+numbers in the model, in names of parameters and of checkpoint files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed.pipe import PipelineModule
+
+from ds_vpipe.engine.modules.random_states import RandomStates
+from ds_vpipe.engine.modules.recompute import Segment
+
+
+class InterleavedMixin(PipelineModule):
+    """What :func:`interleave` adds to a module.
+
+    Attributes:
+        numbers: numbers in the model of this rank's layers.
+        chunk: which of this rank's parts ``forward()`` runs, from 0.
+    """
+
+    numbers: list[int]
+    chunk: int
+    _ends: list[int]
+    _segments: list[Segment]
+    _offsets: list[int]
+
+    @property
+    def micro_offset(self) -> int:
+        """Forward passes so far, which seed layers; of every part, at rest."""
+        return self._offsets[0]
+
+    @micro_offset.setter
+    def micro_offset(self, value: int) -> None:
+        self._offsets = [value] * len(self._ends)
+
+    def forward(self, forward_input: Any) -> Any:
+        """Run the layers of part :attr:`chunk`."""
+        self._offsets[self.chunk] += 1
+        return self._segments[self.chunk].run_part(self, forward_input, self._offsets[self.chunk] + 1)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The rank that holds a layer."""
+        part = next(part for part in range(len(self.parts) - 1) if layer_idx < self.parts[part + 1])
+        return int(part % self.num_stages)
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """The layer's file, by its number in the model."""
+        return str(super().ckpt_layer_path(ckpt_dir, self.numbers[local_layer_idx]))
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """The layer's files, by its number in the model."""
+        return list(super().ckpt_layer_path_list(ckpt_dir, self.numbers[local_layer_idx]))
+
+
+def interleave(module: PipelineModule, numbers: Sequence[int], ends: Sequence[int]) -> None:
+    """Let ``module`` run its layers part by part.
+
+    Args:
+        module: with this rank's layers in ``forward_funcs``.
+        numbers: their numbers in the model.
+        ends: where each of the rank's parts ends in ``forward_funcs``.
+    """
+    kind = type(module)
+    offset = module.__dict__.pop("micro_offset", 0)
+    module.__class__ = type(f"Interleaved{kind.__name__}", (InterleavedMixin, kind), {})
+    module.numbers, module._ends, module.chunk = list(numbers), list(ends), 0
+    module.micro_offset = offset
+    module._local_start = 0  # DeepSpeed adds it to positions
+
+
+def recompute_parts(module: InterleavedMixin, ratios: Sequence[float], random_states: RandomStates) -> None:
+    """Recompute the last layers of each of the rank's parts, by its own ratio."""
+    module._segments = [
+        Segment(start, end, ratio, random_states)
+        for ratio, start, end in zip(ratios, [0, *module._ends[:-1]], module._ends, strict=True)
+    ]

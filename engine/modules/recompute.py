@@ -1,0 +1,285 @@
+"""Recomputation of a stage's last layers in the backward pass, by ratio.
+
+The last ``int(ratio * n)`` of a stage's ``n`` layers form one checkpointed segment, so that its
+activations are not kept between forward and backward pass. Checkpointing is non-reentrant, which works
+with integer inputs and therefore on the first stage too, and restores random states. Source: Chen et
+al., Training Deep Nets with Sublinear Memory Cost (2016); the ratio per stage is vPipe's (TPDS 2021).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.utils import set_random_seed
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
+
+from ds_vpipe.engine.links.message import copied_to
+from ds_vpipe.engine.modules.random_states import RandomStates
+from ds_vpipe.errors import VPipeError
+
+
+@runtime_checkable
+class RunsSeveral(Protocol):
+    """A module that runs consecutive layers of ``forward_funcs`` together at less cost than one by one."""
+
+    user_module: torch.nn.Module
+
+    def run_several(self, start: int, stop: int, value: Any) -> Any:
+        """Run layers ``start`` to ``stop - 1``."""
+
+
+def recomputed_layers(ratio: float, num_layers: int) -> int:
+    """How many of a stage's layers, counted from its end, are recomputed."""
+    return int(ratio * num_layers)
+
+
+class Segment:
+    """The recomputed layers of a part of the model: its last ones.
+
+    The first micro-batch is computed to the end in its recomputation too, to compare the outputs: what torch cannot
+    restore, such as random states that nobody has registered, would give wrong gradients. Bit for bit on CPUs; on
+    other devices, where sums may be taken in any order, up to a small part of the norm.
+
+    Args:
+        start: where the part begins in ``forward_funcs``.
+        stop: where it ends.
+        ratio: of its layers that are recomputed.
+        random_states: besides torch's.
+    """
+
+    def __init__(self, start: int, stop: int, ratio: float, random_states: RandomStates) -> None:
+        self.start, self.first, self.stop = start, stop - recomputed_layers(ratio, stop - start), stop
+        self._random_states = random_states
+        self._checked = False
+        self._check: weakref.ref[_OutputCheck] | None = None
+        self._memory: _ModuleMemory | None = None
+
+    def run_part(self, module: PipelineModule, inputs: Any, seed_offset: int) -> Any:
+        """Run all layers of the part, which ``module`` has."""
+        outputs = _run(module, self.start, self.first, seed_offset, inputs)
+        if self.first == self.stop:
+            return outputs
+        if not torch.is_grad_enabled():
+            return _run(module, self.first, self.stop, seed_offset, outputs)
+        run: Callable[[Any], Any] = partial(_run_again, module, self.first, self.stop, seed_offset)
+        if self._memory is None:
+            self._memory = _ModuleMemory(self._modules(module))
+        states, remembered = self._random_states.read(), self._memory.read()
+        check = self._check_of_first(module)
+        with nullcontext() if check is None else set_checkpoint_early_stop(False):
+            outputs = checkpoint(
+                run if check is None else partial(check.run, run),
+                outputs,
+                use_reentrant=False,
+                preserve_rng_state=True,
+                context_fn=lambda: (nullcontext(), self._as_before(states, remembered)),
+            )
+        self._memory.note_changes(remembered)
+        return outputs
+
+    @contextmanager
+    def _as_before(self, states: Any, remembered: _Remembered) -> Iterator[None]:
+        with self._random_states.of(states), _remembering(remembered):
+            yield
+
+    def _modules(self, module: PipelineModule) -> list[torch.nn.Module]:
+        if isinstance(module, RunsSeveral):
+            return list(module.user_module.modules())
+        layers = module.forward_funcs[self.first : self.stop]
+        return [part for layer in layers if isinstance(layer, torch.nn.Module) for part in layer.modules()]
+
+    def _check_of_first(self, module: PipelineModule) -> _OutputCheck | None:
+        """A check, if this is the first micro-batch in training mode; its successor's if it has been dropped."""
+        if self._checked or not module.training or (self._check is not None and self._check() is not None):
+            return None
+        check = _OutputCheck(partial(self.compared, module))
+        self._check = weakref.ref(check)
+        return check
+
+    def compared(self, module: PipelineModule, difference: float) -> None:
+        """The outputs of a micro-batch and of its recomputation differ by this part of their norm.
+
+        Raises:
+            VPipeError: they differ.
+        """
+        self._checked, self._check = True, None
+        if difference == 0.0:
+            return
+        numbers = layer_numbers(module)[self.first : self.stop]
+        names = [_name(layer) for layer in module.forward_funcs[self.first : self.stop]]
+        raise VPipeError(
+            f"vpipe.recompute_ratio: got layers {numbers[0]} to {numbers[-1]} ({names[0]} to {names[-1]}) with another "
+            f"output when they are run again in the backward pass ({difference:.1e} of its norm), allowed are layers "
+            f"that compute the same twice; register random states that torch does not know with "
+            f"engine.register_random_state(name, get, put), or write 0 for this stage"
+        )
+
+
+_Remembered = list[tuple[dict[str, Any], str, Any]]
+"""Buffers and numbers, each with the dict and the key where a module has it."""
+
+
+class _ModuleMemory:
+    """Buffers and numbers that the forward of recomputed layers changes, such as statistics and counters.
+
+    The recomputation finds them as its forward pass did, and leaves nothing behind. Which ones change is found out in
+    the first forward pass.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._places = [(place, key) for part in modules for place in (part._buffers, vars(part)) for key in place]
+        self._known = False
+
+    def read(self) -> _Remembered:
+        """Their present values."""
+        return [
+            (place, key, value.detach().clone() if isinstance(value, torch.Tensor) else value)
+            for place, key in self._places
+            if isinstance(value := place.get(key), torch.Tensor if "_buffers" not in place else (int, float))
+            and key != "training"
+        ]
+
+    def note_changes(self, before: _Remembered) -> None:
+        """After a forward pass that found them like this."""
+        if not self._known:
+            self._known = True
+            self._places = [(place, key) for place, key, value in before if not _same(place.get(key), value)]
+
+
+def _same(value: Any, before: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+        return value.shape == before.shape and torch.equal(value.nan_to_num(), before.nan_to_num())
+    return type(value) is type(before) and not isinstance(value, torch.Tensor) and bool(value == before)
+
+
+@contextmanager
+def _remembering(remembered: _Remembered) -> Iterator[None]:
+    """Inside, modules remember this."""
+    present = [(place, key, place.get(key)) for place, key, _ in remembered]
+    for place, key, value in remembered:
+        place[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    try:
+        yield
+    finally:
+        for place, key, value in present:
+            place[key] = value
+
+
+class _OutputCheck:
+    """The output of one micro-batch, for comparison with that of its recomputation."""
+
+    def __init__(self, report: Callable[[float], None]) -> None:
+        self._report = report
+        self._outputs: list[torch.Tensor] | None = None
+
+    def run(self, function: Callable[[Any], Any], value: Any) -> Any:
+        """Run ``function``, the first time in the forward pass and the second time in the backward pass."""
+        result = function(value)
+        outputs = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if self._outputs is None:
+            self._outputs = [output.clone() for output in outputs]
+        elif self._outputs:
+            before, self._outputs = self._outputs, []
+            alike = len(before) == len(outputs)
+            self._report(max(map(_difference, before, outputs), default=0.0) if alike else math.inf)
+        return result
+
+
+def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Norm of the difference as a part of the norm; 0 if the order of sums on the device may be the reason."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return math.inf
+    if torch.equal(first.nan_to_num(), second.nan_to_num()):
+        return 0.0
+    if not first.is_floating_point():
+        return math.inf
+    part = float((first.double() - second.double()).norm() / first.double().norm())
+    tolerated = 0.0 if first.device.type == "cpu" else max(4 * torch.finfo(first.dtype).eps, 1e-4)
+    if math.isnan(part):
+        return 0.0 if tolerated else math.inf
+    return 0.0 if part <= tolerated else part
+
+
+def _name(layer: Any) -> str:
+    return type(layer).__name__ if isinstance(layer, torch.nn.Module) else str(getattr(layer, "__name__", layer))
+
+
+@contextmanager
+def one_way() -> Iterator[None]:
+    """Torch's error of layers that save other tensors when they are run again, in one line.
+
+    Raises:
+        VPipeError: in its place.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        reason = str(error).splitlines()[0].removeprefix("torch.utils.checkpoint: ").rstrip(".")
+        raise VPipeError(
+            f"vpipe.recompute_ratio: got layers that go another way when they are run again in the backward pass "
+            f"({reason}), allowed are layers that compute the same twice; let no branch depend on what changes between "
+            f"forward and backward pass, or write 0 for this stage"
+        ) from error
+
+
+def apply_recompute(module: PipelineModule, ratio: float, random_states: RandomStates) -> None:
+    """Make ``module`` recompute the last part of its layers. Ratio 0 leaves it alone."""
+    segment = Segment(0, len(module.forward_funcs), ratio, random_states)
+    if segment.first < segment.stop:
+        module.forward = MethodType(partial(_forward, segment=segment), module)
+
+
+def _forward(module: PipelineModule, inputs: Any, *, segment: Segment) -> Any:
+    module.micro_offset += 1
+    return segment.run_part(module, inputs, module.micro_offset + 1)
+
+
+def _run_again(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:
+    """The checkpointed segment. Its first layer may work in place, but not on the input kept for recomputation."""
+    return _run(module, start, stop, seed_offset, alias_free(value))
+
+
+class _Copy(torch.autograd.Function):
+    """A copy with the strides of the original, which results may depend on in their last bits."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return copied_to(value, value.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def alias_free(value: Any) -> Any:
+    """Tensors of a segment's input in memory of their own."""
+    if isinstance(value, torch.Tensor):
+        return _Copy.apply(value)
+    return type(value)(alias_free(item) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:
+    if isinstance(module, RunsSeveral) and start < stop:
+        return module.run_several(start, stop, value)
+    numbers = layer_numbers(module)
+    for position in range(start, stop):
+        module.curr_layer = numbers[position]
+        if module.seed_layers:
+            (module.seed_fn or set_random_seed)(module.base_seed * seed_offset + module.curr_layer)
+        value = module.forward_funcs[position](value)
+    return value
+
+
+def layer_numbers(module: PipelineModule) -> Sequence[int]:
+    """Numbers in the model of the layers in ``module.forward_funcs``."""
+    several: Sequence[int] | None = getattr(module, "numbers", None)
+    return range(module._local_start, module._local_start + len(module.forward_funcs)) if several is None else several

@@ -1,0 +1,304 @@
+"""A plain module as a pipeline module: its pieces are the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+from torch._dynamo import OptimizedModule
+
+from ds_vpipe.engine.modules.partitioned import VPipeModule, complete
+from ds_vpipe.errors import Refusal
+from ds_vpipe.partition import bounds
+from ds_vpipe.splitting.call import Call, Packed
+from ds_vpipe.splitting.example import from_data
+from ds_vpipe.splitting.meta_tensor import SplitError
+from ds_vpipe.splitting.piece import Piece
+from ds_vpipe.splitting.split import split_in_process
+from ds_vpipe.splitting.stage_model import StageModel
+
+
+class SplitModule(VPipeModule):
+    """A ``PipelineModule`` whose layers are the pieces of a plain module; made by :func:`split_model`.
+
+    Its input is what :meth:`pack` returns, its output on the last stage the loss. It has no ``loss_fn``: the user's
+    forward computes the loss.
+
+    Args:
+        stage: the model in pieces.
+        num_stages: K.
+        partition_method: as in the ``"vpipe"`` block.
+        topology: instead of ``num_stages``, as for ``PipelineModule``.
+    """
+
+    def __init__(
+        self,
+        stage: StageModel,
+        num_stages: int | None = None,
+        partition_method: str | Sequence[int] = "parameters",
+        topology: Any = None,
+    ) -> None:
+        # PipelineModule's constructor registers layers, which needs these and comes before attributes can be set.
+        self.__dict__["stage_model"] = stage
+        super().__init__(
+            layers=stage.pieces, num_stages=num_stages, topology=topology, partition_method=partition_method
+        )
+
+    stage_model: StageModel
+    forward_funcs: list[Piece]
+    fwd_map: dict[str, int]
+
+    @property
+    def user_module(self) -> torch.nn.Module:
+        """The user's model, which holds this stage's parameters under their own names."""
+        return self.stage_model.model
+
+    def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
+        """A call of the user's forward as the first stage's input; every rank packs every call.
+
+        Raises:
+            SplitError: the call cannot be run in pieces.
+        """
+        return self.stage_model.pack(args, dict(kwargs))
+
+    def take_output(self) -> Any:
+        """On the last stage, everything that the forward returned the last time without gradients."""
+        return self.stage_model.take_output()
+
+    def release(self) -> None:
+        """Drop what belongs to other stages; before the optimizer is built, after the last change of the split."""
+        self.stage_model.release(torch.device(get_accelerator().device_name(self.local_rank)))
+        self._synchronize_tied_weights()
+
+    def own_parameters(self, given: Iterable[Any]) -> list[Any]:
+        """Of parameters of the whole model, or of groups of them, what this stage has, in the same order.
+
+        Args:
+            given: what a script passes as ``model_parameters``; groups are dicts with ``"params"``, and stay even if
+                nothing remains in them.
+        """
+        return self.stage_model.own_parameters(given)
+
+    # As a list of layers
+
+    def run_several(self, start: int, stop: int, value: Any) -> Any:
+        """Run layers ``start`` to ``stop - 1`` of ``forward_funcs``, consecutive in the model, in one forward."""
+        return self.stage_model.run(value, self.forward_funcs[start].index, self.forward_funcs[stop - 1].index + 1)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run this stage's pieces.
+
+        Raises:
+            SplitError: this is a call of the user's forward, which no stage can run alone.
+        """
+        if kwargs or len(args) != 1 or not isinstance(args[0], tuple):
+            raise SplitError(
+                "engine.module(...): a stage has only a part of the model, allowed is to call engine(...) on every "
+                "rank; do that, in eval() mode to evaluate"
+            )
+        if self.activation_checkpoint_interval > 0:
+            return super().forward(args[0])
+        self.micro_offset += 1
+        return self.run_several(0, len(self.forward_funcs), args[0])
+
+    def split_anew(self, counts: Sequence[int], virtual_stages: int = 1) -> bool:
+        """Give every part the number of pieces in ``counts``; False if it was so already. Before :meth:`release`.
+
+        Raises:
+            SplitError: this rank has no longer all pieces.
+        """
+        if bounds(counts) == list(self.parts) and virtual_stages == 1:
+            return False
+        for name in [name for name in self._modules if name in self.fwd_map]:
+            del self._modules[name]
+        self.forward_funcs, self.fwd_map = [], {}
+        self.parts = bounds(counts)
+        numbers, ends = list[int](), list[int]()
+        for part in range(self.stage_id, len(counts), self.num_stages):
+            numbers += range(self.parts[part], self.parts[part + 1])
+            ends.append(len(numbers))
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+        self._hold(numbers)
+        self.to(get_accelerator().device_name(self.local_rank))
+        complete(self, virtual_stages, numbers, ends)
+        return True
+
+    def _build(self) -> None:
+        self._hold(range(self._local_start, self._local_stop))
+
+    def _hold(self, numbers: Sequence[int]) -> None:
+        pieces = self.stage_model.pieces
+        self.stage_model.keep(numbers, lambda piece: self.stage_owner(piece))
+        for number in numbers:
+            self.fwd_map[str(number)] = len(self.forward_funcs)
+            self.forward_funcs.append(pieces[number])
+            self.add_module(str(number), pieces[number])
+        for parameter in self.parameters():
+            parameter.ds_pipe_replicated = False
+
+    def _count_layer_params(self) -> list[int]:
+        return self.stage_model.trained_sizes()
+
+    # As a module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "stage_model" not in self.__dict__:
+                raise
+        return getattr(self.user_module, name)  # scripts expect the model that they have made
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's model's."""
+        return self.user_module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's model's: this stage takes what it has."""
+        return self.user_module.load_state_dict(*args, **kwargs)
+
+    def own_state(self, path: str = "") -> dict[str, Any]:
+        """This stage's part of the state dict of the user's model, or of the module at ``path`` in it."""
+        with self.stage_model.own_states():
+            found: dict[str, Any] = self.user_module.get_submodule(path).state_dict()
+        return found
+
+    def homes(self) -> dict[str, tuple[str, int]]:
+        """For all names of the whole model's state dict, a name and a stage where its value is."""
+        return {name: (there, self.stage_owner(piece)) for name, (there, piece) in self.stage_model.homes().items()}
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SplitModule:
+        self.stage_model.apply(fn)
+        return self
+
+    def train(self, mode: bool = True) -> SplitModule:
+        """Set the mode of the user's model, once and not once per piece."""
+        self.stage_model.train(mode)
+        self.training = mode
+        for piece in self.forward_funcs:
+            piece.training = mode
+        return self
+
+    # Tied weights
+
+    def tied_layers(self) -> dict[str, list[int]]:
+        """Pieces that use each tied parameter, by its first name."""
+        return {name: list(uses) for name, uses in self.stage_model.ties().items()}
+
+    def copies(self) -> dict[str, str]:
+        """Names in the pieces' files of parameters that an earlier piece has too, with the name in that one's."""
+        return {
+            f"{piece}.{name}": f"{min(names)}.{names[min(names)]}"
+            for names in self.stage_model.ties().values()
+            for piece, name in names.items()
+            if piece != min(names)
+        }
+
+    def _index_tied_modules(self) -> dict[str, Any]:
+        comms: dict[str, Any] = {}
+        for name, layers in sorted(self.tied_layers().items()):
+            stages = sorted({self.stage_owner(layer) for layer in layers})
+            if len(stages) < 2:
+                continue
+            for replica in range(self._grid.data_parallel_size):
+                ranks = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in stages]
+                group = dist.new_group(ranks=ranks)
+                if self.global_rank not in ranks:
+                    continue
+                attribute = self.stage_model.name_here(name)
+                assert attribute is not None
+                comms[name] = {"ranks": ranks, "group": group, "weight_attr": [attribute], "module": self.user_module}
+                if self.global_rank != ranks[0]:
+                    weight = PipelineModule._recursive_getattr(self.user_module, attribute)
+                    weight.ds_pipe_replicated = True
+        return comms
+
+    def _synchronize_tied_weights(self) -> None:
+        weights = [
+            self._recursive_getattr(self.user_module, comm["weight_attr"][0]) for comm in self.tied_comms.values()
+        ]
+        if not any(weight.is_meta for weight in weights):  # else they get their values later
+            with torch.no_grad():
+                super()._synchronize_tied_weights()
+
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
+        """Tied weights of this stage with the groups that reduce their gradients."""
+        return [
+            (self._recursive_getattr(comm["module"], comm["weight_attr"][0]), comm["group"])
+            for comm in self.tied_comms.values()
+        ]
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Sum gradients of tied weights over the stages that have them."""
+        for weight, group in self.get_tied_weights_and_groups():
+            dist.all_reduce(weight.grad, group=group)
+
+
+def split_model(
+    model: torch.nn.Module,
+    num_stages: int | None = None,
+    *,
+    partition: str | Sequence[int] | None = None,
+    example: Call | None = None,
+    training_data: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    topology: Any = None,
+) -> SplitModule:
+    """Make a pipeline of a plain module; all ranks call this.
+
+    The module becomes part of the result and keeps the parameters of this rank's stage only, once
+    :meth:`SplitModule.release` has been called.
+
+    Args:
+        model: whose forward returns the loss.
+        num_stages: K.
+        partition: pieces per stage, or a method, as in the ``"vpipe"`` block; by default ``"parameters"``.
+        example: positional and keyword arguments of a call of the model.
+        training_data: a data set from which an example is taken, if none is given.
+        collate_fn: makes a batch of its samples.
+        topology: instead of ``num_stages``.
+
+    Raises:
+        SplitError: the model cannot be split; one line says why, where, and what to do.
+        VPipeConfigError: the partition does not fit.
+    """
+    if isinstance(model, PipelineModule):
+        raise SplitError(f"model: got a {type(model).__name__}, allowed is a plain module; pass a pipeline as it is")
+    if isinstance(model, OptimizedModule):
+        raise SplitError("model: got a module of torch.compile, allowed is a plain one; pass the one it was made from")
+    if example is None and training_data is not None:
+        example = from_data(training_data, collate_fn)
+    stages = num_stages if topology is None else topology.get_dim("pipe")
+    if stages is None:
+        raise SplitError("split_model: got no num_stages, allowed is an int >= 1; pass it")
+    stage = split_in_process(model, stages, example)
+    method = "parameters" if partition is None else partition
+    return SplitModule(stage, None if topology is not None else num_stages, method, topology)
+
+
+def stages_in(ds_config: Mapping[str, Any], partition: Any, virtual_stages: int = 1) -> int:
+    """How many stages a DeepSpeed configuration asks for, for a model that does not say it itself.
+
+    Args:
+        ds_config: ``"pipeline": {"stages": K}`` in it comes first.
+        partition: ``vpipe.partition``; else K is the length of a list there.
+        virtual_stages: ``vpipe.virtual_stages``, as many entries of the list are one stage's.
+
+    Raises:
+        VPipeConfigError: neither says it, or the number is none.
+    """
+    pipeline = ds_config.get("pipeline")
+    given = pipeline.get("stages") if isinstance(pipeline, Mapping) else None
+    remedy = 'write "pipeline": {"stages": 4} into the DeepSpeed JSON'
+    if given is None or given == "auto":
+        if isinstance(partition, Sequence) and not isinstance(partition, str):
+            return len(partition) // virtual_stages
+        reason = "the model is a plain module, which does not say how many stages it shall have"
+        raise Refusal("pipeline.stages", given, "an int >= 1, or a list in vpipe.partition", remedy, reason).error()
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise Refusal("pipeline.stages", given, "an int >= 1", remedy).error()
+    return given

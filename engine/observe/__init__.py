@@ -1,0 +1,1 @@
+"""Observers of a stage: statistics, recordings, memory, DeepSpeed tools."""

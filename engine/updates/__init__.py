@@ -1,0 +1,1 @@
+"""Parameter updates of a stage: reduction, clipping, tied weights, optimizers."""

@@ -1,0 +1,74 @@
+"""What stages tell each other of their updates, with a fixed delay and without waiting.
+
+Every stage keeps a table with a row per stage. Rows of earlier stages come with activations, which a
+stage has received before its update anyway; rows of later stages come in a message of their own after
+those stages' update of the same batch, which they finish first. So at update ``t`` the table holds
+update ``t - d`` of an earlier stage, with ``d`` of :func:`ds_vpipe.schedules.one_f_one_b.news_delay`, and update
+``t`` of a later one. Which message a row comes with depends on the schedule and never on time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_OVERFLOWS, _SQUARED_NORM = range(2)
+
+
+class StageNews:
+    """The table: updates skipped for an overflow, and squared gradient norm of the latest update; by stage.
+
+    Args:
+        num_stages: K.
+        stage: the stage that keeps the table.
+    """
+
+    def __init__(self, num_stages: int, stage: int) -> None:
+        self._stage = stage
+        self._table = torch.zeros(num_stages, 2, dtype=torch.float64)
+        self._overflows_heard = 0.0
+
+    @property
+    def table(self) -> torch.Tensor:
+        """A copy, ``[K, 2]``, fp64: it is on its way to a neighbour while the next update changes the table."""
+        return self._table.clone()
+
+    def tell(self, *, overflow: bool, norm: float) -> None:
+        """Enter this stage's own update: whether it was skipped, its unscaled gradient norm."""
+        row = self._table[self._stage]
+        row[_OVERFLOWS] += overflow
+        row[_SQUARED_NORM] = 0.0 if overflow else norm**2
+
+    def from_earlier(self, table: torch.Tensor) -> None:
+        """Take the rows of earlier stages from the previous stage's table."""
+        self._table[: self._stage] = table[: self._stage]
+
+    def from_later(self, table: torch.Tensor) -> None:
+        """Take the rows of later stages from the next stage's table."""
+        self._table[self._stage + 1 :] = table[self._stage + 1 :]
+
+    def squared_norm_elsewhere(self) -> float:
+        """Sum of the other stages' squared gradient norms; a stage that nothing is known of yet counts as 0."""
+        norms = self._table[:, _SQUARED_NORM]
+        return float(norms[: self._stage].sum() + norms[self._stage + 1 :].sum())
+
+    def new_overflow(self) -> bool:
+        """True if any stage is now known to have skipped more updates than at the last call."""
+        overflows = float(self._table[:, _OVERFLOWS].sum())
+        new, self._overflows_heard = overflows > self._overflows_heard, overflows
+        return new
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"table": self.table, "heard": self._overflows_heard}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self._table.copy_(state["table"])
+        self._overflows_heard = state["heard"]
+
+    def forget(self) -> None:
+        """Know nothing, as at the start of training."""
+        self._table.zero_()
+        self._overflows_heard = 0.0

@@ -1,0 +1,255 @@
+"""Tied weights of layers on different stages: one stage owns them, the others hold copies.
+
+Stages that update at different times cannot reduce the gradients of a tied weight together, and copies
+that are updated apart drift. So the first tied stage owns the weight. Every other one sends it the
+gradient of each batch, which the owner needs only after its own backward passes of that batch, and the
+owner sends the weight back after each update. A copy takes the version that is known to have been made
+by then, ``d`` updates behind (:func:`ds_vpipe.schedules.one_f_one_b.updates_known`), whatever has arrived earlier, so
+that training does not depend on time. Copies are never updated by their own stage's optimizer: what it
+does to them is overwritten.
+
+Each pair of owner and copy has links of its own: weights may be large, and the stages between have no
+use for them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+
+from ds_vpipe.engine.links.groups import Groups
+from ds_vpipe.engine.links.link import Peer
+from ds_vpipe.engine.links.message import Message
+from ds_vpipe.engine.links.receiver import Receiver
+from ds_vpipe.engine.links.sender import Sender
+from ds_vpipe.schedules.one_f_one_b import news_delay, updates_known
+
+_PREFETCH = 1
+
+
+@dataclass(slots=True)
+class _Copies:
+    """At the owner: the weights that one other stage holds copies of."""
+
+    stage: int
+    weights: list[torch.nn.Parameter]
+    gradients_in: Receiver
+    weights_out: Sender
+
+
+@dataclass(slots=True)
+class _Owned:
+    """At a copy: the weights that one other stage owns, the values that are due here, and later ones."""
+
+    weights: list[torch.nn.Parameter]
+    gradients_out: Sender
+    weights_in: Receiver
+    owner: int
+    version: int
+    values: list[torch.Tensor]
+    ahead: deque[list[torch.Tensor]] = field(default_factory=deque)
+
+
+@runtime_checkable
+class TiesItself(Protocol):
+    """A module whose layers share parameters without being ``TiedLayerSpec``."""
+
+    def tied_layers(self) -> dict[str, list[int]]:
+        """Layers that use each tied parameter, by key; ``tied_comms`` has the parameter."""
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage of a layer."""
+
+
+def tied_parameters(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:
+    """Of the layers that ``key`` ties, which this stage has, what is tied; their other parameters are not."""
+    comms = module.tied_comms
+    if isinstance(module, TiesItself):
+        holder = comms[key]["module"]
+        return [PipelineModule._recursive_getattr(holder, name) for name in comms[key]["weight_attr"]]
+    names: list[str] = []
+    for spec in module._layer_specs:
+        if isinstance(spec, TiedLayerSpec) and spec.key == key:
+            given = spec.tied_weight_attr
+            names += [given] if isinstance(given, str) else given
+    return [module._recursive_getattr(module.tied_modules[key], name) for name in dict.fromkeys(names)]
+
+
+def tied_stages(module: PipelineModule) -> dict[str, tuple[int, ...]]:
+    """Stages of every tied key that spans more than one, owner first; the same on all ranks."""
+    stages: dict[str, set[int]] = {}
+    if isinstance(module, TiesItself):
+        stages = {key: {module.stage_owner(index) for index in layers} for key, layers in module.tied_layers().items()}
+    for index, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            stages.setdefault(spec.key, set()).add(module.stage_owner(index))
+    return {key: tuple(sorted(found)) for key, found in sorted(stages.items()) if len(found) > 1}
+
+
+class TiedWeights:
+    """The tied weights of one stage; all ranks build one.
+
+    Args:
+        module: the pipeline module.
+        grid: DeepSpeed's process grid.
+        depths: warm-up depth of every stage.
+        groups: makes the two groups of each owner and copy.
+        device: where the stage computes.
+    """
+
+    def __init__(
+        self, module: PipelineModule, grid: Any, depths: Sequence[int], groups: Groups, device: torch.device
+    ) -> None:
+        stage = grid.get_stage_id()
+        pin = device.type == "cuda"
+        self._depths, self._stage = depths, stage
+        self._copies: list[_Copies] = []
+        self._owned: list[_Owned] = []
+        pairs: dict[tuple[int, int], list[str]] = {}
+        for key, (owner, *others) in tied_stages(module).items():
+            for other in others:
+                pairs.setdefault((owner, other), []).append(key)
+        for (owner, other), keys in sorted(pairs.items()):
+            if stage not in (owner, other):
+                continue
+            ranks = [grid.stage_to_global(owner), grid.stage_to_global(other)]
+            down, up = groups.of("tied weights", ranks), groups.of("tied gradients", ranks)
+            weights = [weight for key in keys for weight in _weights(module, key)]
+            if stage == owner:
+                peer = Peer(other, ranks[1])
+                receiver = Receiver(up, peer, _PREFETCH)
+                sender = Sender(down, peer, _PREFETCH, pin=pin)
+                self._copies.append(_Copies(other, weights, receiver, sender))
+            else:
+                peer = Peer(owner, ranks[0])
+                sender = Sender(up, peer, _PREFETCH, pin=pin)
+                values = [weight.detach().clone() for weight in weights]
+                receiver = Receiver(down, peer, _PREFETCH)
+                self._owned.append(_Owned(weights, sender, receiver, owner, 0, values))
+
+    @property
+    def weights_in(self) -> list[Receiver]:
+        """Links from the owners."""
+        return [owned.weights_in for owned in self._owned]
+
+    @property
+    def gradients_in(self) -> list[Receiver]:
+        """Links from the copies."""
+        return [copies.gradients_in for copies in self._copies]
+
+    @property
+    def weights_out(self) -> list[Sender]:
+        """Links to the copies."""
+        return [copies.weights_out for copies in self._copies]
+
+    @property
+    def gradients_out(self) -> list[Sender]:
+        """Links to the owners."""
+        return [owned.gradients_out for owned in self._owned]
+
+    def send_gradients(self, batch: int) -> None:
+        """Hand the copies' gradients of ``batch`` to their owners; there is nothing left to update here."""
+        for owned in self._owned:
+            owned.gradients_out.send(Message.TIED, batch, tuple(weight.grad for weight in owned.weights))
+            for weight in owned.weights:
+                weight.grad = None
+
+    def add_gradients(self, batch: int) -> None:
+        """Add the copies' gradients of ``batch`` to the owner's."""
+        for copies in self._copies:
+            message = copies.gradients_in.receive(f"RECV_TIED_GRAD{batch}")
+            for weight, gradient in zip(copies.weights, message.tree, strict=True):
+                if gradient is None:
+                    continue
+                arrived = gradient.detach().to(weight.device, copy=True)
+                weight.grad = arrived if weight.grad is None else weight.grad.add_(arrived)
+
+    def send_weights(self, version: int, micro_batches: int, refill: int) -> None:
+        """Send the owner's newest weights, which have had ``version`` updates."""
+        for copies in self._copies:
+            # The gradient of batch version - 1 has come, so the copy has made update version - 2 and what was due then.
+            delay = news_delay(self._depths[copies.stage], self._depths[self._stage], micro_batches)
+            copies.weights_out.release(updates_known(version - 2, delay, micro_batches, refill))
+            copies.weights_out.send(Message.TIED, version, tuple(weight.detach() for weight in copies.weights))
+
+    def receive_weights(self, batch: int, micro_batches: int, refill: int) -> None:
+        """Wait for the owners' version that is due at this stage's update ``batch``."""
+        for owned in self._owned:
+            delay = news_delay(self._depths[self._stage], self._depths[owned.owner], micro_batches)
+            self._receive(owned, updates_known(batch, delay, micro_batches, refill), f"RECV_TIED{batch}")
+            owned.gradients_out.release(owned.version - 1)  # which the owner had for its update before
+
+    def overwrite(self) -> None:
+        """Give the copies the owner's version that was received last."""
+        with torch.no_grad():
+            for owned in self._owned:
+                for weight, value in zip(owned.weights, owned.values, strict=True):
+                    weight.data.copy_(value)
+
+    def catch_up(self, version: int) -> None:
+        """Wait for the owners' ``version`` and take it. Only while nothing is in flight here."""
+        if self._owned and any(owned.version < version for owned in self._owned):
+            for owned in self._owned:
+                self._receive(owned, version, f"tied weights after update {version}")
+            self.overwrite()
+
+    def restart(self, version: int) -> None:
+        """Go on from the weights as they are now, ``version`` updates old; everything sent has been received."""
+        for owned in self._owned:
+            owned.version = version
+            owned.values = [weight.detach().clone() for weight in owned.weights]
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has been received."""
+        for sender in (*self.weights_out, *self.gradients_out):
+            sender.flush()
+
+    @contextmanager
+    def newest(self, version: int) -> Iterator[None]:
+        """Let the copies be the owners' ``version``, the newest, for a while between two batches."""
+        kept = []
+        for owned in self._owned:
+            while owned.version + len(owned.ahead) < version:
+                owned.ahead.append(list(owned.weights_in.receive(f"tied weights after update {version}").tree))
+            for weight, value in zip(owned.weights, owned.ahead[-1] if owned.ahead else (), strict=False):
+                kept.append((weight, weight.data))
+                weight.data = value.to(weight.device)
+        try:
+            yield
+        finally:
+            for weight, data in kept:
+                weight.data = data
+
+    def hand_over(self, tell: Callable[[Sequence[torch.nn.Parameter]], torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
+        """At rest: what owners ``tell`` of their weights; returned for this stage's copies, with their weights."""
+        for copies in self._copies:
+            # No longer than weights are: links keep buffers as long as the longest message.
+            size = sum(weight.numel() * weight.element_size() for weight in copies.weights)
+            pieces = tell(copies.weights).split(size)
+            for piece in (torch.tensor(len(pieces)), *pieces):
+                copies.weights_out.send(Message.TIED, 0, piece)
+        told = []
+        for owned in self._owned:
+            count = int(owned.weights_in.receive("states of tied weights").tree)
+            pieces = tuple(owned.weights_in.receive("states of tied weights").tree for _ in range(count))
+            told.append((owned.weights, torch.cat(pieces)))
+        self.flush()
+        return told
+
+    @staticmethod
+    def _receive(owned: _Owned, version: int, what: str) -> None:
+        while owned.version < version:
+            owned.values = owned.ahead.popleft() if owned.ahead else list(owned.weights_in.receive(what).tree)
+            owned.version += 1
+
+
+def _weights(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:
+    tied = module.tied_comms[key]
+    weights = [module._recursive_getattr(tied["module"], name) for name in tied["weight_attr"]]
+    return [weight for weight in weights if weight.requires_grad]

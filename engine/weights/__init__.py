@@ -1,0 +1,1 @@
+"""Weight versions of a stage and the optimizer wrapper that stashes them."""

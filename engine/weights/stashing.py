@@ -1,0 +1,145 @@
+"""The optimizer wrapper that lets micro-batches in flight keep the weights they started with.
+
+It wraps any optimizer that steps its parameters in place, whatever DeepSpeed has put around it, and
+adds to it versions keyed by micro-batch. The gradient of an old version is applied to the newest
+weights, as in PipeDream (Narayanan et al., SOSP 2019, section 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from ds_vpipe.engine.weights.versions import WeightVersions
+
+
+class Stepper(Protocol):
+    """Anything with an in-place ``step()``."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Update the parameters in place."""
+
+
+class WeightStashingOptimizer:
+    """Versions of a stage's weights around a base optimizer.
+
+    Args:
+        base_optimizer: the optimizer that updates ``parameters`` in place.
+        parameters: all parameters of the stage.
+        stash: keep the weights of micro-batches in flight. Without it (``weight_sync: "none"``)
+            every backward pass sees the newest weights; for comparison only.
+        version: updates that the weights have had already.
+    """
+
+    def __init__(
+        self,
+        base_optimizer: Stepper,
+        parameters: Iterable[torch.nn.Parameter],
+        *,
+        stash: bool = True,
+        version: int = 0,
+    ) -> None:
+        self.base_optimizer = base_optimizer
+        self._stash = stash
+        self._versions = WeightVersions(parameters, holders=[base_optimizer], version=version)
+        self._in_flight: dict[int, int] = {}
+        self._keep_from: int | None = None
+
+    @property
+    def latest_version(self) -> int:
+        """Updates applied to the newest weights."""
+        return self._versions.latest
+
+    @property
+    def current_version(self) -> int:
+        """Version that the parameters hold at this moment."""
+        return self._versions.pointed
+
+    @property
+    def num_versions(self) -> int:
+        """Versions alive, the newest included."""
+        return len(self._versions.alive)
+
+    @property
+    def versions(self) -> WeightVersions:
+        """The versions themselves, for inspection."""
+        return self._versions
+
+    def version_of(self, micro_batch: int) -> int:
+        """Version that the forward pass of a micro-batch in flight used.
+
+        Raises:
+            KeyError: the micro-batch is not in flight.
+        """
+        return self._in_flight[micro_batch]
+
+    @contextmanager
+    def forward(self, micro_batch: int, version: int | None = None) -> Iterator[None]:
+        """Run the forward pass of ``micro_batch`` with ``version``, by default the newest, and keep that version.
+
+        Raises:
+            KeyError: the version is no longer alive.
+        """
+        version = self._versions.latest if version is None else version
+        self._versions.point_to(version)
+        try:
+            yield
+        finally:
+            self._versions.point_to_newest()
+        self._in_flight[micro_batch] = version
+
+    def load_old_params(self, micro_batch: int) -> None:
+        """Point the parameters to the weights that the forward pass of ``micro_batch`` used."""
+        if self._stash:
+            self._versions.point_to(self._in_flight[micro_batch])
+
+    def load_new_params(self) -> None:
+        """Point the parameters to the newest weights."""
+        self._versions.point_to_newest()
+
+    def release(self, micro_batch: int) -> None:
+        """The micro-batch is done or dropped: its version may go."""
+        del self._in_flight[micro_batch]
+        self._recycle()
+
+    def keep_from(self, version: int) -> None:
+        """Hold on to ``version`` and newer ones for forward passes that are still to come (vertical sync)."""
+        self._keep_from = version
+        self._recycle()
+
+    def keep_newest(self) -> None:
+        """Let go of all versions but the newest; nothing is in flight."""
+        if self._keep_from is not None:
+            self.keep_from(self.latest_version)
+
+    def _is_needed(self, version: int) -> bool:
+        if self._keep_from is not None and version >= self._keep_from:
+            return True
+        return version in self._in_flight.values()
+
+    def _recycle(self) -> None:
+        self._versions.keep_only({version for version in self._versions.alive if self._is_needed(version)})
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Whatever steps the base optimizer inside makes the next version.
+
+        In place where nothing in flight refers to the newest weights, else on a fork of them. Autograd
+        is told that the tensors it saved have not changed, which the fork has made true.
+        """
+        if self._stash and self._is_needed(self._versions.latest):
+            self._versions.fork()
+        else:
+            self._versions.point_to_newest()
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(self._versions.parameters)):
+            yield
+        self._versions.advance()
+        self._recycle()
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """One update of the newest weights by the base optimizer; returns what it returns."""
+        with self.update():
+            return self.base_optimizer.step(*args, **kwargs)

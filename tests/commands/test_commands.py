@@ -1,0 +1,539 @@
+"""The command line, through ``main(argv)``: what it prints and writes, its exit status, errors in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_configured_plan import planned
+from timelines import TWO_STAGES
+
+from ds_vpipe.__main__ import COMMANDS, main
+from ds_vpipe.commands.arguments import numbers, size, sizes
+from ds_vpipe.commands.profile import layer_range, setting
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.schedules import check as checks
+from ds_vpipe.timelines.timeline import Recording, Timeline
+
+CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+MB = 1_000_000
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "ds_config.json"
+    vpipe = {"sync_mode": "asp", "partition": [2, 2, 2, 2]}
+    path.write_text(json.dumps({**CONFIG, "vpipe": vpipe}), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    """Eight layers of 1 ms and 2 ms; each has 1 MB of weights and keeps 1 MB."""
+    layers = tuple(LayerProfile(f"Layer{i}", 1e-3, 2e-3, MB, MB, MB // 10) for i in range(8))
+    path = tmp_path / "profile.json"
+    ModelProfile(layers, MB // 10, 4, "some GPU", "float32", "measured").save(path)
+    return str(path)
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> str:
+    folder = tmp_path / "timeline"
+    folder.mkdir()
+    for rank in range(2):
+        spans = TWO_STAGES.by_rank()[rank]
+        Recording("two", "recording", 2, 1, spans, rank=rank, clock="one").save(folder / f"rank{rank}.json")
+    return str(folder)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> str:
+    assert main(argv) == status
+    streams = capsys.readouterr()
+    assert streams.err == ""
+    return streams.out
+
+
+def printed_json(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> Any:
+    return json.loads(printed(capsys, *argv, "--json", status=status))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 2) -> str:
+    assert main(argv) == status
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.count("\n") == 1, streams.err
+    return streams.err
+
+
+# The whole
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, command, "--help")
+    assert f"  python -m ds_vpipe {command} " in text.partition("examples:")[2]
+    assert "--json" in text
+
+
+def test_every_command_is_in_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--help")
+    for command in COMMANDS:
+        assert f"python -m ds_vpipe {command}" in text
+
+
+@pytest.mark.parametrize("argv", [[], ["shw"], ["show", "--stages", "x"], ["profile"], ["show", "--window", "3:1"]])
+def test_misuse_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--help explains" in refused(capsys, *argv)
+
+
+def test_show_loads_neither_torch_nor_numpy(config: str) -> None:
+    code = (
+        "import sys; from ds_vpipe.__main__ import main; status = main(sys.argv[1:]);"
+        "print(status, sorted({'torch', 'deepspeed', 'numpy', 'matplotlib'} & sys.modules.keys()))"
+    )
+    argv = [sys.executable, "-c", code, "show", config]
+    lines = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=400).stdout.splitlines()
+    assert lines[-1] == "0 []"
+    assert lines[1].startswith("stage 0 |F0 ")
+
+
+# show
+
+
+def test_show_reads_the_deepspeed_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "show", config, "--batches", "5", "--window", "0:16").splitlines()
+    assert lines == [
+        "ds_config: asp, K = 4, M = 2",
+        "stage 0 |F0 F1 F2 F3 .  .  .  .  .  .  B0 -- F4 B1 -- F5 |",
+        "stage 1 |.  F0 F1 F2 .  .  .  .  B0 -- F3 B1 -- F4 B2 -- |",
+        "stage 2 |.  .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- F4 B3 |",
+        "stage 3 |.  .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- F4 |",
+    ]
+
+
+def test_show_without_a_block_is_deepspeeds_own_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "stock.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    lines = printed(capsys, "show", str(tmp_path / "stock.json"), "--stages", "2").splitlines()
+    assert lines == [
+        "stock: 1f1b, K = 2, M = 2",
+        "stage 0 |F0 F1 .  .  B0 -- .  B1 -- |",
+        "stage 1 |.  F0 B0 -- F1 B1 -- .  .  |",
+    ]
+
+
+def test_show_by_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "show", "--stages", "2", "--micro-batches", "2", "--schedule", "interleaved",
+                   "--virtual-stages", "2", "--backward", "1")  # fmt: skip
+    assert text.splitlines()[1:] == [
+        "rank 0 |0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1 |",
+        "rank 1 |.   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 .   |",
+    ]
+
+
+def test_entries_of_partition_are_parts(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "show", config, "--schedule", "interleaved", "--virtual-stages", "2")
+    assert text.splitlines()[0] == "ds_config: interleaved, K = 2, M = 2"
+
+
+def test_options_outweigh_the_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    title = printed(capsys, "show", config, "--depth", "3,2,1,0", "--micro-batches", "1", "--schedule", "asp")
+    assert title.startswith("ds_config: asp, K = 4, M = 1\n")
+    deep = printed_json(capsys, "show", config, "--depth", "7,5,2,0")
+    first = [row[1] for row in deep["spans"] if row[0] == 0 and row[1][0] in "FB"]
+    assert first.index("B0") == 8  # seven ahead and the one that belongs to it
+
+
+def test_show_writes_pictures_and_timelines(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(tmp_path / f"out.{suffix}") for suffix in ("txt", "svg", "png", "json")]
+    options = [part for file in files for part in ("-o", file)]
+    assert printed(capsys, "show", config, *options).splitlines() == files
+    assert (tmp_path / "out.txt").read_text(encoding="utf-8").startswith("stage 0 |F0")
+    assert "<svg" in (tmp_path / "out.svg").read_text(encoding="utf-8")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    timeline = Timeline.load(tmp_path / "out.json")
+    assert (timeline.source, timeline.meta) == ("plan", {"time_unit": "forward passes"})
+    assert printed_json(capsys, "show", files[3]) == json.loads(json.dumps(timeline.to_json()))
+
+
+def test_show_draws_recordings(recording: str, capsys: pytest.CaptureFixture[str]) -> None:
+    by_folder = printed(capsys, "show", recording, "--unit", "1")
+    assert by_folder.splitlines()[1] == "stage 0 |F0 .  .  .  .  B0 -- -- S0 |"
+    files = sorted(str(path) for path in Path(recording).iterdir())
+    assert printed(capsys, "show", *files, "--unit", "1") == by_folder
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nowhere.json"], "No such file"),
+        ([], "name what to draw"),
+        (["--stages", "4"], "name what to draw"),
+        (["--stages", "4", "--micro-batches", "0"], "argument --micro-batches: got"),
+        (["--stages", "4", "--micro-batches", "2", "--depth", "1,2,0,0"], "depth_map: got [1, 2, 0, 0]"),
+        (["--stages", "4", "--micro-batches", "2", "-o", "x.gif"], "--output: got"),
+        (["--stages", "4", "--micro-batches", "2", "-o", "no/such/folder/x.svg"], "No such file or directory"),
+    ],
+)
+def test_show_refuses_in_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refused(capsys, "show", *argv)
+
+
+def test_wrong_blocks_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.json"
+    for content, message in (
+        ({**CONFIG, "vpipe": {"sync": "asp"}}, "vpipe.sync"),
+        ({**CONFIG, "vPipe": {}}, "did you mean"),
+        ({"vpipe": {"partition": [1, 1]}}, "gradient_accumulation_steps: got null; allowed"),
+        ({**CONFIG, "vpipe": {}}, "give --stages"),
+        ([1], "it holds no object"),
+        ({**CONFIG, "vpipe": {}, "optimizer": 5}, "optimizer: got 5"),
+    ):
+        path.write_text(json.dumps(content), encoding="utf-8")
+        assert message in refused(capsys, "show", str(path))
+    path.write_text("{", encoding="utf-8")
+    assert "it is not JSON" in refused(capsys, "show", str(path))
+
+
+# check
+
+
+def test_check_finds_schedules_sound(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "check", config).startswith("sound: asp, 4 stages, 2 micro-batches per batch, ")
+    result = printed_json(capsys, "check", "--stages", "3", "--micro-batches", "6", "--schedule", "gpipe")
+    assert (result["ok"], result["faults"]) == (True, [])
+    assert result["actions"] > 0
+
+
+def test_check_shows_faults(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = checks.Fault(1, 5, None, "made up")
+    monkeypatch.setattr(checks, "check_programs", lambda *_: [fault])
+    text = printed(capsys, "check", config, status=1)
+    assert text.splitlines()[-1] == "rank 1, position 5, end: made up"
+    assert "!end!" in text
+    result = printed_json(capsys, "check", config, status=1)
+    assert result["faults"] == [{"rank": 1, "position": 5, "action": None, "reason": "made up"}]
+
+
+def test_check_refuses_what_training_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.json"
+    content = {**CONFIG, "zero_optimization": {"stage": 3}, "vpipe": {}}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert "zero_optimization.stage" in refused(capsys, "check", str(path), "--stages", "2")
+    late = {"gradient_accumulation_steps": 1, "vpipe": {"staleness": {"error_feedback": True}}}
+    path.write_text(json.dumps(late), encoding="utf-8")
+    assert "stage 0 is 2 updates behind" in refused(capsys, "check", str(path), "--stages", "3")
+
+
+@pytest.mark.parametrize(
+    ("vpipe", "stages"),
+    [
+        ({"partition": [2, 2, 2, 2]}, "3"),
+        ({"recompute_ratio": [0.5, 0, 0]}, "4"),
+        ({"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}, "1"),
+    ],
+)
+def test_check_refuses_lists_that_do_not_fit(
+    vpipe: dict[str, Any], stages: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({**CONFIG, "vpipe": vpipe}), encoding="utf-8")
+    assert f"vpipe.{[*vpipe][-1]}: got" in refused(capsys, "check", str(path), "--stages", stages)
+
+
+# simulate
+
+
+def test_simulate_by_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--stages", "4", "--micro-batches", "8", "--schedule", "gpipe", "--forward", "1", "--batches", "1"]
+    result = printed_json(capsys, "simulate", *argv)
+    assert result["bubble"] == pytest.approx([3 / 11] * 4)
+    assert result["makespan_s"] == pytest.approx(33.0)
+    text = printed(capsys, "simulate", *argv, "-o", str(tmp_path / "s.json"))
+    assert text.splitlines()[1].split()[:2] == ["0", "27.3%"]
+    assert Timeline.load(tmp_path / "s.json").source == "simulation"
+
+
+def test_simulate_a_profile(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = printed_json(capsys, "simulate", config, "--profile", profile)
+    assert result["throughput"] == pytest.approx(1 / 6e-3)  # two layers of 3 ms on every stage
+    planned = printed_json(capsys, "plan", config, "--profile", profile, "--current")
+    peaks = [stage["memory"]["total"] for stage in planned["stages"]]
+    assert result["peak_bytes"] == pytest.approx(peaks, rel=0.02)
+
+
+def test_transfers_slow_a_simulation_down(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = printed_json(capsys, "simulate", config, "--profile", profile, "--bandwidth", "100MB")
+    assert slow["throughput"] < 0.95 / 6e-3  # 1 ms for every activation and gradient
+
+
+def test_simulate_refuses_costs_that_do_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--profile FILE, --recording FOLDER, --forward S" in refused(capsys, "simulate", config)
+    assert "1 or 4 numbers" in refused(capsys, "simulate", config, "--forward", "1,2")
+
+
+# plan
+
+
+def test_plan_writes_a_split_that_the_json_takes(
+    config: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    split = tmp_path / "split.json"
+    result = printed_json(capsys, "plan", config, "--profile", profile, "-o", str(split))
+    assert result["partition"] == [2, 2, 2, 2]
+    assert json.loads(split.read_text(encoding="utf-8")) == {
+        "partition": [2, 2, 2, 2],
+        "recompute_ratio": [0.0, 0.0, 0.0, 0.0],
+    }
+    content = {**CONFIG, "vpipe": {"partition": [1, 2, 2, 3], "recompute_ratio": 1}}
+    Path(config).write_text(json.dumps(content), encoding="utf-8")
+    current = printed_json(capsys, "plan", config, "--profile", profile, "--split", str(split), "--current")
+    assert (current["partition"], current["recompute_ratio"]) == ([2, 2, 2, 2], [0.0] * 4), "not those of the JSON"
+    content = {**CONFIG, "vpipe": {"partition": str(split)}}
+    (tmp_path / "planned.json").write_text(json.dumps(content), encoding="utf-8")
+    assert "K = 4" in printed(capsys, "show", str(tmp_path / "planned.json"))
+
+
+def test_plan_respects_memory(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    free = printed_json(capsys, "plan", config, "--profile", profile, "--current")
+    need = free["stages"][0]["memory"]["total"]
+    budget = str(need - 1)
+    assert main(["plan", config, "--profile", profile, "--current", "--memory", budget]) == 1
+    capsys.readouterr()
+    tight = printed_json(capsys, "plan", config, "--profile", profile, "--memory", budget)
+    assert max(stage["memory"]["total"] for stage in tight["stages"]) < need
+    assert "too many" in refused(capsys, "plan", config, "--profile", profile, "--memory", "1MB")
+    assert "--profile: got null" in refused(capsys, "plan", config)
+
+
+def test_plan_keeps_what_it_is_told(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", config, "--profile", profile]
+    always = printed_json(capsys, *argv, "--checkpoint", "except_last")
+    assert always["recompute_ratio"] == [1.0, 1.0, 1.0, 0.0]
+    assert always["partition"] == [2, 2, 2, 2]
+    content = {**CONFIG, "vpipe": {"partition": [1, 2, 2, 3]}}
+    Path(config).write_text(json.dumps(content), encoding="utf-8")
+    assert printed_json(capsys, *argv, "--keep", "partition")["partition"] == [1, 2, 2, 3]
+    assert printed_json(capsys, *argv, "--current")["partition"] == [1, 2, 2, 3]
+    assert printed_json(capsys, *argv)["partition"] == [2, 2, 2, 2]
+
+
+def test_plan_suggests_micro_batches(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "plan", config, "--profile", profile)
+    assert text.splitlines()[-1] == "at most one update stale: 3 micro-batches per batch or more"
+    text = printed(capsys, "plan", config, "--profile", profile, "--schedule", "gpipe")
+    assert text.splitlines()[-1] == "at most 10% idle: 27 micro-batches per batch or more"
+
+
+def test_plan_refuses_options_without_effect(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", config, "--profile", profile]
+    for more in (["--current", "--hide-transfers"], ["--checkpoint", "never", "--keep", "recompute_ratio"]):
+        assert "leave one of them out" in refused(capsys, *argv, *more)
+    simulated = ["simulate", config, "--profile", profile]
+    assert "--backward: got [1.0]; --profile has the seconds" in refused(capsys, *simulated, "--backward", "1")
+
+
+def test_micro_batches_are_what_deepspeed_makes_of_the_batch_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sizes.json"
+    path.write_text(json.dumps({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "vpipe": {}}))
+    assert "2 stages, 4 micro-batches per batch" in printed(capsys, "check", str(path), "--stages", "2")
+    assert "2 micro-batches per batch" in printed(capsys, "check", str(path), "--stages", "2", "--replicas", "2")
+
+
+def test_commands_plan_what_training_plans(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Profile, budget, links and what is left to the planner come from the block."""
+    block = {"partition": "profile", "recompute_ratio": "auto", "stage_to_depth_map": "auto", "profile": profile}
+    vpipe: dict[str, Any] = {**block, "memory_budget": 26 * MB, "link_bandwidth": 1e8}
+    content = {**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "vpipe": vpipe}
+    path = tmp_path / "auto.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    training, _ = planned(vpipe, content, [4, 4])
+    assert training.stage_to_depth_map == (2, 0)
+    argv = [str(path), "--stages", "2"]
+    for command in (["plan", *argv], ["plan", *argv, "--current"]):
+        found = printed_json(capsys, *command)
+        assert found["partition"] == list(training.partition or ())
+        assert found["recompute_ratio"] == list(training.recompute_ratio)
+        assert found["depths"] == [2, 0]
+    simulated = printed_json(capsys, "simulate", *argv)
+    assert simulated["in_flight"] == [3, 1]
+    assert simulated["throughput"] == pytest.approx(1 / found["pace_s"], rel=0.01)
+    assert '"stage_to_depth_map": [2, 0]' in printed(capsys, "plan", *argv)
+    path.write_text(json.dumps({**content, "vpipe": {**vpipe, "memory_budget": MB}}), encoding="utf-8")
+    assert "too many" in refused(capsys, "plan", *argv)
+    assert "too many" in refused(capsys, "simulate", *argv)
+    printed(capsys, "plan", *argv, "--memory", "26MB")
+
+
+def test_a_plan_on_the_cpu_counts_the_bytes_that_training_counts(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Messages are kept in the same memory there."""
+    found = replace(ModelProfile.load(profile), device="cpu")
+    found.save(tmp_path / "cpu.json")
+    block = {"partition": "profile", "recompute_ratio": "auto", "profile": str(tmp_path / "cpu.json")}
+    vpipe: dict[str, Any] = {**block, "memory_budget": 26 * MB}
+    content = {**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "vpipe": vpipe}
+    path = tmp_path / "auto.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    _, training = planned(vpipe, content, [4, 4], host_transfers=True)
+    stages = printed_json(capsys, "plan", str(path), "--stages", "2")["stages"]
+    assert stages == json.loads(json.dumps(training.to_json()))["stages"]
+    assert all(stage["memory"]["buffers"] > 0 for stage in stages)
+
+
+def test_a_plan_of_parts_is_what_training_takes(
+    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vpipe: dict[str, Any] = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
+    path, split = tmp_path / "c.json", tmp_path / "split.json"
+    path.write_text(json.dumps({**CONFIG, "vpipe": vpipe}), encoding="utf-8")
+    printed(capsys, "plan", str(path), "--stages", "2", "--profile", profile, "-o", str(split))
+    pipeline = VPipeConfig.parse({**vpipe, "partition": str(split)}).pipeline(2, 2)
+    assert (pipeline.partition, pipeline.recompute_ratio) == ((2, 2, 2, 2), (0.0,) * 4)
+    path.write_text(json.dumps({**CONFIG, "vpipe": {**vpipe, "recompute_ratio": [0.5, 1]}}), encoding="utf-8")
+    found = printed_json(capsys, "plan", str(path), "--stages", "2", "--profile", profile, "--keep", "recompute_ratio")
+    assert found["recompute_ratio"] == [0.5, 1.0, 0.5, 1.0]
+    assert "give --stages" in refused(capsys, "show", str(path))
+
+
+# profile
+
+
+def test_profile_names_what_it_cannot_import(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "profile", "--model", "nowhere:model", "--micro-batch-size", "2")
+    assert "No module named 'nowhere'" in line
+    assert "--micro-batch-size" in refused(capsys, "profile", "--model", "json:loads")
+    line = refused(capsys, "profile", "--model", "time:sleep_not", "--micro-batch-size", "2")
+    assert "sleep_not" in line
+
+
+MODEL = """
+import torch
+
+def example(micro_batch_size, width=8):
+    layers = [torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 2)]
+    return {"layers": layers, "inputs": torch.zeros(micro_batch_size, width),
+            "loss_fn": torch.nn.functional.cross_entropy, "labels": torch.zeros(micro_batch_size, dtype=torch.long)}
+
+def wrong(micro_batch_size):
+    return {"model": None}
+"""
+
+
+def test_profile_measures_and_computes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "some_model.py").write_text(MODEL, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    base = ["profile", "--model", "some_model:example", "--micro-batch-size", "4", "--set", "width=16"]
+    for how in (["--repeat", "2"], ["--analytic"]):
+        printed(capsys, *base, *how)
+        found = ModelProfile.load("profile.json")
+        assert [layer.parameter_bytes for layer in found.layers] == [4 * 17 * 16, 0, 4 * 17 * 2]
+        assert (found.micro_batch_size, found.input_bytes) == (4, 4 * 4 * 16)
+        part = printed_json(capsys, *base, *how, "--layers", "1:3", "-o", "part.json")
+        assert (part["first_layer"], len(part["layers"])) == (1, 2)
+    assert "within 0:3" in refused(capsys, *base, "--layers", "1:4")
+    line = refused(capsys, "profile", "--model", "some_model:wrong", "--micro-batch-size", "4")
+    assert 'got ["model"]' in line
+    assert "unexpected keyword argument 'depth'" in refused(capsys, *base, "--set", "depth=2")
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        assert '--device: got "cuda"; no GPU' in refused(capsys, *base, "--device", "cuda")
+
+
+# trace and report
+
+
+def test_trace_merges_recordings(recording: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, merged = str(tmp_path / "trace.json"), str(tmp_path / "merged.json")
+    result = printed_json(capsys, "trace", recording, "-o", trace, "--save", merged)
+    assert result["output"] == trace
+    assert result["timelines"][0]["throughput"] == pytest.approx(1 / 8.5)
+    assert len(json.loads(Path(trace).read_text(encoding="utf-8"))["traceEvents"]) > len(TWO_STAGES.spans)
+    assert Timeline.load(merged).source == "recording"
+    assert printed(capsys, "trace", recording, "-o", trace).startswith(trace)
+
+
+def test_trace_takes_offsets(recording: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["trace", recording, "-o", str(tmp_path / "t.json"), "--offsets", "0,0.25"]
+    assert printed_json(capsys, *argv)["timelines"][0]["meta"]["clock_offsets_s"] == [0.0, 0.25]
+    assert "one per rank, 2" in refused(capsys, *argv[:-1], "0")
+    assert "replica: got 3" in refused(capsys, *argv, "--replica", "3")
+
+
+def test_report_lays_timelines_side_by_side(
+    config: str, recording: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, page = tmp_path / "saved.json", tmp_path / "r.html"
+    replace(TWO_STAGES, source="simulation").save(saved)
+    result = printed_json(capsys, "report", config, str(saved), recording, "-o", str(page), "--title", "all three")
+    assert [timeline["source"] for timeline in result["timelines"]] == ["plan", "simulation", "recording"]
+    text = page.read_text(encoding="utf-8")
+    assert "<h1>all three</h1>" in text
+    assert text.count("<figure ") == 3
+    assert printed(capsys, "report", str(saved), "-o", str(page)) == f"{page}\n"
+
+
+# Values on the command line
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("123456", 123456), ("16GB", 16 * 10**9), ("80GiB", 80 * 2**30), ("1.5e9", 1_500_000_000), ("2 kb", 2000)],
+)
+def test_sizes(text: str, count: int) -> None:
+    assert size(text) == count
+    assert sizes(f"{text},1MB") == (count, 10**6)
+
+
+def test_other_values() -> None:
+    assert numbers(int)("3,2,1") == (3, 2, 1)
+    assert layer_range("2:5") == (2, 5)
+    assert setting("a=3") == ("a", 3)
+    assert setting("name=large") == ("name", "large")
+    for parse, text in ((layer_range, "5:2"), (setting, "a")):
+        with pytest.raises(ValueError, match=text):
+            parse(text)
+
+
+SIMULATE = ("simulate", "--stages", "4", "--micro-batches", "2")
+SHOW = ("show", "--stages", "4", "--micro-batches", "2")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((*SIMULATE, "--forward", "0"), "costs: got 0.0; allowed: seconds that are not all 0"),
+        ((*SIMULATE, "--forward=-1"), 'argument --forward: got "-1"; allowed: a finite number >= 0'),
+        ((*SIMULATE, "--profile", "p", "--latency", "nan"), "argument --latency: got"),
+        ((*SIMULATE, "--profile", "p", "--bandwidth", "0"), 'argument --bandwidth: got "0"; allowed: bytes > 0'),
+        ((*SIMULATE, "--profile", "p", "--bandwidth", "inf"), "argument --bandwidth: got"),
+        ((*SIMULATE, "--profile", "p", "--bandwidth", "1.2.3GB"), "argument --bandwidth: got"),
+        ((*SIMULATE, "--profile", "p", "--replicas", "0"), "argument --replicas: got"),
+        ((*SHOW, "--batches", "0"), "argument --batches: got"),
+        ((*SHOW, "--virtual-stages", "0"), "argument --virtual-stages: got"),
+        ((*SHOW, "--unit", "0"), "argument --unit: got"),
+        ((*SHOW, "--width=-5", "-o", "a.svg"), 'argument --width: got "-5"; allowed: pixels, 100 to 20000'),
+        ((*SHOW, "--width", "1e9", "-o", "a.png"), "argument --width: got"),
+        ((*SHOW, "--window", "0:inf"), "argument --window: got"),
+        ((*SHOW, "--batches", "1000000"), "schedule: got 16000000; passes of 4 parts"),
+        (("check", "--stages", "100000", "--micro-batches", "2"), "at most 2000000 passes to look at"),
+        (("profile", "--model", "a:b", "--repeat", "0"), "argument --repeat: got"),
+        (("profile", "--model", "a:b", "--analytic", "--flops", "0"), "argument --flops: got"),
+        (("profile", "--model", "a:b", "--device", "tpu"), "argument --device: invalid choice"),
+    ],
+)
+def test_senseless_numbers_are_refused_in_one_line(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, *argv)

@@ -1,0 +1,118 @@
+"""Checkpoints hold one consistent version, in DeepSpeed's own format."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import toy
+from test_exactness import OPTIMIZERS, difference
+from worlds import Worlds
+
+pytestmark = pytest.mark.mp
+
+
+def save_and_load(directory: str, extra: dict[str, Any], load_block: dict[str, Any] | None) -> dict[str, Any]:
+    """Train, save while micro-batches are in flight, load into another engine, and go on with that."""
+    ds_config = cases.config(2, OPTIMIZERS["AdamW"][0], {"partition": "uniform"}, **extra)
+    trained = cases.engine(ds_config, 2)
+    iterator = toy.data()
+    for _ in range(5):
+        trained.train_batch(iterator)
+    trained.save_checkpoint(directory)
+    saved = cases.parameters(trained)
+    other = cases.engine(cases.config(2, OPTIMIZERS["AdamW"][0], load_block, **extra), 2)
+    other.load_checkpoint(directory)
+    loaded, steps = cases.parameters(other), other.global_steps
+    iterator = toy.data(start=10)
+    for _ in range(3):
+        other.train_batch(iterator)
+    return {
+        "saved": saved,
+        "loaded": loaded,
+        "steps": steps,
+        "moved": difference(cases.parameters(other), loaded),
+    }
+
+
+@pytest.mark.parametrize("load_block", [None, {"partition": "uniform"}], ids=["stock", "ours"])
+@pytest.mark.parametrize(
+    "extra", [{}, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}], ids=["fp32", "bf16-zero1"]
+)
+def test_saved_in_flight_loads_everywhere(
+    worlds: Worlds, tmp_path: Path, extra: dict[str, Any], load_block: dict[str, Any] | None
+) -> None:
+    for report in worlds.run(2, save_and_load, str(tmp_path), extra, load_block):
+        assert difference(report["loaded"], report["saved"]) == 0
+        assert report["steps"] == 5
+        assert 1e-4 < report["moved"] < 1
+
+
+def save_where_each_thinks(directory: str) -> tuple[float, Any, list[str]]:
+    """As scripts do that put the time into a folder's name: the difference that loading makes, folders, warnings."""
+    engine = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"}), 2)
+    engine.train_batch(toy.data())
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds_vpipe.engine.checkpoint.save_load.logger.warning", said.append)
+        engine.save_checkpoint(f"{directory}/at{engine.global_rank}", tag=f"from{engine.global_rank}")
+    saved = cases.parameters(engine)
+    engine.train_batch(toy.data(start=engine.consumed_micro_batches))
+    engine.load_checkpoint(f"{directory}/at0")
+    found = difference(cases.parameters(engine), saved)
+    engine.destroy()
+    cases.close_groups()
+    return found, sorted(path.name for path in Path(directory).iterdir()), said
+
+
+def test_ranks_that_name_different_folders_save_in_the_first_ranks(worlds: Worlds, tmp_path: Path) -> None:
+    first, second = worlds.run(2, save_where_each_thinks, str(tmp_path))
+    assert first == (0, ["at0"], [])
+    assert second[:2] == (0, ["at0"])
+    assert len(second[2]) == 1
+    assert f"got the folder '{tmp_path}/at1/from1' on rank 1 and '{tmp_path}/at0/from0' on rank 0" in second[2][0]
+
+
+def save_universal(directory: str, ds_config: dict[str, Any]) -> Any:
+    engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
+    iterator = toy.data(replica=engine.grid.data_parallel_id)
+    for _ in range(3):
+        engine.train_batch(iterator)
+    state = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+    engine.save_checkpoint(directory, tag="parted", client_state=state)
+    saved = cases.parameters(engine)
+    engine.destroy()
+    cases.close_groups()
+    return saved
+
+
+def load_universal(directory: str, ds_config: dict[str, Any], tag: str | None) -> tuple[Any, Any]:
+    engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
+    engine.load_checkpoint(directory, tag=tag)
+    loaded = cases.parameters(engine)
+    engine.train_batch(toy.data(start=engine.consumed_micro_batches, replica=engine.grid.data_parallel_id))
+    changed = cases.parameters(engine)
+    engine.destroy()
+    cases.close_groups()
+    return loaded, changed
+
+
+def test_universal_checkpoints(worlds: Worlds, tmp_path: Path) -> None:
+    zero = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    ds_config = cases.config(2, OPTIMIZERS["AdamW"][0], {"partition": "uniform"}, **zero)
+    saved = worlds.run(4, save_universal, str(tmp_path), ds_config)
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = ["--input_folder", str(tmp_path / "parted"), "--output_folder", str(tmp_path / "universal")]
+    subprocess.run([*command, *folders], check=True, capture_output=True)
+    (tmp_path / "latest_universal").write_text("universal")
+    ds_config["checkpoint"] = {"load_universal": True}
+    for tag in ("universal", None):
+        for before, (loaded, changed) in zip(
+            saved, worlds.run(4, load_universal, str(tmp_path), ds_config, tag), strict=True
+        ):
+            assert difference(loaded, before) == 0
+            assert 1e-4 < difference(changed, loaded) < 1

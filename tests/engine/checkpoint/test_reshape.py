@@ -1,0 +1,262 @@
+"""Resuming with other stages, another split, other recompute ratios and other replicas: states follow their layers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import torch
+import toy
+from test_exactness import OPTIMIZERS
+from torch import nn
+from worlds import CaseFailed, Worlds
+
+pytestmark = pytest.mark.mp
+
+ADAMW = OPTIMIZERS["AdamW"][0]
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 5e-3, "warmup_num_steps": 20}}}
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+BATCHES = 5  # before a save; two micro-batches each
+
+
+def build(ds_config: dict[str, Any], stages: int, grouped: bool) -> Any:
+    if not grouped:
+        return cases.engine(ds_config, stages)
+    import deepspeed
+
+    import ds_vpipe
+
+    net = deepspeed.pipe.PipelineModule(
+        toy.layer_specs(), num_stages=stages, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform"
+    )
+    decayed = [p for p in net.parameters() if p.dim() > 1]
+    others = [p for p in net.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+    return ds_vpipe.initialize(model=net, model_parameters=groups, config=ds_config)[0]
+
+
+def sessions(*plans: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each plan an engine that may load, train and save; what it holds after loading and in the end."""
+    reports = []
+    for plan in plans:
+        torch.manual_seed(1234)
+        engine = build(plan["config"], plan["stages"], plan.get("grouped", False))
+        client = engine.load_checkpoint(plan["load"], **plan.get("how", {}))[1] if "load" in plan else {}
+        report = {"loaded": observe(engine), "client": client.get("note")}
+        iterator = toy.data(start=engine.global_steps * 2, replica=engine.grid.data_parallel_id)
+        for _ in range(plan["batches"]):
+            engine.train_batch(iterator)
+        if "save" in plan:
+            engine.save_checkpoint(plan["save"], client_state={"note": "from the client"})
+        reports.append({**report, "trained": observe(engine), "weights": cases.parameters(engine)})
+        engine.destroy()
+        cases.close_groups()
+    return reports
+
+
+def gathered(engine: Any, value: Any) -> list[Any]:
+    group = engine.optimizer.dp_process_group
+    values = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
+def observe(engine: Any) -> dict[str, Any]:
+    from ds_vpipe.engine.checkpoint.parameter_states import read_states
+
+    live = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
+    result: dict[str, Any] = {}
+    for name, state in read_states(engine, partial(gathered, engine)).items():
+        result[f"{name}|weight"] = (live[name] if state.master is None else state.master).clone()
+        result[f"{name}|rounded"] = live[name]
+        for key, value in state.state.items():
+            result[f"{name}|{key}"] = value.clone() if isinstance(value, torch.Tensor) else value
+        result[f"{name}|decay"] = state.options["weight_decay"]
+        result[f"{name}|lr"] = state.options["lr"]
+    result["steps"] = engine.global_steps, engine.global_samples, engine.skipped_steps
+    return result
+
+
+def union(ranks: list[list[dict[str, Any]]], index: int, key: str) -> dict[str, Any]:
+    """What all ranks say of plan ``index``."""
+    return {name: value for reports in ranks for name, value in reports[index][key].items()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0.0) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(
+            other[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def exact(report: dict[str, Any]) -> dict[str, Any]:
+    """Without the weights that the layers compute with, which may be rounded."""
+    return {name: value for name, value in report.items() if not name.endswith("|rounded")}
+
+
+def plan(vpipe: dict[str, Any], stages: int, batches: int, extra: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"config": cases.config(2, ADAMW, vpipe, **extra), "stages": stages, "batches": batches, **more}
+
+
+ASP: dict[str, Any] = {}
+BSP = {"sync_mode": "bsp"}
+
+
+def test_other_stages_splits_and_ratios_in_fp32(worlds: Worlds, tmp_path: Path) -> None:
+    two, four = str(tmp_path / "two"), str(tmp_path / "four")
+    ranks = worlds.run(
+        2,
+        sessions,
+        plan(ASP | {"partition": [3, 7]}, 2, BATCHES, WARMUP, save=two),
+        plan(BSP | {"partition": [3, 7]}, 2, 2, WARMUP, load=two),
+        plan(BSP | {"partition": [6, 4], "recompute_ratio": [0.5, 1]}, 2, 2, WARMUP, load=two),
+        plan(BSP | {"partition": [3, 7], "recompute_ratio": 1}, 2, 2, WARMUP, load=two),
+        plan(BSP | {"partition": [6, 4]}, 2, 0, WARMUP | BF16, load=two),
+    )
+    saved, expected = union(ranks, 0, "trained"), union(ranks, 1, "trained")
+    assert saved["steps"] == (BATCHES, BATCHES * 4, 0)
+    assert len(saved) == 1 + 7 * len(cases.merged([]) | union(ranks, 0, "weights"))
+    for index in (1, 2, 3):
+        same(saved, union(ranks, index, "loaded"))
+        same(expected, union(ranks, index, "trained"))
+        assert ranks[0][index]["client"] == "from the client"
+    same(exact(saved), exact(union(ranks, 4, "loaded")))
+    ranks = worlds.run(
+        4,
+        sessions,
+        plan(BSP, 4, 2, WARMUP, load=two),
+        plan(ASP, 4, 3, WARMUP, load=two, save=four),
+    )
+    same(saved, union(ranks, 0, "loaded"))
+    same(expected, union(ranks, 0, "trained"))
+    saved = union(ranks, 1, "trained")
+    ranks = worlds.run(2, sessions, plan(ASP | {"partition": [8, 2]}, 2, 2, WARMUP, load=four))
+    same(saved, union(ranks, 0, "loaded"))
+    assert union(ranks, 0, "trained")["steps"][0] == BATCHES + 5
+
+
+def test_parameter_groups_of_the_client(worlds: Worlds, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    ranks = worlds.run(
+        2,
+        sessions,
+        plan(ASP, 2, BATCHES, {}, save=folder, grouped=True),
+        plan(BSP, 2, 2, {}, load=folder, grouped=True),
+    )
+    saved, expected = union(ranks, 0, "trained"), union(ranks, 1, "trained")
+    assert {saved[name] for name in saved if name.endswith("|decay")} == {0.0, 0.3}
+    ranks = worlds.run(4, sessions, plan(BSP, 4, 2, {}, load=folder, grouped=True))
+    same(saved, union(ranks, 0, "loaded"))
+    same(expected, union(ranks, 0, "trained"))
+    with pytest.raises(CaseFailed) as failure:
+        worlds.run(4, sessions, plan(BSP, 4, 0, {}, load=folder))
+    assert "parameter group 0: got weight_decay" in failure.value.errors[0]
+    next(tmp_path.glob("*/layer_09-model_states.pt")).unlink()
+    with pytest.raises(CaseFailed) as failure:
+        worlds.run(4, sessions, plan(BSP, 4, 0, {}, load=folder, grouped=True))
+    text = "got weights of layers [0, 1, 2, 3, 4, 5, 6, 7, 8], allowed are those of this model's 10 layers"
+    assert text in failure.value.errors[3]
+
+
+def test_other_replicas_in_bf16_with_zero(worlds: Worlds, tmp_path: Path) -> None:
+    wide, narrow = str(tmp_path / "wide"), str(tmp_path / "narrow")
+    ranks = worlds.run(
+        4,
+        sessions,
+        plan(ASP | {"partition": [3, 7]}, 2, BATCHES, BF16, save=wide),
+        plan(ASP | {"partition": [6, 4]}, 2, 2, BF16, load=wide),
+    )
+    saved = union(ranks, 0, "trained")
+    same(saved, union(ranks, 1, "loaded"))
+    same(union(ranks[:2], 1, "trained"), union([ranks[1], ranks[0]], 1, "trained"))
+    ranks = worlds.run(
+        2,
+        sessions,
+        plan(ASP | {"partition": [3, 7]}, 2, BATCHES, BF16, load=wide, save=narrow),
+        plan(BSP | {"partition": [3, 7]}, 2, 2, BF16, load=narrow),
+        plan(BSP | {"partition": [7, 3]}, 2, 2, BF16, load=narrow),
+        plan(BSP | {"partition": [7, 3]}, 2, 0, {}, load=narrow),
+        plan(BSP | {"partition": [7, 3]}, 2, 0, BF16, load=narrow, how={"load_module_only": True}),
+    )
+    same(saved, union(ranks, 0, "loaded"))
+    saved, expected = union(ranks, 0, "trained"), union(ranks, 1, "trained")
+    same(saved, union(ranks, 2, "loaded"))
+    same(expected, union(ranks, 2, "trained"), 1e-6)
+    same(exact(saved), exact(union(ranks, 3, "loaded")))
+    weights_only = union(ranks, 4, "loaded")
+    assert weights_only["steps"] == (0, 0, 0)
+    for name in (name for name in saved if name.endswith("|rounded")):
+        master = name.replace("|rounded", "|weight")
+        assert torch.equal(weights_only[master], saved[name])  # not what the engine was built with
+        assert not torch.equal(weights_only[master], saved[master])
+    ranks = worlds.run(
+        4,
+        sessions,
+        plan(BSP | {"partition": [2, 8]}, 2, 0, BF16, load=narrow),
+        plan(BSP, 4, 2, BF16, load=narrow),
+    )
+    same(saved, union(ranks, 0, "loaded"))
+    same(saved, union(ranks, 1, "loaded"))
+    same(expected, union(ranks, 1, "trained"), 1e-6)
+
+
+def test_checkpoints_of_the_stock_engine(worlds: Worlds, tmp_path: Path) -> None:
+    plans = []
+    for name, extra in (("fp32", {}), ("bf16", BF16)):
+        folder = str(tmp_path / name)
+        stock = plan({}, 2, 3, extra, save=folder)
+        stock["config"].pop("vpipe")
+        split = {"partition": [3, 7]}
+        plans += [stock, plan(BSP, 2, 2, extra, load=folder), plan(BSP | split, 2, 2, extra, load=folder)]
+    ranks = worlds.run(2, sessions, *plans)
+    for first, tolerance in ((0, 0.0), (3, 1e-6)):
+        same(union(ranks, first, "trained"), union(ranks, first + 2, "loaded"))
+        same(union(ranks, first + 1, "trained"), union(ranks, first + 2, "trained"), tolerance)
+
+
+def fp16_states(folder: str, stages: int, load: bool) -> list[dict[str, Any]]:
+    """States of the stock engine in fp16, which the CPU's accelerator has to be talked into, in both wrappers."""
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_vpipe.engine.checkpoint.reshape import load_reshaped, open_checkpoint
+
+    reports = []
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    try:
+        for name in ("AdamW", "FusedAdam"):
+            fp16 = {"fp16": {"enabled": True, "initial_scale_power": 3}}
+            engine = cases.engine(cases.config(2, OPTIMIZERS[name][0], None, **fp16), stages)
+            iterator = toy.data()
+            for _ in range(0 if load else 3):
+                engine.train_batch(iterator)
+            if load:
+                load_reshaped(engine, open_checkpoint(engine, Path(folder) / name))
+            else:
+                engine.optimizer.loss_scale = 32.0
+                engine.save_checkpoint(folder, tag=name)
+            reports.append(
+                {
+                    "states": observe(engine),
+                    "wrapper": type(engine.optimizer).__name__,
+                    "scale": engine.optimizer.loss_scale,
+                }
+            )
+            engine.destroy()
+            cases.close_groups()
+    finally:
+        del accelerator.is_fp16_supported
+    return reports
+
+
+def test_fp16_wrappers(worlds: Worlds, tmp_path: Path) -> None:
+    before = worlds.run(2, fp16_states, str(tmp_path), 2, False)
+    after = worlds.run(1, fp16_states, str(tmp_path), 1, True)
+    assert [report["wrapper"] for report in after[0]] == ["FP16_UnfusedOptimizer", "FP16_Optimizer"]
+    for index in range(2):
+        same(union(before, index, "states"), union(after, index, "states"))
+        assert after[0][index]["scale"] == 32.0

@@ -1,0 +1,105 @@
+"""What empties the pipeline in every batch is said once, and the batch size that it has already empties nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cases
+import loops
+import pytest
+import torch
+import toy
+from test_exactness import OPTIMIZERS, difference
+from worlds import Worlds
+
+from ds_vpipe.engine.execution.drain_watch import RestWatch
+
+CONFIG = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+BATCHES = 6
+
+
+@pytest.mark.parametrize(
+    ("batches", "warned"),
+    [((0, 1, 2), True), ((5, 6, 7), True), ((0, 1, 3, 4, 6, 7), False), ((0, 0, 0, 1), False), ((0, 0, 1, 1, 2), True)],
+)
+def test_three_batches_in_a_row(batches: tuple[int, ...], warned: bool) -> None:
+    with mock.patch("ds_vpipe.engine.execution.drain_watch.logger.warning") as said:
+        watch = RestWatch(speaks=True)
+        for batch in batches:
+            watch.emptied("save_checkpoint()", "call it less often", batch, 6)
+    assert watch.warned == warned
+    assert said.call_count == int(warned)
+
+
+def test_said_once_with_cause_and_cost_on_one_rank() -> None:
+    with mock.patch("ds_vpipe.engine.execution.drain_watch.logger.warning") as said:
+        for speaks in (True, False):
+            watch = RestWatch(speaks)
+            for batch in range(10):
+                watch.emptied("save_checkpoint()", "call it less often", batch, 6)
+    ((line,), _), = said.call_args_list  # fmt: skip
+    assert line.startswith(
+        "ds_vpipe: save_checkpoint() has emptied the pipeline in 3 batches in a row: 6 forward passes"
+    )
+    assert line.endswith("; call it less often")
+    assert "\n" not in line
+
+
+def train(before_batch: Any, per_call: bool = False) -> tuple[dict[str, torch.Tensor], list[float]]:
+    engine, iterator = cases.engine(CONFIG, 2), toy.data()
+    for number in range(BATCHES):
+        before_batch(engine, number)
+        engine.train_batch(toy.data(start=number, stop=number + 1) if per_call else iterator)
+    found = cases.parameters(engine), [stage.staleness for stage in engine.statistics()]
+    engine.destroy()
+    cases.close_groups()
+    return found
+
+
+def evaluate_in_every_round() -> None:
+    engine = loops.engine(CONFIG, 2)
+    for number in range(BATCHES):
+        loops.rounds(engine, number, 1)
+        with torch.no_grad():
+            engine(*toy.micro_batch(number))
+    engine.destroy()
+
+
+def all_causes(folder: str) -> tuple[Any, Any, list[list[str]]]:
+    with mock.patch("ds_vpipe.engine.execution.drain_watch.logger.warning") as said:
+        lines = []
+
+        def heard() -> None:
+            lines.append([call.args[0] for call in said.call_args_list])
+            said.reset_mock()
+
+        plain = train(lambda *_: None)
+        same_size = train(lambda engine, _: engine.set_train_batch_size(toy.MICRO_BATCH))
+        heard()
+        train(lambda engine, number: engine.set_train_batch_size((1 + number % 2) * toy.MICRO_BATCH))
+        heard()
+        train(lambda engine, _: engine.save_checkpoint(folder, tag="latest_one"))
+        heard()
+        train(lambda *_: None, per_call=True)
+        heard()
+        evaluate_in_every_round()
+        heard()
+    return plain, same_size, lines
+
+
+@pytest.mark.mp
+def test_every_cause(worlds: Worlds, tmp_path: Path) -> None:
+    reports = worlds.run(2, all_causes, str(tmp_path))
+    for plain, same_size, _ in reports:
+        assert difference(plain[0], same_size[0]) == 0
+        assert plain[1] == same_size[1]
+    assert reports[0][0][1][0] == 1  # the first stage is ahead of its updates
+    nothing, *heard = reports[0][2]
+    assert nothing == []
+    causes = ["set_train_batch_size()", "save_checkpoint()", "the end of an iterator", "evaluation"]
+    for lines, cause in zip(heard, causes, strict=True):
+        (line,) = lines
+        assert line.startswith(f"ds_vpipe: {cause}")
+    assert reports[1][2] == [[]] * 5

@@ -1,0 +1,86 @@
+"""A failing stage's ABORT leaves on every link, whatever has failed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_vpipe.engine.links import groups
+from ds_vpipe.engine.links.groups import Group
+from ds_vpipe.engine.links.link import Peer
+from ds_vpipe.engine.links.message import Message, unpack
+from ds_vpipe.engine.links.send_thread import Courier
+from ds_vpipe.engine.links.sender import Sender, abort_all
+
+
+class Backend:
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        self.sent += tensors
+        return SimpleNamespace(wait=lambda limit: True)
+
+
+def sender(backend: Any, courier: Courier, pin: bool = False) -> Sender:
+    failures: Any = None
+    group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
+    return Sender(group, Peer(1, 1), 2, pin=pin, runner=courier)
+
+
+def reasons(backend: Backend) -> list[str]:
+    return [bytes(message.tree.tolist()).decode() for message in map(unpack, backend.sent)]
+
+
+def test_abort_leaves_on_every_link_though_a_message_could_not_be_copied() -> None:
+    courier, backends = Courier(), [Backend(), Backend()]
+    senders = [sender(backend, courier) for backend in backends]
+
+    def fail(*_: Any) -> None:
+        raise ValueError("copy")
+
+    senders[0]._packer.fill = fail  # type: ignore[method-assign]
+    senders[0].send(Message.ACTIVATION, 0, torch.ones(3))
+    while not courier._errors:
+        pass
+    del senders[0]._packer.fill
+    abort_all(senders, "reason")
+    assert [reasons(backend) for backend in backends] == [["reason"], ["reason"]]
+    courier.stop()
+
+
+def test_messages_of_the_host_leave_after_the_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_event=broken, synchronize=broken))
+    for name in ("current_stream", "stream", "synchronize", "Event"):
+        monkeypatch.setattr(torch.cuda, name, broken)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: broken() if pin_memory else empty(*a, **k))
+    courier, backend = Courier(), Backend()
+    link = sender(backend, courier, pin=True)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        link.send(Message.ACTIVATION, 0, torch.ones(3))
+    link.send(Message.END, 1, torch.tensor([1, 1, 0, 0]))
+    link.send(Message.NEWS, 2, torch.zeros(2, 2))
+    link.send(Message.QUIESCE, 3, None)
+    abort_all([link], "reason")
+    kinds = [unpack(data).kind for data in backend.sent]
+    assert kinds == [Message.END, Message.NEWS, Message.QUIESCE, Message.ABORT]
+    courier.stop()
+
+
+def test_the_interfaces_that_gloo_is_given_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(groups.ProcessGroupGloo, "create_device", lambda interface: asked.append(interface))
+    monkeypatch.setattr(groups.ProcessGroupGloo, "create_default_device", lambda: asked.append("default"))
+    for names in ("ib0", "ib0,ib1", ""):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+        groups._devices()
+    assert asked == ["ib0", "ib0", "ib1", "default"]

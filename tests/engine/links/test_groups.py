@@ -1,0 +1,124 @@
+"""Groups of an engine are built from the store by their members alone."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cases
+import deepspeed
+import pytest
+import split_models
+import torch
+import toy
+from worlds import CaseFailed, Worlds
+
+pytestmark = pytest.mark.mp
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+DEEPSPEED, TORCH = (str(Path(package.__file__).parent) for package in (deepspeed, torch))
+# Over the device's backend, by all ranks in the same order: see engine/links/groups.py.
+ALLOWED = {"_index_tied_modules"}
+
+
+def makers(build: Any) -> set[str]:
+    """Functions other than DeepSpeed's own that make groups with torch while ``build`` runs."""
+    from torch.distributed import distributed_c10d as c10d
+
+    found, original = set[str](), c10d._new_process_group_helper
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        frame: Any = sys._getframe(1)
+        while frame.f_code.co_filename.startswith(TORCH):
+            frame = frame.f_back
+        if not frame.f_code.co_filename.startswith(DEEPSPEED):
+            found.add(frame.f_code.co_name)
+        return original(*args, **kwargs)
+
+    with mock.patch.object(c10d, "_new_process_group_helper", watched):
+        build()
+    return found
+
+
+def engines() -> list[set[str]]:
+    def build(stages: int, vpipe: dict[str, Any], **module: Any) -> Any:
+        return lambda: cases.engine(cases.config(2, SGD, vpipe), stages, **module).destroy()
+
+    def loop() -> None:
+        import ds_vpipe
+
+        ds_config = cases.config(2, SGD, {}, pipeline={"stages": 2})
+        ds_vpipe.initialize(model=split_models.bert(), config=ds_config)[0].destroy()
+
+    found = []
+    for one in (
+        build(4, {}, specs=toy.tied_specs),
+        build(2, {}),
+        build(4, {"sync_mode": "bsp"}, specs=toy.tied_specs),
+        build(2, {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}),
+        build(2, {"partition": [4, 6]}, specs=toy.words_tied_specs),
+        loop,
+    ):
+        found.append(makers(one))
+        cases.close_groups()
+    return found
+
+
+def test_no_group_of_ours_is_made_by_torch(worlds: Worlds) -> None:
+    """Where the default group is bound to a device, that would split its communicator on ranks that are no members."""
+    for found in worlds.run(4, engines):
+        assert set.union(*found) <= ALLOWED, found
+
+
+def build_watched() -> list[str]:
+    """What an engine does before it has links: devices taken, collectives of ours, numbers sent to neighbours."""
+    import torch.distributed as dist
+    from deepspeed.runtime.pipe import p2p
+
+    seen, accelerator = list[str](), deepspeed.get_accelerator()
+
+    def noted(name: str, function: Any) -> Any:
+        return lambda *args, **kwargs: seen.append(name) or function(*args, **kwargs)
+
+    with contextlib.ExitStack() as patched:
+        for place, name in (
+            (accelerator, "set_device"),
+            (dist, "all_gather_object"),
+            (p2p, "send"),
+            (p2p, "recv"),
+        ):
+            patched.enter_context(mock.patch.object(place, name, noted(name, getattr(place, name))))
+        cases.engine(cases.config(1, SGD, {"partition": [4, 6]}), 2).destroy()
+        p2p.send(torch.zeros(1), 1) if dist.get_rank() == 0 else p2p.recv(torch.zeros(1), 0)  # and they are back
+    return seen
+
+
+def test_device_is_taken_first_and_deepspeed_sends_nothing_to_neighbours(worlds: Worlds) -> None:
+    for rank, seen in enumerate(worlds.run(2, build_watched)):
+        assert seen.index("set_device") < seen.index("all_gather_object")
+        assert [name for name in seen if name in ("send", "recv")] == [["send"], ["recv"]][rank]
+
+
+def with_experts() -> None:
+    from deepspeed.moe.layer import MoE
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = MoE(toy.CLASSES, torch.nn.Linear(toy.CLASSES, toy.CLASSES), num_experts=2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.moe(x)[0]
+
+    cases.engine(cases.config(1, SGD, {}), 2, specs=lambda: [*toy.layer_specs(), deepspeed.pipe.LayerSpec(Experts)])
+
+
+def test_experts_on_one_stage_are_refused_on_all(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, with_experts)
+    for rank in (0, 1):
+        text = failed.value.errors[rank]
+        assert text.startswith('VPipeConfigError: vpipe.sync_mode: got "asp" for a model with MoE layers'), text

@@ -1,0 +1,381 @@
+"""What scripts do beside forward, backward and step: it means what it would mean without a pipeline, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import cases
+import loops
+import pytest
+import torch
+from test_exactness import difference
+from torch import nn
+from worlds import CaseFailed, Worlds
+
+from ds_vpipe.engine.links.copies import as_bytes, digest, from_bytes
+from ds_vpipe.engine.loop.evaluation import LoopEvaluationMixin
+from ds_vpipe.engine.loop.script_loss import HandedLoss
+from ds_vpipe.engine.loop.script_rates import ScriptRates
+from ds_vpipe.engine.modules.split_module import split_model
+from ds_vpipe.engine.updates.parameter_groups import by_identity, follow
+from ds_vpipe.errors import VPipeError
+
+STAGES, MICRO_BATCHES, ROUNDS = 2, 2, 10
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+class Plain(nn.Module):
+    """A user's model: ids [4, 6] and labels to a loss, without labels to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=13)
+        self.embedding = nn.Embedding(13, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+        self.head = nn.Linear(8, 13)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Noisy(nn.Module):
+    """A block that remembers what it has drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drawn = nn.Linear(8, 8), torch.empty(0)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.drawn = torch.rand(4)
+        return self.linear(hidden) * self.drawn.repeat(2)
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 13, (4, 6), generator=generator), torch.randint(0, 13, (4, 6), generator=generator)
+
+
+def config(micro_batches: int = MICRO_BATCHES, **block: Any) -> dict[str, Any]:
+    made = cases.config(micro_batches, SGD, {"peer_timeout_s": 30, **block}, pipeline={"stages": STAGES})
+    return {**made, "train_micro_batch_size_per_gpu": 4}
+
+
+def built(ds_config: dict[str, Any], **given: Any) -> tuple[Any, Plain]:
+    import ds_vpipe
+
+    torch.manual_seed(0)
+    model = Plain()
+    given = {name: make(model) for name, make in given.items()}
+    return ds_vpipe.initialize(model=model, config=ds_config, **given)[0], model
+
+
+def trained(ds_config: dict[str, Any], habit: str = "") -> dict[str, Any]:
+    """Train with a habit of scripts; returns this stage's parameters."""
+    engine, model = built(ds_config)
+    for number in range(ROUNDS):
+        loss = engine(*batch(number))
+        loss = loss + 0.1 * sum(p.square().sum() for p in engine.parameters()) if habit == "decay" else loss
+        engine.backward(loss)
+        if habit == "clip":
+            torch.nn.utils.clip_grad_norm_(engine.parameters(), 0.1)
+        ends_batch = engine.is_gradient_accumulation_boundary()
+        if habit == "rates" and ends_batch:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = rate(engine.global_steps)
+        engine.step()
+        if ends_batch and habit == "zero_grad":
+            model.zero_grad()
+            engine.module.zero_grad(set_to_none=True)
+        if number == 4 and habit in ("evaluate", "infer", "autocast"):
+            mode = {"evaluate": torch.no_grad, "infer": torch.inference_mode, "autocast": torch.no_grad}[habit]
+            engine.eval()
+            with mode(), torch.autocast("cpu", torch.bfloat16, enabled=habit == "autocast"):
+                engine(*batch(100))
+            engine.train()
+    engine.drain()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def rate(update: int) -> float:
+    return 0.2 - 0.03 * update
+
+
+def scheduled(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """The rates of a scheduler that the engine steps."""
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: rate(update) / 0.1)
+
+    engine, model = built(ds_config, lr_scheduler=lambda _: scheduler)
+    for number in range(ROUNDS):
+        loss = engine(*batch(number))
+        engine.backward(loss)
+        engine.step()
+    engine.drain()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def whole(worlds: Worlds, work: Callable[..., Any], *args: Any) -> dict[str, torch.Tensor]:
+    found = {name: value for rank in worlds.run(STAGES, work, *args) for name, value in rank.items()}
+    assert found.keys() == dict(Plain().named_parameters()).keys()
+    return found
+
+
+@pytest.mark.mp
+def test_gradients_in_flight_are_not_dropped(worlds: Worlds) -> None:
+    """Where a batch ends for the script it is in the midst of a batch on other stages."""
+    assert difference(whole(worlds, trained, config(), "zero_grad"), whole(worlds, trained, config())) == 0
+
+
+@pytest.mark.mp
+def test_an_evaluation_in_any_mode_changes_no_more_than_its_drain(worlds: Worlds) -> None:
+    wanted = whole(worlds, trained, config(), "evaluate")
+    for habit in ("infer", "autocast"):
+        assert difference(whole(worlds, trained, config(), habit), wanted) == 0, habit
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_rates_that_the_script_sets_are_the_batches(worlds: Worlds, micro_batches: int) -> None:
+    wanted = whole(worlds, scheduled, config(micro_batches))
+    assert difference(whole(worlds, trained, config(micro_batches), "rates"), wanted) == 0
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize(
+    ("habit", "line"),
+    [
+        (
+            "clip",
+            'step(): got gradients that were changed after backward(), .* "gradient_clipping" in the DeepSpeed JSON',
+        ),
+        ("decay", "backward(loss): got a loss with terms made of parameters, .* or use weight_decay"),
+    ],
+)
+def test_what_one_stage_cannot_do_alone_is_refused(worlds: Worlds, habit: str, line: str) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(STAGES, trained, config(), habit)
+    start, _, end = line.partition(" .* ")
+    assert any(start in text and end in text and "\n" not in text for text in failed.value.errors.values())
+
+
+def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """What a script gets of the engine and its module without labels."""
+    with mock.patch("ds_vpipe.engine.engine.outlive_backend_threads") as outlive:
+        engine, model = built(ds_config)
+    engine.eval()
+    with torch.inference_mode():
+        output, own = engine(batch(0)[0]), engine(*batch(engine.stage_id))
+    return {
+        "output": output.clone(),
+        "own": own.item(),
+        "outlives": outlive.called,
+        "vocabulary": engine.module.config.vocab_size,
+        "names": list(engine.module.state_dict()),
+        "parameters": [name for name, _ in engine.named_parameters()],
+        "whole": list(model.state_dict()),
+        "called": _error(lambda: engine.module(*batch(0))),
+        "by itself": _error(lambda: model(*batch(0))),
+        "copy": _error(lambda: copy.deepcopy(model)(*batch(0))),
+        "split again": _error(lambda: split_model(model, STAGES)),
+        "unknown": _error(lambda: engine.module.nothing),
+    }
+
+
+def _error(call: Callable[[], Any]) -> str:
+    with pytest.raises((AttributeError, LookupError, RuntimeError, ValueError)) as raised:
+        call()
+    return str(raised.value)
+
+
+@pytest.mark.mp
+def test_the_module_is_the_users_but_for_other_stages(worlds: Worlds) -> None:
+    first, last = worlds.run(STAGES, outputs, config())
+    torch.manual_seed(0)
+    plain = Plain()
+    for number, rank in enumerate((first, last)):
+        torch.testing.assert_close(rank["output"], plain(batch(0)[0]).detach())
+        assert rank["own"] == pytest.approx(plain(*batch(number)).item()), "the loss of this rank's micro-batch"
+        assert rank["vocabulary"] == 13
+        assert rank["outlives"]
+        assert rank["names"] == rank["whole"] == list(Plain().state_dict())
+        assert rank["called"].startswith("engine.module(...): a stage has only a part of the model")
+        assert rank["by itself"].startswith("Plain(...): called itself, and this rank has only one stage of it")
+        assert rank["copy"] == rank["by itself"]
+        assert rank["split again"].startswith("model: got a Plain of which an earlier initialize() has left one stage")
+        assert "nothing" in rank["unknown"]
+    assert sorted(first["parameters"] + last["parameters"]) == sorted(f"module.{name}" for name in first["whole"])
+
+
+def warned(ds_config: dict[str, Any], apart: int) -> list[str]:
+    """What is said of two rounds in which the ranks' data are ``apart``."""
+    engine, _ = built(ds_config)
+    with mock.patch("ds_vpipe.engine.loop.engine.logger") as logger:
+        for number in range(2):
+            loss = engine(*batch(number + apart * engine.stage_id))
+            engine.backward(loss)
+            engine.step()
+    engine.drain()
+    return [call.args[0] for call in logger.warning.call_args_list]
+
+
+@pytest.mark.mp
+def test_stages_that_are_handed_different_data_are_noticed(worlds: Worlds) -> None:
+    assert worlds.run(STAGES, warned, config(), 0) == [[], []]
+    (line,), nothing = worlds.run(STAGES, warned, config(), 1)
+    assert nothing == []
+    assert "the 2 stages of a pipeline were handed different micro-batches; those of the first stage's rank" in line
+    assert "num_replicas=engine.dp_world_size" in line
+    assert "\n" not in line
+
+
+def drawn(ds_config: dict[str, Any], stages: int, seed: int) -> dict[str, Any]:
+    """What the blocks and the script draw in some rounds; the script seeds anew in between."""
+    import ds_vpipe
+
+    torch.manual_seed(0)
+    model = Plain()
+    model.blocks = nn.ModuleList([Noisy() for _ in range(4)])
+    engine = ds_vpipe.initialize(model=model, config={**ds_config, "pipeline": {"stages": stages}})[0]
+    own = [block for block in model.blocks if isinstance(block.linear.weight, nn.Parameter)]
+    rounds, orders, evaluated = [], [], []
+    torch.manual_seed(3)
+    for number in range(4):
+        if number == 3:
+            torch.manual_seed(seed)
+        loss = engine(*batch(number))
+        rounds.append([block.drawn for block in own])
+        engine.backward(loss)
+        engine.step()
+        orders.append(torch.randperm(50))
+    for _ in range(2):
+        with torch.no_grad():
+            engine(*batch(0))  # in training mode
+        evaluated.append([block.drawn for block in own])
+    orders.append(torch.randperm(50))
+    engine.destroy()
+    cases.close_groups()
+    return {"rounds": rounds, "orders": orders, "evaluated": evaluated}
+
+
+def different(draws: list[torch.Tensor]) -> bool:
+    return len({tuple(draw.tolist()) for draw in draws}) == len(draws)
+
+
+@pytest.mark.mp
+def test_stages_draw_numbers_of_their_own(worlds: Worlds) -> None:
+    """With one seed on all ranks: no two masks are alike, and what the script draws is alike everywhere."""
+    first, last = worlds.run(STAGES, drawn, config(partition=[4, 2]), 2, 5)
+    assert [len(draws) for draws in (first["rounds"][0], last["rounds"][0])] == [3, 1]
+    for number in range(4):
+        assert different(first["rounds"][number] + last["rounds"][number])
+    assert different([draws[0] for draws in first["rounds"]])
+    assert different([draw for draws in first["evaluated"] + last["evaluated"] for draw in draws])
+    assert all(torch.equal(*pair) for pair in zip(first["orders"], last["orders"], strict=True))
+    again, reseeded = (worlds.run(STAGES, drawn, config(partition=[4, 2]), 2, seed)[0] for seed in (5, 6))
+    for number in range(4):
+        assert torch.equal(again["rounds"][number][0], first["rounds"][number][0])
+        assert torch.equal(reseeded["rounds"][number][0], first["rounds"][number][0]) == (number < 3)
+
+
+@pytest.mark.mp
+def test_without_other_stages_the_numbers_are_the_scripts(worlds: Worlds) -> None:
+    (alone,) = worlds.run(1, drawn, config(), 1, 5)
+    torch.manual_seed(3)
+    for number in range(4):
+        if number == 3:
+            torch.manual_seed(5)
+        assert all(torch.equal(mask, torch.rand(4)) for mask in alone["rounds"][number])
+        assert torch.equal(alone["orders"][number], torch.randperm(50))
+    for masks in alone["evaluated"]:
+        assert all(torch.equal(mask, torch.rand(4)) for mask in masks)
+
+
+@pytest.mark.mp
+def test_recomputation_with_dropout_is_exact(worlds: Worlds) -> None:
+    blocks = [{"partition": [4, 3, 3], "recompute_ratio": ratio} for ratio in (0, 1)]
+    configs = [cases.config(2, SGD, block) for block in blocks]
+    plain, recomputed = zip(*worlds.run(3, loops.train_each, configs, 3, 8, dropout=0.3), strict=True)
+    without = worlds.run(3, loops.train, configs[0], 3, 8)
+    assert difference(cases.merged(recomputed), cases.merged(plain)) == 0
+    assert difference(cases.merged(without), cases.merged(plain)) > 0
+
+
+def test_a_loss_alone_answers_for_the_outputs() -> None:
+    """As scripts take it out of what their model returns; what else that is has a remedy in place of torch's errors."""
+    loss = HandedLoss().gated(torch.tensor(2.0))
+    assert loss.loss is loss[0] is loss["loss"] is loss
+    assert "loss" in loss
+    assert "logits" not in loss
+    assert not hasattr(loss, "logits")
+
+    def unpack() -> None:
+        _loss, _logits = loss
+
+    takes: list[Callable[[], Any]] = [
+        unpack, lambda: loss[1:], lambda: loss[:2], lambda: loss[1], lambda: loss[-1], lambda: loss["logits"],
+        lambda: loss.logits,
+    ]  # fmt: skip
+    for take in takes:
+        assert "in training a pipeline gives the loss alone" in _error(take)
+        assert "in evaluation every rank gets everything" in _error(take)
+
+
+def test_values_on_their_way_to_another_rank() -> None:
+    value = {"loss": torch.tensor(1.5), "rest": (batch(0), None, "text")}
+    found = from_bytes(as_bytes(value), torch.device("cpu"))
+    assert (found["loss"], found["rest"][1:]) == (1.5, (None, "text"))
+    assert torch.equal(found["rest"][0][0], batch(0)[0])
+
+
+def test_outputs_that_cannot_be_copied_are_refused() -> None:
+    last = SimpleNamespace(num_stages=2, is_last_stage=lambda: True)
+    with pytest.raises(VPipeError, match=r"^evaluation: forward returned a dict that cannot be copied to the other .*"):
+        LoopEvaluationMixin._everywhere(last, {"loss": torch.ones(()), "call": lambda: None})  # type: ignore[arg-type]
+
+
+def test_digests_are_of_types_shapes_and_values() -> None:
+    half = torch.arange(6, dtype=torch.bfloat16)
+    trees = [
+        (half,), (half, None), (half.view(2, 3),), (half.view(2, 3).t(),), (half + 1,), (half.float(),), half[:0],
+        half[:0].view(2, 0), None,
+    ]  # fmt: skip
+    assert len({bytes(digest(tree).tolist()) for tree in trees}) == len(trees)
+    assert torch.equal(digest((half.view(2, 3).t(),)), digest((half.view(2, 3).t().contiguous(),)))
+
+
+def test_names_in_groups_follow_their_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(list(model.named_parameters()), lr=0.1)
+    follow(optimizer, by_identity(model[1].parameters()), lambda: nn.Parameter(torch.zeros(1)))
+    assert optimizer.param_groups[0]["param_names"] == ["1.weight", "1.bias"]
+    follow(optimizer, by_identity(model[0].parameters()), lambda: nn.Parameter(torch.zeros(1)))
+    assert len(optimizer.param_groups[0]["param_names"]) == len(optimizer.param_groups[0]["params"]) == 1
+
+
+def test_rates_wait_for_their_batch() -> None:
+    rates, groups = ScriptRates(), [{"lr": 1.0, "params": []}]
+    for value in (1.0, 2.0):
+        groups[0]["lr"] = value
+        rates.hand_in(groups)
+    groups[0]["lr"] = 3.0
+    seen = []
+    for _ in range(3):
+        with rates.of_next_update(groups):
+            seen.append(groups[0]["lr"])
+    assert seen == [1.0, 2.0, 3.0]
+    assert math.isclose(groups[0]["lr"], 3.0)
+    rates.hand_in(groups)
+    rates.forget()
+    groups[0]["lr"] = 4.0
+    with rates.of_next_update(groups):
+        assert groups[0]["lr"] == 4.0

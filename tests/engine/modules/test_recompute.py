@@ -1,0 +1,320 @@
+"""Recomputation changes memory, not results."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import cases
+import numpy as np
+import pytest
+import torch
+import toy
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+from torch import nn
+from worlds import CaseFailed, Worlds
+
+pytestmark = pytest.mark.mp
+
+RATIOS = [0.0, 0.3, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "layers", "recomputed"),
+    [(0, 12, 0), (0.3, 12, 3), (0.5, 13, 6), (0.85, 12, 10), (0.999, 12, 11), (1, 12, 12), (0.9, 1, 0), (1, 1, 1)],
+)
+def test_ratio_is_rounded_down_to_layers(ratio: float, layers: int, recomputed: int) -> None:
+    from ds_vpipe.engine.modules.recompute import recomputed_layers
+
+    assert recomputed_layers(ratio, layers) == recomputed
+
+
+def passes(ratio: float, seed_layers: bool, count: int = 3) -> dict[str, Any]:
+    """Forward and backward passes of the toy model as the only stage; inputs are integers."""
+    from deepspeed.pipe import PipelineModule
+
+    from ds_vpipe.engine.modules.random_states import RandomStates
+    from ds_vpipe.engine.modules.recompute import apply_recompute
+
+    module = PipelineModule(toy.layer_specs(0.3), num_stages=1, partition_method="uniform", seed_layers=seed_layers)
+    original = module.forward
+    apply_recompute(module, ratio, RandomStates())
+    calls = [0] * len(module.forward_funcs)
+    for position, layer in enumerate(module.forward_funcs):
+        layer.register_forward_pre_hook(lambda *_, position=position: calls.__setitem__(position, calls[position] + 1))
+    torch.manual_seed(5)
+    outputs = [module(toy.micro_batch(number)[0]) for number in range(count)]
+    for output in reversed(outputs):  # long after the forward pass, and in another order
+        torch.rand(3)
+        output.square().sum().backward()
+    with torch.no_grad():
+        module(toy.micro_batch(0)[0])
+    return {
+        "calls": calls,
+        "outputs": [output.detach() for output in outputs],
+        "gradients": [parameter.grad for parameter in module.parameters()],
+        "random": torch.rand(4),
+        "micro_offset": module.micro_offset,
+        "same": module.forward == original,
+    }
+
+
+def all_passes(seed_layers: bool) -> list[dict[str, Any]]:
+    return [passes(ratio, seed_layers) for ratio in RATIOS]
+
+
+@pytest.mark.parametrize("seed_layers", [False, True])
+def test_every_ratio_gives_the_same_bits(worlds: Worlds, seed_layers: bool) -> None:
+    (reports,) = worlds.run(1, all_passes, seed_layers)
+    plain = reports[0]
+    assert plain["same"]
+    assert not torch.equal(plain["outputs"][0], plain["outputs"][1])
+    for ratio, report in zip(RATIOS, reports, strict=True):
+        recomputed = int(ratio * len(toy.LAYERS))
+        assert report["calls"] == [4] * (len(toy.LAYERS) - recomputed) + [7] * recomputed
+        for name in ("outputs", "gradients"):
+            assert len(report[name]) == len(plain[name])
+            assert all(torch.equal(a, b) for a, b in zip(report[name], plain[name], strict=True)), (name, ratio)
+        assert torch.equal(report["random"], plain["random"])
+        assert report["micro_offset"] == plain["micro_offset"] == 4
+
+
+def memory(ratio: float) -> int:
+    """Bytes that autograd keeps between forward and backward pass."""
+    from deepspeed.pipe import PipelineModule
+
+    from ds_vpipe.engine.modules.random_states import RandomStates
+    from ds_vpipe.engine.modules.recompute import apply_recompute
+
+    module = PipelineModule(toy.layer_specs(0.3), num_stages=1)
+    apply_recompute(module, ratio, RandomStates())
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(toy.micro_batch(0)[0])
+    return sum(kept.values())
+
+
+def test_less_is_kept_the_more_is_recomputed(worlds: Worlds) -> None:
+    none, half, everything = (worlds.run(1, memory, ratio)[0] for ratio in (0, 0.5, 1))
+    assert none > half > everything
+
+
+class Tracker:
+    """A generator state of its own, lent to torch for a block of code, as Megatron has it."""
+
+    def __init__(self, seed: int) -> None:
+        self.states_ = {"model-parallel-rng": torch.Generator().manual_seed(seed).get_state()}
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return self.states_
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.states_ = states
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.states_["model-parallel-rng"])
+        try:
+            yield
+        finally:
+            self.states_["model-parallel-rng"] = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+
+class Drops(nn.Module):
+    """Dropout with draws from elsewhere than torch's own state."""
+
+    def __init__(self, source: str, tracker: Tracker) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.source, self.tracker = source, tracker
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.weight
+        if self.source == "python":
+            return x * random.random()
+        if self.source == "numpy":
+            return x * np.random.rand()
+        with self.tracker.fork() if self.source != "deepspeed" else get_cuda_rng_tracker().fork():
+            return nn.functional.dropout(x, 0.5, self.training)
+
+
+def drawn_elsewhere(source: str, ratio: float, known: str) -> Any:
+    """Losses and weights of a stage whose layers draw from ``source``; ``known``: how the engine knows the tracker."""
+    from deepspeed.pipe import LayerSpec
+
+    random.seed(1)
+    np.random.seed(1)
+    tracker = Tracker(3 + torch.distributed.get_rank())  # as the same masks twice drop nothing more
+    get_cuda_rng_tracker().set_states(Tracker(4).get_states())
+    module = types.SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
+    modules = {"megatron.core.tensor_parallel.random": module} if known == "imported" else {}
+    specs = [LayerSpec(toy.Embed, 100), *(LayerSpec(Drops, source, tracker) for _ in range(3)), LayerSpec(toy.Pool, 9)]
+    block = {"recompute_ratio": ratio, "peer_timeout_s": 60}
+    ds_config = cases.config(1, {"type": "SGD", "params": {"lr": 0.5}}, block)
+    with mock.patch.dict(sys.modules, modules):
+        engine = cases.engine(ds_config, 2, specs=lambda: specs)
+        if known == "registered":
+            engine.register_random_state(
+                "own", lambda: dict(tracker.states_), lambda states: tracker.set_states(states)
+            )
+        iterator = toy.data()
+        losses = [float(engine.train_batch(iterator)) for _ in range(4)]
+        found = losses, cases.parameters(engine)
+        engine.destroy()
+    cases.close_groups()
+    return found
+
+
+SOURCES = [
+    ("python", ""),
+    ("numpy", ""),
+    ("deepspeed", ""),
+    ("tracker", "imported"),
+    ("tracker", "registered"),
+]
+
+
+def drawn_everywhere() -> list[tuple[Any, Any]]:
+    return [tuple(drawn_elsewhere(source, ratio, known) for ratio in (0, 1)) for source, known in SOURCES]
+
+
+def test_draws_that_torch_does_not_know_are_repeated(worlds: Worlds) -> None:
+    for report in worlds.run(2, drawn_everywhere):
+        for source, (kept, recomputed) in zip(SOURCES, report, strict=True):
+            assert kept[0] == recomputed[0], source
+            assert all(torch.equal(kept[1][name], recomputed[1][name]) for name in kept[1]), source
+
+
+def test_draws_of_an_unknown_tracker_are_refused(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, drawn_elsewhere, "tracker", 1, "")
+    line = "vpipe.recompute_ratio: got layers 3 to 4 (Drops to Pool) with another output when they are run again"
+    assert line in failed.value.errors[1]
+    for error in failed.value.errors.values():
+        assert "engine.register_random_state(name, get, put)" in error
+        assert "\n" not in error
+
+
+class Counts(nn.Module):
+    """Remembers something of every micro-batch, which its output depends on."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.weight, self.way, self.calls, self.seen = nn.Parameter(torch.linspace(0.9, 1.1, 8)), way, 0, [0]
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.weight
+        if self.way == "attribute":
+            self.calls += 1
+            return x * (1 + self.calls / 10)
+        if self.way == "buffer":
+            self.steps += 1
+        elif self.way == "replaced buffer":
+            self.steps = self.steps + 1
+        if self.way == "late":
+            self.steps += 1
+            return x.tanh() if self.steps > 3 else x
+        if self.way == "list":
+            self.seen[0] += 1
+            return x.tanh() if self.seen[0] > 5 else x
+        return x * (1 + self.steps / 10)
+
+
+def counted(way: str, ratio: float) -> Any:
+    """Losses, weights and buffers of two stages whose layers remember."""
+    from deepspeed.pipe import LayerSpec
+
+    specs = [LayerSpec(toy.Embed, 100), *(LayerSpec(Counts, way) for _ in range(3)), LayerSpec(toy.Pool, 9)]
+    block = {"recompute_ratio": ratio, "peer_timeout_s": 60}
+    engine = cases.engine(cases.config(1, {"type": "SGD", "params": {"lr": 0.5}}, block), 2, specs=lambda: specs)
+    iterator = toy.data()
+    losses = [float(engine.train_batch(iterator)) for _ in range(5)]
+    found = losses, cases.parameters(engine) | dict(engine.module.named_buffers())
+    engine.destroy()
+    cases.close_groups()
+    return found
+
+
+COUNTERS = ("attribute", "buffer", "replaced buffer", "late")
+
+
+def counted_everywhere() -> list[tuple[Any, Any]]:
+    return [tuple(counted(way, ratio) for ratio in (0, 1)) for way in COUNTERS]
+
+
+def test_layers_remember_every_micro_batch_once(worlds: Worlds) -> None:
+    for report in worlds.run(2, counted_everywhere):
+        for way, (kept, recomputed) in zip(COUNTERS, report, strict=True):
+            assert kept[0] == recomputed[0], way
+            assert all(torch.equal(kept[1][name], recomputed[1][name]) for name in kept[1]), way
+
+
+def test_layers_that_take_another_way_are_refused_in_one_line(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, counted, "list", 1)
+    for error in failed.value.errors.values():
+        assert "vpipe.recompute_ratio: got layers that go another way when they are run again" in error
+        assert "\n" not in error
+
+
+def outputs_kept(count: int) -> list[int]:
+    """Copies of outputs that wait for the recomputation's, after each of ``count`` forward and backward passes."""
+    from deepspeed.pipe import PipelineModule
+
+    from ds_vpipe.engine.modules.random_states import RandomStates
+    from ds_vpipe.engine.modules.recompute import Segment, _OutputCheck
+
+    module = PipelineModule(toy.layer_specs(0.3), num_stages=1)
+    segment = Segment(0, len(module.forward_funcs), 1.0, RandomStates())
+    found = []
+
+    def waiting() -> int:
+        gc.collect()
+        return sum(isinstance(item, _OutputCheck) for item in gc.get_objects())
+
+    segment.run_part(module, toy.micro_batch(0)[0], 1)  # and is dropped, so that the next one is compared
+    outputs = [segment.run_part(module, toy.micro_batch(number)[0], 1) for number in range(count)]
+    found.append(waiting())
+    for output in outputs:
+        output.sum().backward()
+    del output, outputs
+    segment.run_part(module, toy.micro_batch(0)[0], 1).sum()
+    found.append(waiting())
+    return found
+
+
+def test_only_the_first_micro_batch_is_compared(worlds: Worlds) -> None:
+    assert worlds.run(1, outputs_kept, 3) == [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (torch.ones(3), torch.ones(3), True),
+        (torch.ones(3), torch.ones(3) + 1e-6, False),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]), True),
+        (torch.tensor([1.0, math.nan]), torch.tensor([2.0, math.nan]), False),
+        (torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), False),
+        (torch.ones(3), torch.ones(4), False),
+        (torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool), True),
+    ],
+)
+def test_bit_for_bit_on_cpus(first: torch.Tensor, second: torch.Tensor, same: bool) -> None:
+    from ds_vpipe.engine.modules.recompute import _difference
+
+    assert (_difference(first, second) == 0) == same

@@ -1,0 +1,216 @@
+"""Split models in the engine: two stages train as the whole model does, and save its names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import torch
+from split_models import CASES, GRAPHS, LAYOUT_INPUT, Layouts, Noted, bert, built, pass_through, tokens
+from test_exactness import OPTIMIZERS, adamw, difference
+from torch import Tensor, nn
+from worlds import Worlds
+
+from ds_vpipe import export
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.engine.build import prepare
+from ds_vpipe.engine.engine import VPipeEngine
+from ds_vpipe.engine.modules.split_module import split_model, stages_in
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.initialization import _engine_class, deepspeed_initialize
+
+UPDATES = 5
+ADAMW = OPTIMIZERS["AdamW"][0]
+BF16 = {"extra": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}}
+
+
+def model(kind: str, tied: bool) -> nn.Module:
+    return GRAPHS[kind][0]() if kind in GRAPHS else bert(tie_word_embeddings=tied)
+
+
+def call(kind: str, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if kind in GRAPHS:
+        generator = torch.Generator().manual_seed(index)
+        return (torch.randn(3, 12, generator=generator),), {"y": tokens(index, 5, (3,), 0)}
+    kwargs = CASES["BertForPreTraining"][2]
+    return (), {**kwargs, "input_ids": tokens(100 + index), "labels": tokens(200 + index)}
+
+
+def train(kind: str, tied: bool, partition: Any, settings: dict[str, Any], folder: str | None, meta: bool) -> Any:
+    if meta:
+        with torch.device("meta"):
+            whole = model(kind, tied)
+    else:
+        whole = model(kind, tied)
+    split = split_model(whole, 2, partition="uniform", example=call(kind, 0) if kind in GRAPHS else None)
+    extra = settings.pop("extra", {})
+    ds_config = cases.config(1, ADAMW, {"partition": partition, **settings}, **extra)
+    ds_config["train_micro_batch_size_per_gpu"] = 3
+    # initialize() gives the engine for loops; the pieces have to work in the other one as well.
+    prepared = prepare(split, ds_config, VPipeConfig.parse(ds_config["vpipe"]), None, None)
+    given = {"model": split, "model_parameters": prepared.model_parameters, "config": ds_config}
+    with _engine_class(partial(VPipeEngine, prepared=prepared)):
+        engine = deepspeed_initialize()(**given)[0]
+    held = sum(p.numel() for p in engine.module.parameters()), any(p.is_meta for p in split.user_module.parameters())
+    if folder is not None and meta:
+        engine.load_checkpoint(folder)
+
+    split.pack(*call(kind, 0))  # a rank that reads no data has to know the form of the calls too
+
+    def data() -> Iterator[Any]:
+        index = 0
+        while True:
+            yield split.pack(*call(kind, index)), ()
+            index += 1
+
+    iterator = data()
+    losses = [] if meta else [float(engine.train_batch(iterator)) for _ in range(UPDATES)]
+    if folder is not None and not meta:
+        engine.save_checkpoint(folder)
+    found = {name: p.detach().clone() for name, p in split.user_module.named_parameters(remove_duplicate=False)}
+    engine.destroy()
+    return {"parameters": found, "losses": losses, "held": held}
+
+
+def whole_run(kind: str, tied: bool, depths: dict[str, int] | None = None) -> tuple[dict[str, Tensor], list[float]]:
+    """The whole model in one process; ``depths`` says how many updates old each parameter is that a pass uses."""
+    net = model(kind, tied)
+    names = dict(net.named_parameters())
+    optimizer = adamw(list(names.values()))
+    versions = [{n: p.detach().clone() for n, p in names.items()}]
+    losses = []
+    for index in range(UPDATES):
+        for name, parameter in names.items():
+            delay = (depths or {}).get(name, 0)
+            parameter.data = versions[max(0, index - delay)][name].clone()
+        args, kwargs = call(kind, index)
+        output = net(*args, **kwargs)
+        optimizer.zero_grad()
+        output["loss"].backward()
+        losses.append(output["loss"].item())
+        for name, parameter in names.items():
+            parameter.data = versions[-1][name].clone()
+            if parameter.grad is None:  # as DeepSpeed does, for its reduction over replicas
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        versions.append({n: p.detach().clone() for n, p in names.items()})
+    return dict(net.state_dict()), losses
+
+
+def merged(ranks: list[Any]) -> dict[str, Tensor]:
+    return {name: value for rank in ranks for name, value in rank["parameters"].items()}
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize(("kind", "tied", "ratio"), [("bert", True, 0.5), ("perceptron", False, 0)])
+def test_synchronous_training_is_the_whole_models(
+    worlds: Worlds, tmp_path: Path, kind: str, tied: bool, ratio: float
+) -> None:
+    partition = [2, 3] if kind in GRAPHS else [2, 4]
+    settings = {"sync_mode": "bsp", "recompute_ratio": ratio}
+    ranks = worlds.run(2, train, kind, tied, partition, settings, str(tmp_path), False)
+    wanted, losses = whole_run(kind, tied)
+    found = merged(ranks)
+    assert found.keys() <= wanted.keys()
+    assert difference(found, {name: wanted[name] for name in found}) <= 1e-5
+    assert ranks[0]["losses"] == pytest.approx(losses, abs=1e-5)
+    saved: dict[str, Tensor] = {}
+    for file in sorted(tmp_path.glob("*/layer_*-model_states.pt")):
+        saved |= torch.load(file, weights_only=True)
+    assert saved.keys() == wanted.keys()
+    assert difference(saved, wanted) <= 1e-5
+    everything = sum(p.numel() for p in model(kind, tied).parameters())
+    assert all(rank["held"][0] < everything for rank in ranks)
+    if kind == "bert":  # a model that never had values takes them from the checkpoint
+        again = worlds.run(2, train, kind, tied, partition, settings, str(tmp_path), True)
+        assert difference(merged(again), found) == 0
+        assert [rank["held"] for rank in again] == [(rank["held"][0], False) for rank in ranks]
+
+
+def strides_seen(sync_mode: str, way: str) -> tuple[list[Any], list[Any]]:
+    """Strides of this stage's values and their gradients, in the last of two rounds."""
+    import ds_vpipe
+
+    settings = {"partition": [2, 2, 2], "sync_mode": sync_mode, "recompute_ratio": 0.5}
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], settings, pipeline={"stages": 3})
+    engine = ds_vpipe.initialize(model=built(lambda: Layouts(way)), config=ds_config)[0]
+    for _ in range(2):
+        engine.backward(engine(LAYOUT_INPUT))
+        engine.step()
+    engine.drain()
+    engine.destroy()
+    count = (1, 2, 1)[engine.stage_id]
+    return Noted.values[-count:], Noted.gradients[-count:]
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize(("sync_mode", "way"), [("bsp", "gaps"), ("asp", "transposed"), ("asp", "expanded")])
+def test_values_and_gradients_keep_their_strides(worlds: Worlds, sync_mode: str, way: str) -> None:
+    Noted.values.clear()
+    Noted.gradients.clear()
+    pass_through(built(lambda: Layouts(way)), (LAYOUT_INPUT,), {})
+    values, gradients = Noted.values, Noted.gradients[::-1]
+    ranks = worlds.run(3, strides_seen, sync_mode, way)
+    assert [rank[0] for rank in ranks] == [values[:1], values[1:3], values[3:]]
+    assert [rank[1][::-1] for rank in ranks] == [gradients[:1], gradients[1:3], gradients[3:]]
+
+
+@pytest.mark.mp
+def test_two_parts_on_every_stage(worlds: Worlds) -> None:
+    settings = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2, "extra": {}}
+    ranks = worlds.run(2, train, "bert", True, [1, 2, 1, 2], settings, None, False)
+    wanted, losses = whole_run("bert", True)
+    assert "bert.encoder.layer.2.output.dense.weight" in ranks[0]["parameters"]
+    assert difference(merged(ranks), {name: wanted[name] for name in merged(ranks)}) <= 1e-5
+    assert ranks[0]["losses"] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.mp
+def test_asynchronous_training_uses_the_versions_of_the_schedule(worlds: Worlds) -> None:
+    ranks = worlds.run(2, train, "bert", False, [3, 3], {}, None, False)
+    first_stage = dict.fromkeys(ranks[0]["parameters"], 1)
+    wanted, losses = whole_run("bert", False, first_stage)
+    assert difference(merged(ranks), {name: wanted[name] for name in merged(ranks)}) <= 1e-5
+    assert ranks[1]["losses"] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.mp
+def test_bf16_with_zero_1(worlds: Worlds, tmp_path: Path) -> None:
+    """Tied weights, asynchronously; what is absent has the type of what is there, or masks would not fit. The
+    checkpoint becomes one file that the model loads as it loads its own."""
+    ranks = worlds.run(2, train, "bert", True, "type:BertLayer", BF16, str(tmp_path), False)
+    output = tmp_path / "model.pt"
+    assert export.main([str(tmp_path), str(output)]) == 0
+    exported = torch.load(output)
+    assert {value.dtype for value in exported.values() if value.is_floating_point()} == {torch.float32}
+    first, again = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
+    assert exported[first].data_ptr() == exported[again].data_ptr()
+    whole = model("bert", True)
+    whole.load_state_dict(exported)
+    for name, value in merged(ranks).items():
+        assert torch.equal(whole.state_dict()[name].bfloat16(), value), name
+    assert export.main([str(tmp_path), str(output), "--names", "layers"]) == 0
+    assert f"0.{first}" in torch.load(output)
+    assert {value.dtype for value in merged(ranks).values()} == {torch.bfloat16}
+    _, losses = whole_run("bert", True)
+    assert ranks[0]["losses"] == pytest.approx(losses, rel=0.1)
+
+
+def test_number_of_stages() -> None:
+    assert stages_in({"pipeline": {"stages": 4}}, [1, 1]) == 4
+    assert stages_in({}, [3, 2, 1]) == 3
+    assert stages_in({}, [3, 2, 1, 1], 2) == 2
+    for ds_config in ({}, {"pipeline": {"stages": 0}}, {"pipeline": {"stages": True}}):
+        with pytest.raises(VPipeConfigError, match=r'pipeline\.stages.*write "pipeline": {"stages": 4}'):
+            stages_in(ds_config, "uniform")
+
+
+def test_models_that_split_model_does_not_take() -> None:
+    with pytest.raises(VPipeConfigError, match="num_stages"):
+        split_model(bert())
+    with pytest.raises(VPipeConfigError, match=r"torch\.compile"):
+        split_model(torch.compile(bert()), 2)  # type: ignore[arg-type]

@@ -1,0 +1,147 @@
+"""No run leaves the shared memory of DeepSpeed's all-reduce behind, however it ends, and none loses what it uses."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from worlds import free_port
+
+from ds_vpipe.doctor.probe import Claim
+from ds_vpipe.engine import reduction_buffers
+from ds_vpipe.engine.reduction_buffers import unlink_unused
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+import os, signal, sys
+import deepspeed, torch
+
+rank, name = int(os.environ["RANK"]), f"_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_"
+
+def left():
+    return sorted(found for found in os.listdir("/dev/shm") if name in found)
+
+def train():
+    model = deepspeed.pipe.PipelineModule([torch.nn.Linear(4, 4)], 1, loss_fn=torch.nn.functional.mse_loss)
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    config = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, **block}
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    engine.train_batch(iter([(torch.ones(1, 4), torch.ones(1, 4))]))
+    return type(engine).__name__
+
+block = {}
+deepspeed.init_distributed(dist_backend="gloo")
+torch.distributed.barrier()
+assert left() == [], left()
+assert len([line for line in open("/proc/self/maps") if name in line]) == 2, "there are such buffers, and they stay"
+assert train() == "PipelineEngine"
+block = {"vpipe": {}}
+assert train() == "VPipeEngine"
+torch.distributed.destroy_process_group()
+deepspeed.comm.comm.cdb = None
+os.environ["MASTER_PORT"] = sys.argv[1]
+deepspeed.init_distributed(dist_backend="gloo")
+assert train() == "VPipeEngine"
+values = torch.full((8,), rank + 1.0)
+deepspeed.comm.inference_all_reduce(values)
+assert values.tolist() == [3.0] * 8, values
+print("killed", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.mp
+def test_a_killed_run_with_replicas(tmp_path: Path) -> None:
+    """Stock engine, ours, and another world in the same processes; the reduction itself works without names."""
+    script, port = tmp_path / "train.py", free_port()
+    script.write_text(SCRIPT)
+    unused = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_2")
+    unused.touch()  # of a run of before
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "WORLD_SIZE": "2",
+        "LOCAL_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "ds_vpipe.run", str(script), str(free_port())]
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=400)
+            assert (process.returncode, output.splitlines()[-1]) == (-signal.SIGKILL, "killed"), output
+    finally:
+        for process in processes:
+            process.kill()
+        found = list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
+        for path in found:
+            path.unlink()
+    assert not found
+
+
+@pytest.fixture
+def buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files with the names of buffers, in a folder of their own."""
+    monkeypatch.setattr(reduction_buffers, "FILES", f"{tmp_path}/deepspeed_allreduce_buffer_")
+    paths = [tmp_path / f"deepspeed_allreduce_buffer_0_127.0.0.1_29500_{rank}" for rank in range(2)]
+    for path in paths:
+        path.write_bytes(bytes(mmap.PAGESIZE))
+    return paths
+
+
+def test_what_is_mapped_stays(buffers: list[Path]) -> None:
+    with buffers[0].open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+    unlink_unused()
+    assert [path.exists() for path in buffers] == [True, False]
+    mapped.close()
+    unlink_unused()
+    assert not buffers[0].exists()
+
+
+def test_what_somebody_is_about_to_open_stays(buffers: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import os, sys; sys.stdin.readline(); file = open(sys.argv[1]); print(os.fstat(file.fileno()).st_nlink)"
+    command = [sys.executable, "-c", script, str(buffers[0])]
+    opens = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert opens.stdin is not None
+    rename = Path.rename
+
+    def wait_for_it(path: Path, target: str) -> Path:
+        if path == buffers[0] and opens.poll() is None:
+            print(file=opens.stdin, flush=True)
+            while "break_lease" not in Path(f"/proc/{opens.pid}/wchan").read_text():
+                assert opens.poll() is None
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", wait_for_it)
+    unlink_unused()
+    assert opens.communicate(timeout=60)[0] == "1\n"
+    assert [path.exists() for path in buffers] == [True, False]
+    assert len(list(buffers[0].parent.iterdir())) == 1
+
+
+def test_files_of_other_hosts_stay(buffers: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_vpipe.doctor.probe._file_system", lambda path: "nfs4")
+    with Claim(buffers[0]) as claim:
+        assert "nfs4" in claim.state
+    unlink_unused()
+    assert all(path.exists() for path in buffers)

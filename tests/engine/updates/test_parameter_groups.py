@@ -1,0 +1,64 @@
+"""Optimizers and groups of a whole model are cut down to a stage, and stay what they are otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_vpipe.engine.updates.parameter_groups import by_identity, follow, listed, restricted
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    decayed = [p for name, p in model.named_parameters() if not name.endswith("bias")]
+    others = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    return [{"params": decayed, "weight_decay": 0.1, "name": "decayed"}, {"params": others, "weight_decay": 0.0}]
+
+
+def placeholder() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(1))
+
+
+def ids(parameters: Any) -> list[int]:
+    return [id(parameter) for parameter in parameters]
+
+
+def test_optimizer_keeps_groups_options_and_scheduler() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.Adagrad(two_groups(model), lr=0.5)  # has states from the start
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda t: 0.5**t, lambda t: 0.1**t])
+    follow(optimizer, by_identity(model[1].parameters()), placeholder)
+    kept, empty = optimizer.param_groups
+    assert ids(kept["params"]) == ids([model[1].weight])
+    assert kept["weight_decay"] == 0.1
+    assert kept["name"] == "decayed"
+    assert [p.numel() for p in empty["params"]] == [1]
+    assert ids(empty["params"])[0] not in ids(model.parameters())
+    assert ids(optimizer.state) == ids([model[1].weight])
+    model[1].weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.25, 0.05])
+
+
+def test_restricted_groups_and_lists() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    stage = list(model[1].parameters())
+    own = by_identity(stage)
+    groups = restricted(two_groups(model), own, placeholder)
+    assert [ids(group["params"]) for group in groups] == [ids([model[1].weight]), ids([model[1].bias])]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert ids(restricted(list(model.parameters()), own, placeholder)) == ids(stage)
+    assert ids(restricted(list(model[0].parameters()), own, placeholder))[0] not in ids(model.parameters())
+
+
+def test_iterators_are_read_before_the_split() -> None:
+    model = nn.Linear(2, 2)
+    assert listed(None) is None
+    assert ids(listed(model.parameters()) or []) == ids(model.parameters())
+    (group,) = listed({"params": iter([model.weight]), "lr": 0.1}) or []
+    assert (ids(group["params"]), group["lr"]) == (ids([model.weight]), 0.1)
+    (group,) = listed([{"params": model.weight}]) or []
+    assert ids(group["params"]) == ids([model.weight])

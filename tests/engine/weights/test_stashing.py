@@ -1,0 +1,227 @@
+"""The stashing optimizer: versions keyed by micro-batch around any optimizer that steps in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
+
+
+class Silent(torch.optim.Optimizer):
+    """Updates as FusedAdam does: in place and without telling autograd."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> str:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(group["lr"] * parameter.grad)
+        return f"stepped with {closure}"
+
+
+class Adder:
+    """Adds one to every weight; the simplest optimizer that steps in place."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.data.add_(1)
+
+
+def counting(*, stash: bool = True) -> tuple[nn.Parameter, WeightStashingOptimizer]:
+    """A weight that equals the number of its updates."""
+    weight = nn.Parameter(torch.zeros(()))
+    return weight, WeightStashingOptimizer(Adder([weight]), [weight], stash=stash)
+
+
+def forward(weight: nn.Parameter, optimizer: WeightStashingOptimizer, micro_batch: int, version: Any = None) -> float:
+    with optimizer.forward(micro_batch, version):
+        return float(weight.detach())
+
+
+def test_versions_are_keyed_by_micro_batch() -> None:
+    weight, optimizer = counting()
+    for micro_batch in range(4):
+        assert forward(weight, optimizer, micro_batch) == micro_batch
+        assert optimizer.version_of(micro_batch) == micro_batch
+        optimizer.step()
+    assert (optimizer.latest_version, optimizer.current_version, optimizer.num_versions) == (4, 4, 5)
+    for micro_batch in (2, 0, 3, 1):  # in any order
+        optimizer.load_old_params(micro_batch)
+        assert float(weight.detach()) == optimizer.current_version == micro_batch
+        optimizer.load_new_params()
+        assert float(weight.detach()) == optimizer.current_version == 4
+        optimizer.release(micro_batch)
+    assert optimizer.num_versions == 1
+    assert list(optimizer.versions.alive) == [4]
+
+
+def test_a_version_lives_as_long_as_its_last_micro_batch() -> None:
+    weight, optimizer = counting()
+    for micro_batch in range(3):
+        forward(weight, optimizer, micro_batch)
+    optimizer.step()
+    forward(weight, optimizer, 3)
+    for micro_batch, alive in ((0, 2), (2, 2), (1, 1), (3, 1)):
+        assert optimizer.num_versions == 2
+        optimizer.release(micro_batch)
+        assert optimizer.num_versions == alive
+        if alive == 1:
+            break
+    assert optimizer.version_of(3) == 1
+
+
+def test_no_fork_when_nothing_is_in_flight() -> None:
+    weight, optimizer = counting()
+    storage = weight.data_ptr()
+    for micro_batch in range(3):
+        forward(weight, optimizer, micro_batch)
+        optimizer.release(micro_batch)
+        optimizer.step()
+        assert weight.data_ptr() == storage
+        assert (optimizer.num_versions, optimizer.versions.allocated) == (1, 1)
+    assert float(weight.detach()) == 3
+
+
+def test_no_fork_when_only_older_versions_are_in_flight() -> None:
+    weight, optimizer = counting()
+    forward(weight, optimizer, 0)
+    optimizer.step()
+    storage = weight.data_ptr()
+    optimizer.step()
+    assert weight.data_ptr() == storage
+    assert list(optimizer.versions.alive) == [0, 2]
+
+
+def test_memory_is_bounded() -> None:
+    weight, optimizer = counting()
+    for micro_batch in range(40):
+        forward(weight, optimizer, micro_batch)
+        if micro_batch >= 3:
+            optimizer.load_old_params(micro_batch - 3)
+            assert float(weight.detach()) == max(0, micro_batch - 6)
+            optimizer.release(micro_batch - 3)
+            optimizer.step()
+            assert optimizer.num_versions <= 4
+            assert optimizer.versions.allocated <= 5
+
+
+def test_weight_sync_none_sees_the_newest_weights() -> None:
+    weight, optimizer = counting(stash=False)
+    storage = weight.data_ptr()
+    forward(weight, optimizer, 0)
+    optimizer.step()
+    optimizer.load_old_params(0)
+    assert float(weight.detach()) == 1
+    assert optimizer.current_version == 1
+    optimizer.release(0)
+    assert weight.data_ptr() == storage
+    assert (optimizer.latest_version, optimizer.num_versions) == (1, 1)
+
+
+def test_keep_from_holds_versions_for_forward_passes_to_come() -> None:
+    weight, optimizer = counting()
+    optimizer.keep_from(0)
+    for _ in range(3):
+        optimizer.step()
+    assert list(optimizer.versions.alive) == [0, 1, 2, 3]
+    assert forward(weight, optimizer, 0, version=1) == 1
+    assert optimizer.current_version == 3
+    optimizer.keep_from(2)
+    assert list(optimizer.versions.alive) == [1, 2, 3]
+    optimizer.load_old_params(0)
+    assert float(weight.detach()) == 1
+    optimizer.load_new_params()
+    optimizer.release(0)
+    assert list(optimizer.versions.alive) == [2, 3]
+
+
+def test_step_passes_on_arguments_and_result() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    base = Silent([weight], lr=1.0)
+    assert WeightStashingOptimizer(base, [weight]).step("a closure") == "stepped with a closure"
+    assert WeightStashingOptimizer(base, [weight]).base_optimizer is base
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+    "without a version bump": lambda parameters: Silent(parameters, lr=0.5),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_are_those_of_the_version_used(name: str) -> None:
+    """Three micro-batches in flight over updates: each gradient is the one at the weights of its forward pass."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1))
+    parameters = list(module.parameters())
+    optimizer = WeightStashingOptimizer(OPTIMIZERS[name](parameters), parameters)
+    losses: dict[int, torch.Tensor] = {}
+    wanted: dict[int, list[torch.Tensor]] = {}
+    for micro_batch in range(8):
+        x = torch.randn(5, 3)
+        weights = {n: p.detach().clone().requires_grad_() for n, p in module.named_parameters()}
+        loss = torch.func.functional_call(module, weights, (x,)).square().sum()
+        wanted[micro_batch] = list(torch.autograd.grad(loss, list(weights.values())))
+        with optimizer.forward(micro_batch):
+            losses[micro_batch] = module(x).square().sum()
+        done = micro_batch - 2
+        if done < 0:
+            continue
+        optimizer.load_old_params(done)
+        losses.pop(done).backward()
+        optimizer.load_new_params()
+        optimizer.release(done)
+        assert all(torch.equal(p.grad, w) for p, w in zip(parameters, wanted[done], strict=True)), done  # type: ignore[arg-type]
+        optimizer.step()
+        module.zero_grad()
+    assert optimizer.latest_version == 6
+
+
+def test_update_applies_an_old_gradient_to_the_newest_weights() -> None:
+    weight = nn.Parameter(torch.tensor(10.0))
+    optimizer = WeightStashingOptimizer(torch.optim.SGD([weight], lr=1.0), [weight])
+    with optimizer.forward(0):
+        loss = weight * 3
+    weight.grad = torch.tensor(2.0)
+    optimizer.step()
+    weight.grad = None
+    optimizer.load_old_params(0)
+    loss.backward()
+    optimizer.step()  # points to the newest weights by itself
+    assert float(weight.detach()) == 10 - 2 - 3
+
+
+def test_errors() -> None:
+    _, optimizer = counting()
+    with pytest.raises(KeyError):
+        optimizer.load_old_params(0)
+    with pytest.raises(KeyError):
+        optimizer.release(0)
+    with pytest.raises(KeyError):
+        optimizer.version_of(0)
+    optimizer.step()
+    with pytest.raises(KeyError), optimizer.forward(0, version=0):
+        pass
+    assert optimizer.current_version == 1
+
+
+def test_a_failing_forward_pass_leaves_nothing_in_flight() -> None:
+    _, optimizer = counting()
+    optimizer.keep_from(0)
+    optimizer.step()
+    with pytest.raises(ZeroDivisionError), optimizer.forward(0, version=0):
+        raise ZeroDivisionError
+    assert optimizer.current_version == 1
+    with pytest.raises(KeyError):
+        optimizer.version_of(0)

@@ -1,0 +1,125 @@
+"""Gradient clipping by the norm of the stage, of all stages as far as they are known, and of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import pytest
+import reference
+import torch
+import toy
+from test_exactness import LAYERS, OPTIMIZERS, difference, sgd
+from torch import nn
+from worlds import Worlds
+
+from ds_vpipe.engine.updates.update import fp32_norms
+from ds_vpipe.errors import PipelineProtocolError
+from ds_vpipe.partition import uniform_partition
+from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.one_f_one_b import default_depths, with_communication
+
+CLIP = 0.3
+HALVES = (torch.bfloat16, torch.float16)
+ZERO_1 = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 4, "hysteresis": 1}}
+
+
+def replayed(micro_batches: int, batches: int, **options: Any) -> dict[str, torch.Tensor]:
+    counts = uniform_partition(LAYERS, 4)
+    return reference.Replay(counts, default_depths(4), micro_batches, sgd, **options).run(batches).parameters()
+
+
+def test_norms_of_all_kinds_of_gradients() -> None:
+    torch.manual_seed(0)
+    sparse = nn.Embedding(5, 3, sparse=True)
+    sparse(torch.tensor([1, 4, 1])).pow(2).sum().backward()
+    rows = sparse.weight.grad
+    assert rows is not None
+    assert rows.is_sparse
+    kinds = [torch.randn(7, 3), torch.randn(300, dtype=torch.float64), *(torch.randn(9).to(t) for t in HALVES)]
+    strided = torch.randn(6, 4)[::2, 1:]
+    for gradients in (kinds, [kinds[0], rows, kinds[2]], [rows], [torch.zeros(0), strided], []):
+        norms = fp32_norms(gradients)
+        assert [norm.dtype for norm in norms] == [torch.float32] * len(gradients)
+        wanted = [float(gradient.to_dense().float().norm()) for gradient in gradients]
+        assert [float(norm) for norm in norms] == wanted
+    for dtype in (torch.complex64, torch.complex128):
+        assert float(fp32_norms([torch.tensor([3.0, 4.0j], dtype=dtype)])[0]) == 5.0
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_scopes(worlds: Worlds, micro_batches: int) -> None:
+    batches = 12
+    wanted: list[dict[str, torch.Tensor]] = []
+    configs = []
+    for scope in ("stage", "delayed_global"):
+        for extra, options in (
+            ({}, {}),
+            ({**ZERO_1, "bf16": {"enabled": True}}, {"dtype": torch.bfloat16}),
+            ({"bf16": {"enabled": True}}, {"dtype": torch.bfloat16}),
+            ({**ZERO_1, **FP16}, {"dtype": torch.float16, "scaler": reference.Scaler(2.0**20, window=4)}),
+        ):
+            block = {"partition": "uniform", "gradient_clipping_scope": scope}
+            configs.append(
+                cases.config(micro_batches, OPTIMIZERS["SGD"][0], block, **{"gradient_clipping": CLIP, **extra})
+            )
+            wanted.append(
+                replayed(micro_batches, batches, clip=CLIP, scope=scope, criterion=toy.float_cross_entropy, **options)
+            )
+    assert difference(wanted[0], wanted[4]) > 1e-2
+    assert difference(replayed(micro_batches, batches, criterion=toy.float_cross_entropy), wanted[0]) > 1e-2
+    ranks = worlds.run(4, cases.train_each, configs, 4, batches, loss_fn=toy.float_cross_entropy)
+    for position, expected in enumerate(wanted):
+        off = difference(cases.merged([rank[position] for rank in ranks]), expected)
+        assert off <= (1e-5, 1e-2, 1e-2, 2e-3)[position % 4], configs[position]
+
+
+@pytest.mark.mp
+def test_delayed_global_over_a_drain(worlds: Worlds) -> None:
+    """During a drain no earlier stage's news come any more; after it everything is known."""
+    block = {"partition": "uniform", "gradient_clipping_scope": "delayed_global"}
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], block, gradient_clipping=CLIP)
+    reports = worlds.run(4, cases.train_twice, ds_config, 4, 7, 6)
+    order = [*range(7), *range(6)]
+    wanted = replayed(1, 13, clip=CLIP, scope="delayed_global", order=order, refills=(0, 7, 13))
+    assert difference(cases.merged(reports), wanted) <= 1e-5
+    assert difference(replayed(1, 13, clip=CLIP, scope="delayed_global", order=order), wanted) > 1e-3
+
+
+def news_before_the_update(ds_config: dict[str, Any]) -> str:
+    """Build an engine whose schedule sends what an update told before that."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Iterator[Action]:
+        actions = list(with_communication(*args, **kwargs))
+        return iter(sorted(actions, key=lambda a: a.kind is Kind.STEP and a.index == 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds_vpipe.schedules.program.with_communication", wrong)
+        with pytest.raises(PipelineProtocolError) as error:
+            cases.engine(ds_config, 2)
+    return str(error.value)
+
+
+@pytest.mark.mp
+def test_norms_sent_out_of_order_are_refused_at_start(worlds: Worlds) -> None:
+    """What is checked before anything is trained is what will run, exchanges of other stages included."""
+    block = {"partition": "uniform", "gradient_clipping_scope": "delayed_global"}
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], block, gradient_clipping=CLIP)
+    lines = worlds.run(2, news_before_the_update, ds_config)
+    assert lines[0] == lines[1]
+    assert "rank 1, position 14, SEND_NEWS1: STEP1 is next; this is a defect in ds_vpipe" in lines[0]
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("zero", [False, True])
+def test_whole_model_in_bsp(worlds: Worlds, zero: bool) -> None:
+    extra: dict[str, Any] = ZERO_1 if zero else {}
+    ds_config = cases.config(
+        2, OPTIMIZERS["SGD"][0], {"sync_mode": "bsp", "partition": "uniform"}, gradient_clipping=CLIP, **extra
+    )
+    reports = worlds.run(4, cases.train, ds_config, 4, 12)
+    wanted = reference.Replay((LAYERS,), (0,), 2, sgd, clip=CLIP).run(12).parameters()
+    assert difference(cases.merged(reports), wanted) <= 1e-5

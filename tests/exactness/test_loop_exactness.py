@@ -1,0 +1,105 @@
+"""A script that loops over forward, backward and step trains what the reference says, and sees the losses it should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import loops
+import pytest
+import torch
+from script_losses import loss_known
+from test_exactness import OPTIMIZERS, difference
+from worlds import Worlds
+
+from ds_vpipe.partition import uniform_partition
+from ds_vpipe.schedules.one_f_one_b import Progress, default_depths, versions_alive
+from ds_vpipe.schedules.pipeline import Pipeline
+
+pytestmark = pytest.mark.mp
+
+LAYERS, ROUNDS = 10, 16
+
+
+def replayed(stages: int, micro_batches: int, optimizer: str, **options: Any) -> loops.Replay:
+    counts, depths = uniform_partition(LAYERS, stages), default_depths(stages)
+    options = {"counts": counts, "depths": depths, **options}
+    run = loops.Replay(micro_batches=micro_batches, make_optimizer=OPTIMIZERS[optimizer][1], **options)
+    run.run(ROUNDS // micro_batches)
+    return run
+
+
+def losses_seen(each: list[float], stages: int, stage: int, micro_batches: int, schedule: Any = "asp") -> list[float]:
+    pipeline = Pipeline(schedule, stages, micro_batches)
+    return [each[loss_known(pipeline, stage, Progress(handed, handed))] for handed in range(len(each))]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_updates_are_those_of_the_reference(worlds: Worlds, stages: int, micro_batches: int) -> None:
+    names = ("SGD", "AdamW")
+    block = {"partition": "uniform"}
+    configs = [cases.config(micro_batches, OPTIMIZERS[name][0], block) for name in names]
+    ranks = worlds.run(stages, loops.train_each, configs, stages, ROUNDS)
+    for position, name in enumerate(names):
+        reports = [rank[position] for rank in ranks]
+        wanted = replayed(stages, micro_batches, name)
+        off = difference(cases.merged(reports), wanted.parameters())
+        assert off <= (0 if name == "SGD" else 1e-5), f"{name}: parameters off by {off:.1e}"
+        for stage, report in enumerate(reports):
+            seen = losses_seen(wanted.each, stages, stage, micro_batches)
+            assert report["losses"] == pytest.approx(seen, rel=1e-5), f"{name}, stage {stage}"
+            assert report["latest"] == report["steps"] == ROUNDS // micro_batches
+            assert report["allocated"] <= versions_alive(stages - 1 - stage, micro_batches)
+
+
+@pytest.mark.parametrize("variant", ["vertical", "deeper", "recompute"])
+def test_variants_are_those_of_the_reference(worlds: Worlds, variant: str) -> None:
+    block: dict[str, Any] = {"partition": [4, 3, 3]}
+    options: dict[str, Any] = {"counts": (4, 3, 3)}
+    if variant == "vertical":
+        block["weight_sync"], options["vertical"] = "vertical", True
+    elif variant == "deeper":
+        block["stage_to_depth_map"] = options["depths"] = [5, 2, 0]
+    else:
+        block["recompute_ratio"] = 0.5
+    ranks = worlds.run(3, loops.train, cases.config(2, OPTIMIZERS["SGD"][0], block), 3, ROUNDS)
+    assert difference(cases.merged(ranks), replayed(3, 2, "SGD", **options).parameters()) == 0
+
+
+def test_newest_weights_would_be_noticed() -> None:
+    """The comparison above can fail: a replay with the newest weights is another one."""
+    stashed, newest = (replayed(4, 1, "SGD", newest=newest).parameters() for newest in (False, True))
+    assert difference(stashed, newest) > 1e-3
+
+
+def plain(micro_batches: int, updates: int, name: str) -> dict[str, torch.Tensor]:
+    """Training in one process without any engine."""
+    whole = loops.Whole()
+    optimizer = OPTIMIZERS[name][1](list(whole.parameters()))
+    for update in range(updates):
+        for number in range(update * micro_batches, (update + 1) * micro_batches):
+            tokens, labels = loops.toy.micro_batch(number)
+            (whole(tokens, labels) / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        name.removeprefix("layers.").replace(".layer.", "."): value.detach() for name, value in whole.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (4, 1), (4, 2), (2, 4), (4, 4)])
+def test_bsp_is_plain_training(worlds: Worlds, stages: int, micro_batches: int, schedule: str) -> None:
+    block = {"sync_mode": "bsp", "schedule": schedule}
+    updates = 20
+    config = cases.config(micro_batches, OPTIMIZERS["AdamW"][0], block)
+    ranks = worlds.run(stages, loops.train, config, stages, updates * micro_batches)
+    wanted = plain(micro_batches, updates, "AdamW")
+    got = cases.merged(ranks)
+    assert got.keys() == wanted.keys()
+    off = max(float((got[name] - wanted[name]).abs().max()) for name in wanted)
+    assert off <= 1e-5, f"parameters off by {off:.1e}"
+    last = ranks[-1]["losses"]
+    for stage, report in enumerate(ranks):
+        assert report["losses"] == losses_seen(last, stages, stage, micro_batches, schedule)

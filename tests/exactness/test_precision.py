@@ -1,0 +1,153 @@
+"""Every precision against the replay in that precision: bf16 with and without ZeRO, autocast, fp16 with loss scales."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import reference
+import torch
+import toy
+from deepspeed.pipe import LayerSpec
+from test_exactness import LAYERS, MICRO_BATCHES, OPTIMIZERS, adamw, difference, sgd
+from torch import nn
+from worlds import Worlds
+
+from ds_vpipe.partition import uniform_partition
+from ds_vpipe.schedules.one_f_one_b import default_depths
+
+pytestmark = pytest.mark.mp
+
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 4, "hysteresis": 1}}
+STATIC = {"fp16": {"enabled": True, "loss_scale": 128.0}}
+
+
+def replayed(stages: int, micro_batches: int, make_optimizer: Any, **options: Any) -> reference.Replay:
+    counts = uniform_partition(LAYERS, stages)
+    run = reference.Replay(counts, default_depths(stages), micro_batches, make_optimizer, **options)
+    return run.run(MICRO_BATCHES // micro_batches)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_bf16(worlds: Worlds, stages: int, micro_batches: int) -> None:
+    extras: list[dict[str, Any]] = [ZERO_1, {}]
+    configs = [
+        cases.config(micro_batches, OPTIMIZERS["AdamW"][0], {"partition": "uniform"}, bf16={"enabled": True}, **extra)
+        for extra in extras
+    ]
+    reports = worlds.run(stages, cases.train_each, configs, stages, MICRO_BATCHES // micro_batches)
+    wanted = replayed(stages, micro_batches, adamw, dtype=torch.bfloat16)
+    for position, extra in enumerate(extras):
+        assert difference(cases.merged([r[position] for r in reports]), wanted.parameters()) == 0, extra
+        assert reports[0][position]["losses"] == pytest.approx(wanted.losses, rel=1e-2)
+
+
+class Tempered(nn.Module):
+    """Scales by a parameter of this shape."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full(shape, 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def tempered(shape: tuple[int, ...], folder: str, extra: dict[str, Any]) -> Any:
+    specs = [spec for layer in toy.layer_specs(0.0) for spec in (layer, LayerSpec(Tempered, *shape))][:-1]
+    engine = cases.engine(cases.config(2, OPTIMIZERS["AdamW"][0], {}, **extra), 2, specs=lambda: specs)
+    iterator = toy.data()
+    losses = [float(engine.train_batch(iterator)) for _ in range(2)]
+    engine.save_checkpoint(folder)
+    losses += [float(engine.train_batch(iterator)) for _ in range(2)]
+    engine.load_checkpoint(folder)
+    again = [float(engine.train_batch(toy.data(start=4)))]
+    shapes = {tuple(part.scale.shape) for part in engine.module.modules() if isinstance(part, Tempered)}
+    engine.destroy()
+    cases.close_groups()
+    return losses, again, shapes
+
+
+def tempered_both_ways(folder: str) -> list[Any]:
+    extras: list[dict[str, Any]] = [{}, {"bf16": {"enabled": True}, **ZERO_1}]
+    return [tempered(shape, f"{folder}/{at}{shape}", extra) for at, extra in enumerate(extras) for shape in ((), (1,))]
+
+
+def test_parameters_without_dimensions(worlds: Worlds, tmp_path: Path) -> None:
+    """DeepSpeed alone cannot start with them."""
+    for report in worlds.run(2, tempered_both_ways, str(tmp_path)):
+        for scalar, wanted in (report[:2], report[2:]):
+            assert scalar[:2] == wanted[:2]
+            assert scalar[1][0] == scalar[0][2]
+            assert scalar[2] == {()}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_bf16_autocast(worlds: Worlds, micro_batches: int) -> None:
+    extras: list[dict[str, Any]] = [{}, {**ZERO_1, "zero_allow_untested_optimizer": True}]
+    configs = [
+        cases.config(
+            micro_batches,
+            OPTIMIZERS["SGD"][0],
+            {"partition": "uniform", "recompute_ratio": 0.5},
+            torch_autocast={"enabled": True, "dtype": "bfloat16"},
+            **extra,
+        )
+        for extra in extras
+    ]
+    reports = worlds.run(4, cases.train_each, configs, 4, MICRO_BATCHES // micro_batches)
+    wanted = replayed(4, micro_batches, sgd, autocast=True)
+    plain = replayed(4, micro_batches, sgd)
+    assert difference(plain.parameters(), wanted.parameters()) > 2e-3
+    # DeepSpeed's ZeRO reduces what autocast has computed in bf16 in bf16.
+    reduced = replayed(4, micro_batches, sgd, autocast=True, reduces_linear_in=torch.bfloat16)
+    for position, run in enumerate((wanted, reduced)):
+        assert difference(cases.merged([r[position] for r in reports]), run.parameters()) <= 1e-4, extras[position]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("stages", [1, 4])
+def test_fp16_with_dynamic_loss_scale(worlds: Worlds, stages: int, micro_batches: int) -> None:
+    """The scale starts so high that several updates overflow, on one stage and not on another."""
+    extras: list[dict[str, Any]] = [ZERO_1, {}, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}]
+    configs = [
+        {**cases.config(micro_batches, OPTIMIZERS["AdamW"][0], {"partition": "uniform"}, **FP16), **extra}
+        for extra in extras
+    ]
+    batches = MICRO_BATCHES // micro_batches
+    loss_fn = toy.float_cross_entropy
+    reports = worlds.run(stages, cases.train_each, configs, stages, batches, loss_fn=loss_fn)
+    for position, extra in enumerate(extras):
+        wanted = replayed(
+            stages,
+            micro_batches,
+            sgd if "optimizer" in extra else adamw,
+            dtype=torch.float16,
+            scaler=reference.Scaler(2.0**20, window=4),
+            criterion=loss_fn,
+        )
+        mine = [r[position] for r in reports]
+        skipped = [sum(by_stage[stage] for by_stage in wanted.overflows) for stage in range(stages)]
+        assert mine[-1]["scales"] == wanted.scales, extra
+        assert len(set(wanted.scales)) > 3
+        assert [report["skipped"] for report in mine] == skipped, extra
+        assert (stages, micro_batches) != (4, 2) or len(set(skipped)) > 1
+        assert difference(cases.merged(mine), wanted.parameters()) <= 2e-3, extra
+
+
+def test_fp16_with_static_loss_scale(worlds: Worlds) -> None:
+    extras: list[dict[str, Any]] = [ZERO_1, {}]
+    configs = [
+        cases.config(
+            2, OPTIMIZERS["SGD"][0], {"partition": "uniform"}, **STATIC, **extra, zero_allow_untested_optimizer=True
+        )
+        for extra in extras
+    ]
+    reports = worlds.run(4, cases.train_each, configs, 4, MICRO_BATCHES // 2)
+    wanted = replayed(4, 2, sgd, dtype=torch.float16, scaler=reference.Scaler(128.0, dynamic=False))
+    for position, extra in enumerate(extras):
+        assert difference(cases.merged([r[position] for r in reports]), wanted.parameters()) <= 2e-3, extra

@@ -1,0 +1,142 @@
+"""The replay of the library equals the engine, and the tests' own replay, which shares no code with it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import cases
+import pytest
+import reference
+import torch
+import toy
+from test_exactness import LAYERS, difference
+from test_staleness_engine import METHODS, OPTIMIZERS, STAGES, depths_of
+from torch import nn
+from worlds import Worlds
+
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.lr_policies import LRPolicy
+from ds_vpipe.partition import uniform_partition
+from ds_vpipe.schedules.one_f_one_b import default_depths
+from ds_vpipe.staleness.replay import Replay
+
+BATCHES = 12
+
+
+def weights_of(run: Replay) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in run.layers.named_parameters()}
+
+
+def replayed(
+    partition: list[int], micro_batches: int, optimizer: str, batches: int = BATCHES, **options: Any
+) -> tuple[dict[str, torch.Tensor], list[float], Replay]:
+    layers = toy.built_layers()
+    run = Replay(layers, partition, micro_batches, OPTIMIZERS[optimizer][1], nn.CrossEntropyLoss(), **options)
+    data = toy.data()
+    losses = [run.train_batch(data) for _ in range(batches)]
+    return weights_of(run), losses, run
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("stages", [1, 2, 4, 10])
+@pytest.mark.parametrize("vertical", [False, True])
+def test_versions_are_those_of_the_design(stages: int, micro_batches: int, vertical: bool) -> None:
+    partition, sgd = uniform_partition(LAYERS, stages), OPTIMIZERS["SGD"][1]
+    depths = tuple(2 * depth for depth in default_depths(stages))
+    got, losses, _ = replayed(list(partition), micro_batches, "SGD", depths=depths, vertical=vertical)
+    wanted, expected = reference.replay(partition, depths, micro_batches, BATCHES, sgd, vertical=vertical)
+    assert difference(got, wanted) == 0
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_mitigations_are_those_of_the_tests_replay(method: str, micro_batches: int) -> None:
+    optimizer, settings = METHODS[method]
+    partition, depths = uniform_partition(LAYERS, STAGES), depths_of(settings, micro_batches)
+    make = OPTIMIZERS[optimizer][1]
+    got, *_ = replayed(list(partition), micro_batches, optimizer, depths=depths, staleness=settings, clip=0.3)
+    wanted, _ = reference.replay(partition, depths, micro_batches, BATCHES, make, staleness=settings, clip=0.3)
+    assert difference(got, wanted) <= 1e-4
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_equal_to_the_engine(worlds: Worlds, micro_batches: int) -> None:
+    """Bit for bit, with every mitigation, a learning-rate policy and clipping."""
+    policy = {"total_num_steps": 40, "warmup_num_steps": 4}
+    scheduler = {"type": "CosineWarmupLR", "params": policy}
+    runs = [(name, clip) for name in METHODS for clip in (0.0, 0.3)]
+    configs = []
+    for name, clip in runs:
+        optimizer, settings = METHODS[name]
+        depths = list(depths_of(settings, micro_batches))
+        block = {"partition": "uniform", "staleness": settings, "stage_to_depth_map": depths}
+        extra = {"gradient_clipping": clip, "scheduler": scheduler}
+        configs.append(cases.config(micro_batches, OPTIMIZERS[optimizer][0], block, **extra))
+    ranks = worlds.run(STAGES, cases.train_each, configs, STAGES, BATCHES)
+    partition = list(uniform_partition(LAYERS, STAGES))
+    for position, (name, clip) in enumerate(runs):
+        optimizer, settings = METHODS[name]
+        options = {"depths": depths_of(settings, micro_batches), "staleness": settings, "clip": clip}
+        factor = LRPolicy("CosineWarmupLR", **policy).factor
+        got, losses, _ = replayed(partition, micro_batches, optimizer, factor=factor, **options)
+        reports = [rank[position] for rank in ranks]
+        assert difference(got, cases.merged(reports)) == 0, f"{name}, clip {clip}"
+        assert reports[0]["losses"] == pytest.approx(losses, rel=1e-6)
+
+
+def test_one_stage_is_plain_training() -> None:
+    layers = toy.built_layers()
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+    for index in range(6):
+        value, labels = toy.micro_batch(index)
+        for layer in layers:
+            value = layer(value)
+        (nn.functional.cross_entropy(value, labels) / 2).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    got, *_ = replayed([LAYERS], 2, "SGD", 3, staleness={"nadam": None, "lr_rescheduling": {"num_steps": 9}})
+    assert difference(got, {n: p.detach() for n, p in nn.ModuleList(layers).named_parameters()}) == 0
+
+
+def test_memory_and_evaluation() -> None:
+    """A stage keeps its delay + 1 versions, the last stage one, and evaluation sees the newest weights."""
+    *_, run = replayed([3, 3, 4], 1, "SGD")
+    assert [len(stage._versions) for stage in run.stages] == [3, 2, 1]
+    run.layers.train()
+    before = weights_of(run)
+    run.stages[0].point_to(run.batches - 2)
+    assert difference(before, weights_of(run)) > 0
+    loss = run.evaluate(toy.data(2))
+    assert difference(before, weights_of(run)) == 0
+    assert all(layer.training for layer in run.layers)
+    value, labels = zip(*toy.data(2), strict=True)
+    plain = [nn.functional.cross_entropy(run._forward(v), y).item() for v, y in zip(value, labels, strict=True)]
+    assert loss == pytest.approx(sum(plain) / 2)
+
+
+def test_data_that_end_inside_a_batch_train_nothing() -> None:
+    layers = toy.built_layers()
+    run = Replay(layers, [5, 5], 2, OPTIMIZERS["SGD"][1], nn.CrossEntropyLoss())
+    data = itertools.islice(toy.data(), 3)
+    run.train_batch(data)
+    before = weights_of(run)
+    with pytest.raises(StopIteration):
+        run.train_batch(data)
+    assert difference(before, weights_of(run)) == 0
+    assert run.batches == 1
+
+
+def test_refusals() -> None:
+    layers, sgd, loss = toy.built_layers(), OPTIMIZERS["SGD"][1], nn.CrossEntropyLoss()
+    with pytest.raises(ValueError, match=r"partition: got \[5, 4\], allowed are counts > 0 that sum to the 10 layers"):
+        Replay(layers, [5, 4], 1, sgd, loss)
+    with pytest.raises(ValueError, match=r"depths: got \[1\], allowed is one of each of the 2 stages"):
+        Replay(layers, [5, 5], 1, sgd, loss, depths=[1])
+    with pytest.raises(ValueError, match="a weight that two stages share"):
+        Replay([*layers[:9], layers[1]], [5, 5], 1, sgd, loss)
+    with pytest.raises(VPipeConfigError, match="stage 0 is 2 updates behind"):
+        Replay(layers, [3, 3, 4], 1, sgd, loss, staleness={"error_feedback": True})

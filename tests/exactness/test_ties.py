@@ -1,0 +1,88 @@
+"""Tied weights on several stages: owned by the first, copies follow with the delay of the design."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cases
+import pytest
+import reference
+import torch
+import toy
+from test_exactness import OPTIMIZERS, adamw, difference
+from worlds import Worlds
+
+from ds_vpipe.schedules.one_f_one_b import default_depths
+
+pytestmark = pytest.mark.mp
+
+KEYS = {"words": (0, 9), "scale": (2, 4), "linear": (5, 8)}
+STAGES = {4: (3, 2, 3, 2), 2: (5, 5)}  # "scale" spans two stages of four and lies within one of two
+
+
+def by_layer(report: dict[str, Any], counts: tuple[int, ...], parameters: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Parameters of one stage by layer number, those of tied modules at every layer that uses them."""
+    stage, named = report["stage"], {}
+    start = sum(counts[:stage])
+    mine = range(start, start + counts[stage])
+    for name, value in parameters.items():
+        if not name.startswith("other.tied_modules."):
+            named[name] = value
+            continue
+        key, _, rest = name.removeprefix("other.tied_modules.").partition(".")
+        named.update({f"{position}.{rest}": value for position in KEYS[key] if position in mine})
+    return named
+
+
+def run(
+    worlds: Worlds, stages: int, micro_batches: int, batches: int, block: dict[str, Any], **extra: Any
+) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
+    counts = STAGES[stages]
+    ds_config = cases.config(micro_batches, OPTIMIZERS["AdamW"][0], {"partition": list(counts), **block}, **extra)
+    reports = worlds.run(
+        stages, cases.train, ds_config, stages, batches,
+        loss_fn=toy.mean_over_positions, specs=toy.tied_specs, keep_history=True,
+    )  # fmt: skip
+    return reports, counts
+
+
+def replayed(counts: tuple[int, ...], depths: tuple[int, ...], micro_batches: int, **options: Any) -> reference.Replay:
+    # Layers tied within a stage are one module there, with all of its parameters.
+    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    ties = list(toy.TIES)
+    for first, second in ((2, 4), (5, 8)):
+        if stage_of[first] == stage_of[second]:
+            names = ("linear.weight", "linear.bias", "scale")
+            ties = [tie for tie in ties if tie[0][0] != first] + [((first, name), (second, name)) for name in names]
+    return reference.Replay(
+        counts, depths, micro_batches, adamw,
+        layers=toy.built_tied_layers(), criterion=toy.mean_over_positions, ties=ties, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(4, 1), (4, 4), (2, 1)])
+def test_tied_weights_against_the_replay(worlds: Worlds, stages: int, micro_batches: int) -> None:
+    batches = 50
+    reports, counts = run(worlds, stages, micro_batches, batches, {})
+    depths = default_depths(stages)
+    wanted = replayed(counts, depths, micro_batches).run(batches)
+    histories = [
+        [by_layer(report, counts, parameters) for parameters in (*report["history"], report["parameters"])]
+        for report in reports
+    ]
+    for version in (1, 2, 10, 50):
+        got = {name: value for history in histories for name, value in history[version].items()}
+        expected = wanted.parameters(version)
+        untied = [name for name in expected if name in got]
+        off = difference({n: got[n] for n in untied}, {n: expected[n] for n in untied})
+        assert off <= 1e-5, version
+    for owner, copy in toy.TIES:
+        stage, there = wanted.stage_of[copy[0]], wanted.stage_of[owner[0]]
+        delay = math.ceil((depths[there] - depths[stage] + 1) / micro_batches) if stage != there else 0
+        for version in range(batches + 1):
+            mine = histories[stage][version][f"{copy[0]}.{copy[1]}"]
+            owners = histories[there][max(0, version - delay)][f"{owner[0]}.{owner[1]}"]
+            assert torch.equal(mine, owners), (copy, version)
+    moved = histories[0][-1]["0.embedding.weight"] - histories[0][0]["0.embedding.weight"]
+    assert float(moved.abs().max()) > 1e-2

@@ -1,0 +1,83 @@
+"""What a DeepSpeed JSON means for planning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.planning.optimizer_bytes import optimizer_bytes
+from ds_vpipe.planning.pace import Link
+from ds_vpipe.planning.planner import plan
+from ds_vpipe.schedules.counts import StageLoad
+from ds_vpipe.schedules.pipeline import Pipeline
+
+CONFIGS = Path(__file__).parents[2] / "ds_configs"
+
+
+def read(config: dict[str, Any], num_stages: int, micro_batches: int, **options: Any) -> tuple[Pipeline, Devices]:
+    block = VPipeConfig.parse(config["vpipe"])
+    return block.pipeline(num_stages, micro_batches), Devices.of(block, DeepSpeedJson(config), **options)
+
+
+def test_asynchronous() -> None:
+    config = {
+        "optimizer": {"type": "AdamW"},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "vpipe": {"stage_to_depth_map": "auto", "weight_sync": "vertical", "link_bandwidth": 2e9, "profile": "p.json"},
+    }
+    pipeline, devices = read(config, 4, 8, replicas=2, device_bytes=100, host_transfers=True)
+    assert pipeline == Pipeline("asp", 4, 8, weight_sync="vertical", recompute_ratio=(0.0,) * 4)
+    assert devices == Devices(
+        budget=100,
+        optimizer=optimizer_bytes("adamw", None, "bfloat16", zero_stage=1, replicas=2),
+        link=Link(bytes_per_s=2e9),
+        host_transfers=True,
+    )
+
+
+def test_synchronous() -> None:
+    for schedule in ("1f1b", "gpipe"):
+        pipeline, devices = read({"vpipe": {"sync_mode": "bsp", "schedule": schedule}}, 2, 3)
+        assert pipeline.schedule == schedule
+        assert [load.versions for load in devices.loads(pipeline)] == [1, 1]
+    pipeline, _ = read({"vpipe": {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 3}}, 2, 4)
+    assert (pipeline.schedule, pipeline.num_parts) == ("interleaved", 6)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_config_can_be_planned(path: Path) -> None:
+    config = json.loads(path.read_text())
+    counts = config["vpipe"].get("partition")
+    counts = counts if isinstance(counts, list) else None
+    ratio = config["vpipe"].get("recompute_ratio", 0)
+    ratios = None if counts is None else ratio if isinstance(ratio, list) else [ratio] * len(counts)
+    stages = 4 if counts is None else len(counts)
+    size = 16 if counts is None else sum(counts)
+    layers = (LayerProfile("x", 1, 2, 4, 8, 2),) * size
+    pipeline, devices = read(config, stages, config["gradient_accumulation_steps"])
+    found = plan(ModelProfile(layers, 2, 1, "test", "float32", "analytic"), pipeline, devices)
+    assert counts is None or found.pipeline.partition == tuple(counts)
+    assert (
+        ratios is None
+        or counts is None
+        or [int(r * n) for r, n in zip(ratios, counts, strict=True)] == [stage.recomputed for stage in found.stages]
+    )
+
+
+def loads(config: dict[str, Any], micro_batches: int) -> tuple[StageLoad, ...]:
+    pipeline, devices = read(config, 3, micro_batches)
+    return devices.loads(pipeline)
+
+
+def test_mitigations_of_staleness_hold_weights_where_gradients_are_late() -> None:
+    config = {"vpipe": {"staleness": {"error_feedback": True, "nadam": True}}}
+    versions = [load.versions for load in loads(config, 2)]
+    assert versions == [3, 3, 1], "two versions and the last change; none on the last stage"

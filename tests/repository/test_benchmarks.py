@@ -1,0 +1,146 @@
+"""The benchmarks run, as small as they get, and print their tables. What they measure is not tested."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.mp
+
+ARMS = [
+    "stock",
+    "dualpipev",
+    "torch-1f1b",
+    "torch-interleaved",
+    "torch-zbv",
+    "bsp",
+    "gpipe",
+    "interleaved",
+    "asp",
+    "asp-deeper",
+]
+SMALL = {
+    "schedule.py": (
+        "--stages 2 --micro-batches 1 4 --stage-ms 3 --links 0.5 --link-stages 2 --link-micro-batches 1 "
+        "--real-micro-batches 1 --seconds 0.02 --repetitions 1 --json out/rows.jsonl --plot out/efficiency.png "
+        "--table out/rows.md",
+        [
+            *(rf"emulated K=2 M=4 .*\| {arm} +[\d.]+ micro-batches/s \| efficiency [\d.]+ +\|" for arm in ARMS),
+            r"emulated K=2 M=1 +\| dualpipev +needs M >= 2K",
+            r"emulated K=2 M=1  link 50% stage .*\| asp-deeper .* x stock",
+            r"real +K=2 M=1 .*\| stock ",
+        ],
+    ),
+    "simulation.py": (
+        "--stages 2 --stage-ms 3 --micro-batches 4 --repetitions 1",
+        [r"asp +K=2 M=1 v=1 .*simulated +[\d.]+ measured", r"interleaved K=2 M=8 v=2 .*off by"],
+    ),
+    "memory.py": (
+        "--stages 2 --hidden 64 --layers 4 --batch 1 --vocabulary 64 --cases asp 1f1b",
+        [r"asp +M=1 .*predicted .*measured", r"largest difference: [\d.]+ %"],
+    ),
+    "overhead.py": ("--tensors 32 --turns 1", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
+    "convergence.py": (
+        "--stages 2 --methods none recommended --methods-of-full-batches recommended feedback "
+        "--longer-methods recommended --seeds 2 --rates 1e-3 2e-3 --updates 5 --longer 6 --batch 4 "
+        "--sequence 16 --layers 1 --validate-every 3 --validation 4 --processes 1 --output out/runs.jsonl "
+        "--text text.txt",
+        [
+            r"synchronous adamw \| 5 \| 0\.00[12] \| 2 \| [\d.]+ \|",
+            r"K=2 M=1 nadam \| 6 \| .*\|",
+            r"K=2 M=2 nadam \| 5 \| .*\|",
+            r"K=2 M=2 feedback \| 5 \| .*\|",
+        ],
+    ),
+    "recorder.py": ("--micro-batches 3 --repetitions 1", [r"us per micro-batch: -?[\d.]+ us per action"]),
+}
+
+TEXT = "\n\n".join(
+    "\n".join(f"Sentence {n} of page {page} tells of stage {n % 5} and batch {page * n % 7}." for n in range(30))
+    for page in range(150)
+)
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_a_small_run(script: str, tmp_path: Path) -> None:
+    options, lines = SMALL[script]
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    environment = {
+        "DS_VPIPE_CACHE": str(tmp_path / "out"),
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / script), *options.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in lines:
+        assert re.search(line, done.stdout), done.stdout
+    assert "Traceback" not in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} <= {"text.txt", "out"}, "nothing else is left behind"
+
+
+def test_every_benchmark_is_here() -> None:
+    scripts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "scripts" / "bench").glob("*.py")}
+    assert {name for name, text in scripts.items() if "__main__" in text} == set(SMALL)
+
+
+@pytest.fixture
+def measurements(tmp_path: Path) -> dict[str, list[list[str]]]:
+    """Commands of every measurement of run.sh, words of each; a stand-in for Python writes them down."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f'#!/usr/bin/env bash\nprintf "%s\\0" "$@" >>{tmp_path}/words\necho >>{tmp_path}/words\n')
+    stand_in.chmod(0o755)
+    script = ROOT / "scripts" / "bench" / "run.sh"
+    usage = subprocess.run([str(script)], capture_output=True, text=True)
+    assert usage.returncode == 2
+    found = {}
+    for name in re.findall(r"^  ([\w-]+) ", usage.stderr, re.MULTILINE):
+        environment = {**os.environ, "PYTHON": str(stand_in)}
+        subprocess.run([str(script), name], env=environment, check=True, capture_output=True)
+        lines = (tmp_path / "words").read_text(encoding="utf-8").splitlines()
+        found[name] = [line.rstrip("\0").split("\0") for line in lines]
+        (tmp_path / "words").unlink()
+    return found
+
+
+def test_measurements_of_the_documents_are_commands(
+    measurements: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every word is one that its benchmark knows, and every measurement that a document names is there."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    for commands in measurements.values():
+        for script, *words in commands:
+            import_module(Path(script).stem).parse(words)
+    assert {Path(command[0]).name for commands in measurements.values() for command in commands} == set(SMALL)
+    for page in ("performance", "convergence"):
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        named = set(re.findall(r"scripts/bench/run\.sh ([\w-]+)", text))
+        assert named
+        assert named <= set(measurements), page
+
+
+def test_table_has_a_row_per_case_and_a_column_per_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    import schedule
+
+    def row(arm: str, micro_batches: int, rate: float, link: float = 0.0) -> dict[str, Any]:
+        case = {"work": "emulated", "stages": 4, "micro_batches": micro_batches, "link": link, "stage_ms": 25.0}
+        return {**case, "arm": arm, "rate": rate, "efficiency": rate / 40}
+
+    rows = [row("stock", 8, 20), row("asp", 8, 36), row("stock", 1, 10), row("asp", 1, 30), row("asp", 8, 38)]
+    lines = schedule.table([*rows, row("asp", 1, 20, link=0.5)])
+    assert lines[0] == "| work | K | M | stage, ms | stock | asp | fastest, x stock |"
+    assert lines[2:] == [
+        "| emulated | 4 | 1 | 25.0 | 0.250 | 0.750 | asp 3.00 |",
+        "| emulated | 4 | 8 | 25.0 | 0.500 | 0.950 | asp 1.90 |",
+        "| link 50% | 4 | 1 | 25.0 |  | 0.500 |  |",
+    ]

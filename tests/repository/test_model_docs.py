@@ -1,0 +1,137 @@
+"""Files and commands of docs/, as a reader copies them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+from worlds import free_port
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(\w*)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Blocks with a file's name after the language, and the others by language."""
+    found = BLOCK.findall((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    return {name: text for _, name, text in found if name}, {kind: text for kind, name, text in found if not name}
+
+
+def commands(page: str) -> list[str]:
+    """Lines of the blocks that are meant for a shell, in order."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    lines = (line for _, _, block in BLOCK.findall(text) for line in block.splitlines())
+    return [line for line in lines if line.split(" ")[0] in ("mkdir", "python", "deepspeed")]
+
+
+def run(command: str, folder: Path) -> str:
+    tools = Path(sys.executable).parent
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment |= {"PYTHONPATH": str(ROOT), "DS_VPIPE_CACHE": str(folder / "cache")}
+    if command.startswith("deepspeed "):
+        command = command.replace("deepspeed ", f"deepspeed --master_port {free_port()} ", 1)
+    with subprocess.Popen(
+        command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as started:  # fmt: skip
+        try:
+            out, err = started.communicate(timeout=900)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            raise
+    assert started.returncode == 0, out[-3000:] + err[-3000:]
+    return out
+
+
+@pytest.mark.mp
+def test_a_new_model(tmp_path: Path) -> None:
+    files, others = blocks("new_model.md")
+    assert set(files) == {"char_model.py", "ds_config.json", "train.py"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    commands = others["bash"].splitlines()
+    assert [command.split()[0] for command in commands] == ["python"] * 3 + ["deepspeed"] * 2 + ["python"]
+    _, plan, shown, first, second, _ = (run(command, tmp_path) for command in commands)
+    assert re.search(r"pace [\d.]+ ms", plan)
+    assert "stage 1" in shown
+    said = re.findall(r"after (\d+) updates: ([\d.]+) nats", first + second)
+    assert [int(step) for step, _ in said] == [20, 40, 60, 80]
+    assert float(said[-1][1]) < float(said[0][1]) < 4.85  # ln 128
+    names = load_file(tmp_path / "chars.safetensors")
+    assert names["tied_modules.characters.table.weight"].shape == (128, 64)
+    assert {name.split(".")[0] for name in names} == {"tied_modules", "1", "2", "3", "4", "5"}
+
+
+@pytest.mark.mp
+def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("models", "ds_configs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "prose.txt").write_text(" ".join(f"Sentence number {n} is about stages." for n in range(3000)))
+    words = {
+        word: number for number, word in enumerate(["[PAD]", "[UNK]", "<|endoftext|>", "stages", "tensor", "array"])
+    }
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    small = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    models = {
+        "my-gpt2": GPT2LMHeadModel(GPT2Config(**small, n_positions=64, bos_token_id=2, eos_token_id=2)),
+        "my-bert": BertForMaskedLM(BertConfig(**small, intermediate_size=64)),
+    }
+    for folder, model in models.items():
+        model.save_pretrained(tmp_path / folder)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
+            tmp_path / folder
+        )
+    _, others = blocks("hugging_face.md")
+    train, tune = others["bash"].splitlines()
+    assert re.search(r"after 20 updates: validation loss [\d.]+ nats", run(train, tmp_path))
+    assert GPT2LMHeadModel.from_pretrained(tmp_path / "tuned-gpt2").config.n_layer == 4
+    assert re.search(r"accuracy: [\d.]+ of 400 lines of 4 packages", run(tune, tmp_path))
+    assert BertForSequenceClassification.from_pretrained(tmp_path / "tuned-bert").config.num_labels == 4
+
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(others["python"], found)
+    assert type(found["model"]) is BertForMaskedLM
+    assert all(parameter.is_meta for parameter in found["model"].parameters())
+
+
+@pytest.mark.mp
+def test_bert(tmp_path: Path) -> None:
+    """From text to the second phase."""
+    for folder in ("models", "ds_configs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    written = commands("bert.md")
+    assert [line.split()[0] for line in written] == [
+        "mkdir",
+        *["python"] * 2,
+        *["deepspeed"] * 2,
+        "python",
+        "deepspeed",
+    ]
+    _, _, prepared, first, resumed, again, second = [run(line, tmp_path) for line in written]
+    for text, updates in ((first, 20), (resumed, 10), (second, 4)):
+        assert f"Finished {updates} updates" in text
+    assert "Resumed after update 20" in resumed
+    assert "masked LM" in first
+    assert prepared
+    assert again

@@ -1,0 +1,235 @@
+"""Mitigations of staleness around optimizers in one process: closed forms, and steps that must be no steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ds_vpipe.config.staleness import Staleness, refuse_delays
+from ds_vpipe.engine.updates.lamb import Lamb
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.schedules.one_f_one_b import update_delay, update_delays, versions_alive
+from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
+from ds_vpipe.staleness.mitigation import PREVIOUS_CHANGE, StalenessMitigation
+
+LR = 0.125  # with gradients and weights that are small multiples of powers of two nothing is rounded
+
+
+def settings_of(**methods: Any) -> Staleness:
+    return Staleness.model_validate(methods)
+
+
+def weight(*values: float) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values))
+
+
+def run(
+    make: Callable[[Any], torch.optim.Optimizer],
+    gradients: Sequence[Sequence[float]],
+    delay: int,
+    start: Sequence[float] = (1.0, -2.0),
+    warmup: DelayWarmup = NO_WARMUP,
+    **methods: Any,
+) -> tuple[list[torch.Tensor], StalenessMitigation, torch.nn.Parameter]:
+    """Weights after every update, the first being the initial ones."""
+    parameter = weight(*start)
+    optimizer = make([parameter])
+    mitigation = StalenessMitigation(optimizer, settings_of(**methods), delay, warmup)
+    weights = [parameter.detach().clone()]
+    for number, gradient in enumerate(gradients):
+        parameter.grad = torch.tensor(gradient)
+        mitigation.updates = number
+        optimizer.step()
+        weights.append(parameter.detach().clone())
+    return weights, mitigation, parameter
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def random_gradients(count: int) -> list[list[float]]:
+    return torch.randn(count, 2, generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def test_feedback_telescopes_on_a_linear_loss() -> None:
+    """The gradients of a linear loss do not depend on the weights, so u_t is -lr times the t-th."""
+    gradients = [(1.0, 0.5), (-2.0, 0.25), (0.5, 4.0), (3.0, -1.0)]
+    weights, *_ = run(sgd, gradients, 1, error_feedback=True)
+    changes = [-LR * torch.tensor(gradient) for gradient in gradients]
+    assert torch.equal(weights[-1], weights[0] + torch.stack(changes).sum(0) + changes[-1] - changes[0])
+    halved, *_ = run(sgd, gradients, 1, error_feedback={"scale": 0.5})
+    assert torch.equal(halved[-1], weights[0] + torch.stack(changes).sum(0) + (changes[-1] - changes[0]) / 2)
+
+
+def test_feedback_makes_up_for_one_update_where_gradients_change_evenly() -> None:
+    """Gradients a + t b, one update late, and corrected: from the second on those without delay."""
+    late = [(float(max(t - 1, 0)), 1.0) for t in range(1, 8)]
+    fresh = [(float(t), 1.0) for t in range(1, 8)]
+    mended, *_ = run(sgd, late, 1, error_feedback=True)
+    wanted, *_ = run(sgd, fresh, 0)
+    assert torch.equal(mended[-1] - mended[1], wanted[-1] - wanted[1])
+
+
+def test_methods_where_the_pipeline_drains() -> None:
+    """Intervals of 1, 2, 3 and 4 updates with D = 3, then one without end."""
+    methods = {"synchronous_updates": 1, "delay_warmup_updates": 6}
+    warmup = DelayWarmup.of(settings_of(**methods), 3)
+    gradients = [(1.0 + n, -2.0) for n in range(12)]
+    plain, *_ = run(sgd, gradients, 3)
+    fed, *_ = run(sgd, gradients, 3, warmup=warmup, error_feedback=True, **methods)
+    extra = torch.stack(fed).diff(dim=0) - torch.stack(plain).diff(dim=0)
+    assert [bool(row.any()) for row in extra] == [n not in (0, 1, 3, 6, 10) for n in range(12)]
+    rescheduled, *_ = run(sgd, gradients, 3, warmup=warmup, lr_rescheduling={"num_steps": 10**9}, **methods)
+    share = (torch.stack(rescheduled).diff(dim=0) / torch.stack(plain).diff(dim=0))[:, 0].tolist()
+    assert share == pytest.approx([1, 1, 1, 1 / 2, 1 / 2, 1 / 2, *[1 / 3] * 6], rel=1e-5)
+
+
+@pytest.mark.parametrize("delay", [1, 2, 5])
+def test_rescheduled_rates(delay: int) -> None:
+    steps = 4
+    weights, *_ = run(sgd, [(1.0, 1.0)] * 6, delay, lr_rescheduling={"num_steps": steps})
+    for t, (before, after) in enumerate(itertools.pairwise(weights)):
+        rate = LR / delay ** (1 - min(t / steps, 1))
+        torch.testing.assert_close(before - after, torch.full((2,), rate))
+    plain, *_ = run(sgd, [(1.0, 1.0)] * 6, delay)
+    assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True)) == (delay == 1)
+
+
+def test_the_optimizer_keeps_its_learning_rate() -> None:
+    *_, parameter = run(sgd, [(1.0, 1.0)], 4, lr_rescheduling={"num_steps": 4})
+    optimizer = sgd([parameter])
+    StalenessMitigation(optimizer, settings_of(lr_rescheduling={"num_steps": 4}), 4)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == LR
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("momentum_decay", [0.004, 5.0])
+def test_nadam_is_torchs(decay: float, momentum_decay: float) -> None:
+    def nadam(parameters: Any) -> torch.optim.Optimizer:
+        options = {"momentum_decay": momentum_decay, "weight_decay": decay, "decoupled_weight_decay": True}
+        return torch.optim.NAdam(parameters, lr=0.01, betas=(0.99, 0.999), **options)
+
+    gradients = random_gradients(200)
+    wanted, *_ = run(nadam, gradients, 0)
+    settings = True if momentum_decay == 0.004 else {"momentum_decay": momentum_decay}
+    weights, *_ = run(lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=decay), gradients, 2, nadam=settings)
+    for got, want in zip(weights, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_nadam_around_lamb_mixes_before_the_trust_ratio() -> None:
+    """LAMB's update has the length lr times the weight's norm, and NAdam's direction with decay."""
+    gradients = random_gradients(5)
+    rate, decay, eps, (beta1, beta2) = 0.01, 0.1, 1e-8, (0.9, 0.99)
+
+    def lamb(parameters: Any) -> torch.optim.Optimizer:
+        return Lamb(parameters, lr=rate, weight_decay=decay, eps=eps)
+
+    weights, *_ = run(lamb, gradients, 2, nadam={"betas": [beta1, beta2]})
+    mean, square, product = torch.zeros(2), torch.zeros(2), 1.0
+    for t, (before, after) in enumerate(itertools.pairwise(weights), 1):
+        gradient = torch.tensor(gradients[t - 1])
+        mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient**2
+        now, ahead = (beta1 * (1 - 0.5 * 0.96 ** (n * 0.004)) for n in (t, t + 1))
+        product *= now
+        mixed = (1 - now) / (1 - product) * gradient + ahead / (1 - product * ahead) * mean
+        direction = mixed / ((square / (1 - beta2**t)).sqrt() + eps) + decay * before
+        torch.testing.assert_close(before - after, rate * before.norm() / direction.norm() * direction)
+
+
+EVERYTHING = {"nadam": True, "lr_rescheduling": {"num_steps": 10}}
+
+
+@pytest.mark.parametrize("make", [adamw, lambda p: Lamb(p, lr=0.01)])
+@pytest.mark.parametrize("methods", [EVERYTHING, {"error_feedback": True}])
+def test_no_delay_is_no_change(make: Callable[[Any], torch.optim.Optimizer], methods: dict[str, Any]) -> None:
+    gradients = random_gradients(6)
+    plain_parameter = weight(1.0, -2.0)
+    plain = make([plain_parameter])
+    for gradient in gradients:
+        plain_parameter.grad = torch.tensor(gradient)
+        plain.step()
+    weights, _, parameter = run(make, gradients, 0, **methods)
+    assert torch.equal(weights[-1], plain_parameter.detach())
+    assert torch.equal(parameter, plain_parameter)
+
+
+def test_feedback_of_scale_zero_is_no_change() -> None:
+    gradients = random_gradients(6)
+    wanted, *_ = run(adamw, gradients, 0)
+    weights, *_ = run(adamw, gradients, 1, error_feedback={"scale": 0.0})
+    assert all(torch.equal(got, want) for got, want in zip(weights, wanted, strict=True))
+
+
+def test_state_goes_through_a_checkpoint_of_the_optimizer() -> None:
+    methods: dict[str, Any] = {"nadam": True, "error_feedback": True}
+    gradients = random_gradients(8)
+    wanted, *_ = run(adamw, gradients, 1, **methods)
+
+    def optimizer_of(parameter: torch.nn.Parameter) -> tuple[torch.optim.Optimizer, StalenessMitigation]:
+        optimizer = adamw([parameter])
+        return optimizer, StalenessMitigation(optimizer, settings_of(**methods), 1)
+
+    parameter = weight(1.0, -2.0)
+    optimizer, mitigation = optimizer_of(parameter)
+    for number, gradient in enumerate(gradients):
+        if number == 5:
+            state = optimizer.state_dict()
+            parameter = torch.nn.Parameter(parameter.detach().clone())
+            optimizer, mitigation = optimizer_of(parameter)
+            optimizer.load_state_dict(state)
+            assert PREVIOUS_CHANGE in optimizer.state[parameter]
+        parameter.grad = torch.tensor(gradient)
+        mitigation.updates = number
+        optimizer.step()
+    assert torch.equal(parameter.detach(), wanted[-1])
+
+
+def test_schedulers_of_torch_step_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    parameter = weight(1.0)
+    optimizer = adamw([parameter])
+    StalenessMitigation(optimizer, settings_of(nadam=True), 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    scheduler.step()
+    assert parameter.item() != 1.0
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adamax, torch.optim.RAdam, torch.optim.RMSprop])
+def test_nadam_needs_adams_moments(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    with pytest.raises(VPipeConfigError, match=r"^vpipe.staleness.nadam: got an optimizer of type \w+, allowed are"):
+        StalenessMitigation(optimizer([weight(1.0)], lr=0.1), settings_of(nadam=True), 1)
+
+
+def test_nadam_refuses_what_it_has_no_form_for() -> None:
+    for option in ("amsgrad", "maximize"):
+        base = torch.optim.AdamW([weight(1.0)], **{option: True})
+        with pytest.raises(VPipeConfigError, match=f"got an optimizer with {option}"):
+            StalenessMitigation(base, settings_of(nadam=True), 1)
+
+
+@pytest.mark.parametrize(("depth", "micro_batches", "delay"), [(0, 1, 0), (3, 1, 3), (3, 2, 2), (3, 4, 1), (8, 4, 2)])
+def test_delay(depth: int, micro_batches: int, delay: int) -> None:
+    assert update_delay(depth, micro_batches) == delay == versions_alive(depth, micro_batches) - 1
+    assert update_delays((depth, 0), micro_batches) == (delay, 0)
+    assert update_delays((depth, 0), micro_batches, vertical=True) == (delay, delay)
+
+
+def test_feedback_is_for_one_update() -> None:
+    refuse_delays(settings_of(error_feedback=True), [1, 1, 0])
+    refuse_delays(settings_of(nadam=True), [9, 0])
+    refuse_delays(None, [9, 0])
+    with pytest.raises(VPipeConfigError, match=r"stage 1 is 2 updates behind, .* gradient_accumulation_steps"):
+        refuse_delays(settings_of(error_feedback=True), [1, 2, 0])

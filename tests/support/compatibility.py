@@ -1,0 +1,348 @@
+"""The text of docs/compatibility.md, from the matrix and from the tests that hold the other features.
+
+Run as a program it writes the page: ``python tests/support/compatibility.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matrix
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.unsupported import refuse_unsupported
+from ds_vpipe.errors import VPipeConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "compatibility.md"
+
+_INTRODUCTION = f"""\
+Every row stands for all combinations of its columns with gradient clipping ({", ".join(matrix.CLIPPING)}), word
+embeddings tied across stages or not, recompute ratio {" or ".join(f"{ratio:g}" for ratio in matrix.RECOMPUTE)}, and M =
+{" or ".join(str(m) for m in matrix.MICRO_BATCHES)} micro-batches per batch, on {matrix.STAGES} stages. Each is trained
+for {matrix.BATCHES} updates with SGD and compared with an independent replay in one process (`reference.py`); the
+figure is the largest deviation of a parameter, relative to the largest entry of its tensor. More stages, other
+optimizers and 50 updates with ties are in `test_exactness.py`, `test_precision.py`, `test_clipping.py` and
+`test_ties.py`. DeepSpeed refuses fp16 on CPUs where it is slow; the tests tell it otherwise."""
+
+FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
+    (
+        "Data and layers",
+        [
+            ("Tensors of every dtype, None, nested tuples and lists between stages; shapes that change",
+             "as they are, without a flag", "test_boundary.py::test_training_equals_one_process"),
+            ("Frozen layers, layers that are functions, stages with nothing to train", "as in one process",
+             "test_boundary.py::test_training_equals_one_process"),
+            ("Stages with nothing to train under ZeRO-1 and bf16", "a placeholder for their optimizer",
+             "test_boundary.py::test_stages_with_nothing_to_train_under_zero_and_bf16"),
+            ("`training_data`, `deepspeed_io`, shuffling samplers", "read ahead by the first stage, in order",
+             "test_features.py::test_loaders_of_deepspeed_are_read_in_their_order"),
+            ("Iterators that refill their buffers", "what was read is trained, also after a save",
+             "test_buffers.py::test_refilled_buffers_are_fresh_tensors"),
+            ("Data that end anywhere", "`StopIteration` on every rank together; complete batches are trained",
+             "test_data_end.py::test_every_length"),
+            ("`loss_fn` absent, `get_additional_losses()`", "mean over the batch and the replicas, on every rank",
+             "test_features.py::test_losses_that_the_model_reports_or_returns"),
+            ("`TiedLayerSpec` on several stages, in one stage, several at once",
+             "the first stage owns the weight; copies follow, d updates behind",
+             "test_ties.py::test_tied_weights_against_the_replay"),
+        ],
+    ),
+    (
+        "Ranks",
+        [
+            ("Pipeline x data 2x2, 4x2, 2x4, ZeRO-0 and ZeRO-1", "replicas stay bit-identical",
+             "test_exactness.py::test_replicas"),
+            ("A tensor-parallel axis in the topology", "untouched",
+             "test_exactness.py::test_slices_beside_stages_and_replicas"),
+            ("Tensor slices of which one rank reads: None for an iterator, `set_batch_fn()`", "as each with its own",
+             "test_buffers.py::test_one_rank_of_a_tensor_slice_reads"),
+            ("`prescale_gradients`, `gradient_predivide_factor`, `communication_data_type`", "as DeepSpeed",
+             "test_reduction.py::test_reduction_over_replicas_as_the_stock_engine"),
+        ],
+    ),
+    (
+        "Staleness",
+        [
+            ("`staleness`: delay_warmup_updates", "equal to the reference",
+             "test_delay_warmup_engine.py::test_against_the_reference"),
+            ("`staleness`: synchronous_updates", "equal to the reference, and to bsp without clipping",
+             "test_delay_warmup_engine.py::test_against_the_reference"),
+            ("`staleness`: nadam, error_feedback, lr_rescheduling", "equal to the replay",
+             "test_staleness_engine.py::test_every_method_against_the_replay"),
+            ("nadam, error_feedback, lr_rescheduling with FusedAdam, bf16, ZeRO-1", "on the master weights",
+             "test_staleness_engine.py::test_around_other_optimizers_and_wrappers"),
+            ("Longer delays with error_feedback, SGD with nadam", "refused",
+             "test_staleness_engine.py::test_refused_on_every_rank"),
+            ("Checkpoints", "going on after a save = going on from it, bit for bit",
+             "test_staleness_engine.py::test_resumed_bit_for_bit"),
+            ("Checkpoints without its state, and in engines without it", "load",
+             "test_staleness_engine.py::test_checkpoints_without_its_state_and_for_engines_without_it"),
+        ],
+    ),
+    (
+        "Evaluation and checkpoints",
+        [
+            ("`eval_batch()` between any two batches, any size or shape, `return_logits`, `num_micro_batches`, ...",
+             "training afterwards is bit-identical",
+             "test_evaluation.py::test_training_does_not_notice_and_results_are_one_process"),
+            ("`eval_batch()` with ties", "with the owner's newest weights",
+             "test_tied_details.py::test_evaluation_uses_the_owners_newest"),
+            ("`save_checkpoint()`, `load_checkpoint()` between any two batches",
+             "going on after a save = going on from it, bit for bit", "test_resume.py::test_ten_points"),
+            ("Checkpoints with ties, ZeRO-1, fp16, vertical sync, delayed clipping", "likewise",
+             "test_resume.py::test_other_settings"),
+            ("A run killed while it saves", "the checkpoint before loads", "test_resume.py::test_killed_while_saving"),
+            ("Checkpoints from steady state, hysteresis 2, a loss function with parameters", "likewise",
+             "test_resume_steady.py::test_every_setting"),
+            ("A rank that cannot write or read its part", "one line on every rank; one may go on",
+             "test_checkpoint_failures.py::test_all_ranks_raise_and_may_go_on"),
+            ("Our checkpoints in DeepSpeed's engine (bf16: with ZeRO-1)", "load",
+             "test_checkpoint.py::test_saved_in_flight_loads_everywhere"),
+            ("Likewise with ties", "copies stay equal there",
+             "test_tied_checkpoints.py::test_copies_stay_equal_in_the_stock_engine"),
+            ("Checkpoints of DeepSpeed's engine (bf16: with ZeRO-1)", "load",
+             "test_reshape.py::test_checkpoints_of_the_stock_engine"),
+            ("Universal checkpoints (`checkpoint.load_universal`)", "load",
+             "test_checkpoint.py::test_universal_checkpoints"),
+            ("Resume with another partition, number of stages, recompute ratio",
+             "weights and optimizer states follow the layers",
+             "test_reshape.py::test_other_stages_splits_and_ratios_in_fp32"),
+            ("Resume with other replicas or another precision wrapper", "likewise",
+             "test_reshape.py::test_other_replicas_in_bf16_with_zero"),
+            ("Resume with weights only (`load_optimizer_states=False`)", "master weights are made from them",
+             "test_resume_steady.py::test_weights_only"),
+            ("Export to one state dict or safetensors", "`python -m ds_vpipe.export`",
+             "test_export.py::test_export_has_the_trained_weights"),
+            ("`set_train_batch_size()`", "between any two batches",
+             "test_resume.py::test_batch_size_changes_between_batches"),
+        ],
+    ),
+    (
+        "Everything around",
+        [
+            ("Learning-rate schedules of the JSON, client schedulers, `get_lr`, `global_steps`, `global_samples`",
+             "once per update of each stage",
+             "test_features.py::test_learning_rates_step_once_per_update_at_every_stage"),
+            ("`steps_per_print`", "as DeepSpeed, and a line of statistics",
+             "test_reporting.py::test_steps_are_printed_by_rank_0"),
+            ("CSV, TensorBoard and W&B monitors", "losses, rates, scale, and each stage's statistics",
+             "test_reporting.py::test_monitors_get_losses_rates_and_statistics"),
+            ("`wall_clock_breakdown`", "DeepSpeed's timers on every stage",
+             "test_reporting.py::test_wall_clock_breakdown_has_every_stage"),
+            ("`flops_profiler`", "the first stage's forward pass",
+             "test_reporting.py::test_flops_profile_is_of_the_first_stage"),
+            ("`comms_logger`", "messages between stages as `isend` and `recv`",
+             "test_reporting.py::test_communication_log_has_the_messages"),
+            ("All of these at once", "change no bit of training", "test_reporting.py::test_telling_changes_nothing"),
+            ("All of these with ties, fp16 and delayed clipping", "likewise",
+             "test_tied_details.py::test_everything_tells_of_tied_weights"),
+            ("`activation_checkpointing` block, `activation_checkpoint_interval`", "non-reentrant in asp",
+             "test_activation_checkpointing.py::test_activation_checkpointing_keeps_versions_and_dropout"),
+            ("`recompute_ratio` with draws of Python, NumPy, DeepSpeed's or Megatron's tracker",
+             "those of the forward pass",
+             "test_recompute.py::test_draws_that_torch_does_not_know_are_repeated"),
+            ("`recompute_ratio` with draws from elsewhere", "refused, unless registered",
+             "test_recompute.py::test_draws_of_an_unknown_tracker_are_refused"),
+            ("`recompute_ratio` with statistics and counters in buffers and numbers of layers", "changed once",
+             "test_recompute.py::test_layers_remember_every_micro_batch_once"),
+            ("`recompute_ratio` with a branch that goes another way", "refused",
+             "test_recompute.py::test_layers_that_take_another_way_are_refused_in_one_line"),
+            ("Parameters without dimensions, which DeepSpeed cannot broadcast", "train",
+             "test_precision.py::test_parameters_without_dimensions"),
+            ("`data_types.grad_accum_dtype` fp32 with bf16 and ZeRO-1; in asp without ties across stages",
+             "bsp bit-identical to DeepSpeed, resume bit-identical",
+             "test_fp32_accumulation.py::test_stock_engine_stashing_and_resume"),
+            ("`schedule` gpipe (bsp)", "bit-identical to DeepSpeed's 1F1B",
+             "test_stock.py::test_gpipe_is_the_stock_engine"),
+            ("`schedule` interleaved (bsp): training, evaluation, replicas, ZeRO-1, ties, data ends",
+             "bit-identical to one part per stage",
+             "test_interleaved_engine.py::test_equal_to_one_part_per_stage"),
+            ("Checkpoints with interleaved, from and into one part per stage", "weights and states follow the layers",
+             "test_interleaved_engine.py::test_checkpoints"),
+            ("`timeline`", "what every rank did, in the order of its program",
+             "test_recorder.py::test_a_recording_is_the_program"),
+            ("`engine.compile()`", "bit-identical to not compiled (backends eager, aot_eager)",
+             "test_features.py::test_a_compiled_module_keeps_its_versions"),
+            ("`deepspeed.PipelineEngine = VPipeEngine`", "synchronous, unless the JSON has a `vpipe` block",
+             "test_direct.py::test_engine_in_the_place_of_deepspeeds"),
+        ],
+    ),
+]  # fmt: skip
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, {}),
+    ({"zero_optimization": {"stage": 1, "offload_param": {"device": "nvme"}}}, {}),
+    ({"zero_optimization": {"cpu_offload": True}}, {}),
+    ({"zero_optimization": {"zenflow": {}}}, {}),
+    ({"zero_optimization": {"stage": 1, "elastic_checkpoint": True}}, {}),
+    ({"amp": {"enabled": True}}, {}),
+    ({"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, {}),
+    ({"expert_parallel": {"enabled": True}}, {}),
+    ({"data_efficiency": {"enabled": True}}, {}),
+    ({"curriculum_learning": {"enabled": True}}, {}),
+    ({"elasticity": {"enabled": True}}, {}),
+    ({"autotuning": {"enabled": True}}, {}),
+    ({"hybrid_engine": {"enabled": True}}, {}),
+    ({"tensor_parallel": {"autotp_size": 2}}, {}),
+    ({"sequence_parallel_size": 2}, {}),
+    ({"wall_clock_breakdown": True}, {}),
+    ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, {}),
+    ({"pipeline": {"pipe_partitioned": True}}, {}),
+    ({"pipeline": {"activation_checkpoint_interval": 1}}, {"recompute_ratio": 0.5}),
+    (
+        {"pipeline": {"activation_checkpoint_interval": 1}},
+        {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2},
+    ),
+    ({"checkpoint": {"writer": {"decoupled": True}}}, {}),
+    ({"checkpoint": {"use_node_local_storage": True}}, {}),
+    ({"datastates_ckpt": {}}, {}),
+    ({"managed_gradient_accumulation": False}, {}),
+]
+"""DeepSpeed JSON and ``"vpipe"`` block for each cause."""
+
+TESTED = [
+    ("parameters of every stage against the oracle: 1, 2 and 4 stages, M in {1, 2, 4, 8}, SGD (bit for bit), AdamW and "
+     "FusedAdam (1e-5), recompute ratios, stash and vertical, default and doubled depth, replicas; the comparison is "
+     "shown to notice a backward pass with the newest weights", "exactness"),
+    ("the 480 combinations of the first table", "matrix"),
+    ("resuming at ten points of a run, with dropout, bit for bit; a run killed while it saves", "resume"),
+    ("`bsp` in all three schedules, and one stage in `asp`: DeepSpeed's engine bit for bit", "stock or interleaved"),
+    ("data that end anywhere, for depths that fall by more than one too; iterators that refill their buffers",
+     "data_end or buffers"),
+    ("failing, killed and hanging ranks, with replicas; locks and shared memory that killed runs leave",
+     "failures or abort or builds"),
+    ("three scripts that know nothing of pipelines, under DeepSpeed alone and on 2 and 4 stages; the model that each "
+     "writes is read back whole", "plain_scripts or whole_state"),
+    ("architectures of Hugging Face's library in 2 and 4 stages against the whole model: a sample of "
+     "[the zoo](data/zoo.md)", "zoo"),
+    ("commands, tables, links and numbers of these documents", "documents or model_docs or benchmarks"),
+]  # fmt: skip
+"""What the tests hold, and the name that selects them."""
+
+REPAIRED = [
+    ("fp16 without ZeRO", "the loss is never scaled, gradients are unscaled", "scaled",
+     "test_matrix.py::test_equal_to_the_replay"),
+    ("fp16, update in which the scale grows", "gradients are divided by the new scale",
+     "divided by the one they were made with", "test_precision.py::test_fp16_with_dynamic_loss_scale"),
+    ("fp16 and bf16 without ZeRO, start", "one update with zero gradients: weight decay, Adam's step count",
+     "no such update", "test_precision.py::test_bf16"),
+    ("bf16 without ZeRO", "checkpoints do not load", "they load", "test_resume.py::test_other_settings"),
+    ("any end of a run on one host's CPUs", "69 MB per rank stay in `/dev/shm`", "nothing",
+     "test_reduction_buffers.py::test_a_killed_run_with_replicas"),
+    ("a build of an operator that was killed", "later starts wait for its lock for ever, in silence",
+     "they take it over, or name it", "test_extension_builds.py::test_torch_builds_with_such_a_lock"),
+    ("fp32 gradient clipping", "by the first stage's norm only", "by the whole model's",
+     "test_clipping.py::test_whole_model_in_bsp"),
+    ("gradient clipping with ties, optimizers that DeepSpeed does not fuse", "a tied weight counts once per stage",
+     "once", "test_tied_details.py::test_bsp_clips_by_the_norm_of_the_whole_model"),
+    ("`load_optimizer_states=False`, bf16 and fp16 without ZeRO", "the first update restores the old weights",
+     "it does not", "test_resume_steady.py::test_weights_only"),
+    ("a loss function with parameters", "not in checkpoints", "in them",
+     "test_resume_steady.py::test_parameters_outside_of_layers"),
+    ("`elastic_checkpoint`, `use_node_local_storage` with several stages", "save what cannot be loaded",
+     "refused at start", "test_config.py::test_unsupported_deepspeed_settings"),
+    ("`wall_clock_breakdown`, flops profiler, two or more stages", "raise", "work",
+     "test_reporting.py::test_wall_clock_breakdown_has_every_stage"),
+    ("`activation_checkpoint_interval`, integer inputs", "gradients are lost", "they are not",
+     "test_direct.py::test_checkpointing_by_interval_loses_no_gradient_of_integers"),
+    ("`partition_method` profile, best", "raise", "`partition` of the vpipe block; `profile` is refused for now",
+     "test_config.py::test_wrong_block_is_refused_in_one_line"),
+]  # fmt: skip
+
+
+def _row(*texts: object) -> str:
+    return "| " + " | ".join(str(text) for text in texts) + " |"
+
+
+def _matrix() -> Iterator[str]:
+    """A row per precision, and one per cause of a refusal."""
+    yield _row("precision", "ZeRO", "replicas", "combinations", "result")
+    yield _row(*["---"] * 5)
+    refused: dict[str, list[matrix.Cell]] = {}
+    for precision in matrix.PRECISIONS:
+        cells = [cell for row in matrix.rows() if row[0] == precision for cell in matrix.cells(*row)]
+        trained = [cell for cell in cells if cell.refusal() is None]
+        if trained:
+            yield _row(*_axes(trained), f"equal to the replay, within {matrix.TOLERANCES[precision]:g}")
+        for cell in cells:
+            if line := cell.refusal():
+                refused.setdefault(line.split(":")[0], []).append(cell)
+    for found in refused.values():
+        yield _row(*_axes(found), f"refused: `{found[0].refusal()}`")
+
+
+def _axes(cells: Sequence[matrix.Cell]) -> tuple[str, str, str, int]:
+    """Precisions, ZeRO stages and replicas that are among the combinations, and how many these are."""
+    precisions = list(dict.fromkeys(cell.precision for cell in cells))
+    every = len(precisions) == len(matrix.PRECISIONS)
+    zero, replicas = ({getattr(cell, name) for cell in cells} for name in ("zero", "replicas"))
+    numbers = (" and ".join(map(str, sorted(values))) for values in (zero, replicas))
+    return "every" if every else ", ".join(precisions), *numbers, len(cells)
+
+
+def _refused() -> Iterator[str]:
+    yield _row("in the JSON", "line")
+    yield _row(*["---"] * 2)
+    for ds_config, block in REFUSED:
+        try:
+            refuse_unsupported(DeepSpeedJson(ds_config), VPipeConfig.parse(block), matrix.STAGES)
+        except VPipeConfigError as error:
+            shown = json.dumps({**ds_config, **({"vpipe": block} if block else {})})[1:-1]
+            yield _row(f"`{shown}`", f"`{error}`")
+        else:
+            raise AssertionError(f"{ds_config} is not refused")
+
+
+def page() -> str:
+    """The page."""
+    lines = [
+        "# Compatibility",
+        "",
+        "Written by `python tests/support/compatibility.py` from the data that the tests run.",
+        "",
+        "## Precision x ZeRO x replicas x clipping x ties x recompute x M, asynchronous",
+        "",
+        _INTRODUCTION,
+        "",
+        *_matrix(),
+        "",
+        "## How it is tested",
+        "",
+        "`scripts/test.sh -k NAME` runs the tests of a row, `scripts/multinode_test.sh` two hosts on this machine.",
+        "",
+        _row("what", "NAME"),
+        _row(*["---"] * 2),
+        *(_row(what, f"`{name}`") for what, name in TESTED),
+        "",
+        "## Refused at start",
+        "",
+        "On every rank, before anything is built. With several of them the line counts the others.",
+        "",
+        *_refused(),
+        "",
+        "## Features of DeepSpeed's pipeline engine",
+        "",
+        "In `asp`. In `bsp` parameters and losses equal DeepSpeed's engine bit for bit (`test_stock.py`), "
+        "but for what it gets wrong (below).",
+    ]
+    for title, features in FEATURES:
+        lines += ["", f"### {title}", "", _row("feature", "meaning", "test"), _row(*["---"] * 3)]
+        lines += [_row(feature, meaning, f"`{test}`") for feature, meaning, test in features]
+    lines += ["", "## What is broken in DeepSpeed 0.19.8 and not here", ""]
+    lines += [_row("where", "DeepSpeed", "ds_vpipe", "test"), _row(*["---"] * 4)]
+    lines += [_row(where, theirs, ours, f"`{test}`") for where, theirs, ours, test in REPAIRED]
+    return "\n".join(lines) + "\n"
+
+
+def tests_named() -> list[str]:
+    """Every test that the page names, as ``file::function`` or ``file``."""
+    return [test for _, features in FEATURES for *_, test in features] + [test for *_, test in REPAIRED]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -369,10 +369,11 @@ def test_waiting_has_a_name_and_a_limit(worlds: Worlds) -> None:
 
 
 def launch(folder: Path) -> list[subprocess.CompletedProcess[str]]:
-    tests = Path(__file__).resolve().parents[3] / "tests"
+    root, here = Path(__file__).resolve().parents[3], Path(__file__).resolve().parent
+    paths = [str(root / "tests" / "support"), str(here), str(root)]
     (folder / "train.py").write_text(SCRIPT)
     common = {
-        **os.environ, "PYTHONPATH": os.pathsep.join([str(tests / "support"), str(tests.parent)]), "WORLD_SIZE": "2",
+        **os.environ, "PYTHONPATH": os.pathsep.join(paths), "WORLD_SIZE": "2",
         "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip

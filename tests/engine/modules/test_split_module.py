@@ -17,6 +17,7 @@ from worlds import Worlds
 
 from ds_vpipe import export
 from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.build import prepare
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.modules.split_module import split_model, stages_in
@@ -51,7 +52,7 @@ def train(kind: str, tied: bool, partition: Any, settings: dict[str, Any], folde
     ds_config = cases.config(1, ADAMW, {"partition": partition, **settings}, **extra)
     ds_config["train_micro_batch_size_per_gpu"] = 3
     # initialize() gives the engine for loops; the pieces have to work in the other one as well.
-    prepared = prepare(split, ds_config, VPipeConfig.parse(ds_config["vpipe"]), None, None)
+    prepared = prepare(split, DeepSpeedJson(ds_config), VPipeConfig.parse(ds_config["vpipe"]), None, None)
     given = {"model": split, "model_parameters": prepared.model_parameters, "config": ds_config}
     with _engine_class(partial(VPipeEngine, prepared=prepared)):
         engine = deepspeed_initialize()(**given)[0]

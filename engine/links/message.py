@@ -342,7 +342,6 @@ def _read(
     if stored.gaps:
         view, travelled = torch.empty_strided(stored.shape, strides, dtype=view.dtype, device=data.device), view
         gaps.append((view.data, travelled))
-    tensor = view.as_strided(
-        shape, strides
-    ).data  # views share autograd's version counter: one that is changed in place would spoil the others
+    # Views share autograd's version counter: one that is changed in place would spoil the others.
+    tensor = view.as_strided(shape, strides).data
     return tensor.requires_grad_(bool(requires_grad)), at + 3 + 2 * ndim, _align(end)

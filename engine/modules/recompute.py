@@ -83,7 +83,7 @@ class Segment:
                 preserve_rng_state=True,
                 context_fn=lambda: (nullcontext(), self._as_before(states, remembered)),
             )
-        self._memory.note_changes(remembered)
+        self._memory.note_changes(remembered, module.training)
         return outputs
 
     @contextmanager
@@ -131,34 +131,56 @@ _Remembered = list[tuple[dict[str, Any], str, Any]]
 class _ModuleMemory:
     """Buffers and numbers that the forward of recomputed layers changes, such as statistics and counters.
 
-    The recomputation finds them as its forward pass did, and leaves nothing behind. Which ones change is found out in
-    the first forward pass.
+    The recomputation finds them as its forward pass did, and leaves nothing behind. Of the buffers, which may be large,
+    those are copied that the first forward pass in training mode has changed; the others may only be replaced.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        self._places = [(place, key) for part in modules for place in (part._buffers, vars(part)) for key in place]
+        parts = list(modules)
+        self._numbers = [
+            (vars(part), key)
+            for part in parts
+            for key, value in vars(part).items()
+            if isinstance(value, (int, float)) and key != "training"
+        ]
+        self._copied = [(part._buffers, key) for part in parts for key in part._buffers]
+        self._others: list[tuple[dict[str, Any], str]] = []
+        self._versions: list[int] = []
         self._known = False
 
     def read(self) -> _Remembered:
         """Their present values."""
-        return [
-            (place, key, value.detach().clone() if isinstance(value, torch.Tensor) else value)
-            for place, key in self._places
-            if isinstance(value := place.get(key), torch.Tensor if "_buffers" not in place else (int, float))
-            and key != "training"
+        numbers = [(place, key, place[key]) for place, key in self._numbers if key in place]
+        copied = [
+            (place, key, value.detach().clone()) for place, key in self._copied if (value := place.get(key)) is not None
         ]
+        others = [(place, key, place.get(key)) for place, key in self._others]
+        self._versions = [-1 if value is None else value._version for _, _, value in others]
+        return [*others, *numbers, *copied]
 
-    def note_changes(self, before: _Remembered) -> None:
-        """After a forward pass that found them like this."""
-        if not self._known:
+    def note_changes(self, before: _Remembered, training: bool) -> None:
+        """Compare with the values that a forward pass has found.
+
+        Raises:
+            VPipeError: a buffer has changed in place that the first forward pass left alone; its old value is lost.
+        """
+        for (_, key, value), version in zip(before, self._versions, strict=False):
+            if value is not None and value._version != version:
+                raise VPipeError(
+                    f"vpipe.recompute_ratio: got a layer whose buffer {key!r} changes in place in some forward passes, "
+                    f"but not in the first, allowed are buffers that change in the first too; write 0 for this stage"
+                )
+        if training and not self._known:
             self._known = True
-            self._places = [(place, key) for place, key, value in before if not _same(place.get(key), value)]
+            changed = {(id(place), key) for place, key, value in before if not _same(place.get(key), value)}
+            self._others = [(place, key) for place, key in self._copied if (id(place), key) not in changed]
+            self._copied = [(place, key) for place, key in self._copied if (id(place), key) in changed]
 
 
 def _same(value: Any, before: Any) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
         return value.shape == before.shape and torch.equal(value.nan_to_num(), before.nan_to_num())
-    return type(value) is type(before) and not isinstance(value, torch.Tensor) and bool(value == before)
+    return False
 
 
 @contextmanager
@@ -166,7 +188,8 @@ def _remembering(remembered: _Remembered) -> Iterator[None]:
     """Inside, modules remember this."""
     present = [(place, key, place.get(key)) for place, key, _ in remembered]
     for place, key, value in remembered:
-        place[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        if value is not place.get(key):
+            place[key] = value.clone() if isinstance(value, torch.Tensor) else value
     try:
         yield
     finally:

@@ -215,6 +215,7 @@ class Counts(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.weight, self.way, self.calls, self.seen = nn.Parameter(torch.linspace(0.9, 1.1, 8)), way, 0, [0]
+        self.late_calls = 0
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -226,6 +227,14 @@ class Counts(nn.Module):
             self.steps += 1
         elif self.way == "replaced buffer":
             self.steps = self.steps + 1
+        if self.way.startswith("starts late"):
+            self.calls += 1
+            self.late_calls += int(self.calls > 2 and self.way.endswith("number"))
+            if self.calls > 2 and self.way.endswith(": buffer"):
+                self.steps += 1
+            if self.calls > 2 and self.way.endswith("replaced"):
+                self.steps = self.steps + 1
+            return x * (1 + self.late_calls / 10 + self.steps / 10)
         if self.way == "late":
             self.steps += 1
             return x.tanh() if self.steps > 3 else x
@@ -250,7 +259,7 @@ def counted(way: str, ratio: float) -> Any:
     return found
 
 
-COUNTERS = ("attribute", "buffer", "replaced buffer", "late")
+COUNTERS = ("attribute", "buffer", "replaced buffer", "late", "starts late: number", "starts late: replaced")
 
 
 def counted_everywhere() -> list[tuple[Any, Any]]:
@@ -269,6 +278,14 @@ def test_layers_that_take_another_way_are_refused_in_one_line(worlds: Worlds) ->
         worlds.run(2, counted, "list", 1)
     for error in failed.value.errors.values():
         assert "vpipe.recompute_ratio: got layers that go another way when they are run again" in error
+        assert "\n" not in error
+
+
+def test_buffers_that_begin_to_change_are_refused_in_one_line(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, counted, "starts late: buffer", 1)
+    for error in failed.value.errors.values():
+        assert "got a layer whose buffer 'steps' changes in place in some forward passes, but not in the first" in error
         assert "\n" not in error
 
 

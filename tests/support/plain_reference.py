@@ -95,7 +95,7 @@ class ScriptReplay(reference.Replay):
         leaves: dict[Place, torch.Tensor] = {}
         for stage, depth in enumerate(self.depths):
             version = max(self.refill(j), j - depth) // self.micro_batches
-            leaves |= {(stage, n): w.clone().requires_grad_() for n, w in self.seen[version][stage].items()}
+            leaves |= {(stage, n): w.clone().requires_grad_() for n, w in self.history[version][stage].items()}
         args, kwargs = self.calls[j]
         weights = {name: leaves[place] for name, place in self.places.items()}
         output = functional_call(self.model, weights, args, kwargs, tie_weights=False)

@@ -369,8 +369,8 @@ def test_waiting_has_a_name_and_a_limit(worlds: Worlds) -> None:
 
 
 def launch(folder: Path) -> list[subprocess.CompletedProcess[str]]:
-    root, here = Path(__file__).resolve().parents[3], Path(__file__).resolve().parent
-    paths = [str(root / "tests" / "support"), str(here), str(root)]
+    here, root = Path(__file__).resolve().parent, Path(__file__).resolve().parents[3]
+    paths = map(str, (root, here, root / "tests" / "support", root / "tests" / "exactness"))
     (folder / "train.py").write_text(SCRIPT)
     common = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "WORLD_SIZE": "2",

@@ -93,7 +93,7 @@ def refusal_of(detail: ErrorDetails, model: type[Settings], origin: Mapping[str,
         reason = "it is not a finite number"
     elif not reason and isinstance(value, str):
         reason = did_you_mean(value, re.findall(r'"(\w+)"', allowed)).lstrip(", ")
-    remedy = f"write such as {show(_example(field))}" + ("" if field.is_required() else ", or remove the key")
+    remedy = f"write a value such as {show(_example(field))}" + ("" if field.is_required() else ", or remove the key")
     full = f"vpipe.{name}{path}"
     if name in origin:
         full = f"{full} (file {origin[name]}, key {name}{path})"

@@ -12,6 +12,8 @@ import pytest
 from vpipe_runs import write_run
 
 from ds_vpipe.__main__ import main
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.one_f_one_b import default_depths, version_used
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload
@@ -184,3 +186,9 @@ def test_the_table_of_versions() -> None:
     for stage, (depth, row) in enumerate(zip(default_depths(4), table, strict=True)):
         wanted = [stage, depth, *(version_used(j, depth, 2) for j in range(8))]
         assert [int(cell) for cell in row] == wanted
+
+
+def test_the_refusal_in_the_readme_is_printed() -> None:
+    with pytest.raises(VPipeConfigError) as refused:
+        VPipeConfig.parse({"recompute_ratio": [0.3, 1.3, 0, 0]})
+    assert str(refused.value) in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()

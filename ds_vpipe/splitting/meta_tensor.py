@@ -366,7 +366,8 @@ def put_value(absent: torch.Tensor, value: torch.Tensor) -> None:
             f"{absent!r}: got a value with requires_grad={value.requires_grad} from the stage before, allowed is "
             f"{absent.requires_grad}, as when the model was split; freeze parameters before initialize(), on every rank"
         )
-    with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+    # The cut may be in a no_grad region, behind which the value is differentiated.
+    with torch.enable_grad(), torch._C._ExcludeDispatchKeyGuard(_VIEWS):
         alias = value.view_as(value)
     # What torch.utils.swap_tensors does, but that graphs of what is absent may go on to refer to the old tensor.
     alias.__class__, absent.__class__ = absent.__class__, alias.__class__

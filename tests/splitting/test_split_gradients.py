@@ -62,7 +62,7 @@ class Asking(nn.Module):
         kept = x = self.between(x)
         frozen = nn.functional.relu(x)
         for number, block in enumerate(self.blocks):
-            if self.way == "no_grad around blocks" and number < 2:
+            if self.way in ("no_grad around blocks", "past a no_grad region") and number < 2:
                 with torch.no_grad():
                     x = block(x)
             elif self.way == "enable_grad in no_grad" and number == 1:
@@ -95,8 +95,8 @@ class Inner(nn.Module):
 CALL = tokens(1), padding(), tokens(1, 3, (3,), 0)
 WAYS = [
     "reversal", "reversal as a view", "grad mode", "hook", "hook if wanted", "detached copy", "detached in evaluation",
-    "retained", "leaves", "in place on a view", "frozen front", "no_grad around blocks", "enable_grad in no_grad",
-    "inside a block",
+    "retained", "leaves", "in place on a view", "frozen front", "no_grad around blocks", "past a no_grad region",
+    "enable_grad in no_grad", "inside a block",
 ]  # fmt: skip
 
 

@@ -99,7 +99,8 @@ class Draws(TorchDispatchMode):
             for leaf in leaves:
                 if not any(leaf is target for target in targets):
                     self._read(leaf)
-        return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # operations of functions such as vmap are no calls of the forward
+            return func(*args, **kwargs)
 
 
 def _statistics(func: Any, args: Any) -> list[torch.Tensor]:

@@ -59,6 +59,8 @@ class Asking(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
         x = self.words(ids)
+        if self.way == "mapped":  # a function whose operations call others
+            x = x * torch.vmap(lambda _: torch.full((8,), 0.5))(ids)[:, None]
         kept = x = self.between(x)
         frozen = nn.functional.relu(x)
         for number, block in enumerate(self.blocks):
@@ -96,7 +98,7 @@ CALL = tokens(1), padding(), tokens(1, 3, (3,), 0)
 WAYS = [
     "reversal", "reversal as a view", "grad mode", "hook", "hook if wanted", "detached copy", "detached in evaluation",
     "retained", "leaves", "in place on a view", "frozen front", "no_grad around blocks", "past a no_grad region",
-    "enable_grad in no_grad", "inside a block",
+    "enable_grad in no_grad", "inside a block", "mapped",
 ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from split_models import Stages  # noqa: E402
 from zoo_models import VARIANTS, NotByRuleError, Specimen, architectures, one_line, specimen  # noqa: E402
 
 PAGE = ROOT / "docs" / "data" / "zoo.md"
-STAGES, SECONDS = (2, 4), 60
+STAGES, SECONDS = (2, 4), 180
 EQUAL, REFUSED, DEFECT, LEFT_OUT = "equal", "refused", "defect", "left out"
 
 ABOUT = """

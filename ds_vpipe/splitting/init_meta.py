@@ -35,6 +35,7 @@ def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.
         if slot.tie not in fresh:
             empty = torch.empty_like(bare, device=device, requires_grad=False)
             fresh[slot.tie] = nn.Parameter(empty, requires_grad=bare.requires_grad)
+            vars(fresh[slot.tie]).update(vars(bare))  # marks, such as DeepSpeed's of weights that other stages have
         slot.parameter = fresh[slot.tie]
         slot.show()
     affected |= _allocate_buffers(model, device)

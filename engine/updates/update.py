@@ -51,8 +51,8 @@ class UpdateMixin(OptimizerMixin):
         )
         self._own_norm = 0.0
         self._tied_anywhere = bool(tied_stages(self.module))  # on all ranks alike, as a norm is summed over them
-        for key, tied in self.module.tied_comms.items():
-            shared = {id(parameter) for parameter in tied_parameters(self.module, key)}
+        shared = {id(parameter) for key in self.module.tied_comms for parameter in tied_parameters(self.module, key)}
+        for tied in self.module.tied_comms.values():
             for parameter in tied["module"].parameters():
                 if id(parameter) not in shared:
                     parameter.ds_pipe_replicated = False  # DeepSpeed means the whole layer; this is not shared

@@ -14,6 +14,7 @@ from test_exactness import LAYERS, OPTIMIZERS, difference, sgd
 from torch import nn
 from worlds import Worlds
 
+import ds_vpipe
 from ds_vpipe.engine.updates.update import fp32_norms
 from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.partition import uniform_partition
@@ -123,3 +124,50 @@ def test_whole_model_in_bsp(worlds: Worlds, zero: bool) -> None:
     reports = worlds.run(4, cases.train, ds_config, 4, 12)
     wanted = reference.Replay((LAYERS,), (0,), 2, sgd, clip=CLIP).run(12).parameters()
     assert difference(cases.merged(reports), wanted) <= 1e-5
+
+
+class TiedTwice(nn.Module):
+    """A plain model with two layers that are used at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.turn = nn.Embedding(toy.VOCABULARY, toy.HIDDEN), nn.Linear(toy.HIDDEN, toy.HIDDEN)
+        self.layers = nn.ModuleList([nn.Linear(toy.HIDDEN, toy.HIDDEN) for _ in range(4)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.turn(self.words(tokens))
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        logits = self.turn(hidden) @ self.words.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1).flatten())
+
+
+def norms_of_both_ways(on_meta: bool, extra: dict[str, Any]) -> tuple[float, float]:
+    """The norm that the engine clips by, and that of the whole model in one process."""
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"sync_mode": "bsp"}, gradient_clipping=CLIP, **extra)
+    tokens = toy.micro_batch(0)[0]
+    with torch.device("meta" if on_meta else "cpu"):
+        plain = TiedTwice()
+    trained = ds_vpipe.initialize(model=plain, config={**ds_config, "pipeline": {"stages": 2}})[0]
+    whole = TiedTwice()
+    whole.load_state_dict(trained.full_state_dict())
+    whole(tokens).backward()
+    trained.backward(trained(tokens))
+    trained.step()
+    norm = float(trained.get_global_grad_norm())
+    trained.destroy()
+    cases.close_groups()
+    return norm, float(nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None]))
+
+
+def norms_of_all(ways: list[tuple[bool, dict[str, Any]]]) -> list[tuple[float, float]]:
+    return [norms_of_both_ways(*way) for way in ways]
+
+
+@pytest.mark.mp
+def test_weights_that_several_stages_have_count_once_in_bsp(worlds: Worlds) -> None:
+    """Also if there are several, and where they have got their values after the split."""
+    ways = [(on_meta, extra) for on_meta in (False, True) for extra in ({}, ZERO_1)]
+    for report in worlds.run(2, norms_of_all, ways):
+        for way, (norm, wanted) in zip(ways, report, strict=True):
+            assert norm == pytest.approx(wanted, rel=1e-5), way

@@ -13,7 +13,7 @@ from ds_vpipe.schedules.program import Workload
 DESCRIPTION = """\
 Check a DeepSpeed JSON and the schedule that it asks for, without starting anything: keys and values, settings of
 DeepSpeed that do not work with pipelines, and of the schedule the order of the passes, weight versions, buffers, that
-every receive has its send, and that no rank waits for ever. A fault is drawn with the cell where it is.
+every receive has its send, and that no rank waits for ever.
 """
 EXAMPLES = """\
 examples:
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check, and return the exit status."""
     from ds_vpipe.schedules.check import check_programs, typical_workload
-    from ds_vpipe.schedules.fault_grid import fault_grid
     from ds_vpipe.schedules.one_f_one_b import update_delays
     from ds_vpipe.schedules.program import programs
 
@@ -62,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         ]
         print_json({"ok": not faults, "actions": count, "batches": workload.batches, "faults": rows})
     elif faults:
-        print(fault_grid(pipeline, actions, faults))
+        print(*faults, sep="\n")
     else:
         sizes = f"{pipeline.num_stages} stages, {pipeline.micro_batches} micro-batches per batch"
         print(f"sound: {pipeline.schedule}, {sizes}, {count} actions in {workload.batches} batches checked")

@@ -1,9 +1,8 @@
-"""Is a program right? Found out without processes, in milliseconds, before anything is trained.
+"""Checks of a pipeline's programs, without processes and in milliseconds, before anything is trained.
 
-Three checks, each of which makes sense only if the one before found nothing: the order, versions and buffers of
-each rank by itself (:mod:`.rank_order`); every receive on a link against the send that it meets; and a dry run
-of all ranks for dead-locks (:mod:`.rendezvous`). They know the rules and not the schedules, so that they
-check those too.
+First the order, versions and buffers of each rank by itself (:mod:`.rank_order`), then a dry run of all ranks
+(:mod:`.dry_run`): every receive gets the message that it is for, and nobody waits for ever. They know the rules and not
+the schedules, so that they check those too.
 
 Transfers of tied weights have their places in the order of a rank. Over links they are not followed: they never make
 anybody wait, by the delays of :func:`ds_vpipe.schedules.one_f_one_b.news_delay`.
@@ -11,26 +10,16 @@ anybody wait, by the delays of :func:`ds_vpipe.schedules.one_f_one_b.news_delay`
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 
 from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.schedules.actions import Action
-from ds_vpipe.schedules.dry_run import (
-    Link,
-    dry_run,
-    link_ends,
-    meets,
-    posted_receives,
-    receive_link,
-    send_link,
-)
+from ds_vpipe.schedules.dry_run import Link, dry_run, posted_receives, receive_link, send_link
 from ds_vpipe.schedules.one_f_one_b import Exchanges
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.program import Programs, Workload, programs
+from ds_vpipe.schedules.program import Filling, Programs, Workload, programs
 from ds_vpipe.schedules.rank_order import RankOrder
 
 
@@ -58,11 +47,9 @@ def check_programs(
     pipeline: Pipeline, programs: Programs, workload: Workload, exchanges: Sequence[Exchanges] | None = None
 ) -> list[Fault]:
     """Everything that is wrong with ``programs`` as a way to train ``workload``; at most one fault per rank or link."""
-    return (
-        _order_faults(pipeline, programs, workload, exchanges or (Exchanges(),) * pipeline.num_stages)
-        or _link_faults(pipeline, programs, workload)
-        or dead_locks(programs, pipeline)
-    )
+    return _order_faults(
+        pipeline, programs, workload, exchanges or (Exchanges(),) * pipeline.num_stages
+    ) or link_faults(programs, partial(posted_receives, pipeline), list(workload.fillings(pipeline))[-1])
 
 
 def check_pipeline(pipeline: Pipeline, exchanges: Sequence[Exchanges] | None = None) -> None:
@@ -97,26 +84,42 @@ def typical_workload(pipeline: Pipeline) -> Workload:
     return Workload(len(ends) * fill + 1, ends)
 
 
-def dead_locks(programs: Programs, pipeline: Pipeline | None = None) -> list[Fault]:
-    """The actions at which ranks stand for ever; with ``pipeline`` None no receives are posted ahead."""
-    posted = partial(posted_receives, pipeline) if pipeline is not None else lambda link: 0
+def link_faults(programs: Programs, posted: Callable[[Link], int], last: Filling | None = None) -> list[Fault]:
+    """Receives that meet another message than theirs, or else ranks that stand for ever, or else what nobody receives.
+
+    Args:
+        programs: of all ranks.
+        posted: the receives kept posted on a link.
+        last: the last filling; what is sent beyond its open end may be received later.
+    """
     run = dry_run(programs, posted)
+    mixed, standing = [], []
     num_ranks = len(programs)
-    faults = []
     for rank, position in enumerate(run.positions):
         if position == len(programs[rank]):
             continue
         action = programs[rank][position]
-        sends, receives = send_link(action.kind, rank, num_ranks), receive_link(action.kind, rank, num_ranks)
-        if sends is not None:
-            other, what = sends.target, "to receive it"
-        else:
-            assert receives is not None  # nothing else waits
-            other, what = receives.source, "to send it"
+        link = receive_link(action.kind, rank, num_ranks)
+        other, what = link and link.source, "to send it"
+        if link is None:
+            sends = send_link(action.kind, rank, num_ranks)
+            other, what = sends and sends.target, "to receive it"
+        elif len(run.links[link].sent) > run.links[link].received:
+            at, sent = run.links[link].sent[run.links[link].received]
+            reason = f"what comes next of {link} is {sent}, at position {at} there"
+            mixed.append(Fault(rank, position, action, reason))
+            continue
+        assert other is not None  # nothing else waits
         there = programs[other][run.positions[other] :]
         where = f"stands at {there[0]}" if there else "is done"
-        faults.append(Fault(rank, position, action, f"it waits for ever for rank {other} {what}, which {where}"))
-    return faults
+        standing.append(Fault(rank, position, action, f"it waits for ever for rank {other} {what}, which {where}"))
+    left_over = [
+        Fault(link.source, position, action, f"rank {link.target} never receives it")
+        for link, messages in run.links.items()
+        for position, action in messages.sent[messages.received : messages.received + 1]
+        if last is None or last.end is not None or action.index < last.limit
+    ]
+    return mixed or standing or left_over
 
 
 def _order_faults(
@@ -134,37 +137,6 @@ def _order_faults(
             reason = order.end()
             if reason is not None:
                 faults.append(Fault(rank, len(program), None, reason))
-    return faults
-
-
-def _link_faults(pipeline: Pipeline, programs: Programs, workload: Workload) -> list[Fault]:
-    sent: dict[Link, list[tuple[int, Action]]] = defaultdict(list)
-    received: dict[Link, list[tuple[int, Action]]] = defaultdict(list)
-    num_ranks = len(programs)
-    for rank, program in enumerate(programs if num_ranks > 1 else ()):
-        sends = {kind: sent[link] for kind, link in link_ends(send_link, rank, num_ranks).items()}
-        receives = {kind: received[link] for kind, link in link_ends(receive_link, rank, num_ranks).items()}
-        ends = sends | receives
-        for position, action in enumerate(program):
-            messages = ends.get(action.kind)
-            if messages is not None:
-                messages.append((position, action))
-    last = list(workload.fillings(pipeline))[-1]
-    faults = []
-    for link in sorted({*sent, *received}):
-        for out, into in zip_longest(sent[link], received[link]):
-            if out is None:
-                faults.append(Fault(link.target, into[0], into[1], f"nothing is left to receive of {link}"))
-            elif into is None:
-                if out[1].index >= last.limit and last.end is None:
-                    continue  # the next rank has not come to that batch yet
-                faults.append(Fault(link.source, out[0], out[1], f"rank {link.target} never receives it"))
-            elif not meets(out[1], into[1]):
-                reason = f"what comes next of {link} is {out[1]}, at position {out[0]} there"
-                faults.append(Fault(link.target, into[0], into[1], reason))
-            else:
-                continue
-            break
     return faults
 
 

@@ -19,7 +19,7 @@ semantics of a simple language for parallel programming", 1974).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_vpipe.schedules.actions import Action, Kind
@@ -41,22 +41,32 @@ class Link(NamedTuple):
         return f"{self.channel} from rank {self.source} to rank {self.target}"
 
 
+# Channel and place of the neighbour, and for what is sent the action that receives it and by how much its part differs.
+_SENDS = {
+    Kind.SEND_ACT: (ACTIVATIONS, 1, Kind.RECV_ACT, 1),
+    Kind.SEND_GRAD: (GRADIENTS, -1, Kind.RECV_GRAD, -1),
+    Kind.SEND_NEWS: (GRADIENTS, -1, Kind.RECV_NEWS, 0),
+}
+_RECEIVES = {
+    Kind.RECV_ACT: (ACTIVATIONS, -1),
+    **dict.fromkeys((Kind.RECV_GRAD, Kind.DROP_GRAD, Kind.RECV_NEWS), (GRADIENTS, 1)),
+}
+
+
 def send_link(kind: Kind, rank: int, num_ranks: int) -> Link | None:
     """The link that an action of ``rank`` sends on, or None if it sends nothing between neighbours."""
-    if kind is Kind.SEND_ACT:
-        return Link(ACTIVATIONS, rank, (rank + 1) % num_ranks)
-    if kind is Kind.SEND_GRAD or kind is Kind.SEND_NEWS:
-        return Link(GRADIENTS, rank, (rank - 1) % num_ranks)
-    return None
+    if kind not in _SENDS:
+        return None
+    channel, side, _, _ = _SENDS[kind]
+    return Link(channel, rank, (rank + side) % num_ranks)
 
 
 def receive_link(kind: Kind, rank: int, num_ranks: int) -> Link | None:
     """The link that an action of ``rank`` receives on, or None."""
-    if kind is Kind.RECV_ACT:
-        return Link(ACTIVATIONS, (rank - 1) % num_ranks, rank)
-    if kind in (Kind.RECV_GRAD, Kind.DROP_GRAD, Kind.RECV_NEWS):
-        return Link(GRADIENTS, (rank + 1) % num_ranks, rank)
-    return None
+    if kind not in _RECEIVES:
+        return None
+    channel, side = _RECEIVES[kind]
+    return Link(channel, (rank + side) % num_ranks, rank)
 
 
 def link_ends(of: Callable[[Kind, int, int], Link | None], rank: int, num_ranks: int) -> dict[Kind, Link]:
@@ -65,20 +75,17 @@ def link_ends(of: Callable[[Kind, int, int], Link | None], rank: int, num_ranks:
     return {kind: link for kind, link in found if link is not None}
 
 
-_RECEIVED_AS = {Kind.SEND_ACT: Kind.RECV_ACT, Kind.SEND_GRAD: Kind.RECV_GRAD, Kind.SEND_NEWS: Kind.RECV_NEWS}
-_PARTS_ON = {Kind.SEND_ACT: 1, Kind.SEND_GRAD: -1, Kind.SEND_NEWS: 0}
-
-
 def received_as(sent: Action) -> Action:
     """The action that receives what ``sent`` sends, to use it."""
-    part = None if sent.part is None else sent.part + _PARTS_ON[sent.kind]
-    return Action(_RECEIVED_AS[sent.kind], sent.index, part)
+    _, _, kind, parts = _SENDS[sent.kind]
+    return Action(kind, sent.index, None if sent.part is None else sent.part + parts)
 
 
 def meets(sent: Action, received: Action) -> bool:
     """Whether ``received`` receives what ``sent`` sends, to use it or to drop it."""
-    used = replace(received, kind=Kind.RECV_GRAD) if received.kind is Kind.DROP_GRAD else received
-    return used == received_as(sent)
+    expected = received_as(sent)
+    kind = Kind.RECV_GRAD if received.kind is Kind.DROP_GRAD else received.kind
+    return (kind, received.index, received.part) == (expected.kind, expected.index, expected.part)
 
 
 def posted_receives(pipeline: Pipeline, link: Link) -> int:
@@ -94,20 +101,20 @@ def posted_receives(pipeline: Pipeline, link: Link) -> int:
     return pipeline.depths[earlier] - pipeline.depths[later] + 1
 
 
-class _Messages:
+class Messages:
     """State of one link in the dry run.
 
     Attributes:
-        slots: for each message sent, the time slot in which it was.
+        sent: the actions that have sent, with their positions in the sender's program.
         received: messages received.
         posted: receives kept posted.
         wanted: the receiver stands at a receive, so that at least one is posted.
     """
 
-    __slots__ = ("posted", "received", "slots", "wanted")
+    __slots__ = ("posted", "received", "sent", "wanted")
 
     def __init__(self, posted: int) -> None:
-        self.slots: list[int] = []
+        self.sent: list[tuple[int, Action]] = []
         self.received = 0
         self.posted = posted
         self.wanted = False
@@ -119,60 +126,56 @@ class DryRun:
 
     Attributes:
         positions: of each rank, the position in its program at which it stands for ever, or the program's length.
-        slots: of each rank, when each action is done at the earliest, in forward or backward passes of equal length.
+        links: what has been sent and received.
     """
 
     positions: tuple[int, ...]
-    slots: tuple[tuple[int, ...], ...]
+    links: dict[Link, Messages]
 
 
 def dry_run(programs: Programs, posted: Callable[[Link], int]) -> DryRun:
     """Carry out all programs until no rank can go on; ``posted`` gives the receives kept posted on a link.
 
-    Time is linear in the number of actions.
+    A rank whose next message is not the one that it is about to receive stands there. Time is linear in the number of
+    actions.
     """
     num_ranks = len(programs)
-    links: dict[Link, _Messages] = {}
+    links: dict[Link, Messages] = {}
     positions = [0] * num_ranks
-    slots: list[list[int]] = [[] for _ in range(num_ranks)]
     runnable = list(range(num_ranks - 1, -1, -1))
-
-    outgoing: list[dict[Kind, tuple[_Messages, int]]] = []
-    incoming: list[dict[Kind, tuple[_Messages, int]]] = []
+    outgoing: list[dict[Kind, tuple[Messages, int]]] = []
+    incoming: list[dict[Kind, tuple[Messages, int]]] = []
     for rank in range(num_ranks):
         out_links, in_links = link_ends(send_link, rank, num_ranks), link_ends(receive_link, rank, num_ranks)
         for link in (*out_links.values(), *in_links.values()):
             if link not in links:
-                links[link] = _Messages(posted(link))
+                links[link] = Messages(posted(link))
         outgoing.append({kind: (links[link], link.target) for kind, link in out_links.items()})
         incoming.append({kind: (links[link], link.source) for kind, link in in_links.items()})
     while runnable:
         rank = runnable.pop()
-        program, out, into, done = programs[rank], outgoing[rank], incoming[rank], slots[rank]
-        slot = done[-1] if done else 0
+        program, out, into = programs[rank], outgoing[rank], incoming[rank]
         woken = set()
-        for position in range(positions[rank], len(program)):
-            kind = program[position].kind
-            if kind is Kind.FORWARD or kind is Kind.BACKWARD:
-                slot += 1
-            elif (sending := out.get(kind)) is not None:
+        while positions[rank] < len(program):
+            action = program[positions[rank]]
+            if (sending := out.get(action.kind)) is not None:
                 messages, other = sending
-                if len(messages.slots) - messages.received >= (messages.posted or messages.wanted):
+                if len(messages.sent) - messages.received >= (messages.posted or messages.wanted):
                     break
-                messages.slots.append(slot)
+                messages.sent.append((positions[rank], action))
                 woken.add(other)
-            elif (receiving := into.get(kind)) is not None:
+            elif (receiving := into.get(action.kind)) is not None:
                 messages, other = receiving
-                if messages.received == len(messages.slots):
+                if messages.received == len(messages.sent):
                     if not (messages.wanted or messages.posted):
                         woken.add(other)
                     messages.wanted = True
                     break
-                slot = max(slot, messages.slots[messages.received])
+                if not meets(messages.sent[messages.received][1], action):
+                    break
                 messages.received += 1
                 messages.wanted = False
                 woken.add(other)
-            done.append(slot)
-        positions[rank] = len(done)
+            positions[rank] += 1
         runnable.extend(woken.difference(runnable))
-    return DryRun(tuple(positions), tuple(tuple(done) for done in slots))
+    return DryRun(tuple(positions), links)

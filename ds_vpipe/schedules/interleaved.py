@@ -41,31 +41,25 @@ def warm_up(rank: int, num_stages: int, micro_batches: int, virtual_stages: int)
     return 2 * (num_stages - 1 - rank) + (virtual_stages - 1) * group_sizes(num_stages, micro_batches)[0]
 
 
-def batch_order(rank: int, num_stages: int, micro_batches: int, virtual_stages: int) -> Iterator[tuple[Kind, int, int]]:
-    """The passes of one batch on ``rank``: kind, part, and number of the micro-batch within the batch."""
-    forward, backward = [], []
-    start = 0
-    for size in group_sizes(num_stages, micro_batches):
-        for chunk in range(virtual_stages):
-            forward += [(rank + chunk * num_stages, start + i) for i in range(size)]
-            backward += [(rank + (virtual_stages - 1 - chunk) * num_stages, start + i) for i in range(size)]
-        start += size
-    ahead = min(len(forward), warm_up(rank, num_stages, micro_batches, virtual_stages))
-    for position in range(ahead):
-        yield Kind.FORWARD, *forward[position]
-    for position in range(len(backward)):
-        if position + ahead < len(forward):
-            yield Kind.FORWARD, *forward[position + ahead]
-        yield Kind.BACKWARD, *backward[position]
-
-
 def interleaved_actions(
     batch: int, rank: int, num_stages: int, micro_batches: int, virtual_stages: int
 ) -> Iterator[Action]:
-    """What ``rank`` computes in one batch: passes through its parts, and one update. It begins and ends with nothing in
-    flight."""
+    """What ``rank`` computes in one batch: passes through its parts, and one update.
+
+    It begins and ends with nothing in flight.
+    """
+    forward, backward = [], []
     start = batch * micro_batches
-    for kind, part, micro_batch in batch_order(rank, num_stages, micro_batches, virtual_stages):
-        yield Action(kind, start + micro_batch, part)
+    for size in group_sizes(num_stages, micro_batches):
+        for chunk in range(virtual_stages):
+            group, back = range(start, start + size), virtual_stages - 1 - chunk
+            forward += [Action(Kind.FORWARD, index, rank + chunk * num_stages) for index in group]
+            backward += [Action(Kind.BACKWARD, index, rank + back * num_stages) for index in group]
+        start += size
+    ahead = min(len(forward), warm_up(rank, num_stages, micro_batches, virtual_stages))
+    yield from forward[:ahead]
+    for position, action in enumerate(backward, ahead):
+        yield from forward[position : position + 1]
+        yield action
     yield Action(Kind.REDUCE, batch)
     yield Action(Kind.STEP, batch)

@@ -25,10 +25,13 @@ def read(*rows: str) -> Programs:
     return tuple(tuple(map(Action.parse, row.split())) for row in rows)
 
 
-def test_slots_and_positions() -> None:
-    run = dry_run(read("F0 SEND_ACT0 F1 SEND_ACT1 RECV_GRAD0 B0", "RECV_ACT0 F0 B0 SEND_GRAD0 RECV_ACT2"), lambda _: 1)
-    assert run.positions == (6, 5)
-    assert run.slots == ((1, 1, 2, 2, 3, 4), (1, 2, 3, 3, 3))
+def test_positions_and_messages() -> None:
+    rows = "F0 SEND_ACT0 F1 SEND_ACT1 RECV_GRAD0 B0", "RECV_ACT0 F0 B0 SEND_GRAD0 RECV_ACT2"
+    run = dry_run(read(*rows), lambda _: 1)
+    assert run.positions == (6, 4), "the next message is that of micro-batch 1"
+    messages = run.links[Link("activations", 0, 1)]
+    assert [(at, str(action)) for at, action in messages.sent] == [(1, "SEND_ACT0"), (3, "SEND_ACT1")]
+    assert messages.received == 1
 
 
 @pytest.mark.parametrize(

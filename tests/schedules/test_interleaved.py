@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_vpipe.schedules.actions import Kind
-from ds_vpipe.schedules.interleaved import batch_order, group_sizes, interleaved_actions, warm_up
+from ds_vpipe.schedules.interleaved import group_sizes, interleaved_actions, warm_up
 
 
 def text(rank: int, num_stages: int, micro_batches: int, virtual_stages: int, batch: int = 0) -> str:
@@ -27,7 +27,7 @@ def test_two_ranks_with_two_parts(rank: int, picture: str) -> None:
 
 def test_forward_order_of_the_paper() -> None:
     """Figure 4 of the paper: four ranks, eight micro-batches, two parts each; warm-up of the first and last rank."""
-    forwards = [f"{part}F{i}" for kind, part, i in batch_order(0, 4, 8, 2) if kind is Kind.FORWARD]
+    forwards = [str(action) for action in interleaved_actions(0, 0, 4, 8, 2) if action.kind is Kind.FORWARD]
     assert " ".join(forwards) == "0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 0F7 4F4 4F5 4F6 4F7"
     assert text(0, 4, 8, 2).startswith("0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4")
     assert text(3, 4, 8, 2).startswith("3F0 3F1 3F2 3F3 7F0 7B0 7F1 7B1")
@@ -50,12 +50,14 @@ def test_every_pass_once_and_the_warm_up(
     num_stages: int, micro_batches: int, virtual: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, num_stages - 1))
-    order = list(batch_order(rank, num_stages, micro_batches, virtual))
+    order = list(interleaved_actions(0, rank, num_stages, micro_batches, virtual))[:-2]
     parts = range(rank, num_stages * virtual, num_stages)
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for part in parts:
-            assert [i for k, p, i in order if (k, p) == (kind, part)] == list(range(micro_batches))
+            assert [action.index for action in order if (action.kind, action.part) == (kind, part)] == list(
+                range(micro_batches)
+            )
     assert len(order) == 2 * virtual * micro_batches
-    first_backward = next(position for position, (kind, _, _) in enumerate(order) if kind is Kind.BACKWARD)
+    first_backward = next(position for position, action in enumerate(order) if action.kind is Kind.BACKWARD)
     ahead = warm_up(rank, num_stages, micro_batches, virtual)
     assert first_backward == min(ahead + 1, virtual * micro_batches)

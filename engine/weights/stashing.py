@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ds_vpipe.engine.weights.versions import WeightVersions
+from ds_vpipe.errors import VPipeError
 
 
 class Stepper(Protocol):
@@ -28,7 +29,8 @@ class WeightStashingOptimizer:
 
     Args:
         base_optimizer: the optimizer that updates ``parameters`` in place.
-        parameters: all parameters of the stage.
+        parameters: all parameters of the stage. Those that are frozen now may be trained later on, from where nothing
+            is in flight.
         stash: keep the weights of micro-batches in flight. Without it (``weight_sync: "none"``)
             every backward pass sees the newest weights; for comparison only.
         version: updates that the weights have had already.
@@ -44,9 +46,14 @@ class WeightStashingOptimizer:
     ) -> None:
         self.base_optimizer = base_optimizer
         self._stash = stash
-        self._versions = WeightVersions(parameters, holders=[base_optimizer], version=version)
+        self._parameters = list(parameters)
+        self._begin(version)
         self._in_flight: dict[int, int] = {}
         self._keep_from: int | None = None
+
+    def _begin(self, version: int) -> None:
+        self._versions = WeightVersions(self._parameters, holders=[self.base_optimizer], version=version)
+        self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
 
     @property
     def latest_version(self) -> int:
@@ -82,7 +89,10 @@ class WeightStashingOptimizer:
 
         Raises:
             KeyError: the version is no longer alive.
+            VPipeError: parameters have been unfrozen while micro-batches are in flight that have used them.
         """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._take_in_unfrozen()
         version = self._versions.latest if version is None else version
         self._versions.point_to(version)
         try:
@@ -90,6 +100,17 @@ class WeightStashingOptimizer:
         finally:
             self._versions.point_to_newest()
         self._in_flight[micro_batch] = version
+
+    def _take_in_unfrozen(self) -> None:
+        """Versions of parameters that were frozen: an update would else change what is in flight."""
+        if self._in_flight or self.num_versions > 1:
+            raise VPipeError(
+                "requires_grad: got parameters that were unfrozen while micro-batches that have used them are in "
+                "flight, allowed is to do so in an empty pipeline; call engine.quiesce() before, or engine.drain() if "
+                "the script calls engine(...), on every rank"
+            )
+        self.load_new_params()
+        self._begin(self.latest_version)
 
     def load_old_params(self, micro_batch: int) -> None:
         """Point the parameters to the weights that the forward pass of ``micro_batch`` used."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
+from ds_vpipe.errors import VPipeError
 
 
 class Silent(torch.optim.Optimizer):
@@ -225,3 +226,26 @@ def test_a_failing_forward_pass_leaves_nothing_in_flight() -> None:
     assert optimizer.current_version == 1
     with pytest.raises(KeyError):
         optimizer.version_of(0)
+
+
+def test_unfrozen_parameters_have_versions_too() -> None:
+    """Where nothing is in flight; an optimizer that does not tell autograd would change what is."""
+    weight, scale = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(3.0), requires_grad=False)
+    optimizer = WeightStashingOptimizer(Silent([weight, scale], 1.0), [weight, scale], version=4)
+    with optimizer.forward(0):
+        (weight * scale).backward()
+    scale.requires_grad_(True)
+    with pytest.raises(VPipeError, match=r"unfrozen while .* call engine.quiesce\(\) before"), optimizer.forward(1):
+        pass
+    optimizer.release(0)
+    with optimizer.forward(1):
+        loss = weight * scale
+    optimizer.step()
+    weight.grad, scale.grad = torch.tensor(0.0), torch.tensor(10.0)
+    optimizer.step()
+    assert (optimizer.latest_version, float(scale.detach())) == (6, -7)
+    optimizer.load_old_params(1)
+    loss.backward()
+    assert float(weight.grad) == 3, "the scale that the forward pass used"
+    optimizer.release(1)
+    assert optimizer.num_versions == 1

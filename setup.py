@@ -43,7 +43,7 @@ setup(
         "pydantic>=2",
         "pyyaml",
         "tokenizers",
-        "numpy",
+        "numpy>=1.24",
         "datasets",
         "filelock",
         "tqdm",

@@ -62,6 +62,11 @@ class LoopRestMixin(LoopRoundMixin):
         with self._aborting():
             self._drain()
 
+    def quiesce(self, what: str = "quiesce()") -> None:
+        """Drains: what has been handed in cannot be set back."""
+        self.drain(what)
+        super().quiesce(what)
+
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         """As DeepSpeed's; all ranks call it, after ``step()``. Drains."""
         self.drain("save_checkpoint()")

@@ -67,11 +67,13 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
         """
         self._refuse_after_failure("engine(...)")
         self._refuse_half_loaded("engine(...)")
-        if not (self.module.training and torch.is_grad_enabled()):
+        module = getattr(self.module, "user_module", self.module)  # scripts set the mode of the model, too
+        if not (module.training and torch.is_grad_enabled()):
             return self._evaluate(args, kwargs)
         self._order.expect("engine(...)")
         self._stepped = False
         with self._aborting():
+            self.state.doing = "engine(...)"
             packed = self.module.pack(args, kwargs)
             self._compare_once(packed)
             self._await_end()

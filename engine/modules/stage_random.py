@@ -9,21 +9,26 @@ checkpoint has to hold, and a script that seeds again, or restores a state, has 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+
+_NUMPY = np.random.MT19937()  # put in the place of the script's: to read and set that one's state takes longer
 
 
 @contextmanager
 def own_random_numbers(device: torch.device, *place: int | str) -> Iterator[None]:
-    """Let torch, on the CPU and on ``device``, draw numbers that follow from its state now and from ``place``.
+    """Let torch, on the CPU and on ``device``, Python and NumPy draw numbers of their own.
 
-    Afterwards the state is as before.
+    They follow from the states of torch and Python now and from ``place``. Afterwards all states are as before.
     """
     devices = [device] if device.type == "cuda" else []
     states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-    found = hashlib.blake2b(repr(place).encode(), digest_size=8)
+    python, numpy = random.getstate(), np.random.get_bit_generator()
+    found = hashlib.blake2b(repr((hash(python[1]), place)).encode(), digest_size=8)
     for state in states:
         found.update(state.numpy().data)
     seed = int.from_bytes(found.digest(), "little")
@@ -31,8 +36,13 @@ def own_random_numbers(device: torch.device, *place: int | str) -> Iterator[None
         torch.default_generator.manual_seed(seed)
         for gpu in devices:
             torch.cuda.default_generators[gpu.index].manual_seed(seed)
+        random.seed(seed)
+        np.random.set_bit_generator(_NUMPY)
+        np.random.seed(seed % 2**32)
         yield
     finally:
         torch.set_rng_state(states[0])
         for gpu, state in zip(devices, states[1:], strict=True):
             torch.cuda.set_rng_state(state, gpu)
+        random.setstate(python)
+        np.random.set_bit_generator(numpy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from unittest import mock
 
 import cases
 import loops
+import numpy as np
 import pytest
 import torch
 from test_exactness import difference
@@ -55,7 +57,7 @@ class Noisy(nn.Module):
         self.linear, self.drawn = nn.Linear(8, 8), torch.empty(0)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.drawn = torch.rand(4)
+        self.drawn = mask()
         return self.linear(hidden) * self.drawn.repeat(2)
 
 
@@ -95,6 +97,12 @@ def trained(ds_config: dict[str, Any], habit: str = "") -> dict[str, Any]:
         if ends_batch and habit == "zero_grad":
             model.zero_grad()
             engine.module.zero_grad(set_to_none=True)
+        if number == 4 and habit in ("drain", "quiesce"):
+            getattr(engine, habit)()
+        if number == 4 and habit == "model.eval()":
+            model.eval()
+            assert engine(batch(100)[0]).shape == (4, 6, 13)
+            model.train()
         if number == 4 and habit in ("evaluate", "infer", "autocast"):
             mode = {"evaluate": torch.no_grad, "infer": torch.inference_mode, "autocast": torch.no_grad}[habit]
             engine.eval()
@@ -139,8 +147,14 @@ def test_gradients_in_flight_are_not_dropped(worlds: Worlds) -> None:
 @pytest.mark.mp
 def test_an_evaluation_in_any_mode_changes_no_more_than_its_drain(worlds: Worlds) -> None:
     wanted = whole(worlds, trained, config(), "evaluate")
-    for habit in ("infer", "autocast"):
+    for habit in ("infer", "autocast", "model.eval()"):
         assert difference(whole(worlds, trained, config(), habit), wanted) == 0, habit
+
+
+@pytest.mark.mp
+def test_a_rest_trains_what_is_in_flight(worlds: Worlds) -> None:
+    """It cannot be handed in again, as in an engine that reads its data."""
+    assert difference(whole(worlds, trained, config(1), "quiesce"), whole(worlds, trained, config(1), "drain")) == 0
 
 
 @pytest.mark.mp
@@ -238,6 +252,22 @@ def test_stages_that_are_handed_different_data_are_noticed(worlds: Worlds) -> No
     assert "\n" not in line
 
 
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def order() -> torch.Tensor:
+    """What scripts shuffle by."""
+    shuffled = random.sample(range(50), 50)
+    return torch.cat([torch.randperm(50), torch.tensor(shuffled), torch.tensor(np.random.permutation(50))])
+
+
+def mask() -> torch.Tensor:
+    return torch.cat([torch.rand(2), torch.tensor([random.random()]), torch.tensor([np.random.rand()])])
+
+
 def drawn(ds_config: dict[str, Any], stages: int, seed: int) -> dict[str, Any]:
     """What the blocks and the script draw in some rounds; the script seeds anew in between."""
     import ds_vpipe
@@ -248,27 +278,28 @@ def drawn(ds_config: dict[str, Any], stages: int, seed: int) -> dict[str, Any]:
     engine = ds_vpipe.initialize(model=model, config={**ds_config, "pipeline": {"stages": stages}})[0]
     own = [block for block in model.blocks if isinstance(block.linear.weight, nn.Parameter)]
     rounds, orders, evaluated = [], [], []
-    torch.manual_seed(3)
+    seed_all(3)
     for number in range(4):
         if number == 3:
-            torch.manual_seed(seed)
+            seed_all(seed)
         loss = engine(*batch(number))
         rounds.append([block.drawn for block in own])
         engine.backward(loss)
         engine.step()
-        orders.append(torch.randperm(50))
+        orders.append(order())
     for _ in range(2):
         with torch.no_grad():
             engine(*batch(0))  # in training mode
         evaluated.append([block.drawn for block in own])
-    orders.append(torch.randperm(50))
+    orders.append(order())
     engine.destroy()
     cases.close_groups()
     return {"rounds": rounds, "orders": orders, "evaluated": evaluated}
 
 
 def different(draws: list[torch.Tensor]) -> bool:
-    return len({tuple(draw.tolist()) for draw in draws}) == len(draws)
+    """No number of one is a number of another."""
+    return len({number for draw in draws for number in draw.tolist()}) == sum(len(draw) for draw in draws)
 
 
 @pytest.mark.mp
@@ -290,14 +321,14 @@ def test_stages_draw_numbers_of_their_own(worlds: Worlds) -> None:
 @pytest.mark.mp
 def test_without_other_stages_the_numbers_are_the_scripts(worlds: Worlds) -> None:
     (alone,) = worlds.run(1, drawn, config(), 1, 5)
-    torch.manual_seed(3)
+    seed_all(3)
     for number in range(4):
         if number == 3:
-            torch.manual_seed(5)
-        assert all(torch.equal(mask, torch.rand(4)) for mask in alone["rounds"][number])
-        assert torch.equal(alone["orders"][number], torch.randperm(50))
+            seed_all(5)
+        assert all(torch.equal(found, mask()) for found in alone["rounds"][number])
+        assert torch.equal(alone["orders"][number], order())
     for masks in alone["evaluated"]:
-        assert all(torch.equal(mask, torch.rand(4)) for mask in masks)
+        assert all(torch.equal(found, mask()) for found in masks)
 
 
 @pytest.mark.mp

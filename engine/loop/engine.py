@@ -67,8 +67,8 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
         """
         self._refuse_after_failure("engine(...)")
         self._refuse_half_loaded("engine(...)")
-        module = getattr(self.module, "user_module", self.module)  # scripts set the mode of the model, too
-        if not (module.training and torch.is_grad_enabled()):
+        model: Any = getattr(self.module, "user_module", self.module)  # scripts set its mode, too
+        if not (model.training and torch.is_grad_enabled()):
             return self._evaluate(args, kwargs)
         self._order.expect("engine(...)")
         self._stepped = False

@@ -12,10 +12,12 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
+_GLOBAL: Any = np.random  # whose stubs leave out what exchanges its generator
 _NUMPY = np.random.MT19937()  # put in the place of the script's: to read and set that one's state takes longer
 
 
@@ -27,7 +29,7 @@ def own_random_numbers(device: torch.device, *place: int | str) -> Iterator[None
     """
     devices = [device] if device.type == "cuda" else []
     states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-    python, numpy = random.getstate(), np.random.get_bit_generator()
+    python, numpy = random.getstate(), _GLOBAL.get_bit_generator()
     found = hashlib.blake2b(repr((hash(python[1]), place)).encode(), digest_size=8)
     for state in states:
         found.update(state.numpy().data)
@@ -37,7 +39,7 @@ def own_random_numbers(device: torch.device, *place: int | str) -> Iterator[None
         for gpu in devices:
             torch.cuda.default_generators[gpu.index].manual_seed(seed)
         random.seed(seed)
-        np.random.set_bit_generator(_NUMPY)
+        _GLOBAL.set_bit_generator(_NUMPY)
         np.random.seed(seed % 2**32)
         yield
     finally:
@@ -45,4 +47,4 @@ def own_random_numbers(device: torch.device, *place: int | str) -> Iterator[None
         for gpu, state in zip(devices, states[1:], strict=True):
             torch.cuda.set_rng_state(state, gpu)
         random.setstate(python)
-        np.random.set_bit_generator(numpy)
+        _GLOBAL.set_bit_generator(numpy)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.engine.updates.mitigation import MitigationMixin
 from ds_vpipe.engine.updates.tied import tied_stages
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
-from ds_vpipe.errors import VPipeError
+from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 
 class CheckpointMixin(QuiesceMixin, ReshapingMixin, MitigationMixin):
@@ -154,16 +155,14 @@ class CheckpointMixin(QuiesceMixin, ReshapingMixin, MitigationMixin):
                 tag = latest.read_text().strip()
             if tag is not None and self.local_rank == 0:
                 recover(Path(load_dir, tag))
-        with self._agreement.together(what):
-            path, client_state = super().load_checkpoint(
-                load_dir,
-                tag,
-                load_module_strict,
-                load_optimizer_states,
-                load_lr_scheduler_states,
-                load_module_only,
-                custom_load_fn,
-            )
+        options = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+        try:
+            with self._agreement.together(what):
+                path, client_state = super().load_checkpoint(load_dir, tag, *options)
+        except VPipeError:  # on every rank; some may have loaded their weights
+            with suppress(PipelinePeerError):
+                self._half_loaded = self._agreement.lowest(-int(self._half_loaded), f"all ranks after {what}") < 0
+            raise
         if path is None:
             return path, client_state
         if tied_stages(self.module):

@@ -111,6 +111,18 @@ def test_a_stage_has_its_own_parameters_only(name: str) -> None:
     assert {n for n, _ in model.named_parameters()} <= seen
 
 
+def test_parameters_that_a_script_keeps_in_lists_cost_no_memory() -> None:
+    model = ALL["BertForMaskedLM"][0]()
+    kept = list(model.named_parameters())
+    stage = split_in_process(model, 2)
+    stage.keep(range(2))
+    stage.release()
+    own = {id(parameter) for parameter in stage.model.parameters()}
+    assert 0 < len(own) < len(kept)
+    for name, parameter in kept:
+        assert parameter.is_meta == (id(parameter) not in own), name
+
+
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "old BERT", "perceptron"])
 def test_evaluation_gives_the_whole_output(name: str) -> None:
     build, args, kwargs = ALL[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -15,6 +16,7 @@ from test_exactness import OPTIMIZERS, adamw, difference
 from torch import Tensor, nn
 from worlds import Worlds
 
+import ds_vpipe
 from ds_vpipe import export
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
@@ -215,3 +217,8 @@ def test_models_that_split_model_does_not_take() -> None:
         split_model(bert())
     with pytest.raises(VPipeConfigError, match=r"torch\.compile"):
         split_model(torch.compile(bert()), 2)  # type: ignore[arg-type]
+
+
+def test_a_grid_of_the_scripts_own_is_refused() -> None:
+    with pytest.raises(VPipeConfigError, match=r"^initialize\(mpu\): got a SimpleNamespace, allowed .* ask engine.mpu"):
+        ds_vpipe.initialize(model=nn.Linear(2, 2), config=cases.config(1, ADAMW, {}), mpu=SimpleNamespace())

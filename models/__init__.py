@@ -5,8 +5,7 @@ module                 idea
 =====================  ==========================================================================
 ``hugging_face``       weights of a plain model or of BERT's layers, each rank reading its own
 ``export``             a pipeline checkpoint as a folder that ``from_pretrained`` loads
-``command_line``       a parser whose errors are one line
-``start``              how a training script starts, and the record of its run
+``start``              start of a training script: command line, ranks, the record of the run
 ``bert``               pre-training by layers (``train``), fine-tuning a plain model (``finetune``)
 ``gpt2``               a plain GPT-2 in DeepSpeed's loop
 =====================  ==========================================================================

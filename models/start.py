@@ -1,4 +1,4 @@
-"""How training scripts start: arguments, the DeepSpeed JSON, ranks, the record of the run, DeepSpeed kept silent.
+"""Start of a training script: command line, DeepSpeed JSON, ranks, the record of the run.
 
 The record lies beside what a run writes::
 
@@ -10,6 +10,7 @@ The record lies beside what a run writes::
 Logs per rank are the launcher's: ``deepspeed --enable_each_rank_log OUTPUT/logs``.
 """
 
+import argparse
 import contextlib
 import io
 import json
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import deepspeed
 from deepspeed.utils import logger as deepspeed_logger
@@ -34,27 +35,46 @@ from ds_vpipe.engine.build import use_local_device
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.extension_builds import extension_builds
-from ds_vpipe.models.command_line import Parser
 
-# Of ranks for each other until training starts: one may have to collect and tokenise its text.
-START_LIMIT = timedelta(minutes=15)
+START_LIMIT_S = 900.0  # of ranks for each other: one may have to collect and tokenise its text
 _PACKAGES = ("ds_vpipe", "deepspeed", "torch", "transformers", "tokenizers", "numpy", "h5py", "safetensors")
 
-
-def training_parser(description: str) -> Parser:
-    """A parser of what every training script has: DeepSpeed's own arguments and what its launcher adds."""
-    parser = Parser(description=description, allow_abbrev=False)
-    deepspeed.add_config_arguments(parser)
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
-    return parser
+Result = TypeVar("Result")
 
 
-def exit_code(run: Callable[[], None]) -> int:
-    """Do a script's work; 2 after an error that its message explains, on any rank, else 0."""
+class Parser(argparse.ArgumentParser):
+    """Reports mistakes as exceptions, so that each rank prints one line and not the whole usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse with the words of names joined by dashes or underscores, whichever they were registered with."""
+        known = {name.replace("-", "_"): name for action in self._actions for name in action.option_strings}
+
+        def as_registered(word: str) -> str:
+            name, equals, value = word.partition("=")
+            return known.get(name.replace("-", "_"), name) + equals + value if word.startswith("--") else word
+
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([as_registered(word) for word in words], namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the command line."""
+        raise VPipeConfigError(f"{message}; see --help")
+
+
+def positive(text: str) -> int:
+    """An int of at least 1, as the type of an argument."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def exit_code(run: Callable[[], None], who: str = "") -> int:
+    """Do the work of ``who``; 2 after an error that its message explains, else 0."""
     try:
         run()
     except VPipeError as error:
-        print(f"[Rank {os.environ.get('RANK', '0')}] error: {error}", file=sys.stderr, flush=True)
+        print(f"{who}error: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
 
@@ -89,7 +109,7 @@ def start_process_group() -> tuple[int, int]:
             "RANK is not set: start with a launcher, e.g. deepspeed --num_accelerators 4 train.py ..."
         )
     with silence(), extension_builds(), unnamed_buffers():
-        deepspeed.init_distributed(timeout=START_LIMIT)
+        deepspeed.init_distributed(timeout=timedelta(seconds=START_LIMIT_S))
     use_local_device()
     rank, world = distributed.get_rank(), distributed.get_world_size()
     print(
@@ -99,26 +119,60 @@ def start_process_group() -> tuple[int, int]:
     return rank, world
 
 
+def on_all_ranks(what: str, work: Callable[[], Result]) -> list[Result]:
+    """Results of `work` on every rank; all ranks call this, and an error of one ends all with its message.
+
+    Args:
+        what: names the work, such as "record the run".
+        work: to do.
+
+    Raises:
+        VPipeConfigError: the work failed on a rank, or a rank did not finish it in time.
+    """
+    rank, limit = distributed.get_rank(), timedelta(seconds=START_LIMIT_S)
+    outcomes: list[Any] = [None] * distributed.get_world_size()
+    # Over gloo, whatever training uses: this waits for files, and for no device.
+    group = distributed.new_group(backend="gloo", timeout=limit)
+    result, error = None, None
+    try:
+        result = work()
+    except VPipeError as caught:
+        error = str(caught)
+    try:
+        # The first rank learns who is missing; this does not take its limit from the group.
+        distributed.monitored_barrier(group, limit, wait_all_ranks=True)
+        distributed.all_gather_object(outcomes, (error, result), group=group)
+    except RuntimeError as failure:
+        reason = " ".join(str(failure).split())
+        raise VPipeConfigError(
+            f"waited up to {START_LIMIT_S:.0f} s for all ranks to {what} ({reason}): see the output of the missing"
+            " ones; prepare large texts with python -m ds_vpipe.models.bert.prepare"
+        ) from failure
+    distributed.destroy_process_group(group)
+    for number, (reason, _) in enumerate(outcomes):
+        if reason is not None:
+            raise VPipeConfigError(reason if number == rank else f"rank {number}: {reason}")
+    return [result for _, result in outcomes]
+
+
 def record_run(output: Path, ds_config: Mapping[str, Any]) -> None:
     """Let the first rank write what the run is, with the host of every rank; all ranks call this.
 
     Raises:
         VPipeConfigError: on every rank: the folder cannot be written to.
     """
-    rank = distributed.get_rank()
-    names = [""] * distributed.get_world_size()
-    distributed.all_gather_object(names, socket.gethostname())
-    failure: list[str | None] = [None]
-    if rank == 0:
+    hosts = on_all_ranks("name their hosts", socket.gethostname)
+
+    def write() -> None:
         try:
-            write_run_record(output, ds_config, sys.argv, names)
+            if distributed.get_rank() == 0:
+                write_run_record(output, ds_config, sys.argv, hosts)
         except OSError as error:
-            failure[0] = (
+            raise VPipeConfigError(
                 f"--output_dir {output}: {error.strerror} ({error.filename}); give a folder that can be written to"
-            )
-    distributed.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise VPipeConfigError(failure[0] if rank == 0 else f"rank 0: {failure[0]}")
+            ) from error
+
+    on_all_ranks("record the run", write)
 
 
 def write_run_record(output: Path, ds_config: Mapping[str, Any], command: Sequence[str], hosts: Sequence[str]) -> None:
@@ -132,23 +186,23 @@ def write_run_record(output: Path, ds_config: Mapping[str, Any], command: Sequen
     """
     folder = output / "run"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions |= {package: package_version(package) for package in _PACKAGES}
+    for name, content in (("ds_config.json", ds_config), ("versions.json", versions)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     slots = Counter(hosts)  # keeps the order in which hosts first come
     (folder / "hostfile").write_text("".join(f"{host} slots={n}\n" for host, n in slots.items()), encoding="utf-8")
-    (folder / "versions.json").write_text(json.dumps(_versions(), indent=2) + "\n", encoding="utf-8")
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with (folder / "commands.log").open("a", encoding="utf-8") as file:
         file.write(f"{now} {shlex.join(command)}\n")
 
 
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:  # a checkout that is not installed
-            found[package] = None
-    return found
+def package_version(package: str) -> str:
+    """Version of an installed package, or ``"absent"``."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # such as a checkout that is not installed
+        return "absent"
 
 
 @contextlib.contextmanager

@@ -8,11 +8,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import deepspeed
+
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.models.bert.masking import MLM_PROBABILITY, check_shape
-from ds_vpipe.models.bert.sizes import ATTENTION_IMPLEMENTATIONS, SIZE_NAMES
-from ds_vpipe.models.command_line import positive
-from ds_vpipe.models.start import training_parser
+from ds_vpipe.models.bert.model import ATTENTION_IMPLEMENTATIONS, SIZE_NAMES
+from ds_vpipe.models.bert.samples import MLM_PROBABILITY, check_shape
+from ds_vpipe.models.start import Parser, positive
 
 SEQ_LENGTH = 64
 SAVE_STRATEGIES = ("no", "epoch", "steps")
@@ -45,7 +46,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     Raises:
         VPipeConfigError: an argument is unknown, missing or out of range.
     """
-    parser = training_parser("Pre-train a BERT with an asynchronous pipeline.")
+    parser = Parser(description="Pre-train a BERT with an asynchronous pipeline.", allow_abbrev=False)
+    deepspeed.add_config_arguments(parser)
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
 
     model = parser.add_argument_group("model")
     model.add_argument("--config_name", default="tiny", help=f"{', '.join(SIZE_NAMES)}, or a BertConfig JSON file")

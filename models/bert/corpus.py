@@ -11,8 +11,6 @@ documents would not be unseen.
 """
 
 import ast
-import hashlib
-import importlib.metadata
 import importlib.util
 import inspect
 import os
@@ -22,6 +20,9 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from ds_vpipe.models.bert.samples import digest_of
+from ds_vpipe.models.start import package_version
 
 Document = list[str]
 
@@ -54,9 +55,8 @@ def sentences(text: str) -> list[str]:
 
 def docstring_key() -> str:
     """Versions of Python, packages and rules: the name of the corpus."""
-    versions = [f"{package}-{_version(package)}" for package in PACKAGES]
-    parts = [f"python-{platform.python_version()}", *versions, f"rules-{_EXTRACTION_VERSION}"]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    versions = [f"{package}-{package_version(package)}" for package in PACKAGES]
+    return digest_of([f"python-{platform.python_version()}", *versions, f"rules-{_EXTRACTION_VERSION}"])
 
 
 def docstring_documents() -> list[Document]:
@@ -103,13 +103,6 @@ def _is_prose(sentence: str) -> bool:
     characters = sum(map(len, words))
     letters = sum(map(str.isalpha, sentence))
     return letters >= MIN_LETTER_SHARE * characters
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
 
 
 def _help_topics() -> list[str]:

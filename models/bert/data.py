@@ -1,7 +1,7 @@
 """Training data: micro-batches that every rank computes for itself, out of text, shards or random tokens.
 
-A source of samples is a pure function of (seed, epoch, index). The first pipeline stage needs inputs and the last one
-labels: both compute whole samples, nothing but activations crosses the network, and a run goes on at any sample.
+The first pipeline stage needs inputs and the last one labels: both compute whole samples, nothing but activations
+crosses the network, and a run goes on at any sample.
 
 A run takes all of epoch 0 in its order, all of epoch 1 in another, and so on without a gap, for an asynchronous
 pipeline does not drain between them. Data-parallel replica r of R takes every R-th group of B samples, so replicas are
@@ -12,149 +12,77 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, distributed
 from transformers import BertConfig
 
-from ds_vpipe.errors import VPipeConfigError, VPipeError
-from ds_vpipe.models.bert.masking import (
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.models.bert.samples import (
     SPECIAL_TOKENS,
-    Ints,
     Masking,
     RandomSamples,
-    Sample,
+    Samples,
     Vocabulary,
     check_shape,
+    digest_of,
 )
-from ds_vpipe.models.bert.shards import ShardSamples, digest_of, find_shards, open_shards, read_manifest
+from ds_vpipe.models.bert.shards import ShardSamples, find_shards, open_shards, read_manifest
+from ds_vpipe.models.start import on_all_ranks
 
+IGNORED_LABEL = -100
 SYNTHETIC_SAMPLES = 16384
-WAIT_SECONDS = 900.0  # for a rank that tokenises a text
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 Labels = tuple[Tensor, Tensor]
 MicroBatch = tuple[Inputs, Labels]
 
 
-class Order(Protocol):
-    """Indices of all samples in the order of an epoch."""
-
-    def __getitem__(self, positions: slice) -> Ints: ...
-
-
-class Samples(Protocol):
-    """Finite set of samples that differ from epoch to epoch."""
-
-    def __len__(self) -> int: ...
-
-    def sample(self, index: int, epoch: int) -> Sample:
-        """Sample `index` as seen in `epoch`."""
-        ...
-
-    def order(self, seed: int, epoch: int) -> Order:
-        """Order of an epoch: every index once."""
-        ...
-
-
-class CountedSamples:
-    """Number of samples, for a rank that reads none.
+def micro_batches(
+    samples: Samples, size: int, seed: int | None, begin: int = 0, replica: int = 0, replicas: int = 1
+) -> Iterator[MicroBatch]:
+    """Endless micro-batches of one data-parallel replica; shapes as in :mod:`ds_vpipe.models.bert.layers`.
 
     Args:
-        count: number of samples.
+        samples: where they come from.
+        size: B, samples of a micro-batch.
+        seed: of the order of the samples, None for validation; see `Samples.range`.
+        begin: samples that the run has had, those of all replicas counted.
+        replica: number of this replica, 0 .. replicas - 1.
+        replicas: R, number of replicas.
     """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def sample(self, index: int, epoch: int) -> Sample:
-        """Raise LookupError."""
-        raise LookupError(f"sample {index} of epoch {epoch}: this rank reads no data")
-
-    def order(self, seed: int, epoch: int) -> Order:
-        """Raise LookupError."""
-        raise LookupError(f"order of epoch {epoch} with seed {seed}: this rank reads no data")
+    begin += replica * size
+    while True:
+        drawn = list(samples.range(begin, begin + size, seed))
+        row = {key: torch.from_numpy(np.stack([sample[key] for sample in drawn])) for key in drawn[0]}
+        positions = row["masked_lm_positions"]
+        labels = row["masked_lm_ids"].masked_fill(positions == 0, IGNORED_LABEL)
+        inputs = row["input_ids"], row["segment_ids"], row["input_mask"].bool(), positions
+        yield inputs, (labels, row["next_sentence_labels"])
+        begin += size * replicas
 
 
-class MicroBatches:
-    """Numbered micro-batches of one data-parallel replica.
-
-    Attributes:
-        epoch_samples: samples of an epoch.
+def micro_batches_of(
+    engine: Any, samples: Samples, seed: int | None, updates: int, begin: int = 0
+) -> Iterator[MicroBatch] | None:
+    """Micro-batches of so many updates for this rank of a pipeline, None where it reads no data.
 
     Args:
-        samples: where the samples come from.
-        micro_batch_size: B.
-        replica: number of this data-parallel replica, 0 .. replicas - 1.
-        replicas: R, number of data-parallel replicas.
-        seed: of the order of the samples.
-        shuffle: whether each epoch has an order of its own and new masks; validation wants neither.
-
-    Raises:
-        ValueError: there are not enough samples for one micro-batch per replica.
+        engine: DeepSpeed's pipeline engine or ours.
+        samples: where they come from.
+        seed: as for `micro_batches`.
+        updates: number of updates.
+        begin: as for `micro_batches`.
     """
-
-    def __init__(
-        self, samples: Samples, micro_batch_size: int, replica: int, replicas: int, seed: int, shuffle: bool = True
-    ) -> None:
-        self._samples = samples
-        self._size = micro_batch_size
-        self._replica = replica
-        self._seed = seed
-        self._shuffle = shuffle
-        self._order: tuple[int, Order] = (-1, np.empty(0, dtype=np.int64))
-        self._round = micro_batch_size * replicas
-        self.epoch_samples = len(samples)
-        if self.epoch_samples < self._round:
-            raise ValueError(
-                f"{len(samples)} samples are too few for {replicas} replicas of micro-batch size {micro_batch_size}"
-            )
-
-    def __getitem__(self, number: int) -> MicroBatch:
-        """Micro-batch `number` >= 0, shapes as in `models.bert.layers` and `models.bert.loss`."""
-        return self._at(number * self._round)
-
-    def range(self, start: int, stop: int) -> Iterator[MicroBatch]:
-        """Micro-batches start .. stop - 1, in order."""
-        return (self[number] for number in range(start, stop))
-
-    def after(self, samples: int, count: int) -> Iterator[MicroBatch]:
-        """The `count` micro-batches that follow `samples` samples, those of all replicas counted."""
-        return (self._at(samples + number * self._round) for number in range(count))
-
-    def _at(self, position: int) -> MicroBatch:
-        """This replica's part of the B x R samples of the run from `position` on."""
-        drawn: list[Sample] = []
-        place = position + self._replica * self._size
-        while len(drawn) < self._size:
-            epoch, begin = divmod(place + len(drawn), self.epoch_samples)
-            epoch = epoch if self._shuffle else 0
-            indices = self._order_of(epoch)[begin : min(begin + self._size - len(drawn), self.epoch_samples)]
-            drawn += [self._samples.sample(int(index), epoch) for index in indices]
-
-        def stacked(name: str) -> Tensor:
-            return torch.from_numpy(np.stack([getattr(sample, name) for sample in drawn]))
-
-        inputs = (
-            stacked("input_ids"),
-            stacked("token_type_ids"),
-            stacked("padding_mask"),
-            stacked("masked_positions"),
-        )
-        return inputs, (stacked("masked_lm_labels"), stacked("next_sentence_label"))
-
-    def _order_of(self, epoch: int) -> Order:
-        if self._order[0] != epoch:
-            order = self._samples.order(self._seed, epoch) if self._shuffle else np.arange(len(self._samples))
-            self._order = (epoch, order)
-        return self._order[1]
+    if not (engine.is_first_stage() or engine.is_last_stage()):
+        return None
+    replica, replicas = engine.grid.get_data_parallel_rank(), engine.grid.get_data_parallel_world_size()
+    endless = micro_batches(samples, engine.train_micro_batch_size_per_gpu(), seed, begin, replica, replicas)
+    return islice(endless, updates * engine.micro_batches)
 
 
 @dataclass(frozen=True)
@@ -177,8 +105,8 @@ class TrainingData:
 
     def counted(self) -> "TrainingData":
         """Numbers of the data alone, as other ranks need them."""
-        held_out = None if self.held_out is None else CountedSamples(len(self.held_out))
-        return replace(self, training=CountedSamples(len(self.training)), held_out=held_out)
+        held_out = None if self.held_out is None else Samples(len(self.held_out))
+        return replace(self, training=Samples(len(self.training)), held_out=held_out)
 
 
 def prepare(arguments: Namespace, config: BertConfig) -> TrainingData:
@@ -231,54 +159,32 @@ def prepare_on_readers(arguments: Namespace, config: BertConfig, stages: int) ->
         stages: pipeline stages; ranks are numbered stage by stage, as DeepSpeed numbers them.
 
     Returns:
-        On ranks that read no samples, `CountedSamples` in their place.
+        On ranks that read no samples, their numbers alone.
 
     Raises:
         VPipeConfigError: on every rank: an argument does not fit, the data are broken, or they differ.
     """
-    rank, world = distributed.get_rank(), distributed.get_world_size()
-    stage = rank // (world // stages)
+    stage = distributed.get_rank() // (distributed.get_world_size() // stages)
     builder = int(os.environ.get("LOCAL_RANK", "0")) == 0
     needed = stage in (0, stages - 1) or (builder and arguments.data_dir is None)
-    # Over gloo, whatever training uses: this waits for a text to be tokenised, and for no device.
-    group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_SECONDS))
-    mine: TrainingData | None = None
-    known: dict[int, TrainingData] = {}
-    for turn in (True, False):  # builders first, so that nobody waits for what a builder has failed to build
-        error: str | None = None
-        if needed and builder == turn:
-            try:
-                mine = prepare(arguments, config)
-            except VPipeError as caught:
-                error = str(caught)
-        outcomes = _gathered((error, mine.counted() if mine else None), group)
-        for number, (reason, _) in enumerate(outcomes):
-            if reason is not None:
-                raise VPipeConfigError(reason if number == rank else f"rank {number}: {reason}")
-        known = {number: data for number, (_, data) in enumerate(outcomes) if data is not None}
+    mine: list[TrainingData] = []
+
+    def prepare_now() -> TrainingData | None:
+        if needed and not mine:
+            mine.append(prepare(arguments, config))
+        return mine[0].counted() if mine else None
+
+    # Builders first, so that nobody waits for what a builder has failed to build.
+    on_all_ranks("prepare their data", lambda: prepare_now() if builder else None)
+    found = on_all_ranks("prepare their data", prepare_now)
+    known = {rank: data for rank, data in enumerate(found) if data is not None}
     if len({data.digest for data in known.values()}) > 1:
         digests = ", ".join(f"rank {number}: {data.digest}" for number, data in known.items())
         raise VPipeConfigError(
             f"ranks have different data ({digests}): stages would read different samples; give all machines the same"
             " --data_dir or --train_file, and the same --tokenizer_name"
         )
-    return mine or known[0]
-
-
-def _gathered(mine: tuple[str | None, TrainingData | None], group: Any) -> list[Any]:
-    """What every rank has of the data, or the reason why it has none."""
-    outcomes: list[Any] = [None] * distributed.get_world_size()
-    try:
-        # The first rank learns who is missing; this does not take its limit from the group.
-        distributed.monitored_barrier(group, timedelta(seconds=WAIT_SECONDS), wait_all_ranks=True)
-        distributed.all_gather_object(outcomes, mine, group=group)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise VPipeConfigError(
-            f"waited up to {WAIT_SECONDS:.0f} s for all ranks to prepare their data ({reason}): see the output of the"
-            " missing ones; prepare large texts with python -m ds_vpipe.models.bert.prepare"
-        ) from error
-    return outcomes
+    return mine[0] if mine else known[0]
 
 
 def _check_length(length: int, arguments: Namespace, config: BertConfig) -> None:
@@ -314,12 +220,16 @@ def _from_shards(arguments: Namespace, config: BertConfig) -> TrainingData:
     _check_length(length, arguments, config)
     slots = check_shape(length, arguments.max_predictions_per_seq or max(shard.predictions for shard in shards))
     training = ShardSamples(shards, slots, config.vocab_size, arguments.keep_order)
+    validation = ShardSamples(held_out, slots, config.vocab_size) if held_out else None
     result = (read_manifest(folder) or {}).get("result")
     return TrainingData(
         training,
-        ShardSamples(held_out, slots, config.vocab_size) if held_out else None,
+        validation,
         None if result is None else float(result["unigram_entropy"]),
-        f"{len(shards)} shards, {len(training)} training and {sum(shard.rows for shard in held_out)} validation samples"
+        f"{len(shards)} shards, {len(training)} training and {len(validation or ())} validation samples"
         f" of {length} tokens with up to {slots} predictions",
-        digest_of(folder, [*shards, *held_out]),
+        digest_of(
+            f"{shard.path.relative_to(folder)} {shard.path.stat().st_size} {shard.rows} {shard.sequence_length}"
+            for shard in (*shards, *held_out)
+        ),
     )

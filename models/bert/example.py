@@ -2,11 +2,13 @@
 
 from typing import Any
 
-from ds_vpipe.models.bert.data import MicroBatches
+from transformers import BertConfig
+
+from ds_vpipe.models.bert.data import micro_batches
 from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.loss import PretrainingLoss
-from ds_vpipe.models.bert.masking import Masking, RandomSamples, Vocabulary
-from ds_vpipe.models.bert.sizes import bert_config
+from ds_vpipe.models.bert.model import bert_config
+from ds_vpipe.models.bert.samples import Masking, RandomSamples, Vocabulary
 
 
 def pretraining(
@@ -20,8 +22,12 @@ def pretraining(
         sequence_length: tokens per sample.
         max_predictions: masked tokens per sample.
     """
-    config = bert_config(size)
+    return example(bert_config(size), micro_batch_size, sequence_length, max_predictions)
+
+
+def example(config: BertConfig, micro_batch_size: int, sequence_length: int, max_predictions: int) -> dict[str, Any]:
+    """The same for a configuration."""
     masking = Masking(Vocabulary.numbered(config.vocab_size), sequence_length, max_predictions)
     samples = RandomSamples(micro_batch_size, masking, seed=0)
-    inputs, labels = MicroBatches(samples, micro_batch_size, 0, 1, seed=0)[0]
+    inputs, labels = next(micro_batches(samples, micro_batch_size, seed=0))
     return {"layers": bert_layers(config), "inputs": inputs, "loss_fn": PretrainingLoss(), "labels": labels}

@@ -16,9 +16,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ds_vpipe import StageStatistics
-from ds_vpipe.models.bert.validation import ValidationResult
-
-Curve = list[tuple[int, float]]
 
 
 class Metrics:
@@ -38,18 +35,16 @@ class Metrics:
         self._every = every
         self._begin = self._since = time.monotonic()
         self._losses: list[Tensor] = []
-        self._training: Curve = []
-        self._validation: Curve = []
         # Without a terminal a bar is noise in a log file; the log lines say the same.
         silent = folder is None or not sys.stderr.isatty()
         self._bar = tqdm(total=total_steps, initial=done, unit="step", disable=silent, dynamic_ncols=True)
+        self._records: list[dict[str, Any]] = []
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             kept = _records(folder / "metrics.jsonl", done)
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept), "utf-8")
-            self._training = [(record["step"], record["loss"]) for record in kept if "loss" in record]
-            name = "validation_masked_lm_loss"
-            self._validation = [(record["step"], record[name]) for record in kept if name in record]
+            (folder / "metrics.jsonl").unlink(missing_ok=True)
+            for record in kept:
+                self._write(record)
 
     def step(
         self, step: int, epoch: int, loss: Tensor, learning_rate: float, stages: Sequence[StageStatistics] = ()
@@ -65,7 +60,6 @@ class Metrics:
         now = time.monotonic()
         mean = sum(value.item() for value in self._losses) / len(self._losses)
         rate = len(self._losses) * self._samples_per_step / (now - self._since)
-        self._training.append((step, mean))
         self._write(
             {
                 "step": step,
@@ -82,16 +76,12 @@ class Metrics:
         self._losses.clear()
         self._since = now
 
-    def validation(self, step: int, result: ValidationResult) -> None:
+    def validation(self, step: int, result: dict[str, float]) -> None:
         """Add losses and accuracies over held-out text."""
-        if self._folder is None:
-            return
-        self._validation.append((step, result.masked_lm_loss))
-        self._write({"step": step} | {f"validation_{name}": value for name, value in result.values().items()})
-        self.line(
-            f"Iteration {step}, validation loss (masked LM): {result.masked_lm_loss:.4f} nats,"
-            f" accuracy: {result.accuracies}"
-        )
+        if self._folder is not None:
+            self._write({"step": step} | {f"validation_{name}": value for name, value in result.items()})
+            loss, accuracies = result["masked_lm_loss"], accuracies_of(result)
+            self.line(f"Iteration {step}, validation loss (masked LM): {loss:.4f} nats, accuracy: {accuracies}")
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -111,13 +101,19 @@ class Metrics:
     def close(self, unigram_entropy: float | None) -> None:
         """End the progress bar and draw ``loss.png``."""
         self._bar.close()
-        if self._folder is not None and (self._training or self._validation):
-            plot_losses(self._folder / "loss.png", self._training, self._validation, unigram_entropy)
+        if self._folder is not None and self._records:
+            _draw(self._folder / "loss.png", self._records, unigram_entropy)
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._folder is not None
+        self._records.append(record)
         with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def accuracies_of(result: dict[str, float]) -> str:
+    """The accuracies in words."""
+    return f"masked LM {result['masked_lm_accuracy']:.1%}, next sentence {result['next_sentence_accuracy']:.1%}"
 
 
 def _records(path: Path, done: int) -> list[dict[str, Any]]:
@@ -133,18 +129,21 @@ def _records(path: Path, done: int) -> list[dict[str, Any]]:
     return kept
 
 
-def plot_losses(path: Path, training: Curve, validation: Curve, unigram_entropy: float | None) -> None:
-    """Draw (step, loss) curves and the unigram entropy if it is known, in nats, into a PNG file."""
+def _draw(path: Path, records: list[dict[str, Any]], unigram_entropy: float | None) -> None:
+    """Draw losses over updates and the unigram entropy if it is known, in nats, into a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display, and leaves the user's pyplot settings alone
     axes = figure.add_subplot()
-    if training:
-        axes.plot(*zip(*training, strict=True), label="training: masked LM + next sentence")
-    if validation:
-        axes.plot(*zip(*validation, strict=True), "o-", label="validation: masked LM")
+    for name, style, label in (
+        ("loss", "-", "training: masked LM + next sentence"),
+        ("validation_masked_lm_loss", "o-", "validation: masked LM"),
+    ):
+        points = [(record["step"], record[name]) for record in records if name in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
     if unigram_entropy is not None:
         axes.axhline(unigram_entropy, color="grey", linestyle="--", label="unigram entropy of the corpus")
     axes.set(xlabel="update", ylabel="loss (nats)", title="BERT pre-training")

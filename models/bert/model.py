@@ -1,16 +1,33 @@
-"""Configuration and layers of the BERT that the command line of ``train.py`` asks for."""
+"""Configuration and layers of the BERT that a command line asks for: a named size, a JSON file, or a folder."""
 
+import json
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deepspeed.pipe import LayerSpec
+from huggingface_hub.errors import StrictDataclassError
 from transformers import BertConfig, BertForPreTraining
 
 from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.models.bert.layers import bert_layers
-from ds_vpipe.models.bert.sizes import bert_config
 from ds_vpipe.models.hugging_face import StoredWeights, build_meta, read_config
+
+VOCABULARY_MULTIPLE = 8
+ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+
+# hidden size, encoder layers, attention heads, vocabulary, dropout. `tiny` has four encoder layers instead of the two
+# of Google's BERT-Tiny, so that four pipeline stages have work, and no dropout, because it is trained for minutes and
+# cannot overfit; `large-48l` is BERT-Large with twice the encoder layers.
+_SIZES: dict[str, tuple[int, int, int, int, float]] = {
+    "tiny": (128, 4, 2, 2048, 0.0),
+    "mini": (256, 4, 4, 8192, 0.1),
+    "base": (768, 12, 12, 30522, 0.1),
+    "large": (1024, 24, 16, 30522, 0.1),
+    "large-48l": (1024, 48, 16, 30522, 0.1),
+}
+SIZE_NAMES = tuple(_SIZES)
 
 
 @dataclass(frozen=True)
@@ -67,12 +84,7 @@ def pretrained(folder: Path, tied: bool | None = None, seed: int = 0, attention:
     if config.model_type != "bert":
         remedy = "train others as plain models, see docs/hugging_face.md"
         raise Refusal(f"model_type {where}", config.model_type, '"bert"', remedy).error()
-    for name in ("is_decoder", "add_cross_attention"):
-        if getattr(config, name, False):
-            raise Refusal(f"{name} {where}", True, "false", "give a model without it").error()
-    if config.num_hidden_layers < 1:
-        given = config.num_hidden_layers
-        raise Refusal(f"num_hidden_layers {where}", given, "at least 1", "correct the file").error()
+    _check_encoder(config, where)
     if tied and not config.tie_word_embeddings:
         allowed = "a decoder of its own, as the model in the folder has it"
         remedy = "do not tie, or give a model that is tied"
@@ -82,3 +94,71 @@ def pretrained(folder: Path, tied: bool | None = None, seed: int = 0, attention:
     layers = bert_layers(config, seed, weights)
     said = "; ".join(filter(None, [f"bert, {len(layers)} pipeline layers", str(weights)]))
     return Model(config, layers, f"{folder}: {said}")
+
+
+def bert_config(name_or_path: str, vocab_size: int | None = None, attention: str = "sdpa") -> BertConfig:
+    """The configuration of a named size or of a Hugging Face ``config.json``.
+
+    Args:
+        name_or_path: one of `SIZE_NAMES`, or the path of a JSON file with ``BertConfig`` fields.
+        vocab_size: replaces the vocabulary size of the configuration.
+        attention: one of `ATTENTION_IMPLEMENTATIONS`.
+
+    Returns:
+        A configuration whose ``vocab_size`` is padded to a multiple of 8.
+
+    Raises:
+        VPipeConfigError: the name is unknown, or the file cannot be read as a BertConfig.
+    """
+    if name_or_path in _SIZES:
+        hidden, layers, heads, vocabulary, dropout = _SIZES[name_or_path]
+        fields: dict[str, Any] = {
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "intermediate_size": 4 * hidden,
+            "vocab_size": vocabulary,
+            "hidden_dropout_prob": dropout,
+            "attention_probs_dropout_prob": dropout,
+        }
+    else:
+        fields = _read_fields(name_or_path)
+    if vocab_size is not None:
+        fields["vocab_size"] = vocab_size
+    try:
+        config = BertConfig.from_dict({**fields, "attn_implementation": attention})
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise VPipeConfigError(f"--config_name {name_or_path}: not a BertConfig: {reason}") from error
+    _check_encoder(config, f"in --config_name {name_or_path}")
+    # 30522 -> 30528, which suits the matrix units of GPUs.
+    config.vocab_size = -(-config.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    return config
+
+
+def _check_encoder(config: BertConfig, where: str) -> None:
+    for name in ("is_decoder", "add_cross_attention"):
+        if getattr(config, name, False):
+            raise Refusal(f"{name} {where}", True, "false", "give a model without it").error()
+    hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
+    if layers < 1:
+        raise Refusal(f"num_hidden_layers {where}", layers, "at least 1", "correct the file").error()
+    if heads < 1 or hidden % heads:
+        allowed = f"a multiple of num_attention_heads, which is {heads}"
+        raise Refusal(f"hidden_size {where}", hidden, allowed, "correct the file").error()
+
+
+def _read_fields(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        raise VPipeConfigError(
+            f"--config_name {path}: neither a size ({', '.join(SIZE_NAMES)}) nor an existing JSON file"
+        )
+    try:
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise VPipeConfigError(f"--config_name {path}: not readable as JSON: {error}") from error
+    if not isinstance(fields, dict) or "hidden_size" not in fields:
+        raise VPipeConfigError(
+            f"--config_name {path}: must be a JSON object with the fields of BertConfig (hidden_size, ...)"
+        )
+    return fields

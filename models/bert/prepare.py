@@ -15,13 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ds_vpipe.errors import VPipeConfigError, VPipeError, show
 from ds_vpipe.models.bert.arguments import add_text_arguments, check_masking
-from ds_vpipe.models.bert.masking import Sample, shuffled
+from ds_vpipe.models.bert.corpus import docstring_key
+from ds_vpipe.models.bert.samples import Samples, digest_of
 from ds_vpipe.models.bert.shards import MANIFEST, SUFFIXES, find_shards, read_manifest, write_shard
-from ds_vpipe.models.command_line import Parser, positive
+from ds_vpipe.models.start import Parser, exit_code, positive
 
 _SETTINGS = (
     "max_seq_length",
@@ -37,12 +36,7 @@ _SETTINGS = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit code is 2 after an error that its message explains."""
-    try:
-        _run(_parse(arguments))
-    except VPipeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: _run(_parse(arguments)))
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -83,10 +77,14 @@ def _run(arguments: argparse.Namespace) -> None:
         training, held_out = text_samples(arguments, arguments.vocab_size, tokenizer, workers)
         corpus = training.corpus
         corpus.tokenizer.save_pretrained(output)
-        counts = {"training": len(training) * arguments.dupe_factor, "validation": len(held_out or ())}
-        for (kind, count), samples in zip(counts.items(), (training, held_out), strict=True):
-            _write_shards(output, kind, samples, count, arguments)
-        result = {f"{kind}_samples": count for kind, count in counts.items()} | {
+        result = {
+            "training_samples": len(training) * arguments.dupe_factor,
+            "validation_samples": len(held_out or ()),
+        }
+        _write_shards(output, "training", training, result["training_samples"], arguments.seed, arguments)
+        if held_out is not None:
+            _write_shards(output, "validation", held_out, len(held_out), None, arguments)
+        result |= {
             "shards": [len(files) for files in find_shards(output)],
             "unigram_entropy": corpus.unigram_entropy,
             "vocab_size": corpus.vocabulary.size,
@@ -100,8 +98,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _source(arguments: argparse.Namespace) -> dict[str, Any]:
     """Names for the content of the text and of the vocabulary."""
-    from ds_vpipe.models.bert.corpus import docstring_key
-    from ds_vpipe.models.bert.text import content_digest, digest_of, read_tokenizer
+    from ds_vpipe.models.bert.text import content_digest, read_tokenizer
 
     made_of: dict[str, Any] = {} if arguments.train_file else {"docstrings": docstring_key()}
     for name in ("train_file", "validation_file"):
@@ -144,26 +141,31 @@ def _write_manifest(folder: Path, made_of: dict[str, Any], result: dict[str, Any
     os.replace(unfinished, folder / MANIFEST)
 
 
-def _write_shards(output: Path, kind: str, samples: Any, count: int, arguments: argparse.Namespace) -> None:
+def _write_shards(
+    output: Path, kind: str, samples: Samples, count: int, seed: int | None, arguments: argparse.Namespace
+) -> None:
     """Write the missing shards of training or validation, shared among processes."""
     from datasets import Dataset
 
     size = arguments.shard_size
-    paths = {number: str(output / f"part_{number:06d}_{kind}.hdf5") for number in range(-(-count // size))}
-    missing = [number for number, path in paths.items() if not os.path.exists(path)]
+    begins = {str(output / f"part_{begin // size:06d}_{kind}.hdf5"): begin for begin in range(0, count, size)}
+    missing = {path: begin for path, begin in begins.items() if not os.path.exists(path)}
     if not missing:
         return
     workers = min(arguments.preprocessing_num_workers, len(missing))
+
+    def write(row: dict[str, Any]) -> None:
+        drawn = samples.range(row["begin"], min(row["begin"] + size, count), seed)
+        write_shard(Path(row["path"]), list(drawn))
+
     try:
-        Dataset.from_dict({"number": missing, "path": [paths[number] for number in missing]}).map(
-            _write_shard,
-            fn_kwargs={"samples": samples, "shuffle": kind == "training", "count": count, "size": size,
-                       "seed": arguments.seed},
+        Dataset.from_dict({"path": list(missing), "begin": list(missing.values())}).map(
+            write,
             num_proc=workers if workers > 1 else None,
             keep_in_memory=True,
             new_fingerprint=kind,
             desc=f"{kind} shards",
-        )  # fmt: skip
+        )
     except RuntimeError as error:
         if isinstance(error, VPipeError):
             raise
@@ -171,18 +173,6 @@ def _write_shards(output: Path, kind: str, samples: Any, count: int, arguments: 
             f"a process that made shards has ended ({error}): start again with fewer --preprocessing_num_workers;"
             " finished shards are kept"
         ) from error
-
-
-def _write_shard(row: dict[str, Any], samples: Any, shuffle: bool, count: int, size: int, seed: int) -> None:
-    """Write the samples number x size to (number + 1) x size - 1 of all copies."""
-    begin, end = row["number"] * size, min((row["number"] + 1) * size, count)
-    drawn: list[Sample] = []
-    for copy in range(begin // len(samples), -(-end // len(samples))):
-        first = copy * len(samples)
-        order = shuffled(len(samples), seed, copy) if shuffle else np.arange(len(samples))
-        indices = order[max(begin - first, 0) : end - first]
-        drawn.extend(samples.sample(int(index), copy) for index in indices)
-    write_shard(Path(row["path"]), drawn)
 
 
 if __name__ == "__main__":

@@ -19,21 +19,19 @@ for both; so every row comes once an epoch, and the order is a function of (seed
 what is stored: another mask of the same text is another row.
 """
 
-import hashlib
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from ds_vpipe.errors import Refusal, VPipeConfigError, show
-from ds_vpipe.models.bert.masking import IGNORED_LABEL, Ints, Sample, shuffled
+from ds_vpipe.models.bert.samples import Ints, Sample, Samples, shuffled
 
 TYPES = {
     "input_ids": "i4",
@@ -51,19 +49,12 @@ _CHUNK_ROWS = 256
 _UNREADABLE = (OSError, KeyError, RuntimeError, TypeError, ValueError)  # what h5py says of damage, whichever it hits
 _REMEDY = "make the file anew, or take it out of the folder"
 
-Rows = dict[str, NDArray[np.int64]]
+Rows = dict[str, Ints]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """HDF5 file whose keys and shapes are right.
-
-    Attributes:
-        path: the file.
-        rows: N, number of samples.
-        sequence_length: S.
-        predictions: P.
-    """
+    """HDF5 file whose keys and shapes are right: `rows` samples of S tokens with P prediction slots."""
 
     path: Path
     rows: int
@@ -71,39 +62,31 @@ class Shard:
     predictions: int
 
 
-class ShardSamples:
+class ShardSamples(Samples):
     """Samples in the rows of shards.
 
     Args:
         shards: the files, at least one, all with one sequence length; see `open_shards`.
-        max_predictions: P, prediction slots of a sample; those a row has beyond them are left out.
+        slots: prediction slots of a sample; those a row has beyond them are left out.
         vocab_size: of the model.
         keep_order: take the rows as they are stored, in every epoch.
         block_rows: rows decoded at once.
     """
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        max_predictions: int,
-        vocab_size: int,
-        keep_order: bool = False,
+        self, shards: Sequence[Shard], slots: int, vocab_size: int, keep_order: bool = False,
         block_rows: int = BLOCK_ROWS,
-    ) -> None:
-        self._max_predictions = max_predictions
-        self._vocab_size = vocab_size
-        self._keep_order = keep_order
-        self._blocks = [
+    ) -> None:  # fmt: skip
+        blocks = [
             (shard, start, min(start + block_rows, shard.rows))
             for shard in shards
             for start in range(0, shard.rows, block_rows)
         ]
-        lengths = [stop - start for _, start, stop in self._blocks]
-        self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        self._decoded: OrderedDict[int, Rows] = OrderedDict()
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
+        self._keep_order = keep_order
+        self._lengths = np.array([stop - start for _, start, stop in blocks], dtype=np.int64)
+        self._ends = np.cumsum(self._lengths)
+        self._rows = lru_cache(_BLOCKS_KEPT)(lambda block: read_rows(*blocks[block], slots, vocab_size))
+        super().__init__(int(self._ends[-1]))
 
     def sample(self, index: int, epoch: int) -> Sample:
         """Row `index`, the same in every epoch.
@@ -111,49 +94,20 @@ class ShardSamples:
         Raises:
             VPipeConfigError: the file is broken; names it, the key and the row.
         """
-        block = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return sample_of(self._rows(block), index - int(self._starts[block]), self._max_predictions)
+        block = int(np.searchsorted(self._ends, index, side="right"))
+        row = index - self._ends[block]  # counted from the end of the block
+        return {key: column[row] for key, column in self._rows(block).items()}
 
-    def order(self, seed: int, epoch: int) -> "Ints | _BlockOrder":
-        """Order of an epoch: every row once."""
-        return np.arange(len(self)) if self._keep_order else _BlockOrder(self._starts, seed, epoch)
-
-    def _rows(self, block: int) -> Rows:
-        if block not in self._decoded:
-            while len(self._decoded) >= _BLOCKS_KEPT:
-                self._decoded.popitem(last=False)
-            self._decoded[block] = read_rows(*self._blocks[block], self._vocab_size)
-        self._decoded.move_to_end(block)
-        return self._decoded[block]
-
-
-class _BlockOrder:
-    """Blocks in a drawn order and the rows of each likewise, drawn on demand.
-
-    Args:
-        starts: int64 [blocks + 1], the first row of each block, and the number of rows.
-        seed: of the order.
-        epoch: of the order.
-    """
-
-    def __init__(self, starts: Ints, seed: int, epoch: int) -> None:
-        self._starts = starts
-        self._key = (seed, epoch)
-        self._blocks = shuffled(len(starts) - 1, seed, epoch)
-        self._ends = np.cumsum(np.diff(starts)[self._blocks])
-        self._drawn: tuple[int, Ints] = (-1, np.empty(0, dtype=np.int64))
-
-    def __getitem__(self, positions: slice) -> Ints:
-        numbers = range(*positions.indices(int(self._starts[-1])))
-        return np.array([self._index(number) for number in numbers], dtype=np.int64)
-
-    def _index(self, position: int) -> int:
-        place = int(np.searchsorted(self._ends, position, side="right"))
-        block = int(self._blocks[place])
-        length = int(self._starts[block + 1] - self._starts[block])
-        if self._drawn[0] != block:
-            self._drawn = (block, np.random.default_rng((*self._key, block)).permutation(length))
-        return int(self._starts[block] + self._drawn[1][position - int(self._ends[place]) + length])
+    def index(self, position: int, seed: int, epoch: int) -> int:
+        """Row at a position of an epoch, which has every row once."""
+        if self._keep_order:
+            return position
+        blocks = shuffled(len(self._lengths), seed, epoch)
+        ends = np.cumsum(self._lengths[blocks])
+        place = int(np.searchsorted(ends, position, side="right"))
+        block = int(blocks[place])
+        begin, length = int(self._ends[block] - self._lengths[block]), int(self._lengths[block])
+        return begin + int(shuffled(length, seed, epoch, block)[position - ends[place]])
 
 
 def find_shards(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -175,34 +129,24 @@ def open_shard(path: Path) -> Shard:
             found = {key: file.get(key) for key in TYPES}  # None also for a link that leads nowhere
             present = ", ".join(sorted(file)) or "no keys"
             kinds = {key: item.dtype for key, item in found.items() if isinstance(item, h5py.Dataset)}
-            shapes = {key: tuple(found[key].shape or ()) for key in kinds}  # None is a dataset without a dataspace
+            shapes = {key: list(found[key].shape or ()) for key in kinds}  # None is a dataset without a dataspace
         except _UNREADABLE as error:
-            allowed = "headers that HDF5 can read"
-            raise Refusal(str(path), _line(error), allowed, _REMEDY, "damaged?").error() from error
+            raise _refusal(path, error, "headers that HDF5 can read", "damaged?") from error
+
     for key in TYPES:
         if key not in kinds:
-            reason = f"the file has {present}"
-            raise Refusal(f"{path}: {key}", None, f"the keys {', '.join(TYPES)}", _REMEDY, reason).error()
+            raise _refusal(f"{path}: {key}", None, f"the keys {', '.join(TYPES)}", f"the file has {present}")
         if kinds[key].kind not in "iub":
-            raise Refusal(f"{path}: {key}", str(kinds[key]), "integers", _REMEDY).error()
+            raise _refusal(f"{path}: {key}", str(kinds[key]), "integers")
     ids, positions = shapes["input_ids"], shapes["masked_lm_positions"]
-    if len(ids) != 2:
-        raise Refusal(f"{path}: input_ids", list(ids), "a shape [rows, sequence length]", _REMEDY).error()
-    if len(positions) != 2:
-        raise Refusal(f"{path}: masked_lm_positions", list(positions), "a shape [rows, predictions]", _REMEDY).error()
-    rows, predictions = ids[0], positions[1]
-    expected = {
-        "input_mask": ids,
-        "segment_ids": ids,
-        "masked_lm_positions": (rows, predictions),
-        "masked_lm_ids": (rows, predictions),
-        "next_sentence_labels": (rows,),
-    }
-    for key, shape in expected.items():
+    for key, second in (("input_ids", "sequence length"), ("masked_lm_positions", "predictions")):
+        if len(shapes[key]) != 2:
+            raise _refusal(f"{path}: {key}", shapes[key], f"a shape [rows, {second}]")
+    rows, slots = ids[:1], positions[1:]
+    for key, shape in zip(TYPES, (ids, ids, ids, rows + slots, rows + slots, rows), strict=True):
         if shapes[key] != shape:
-            allowed = f"the shape {list(shape)}, for input_ids has {list(ids)}"
-            raise Refusal(f"{path}: {key}", list(shapes[key]), allowed, _REMEDY, "wrong shape").error()
-    return Shard(path, rows, ids[1], predictions)
+            raise _refusal(f"{path}: {key}", shapes[key], f"the shape {shape}, for input_ids has {ids}", "wrong shape")
+    return Shard(path, ids[0], ids[1], positions[1])
 
 
 def open_shards(paths: Sequence[Path]) -> list[Shard]:
@@ -218,15 +162,6 @@ def open_shards(paths: Sequence[Path]) -> list[Shard]:
             remedy = "keep shards of another length in another folder"
             raise Refusal(f"{shard.path}: input_ids", shard.sequence_length, allowed, remedy).error()
     return shards
-
-
-def digest_of(folder: Path, shards: Sequence[Shard]) -> str:
-    """Digest of names, sizes and shapes of the files."""
-    lines = [
-        f"{shard.path.relative_to(folder)} {shard.path.stat().st_size} {shard.rows} {shard.sequence_length}"
-        for shard in shards
-    ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -248,13 +183,14 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         raise VPipeConfigError(f"{path}: not readable: {error}; remove it to do without, or prepare anew") from error
 
 
-def read_rows(shard: Shard, start: int, stop: int, vocab_size: int) -> Rows:
-    """Rows start .. stop - 1 of a shard, int64, checked.
+def read_rows(shard: Shard, start: int, stop: int, slots: int, vocab_size: int) -> Rows:
+    """Rows start .. stop - 1 of a shard, int64, checked; zeros follow the end of a list of predictions.
 
     Args:
         shard: the file.
         start: first row.
         stop: one past the last row.
+        slots: prediction slots of a row, whatever the file has.
         vocab_size: of the model; token numbers are less.
 
     Raises:
@@ -267,49 +203,25 @@ def read_rows(shard: Shard, start: int, stop: int, vocab_size: int) -> Rows:
                 rows[key] = file[key][start:stop].astype(np.int64)
             except _UNREADABLE as error:
                 where = f"{shard.path}: {key}, rows {start} to {stop - 1}"
-                raise Refusal(where, _line(error), "data that HDF5 can read", _REMEDY, "truncated?").error() from error
+                raise _refusal(where, error, "data that HDF5 can read", "truncated?") from error
             if len(rows[key]) != stop - start:
-                raise Refusal(f"{shard.path}: {key}", len(rows[key]), f"{shard.rows} rows", _REMEDY, "changed").error()
-    _check(shard, start, rows, vocab_size)
+                raise _refusal(f"{shard.path}: {key}", len(rows[key]), f"{shard.rows} rows", "changed")
+    used = np.cumsum(rows["masked_lm_positions"] == 0, axis=1) == 0
+    _check(shard, start, rows, used, vocab_size)
+    for key in ("masked_lm_positions", "masked_lm_ids"):
+        rows[key] = np.pad(np.where(used, rows[key], 0), ((0, 0), (0, slots)))[:, :slots]
     return rows
-
-
-def sample_of(rows: Rows, index: int, max_predictions: int) -> Sample:
-    """Row `index` of `read_rows` as a sample; predictions beyond its slots are left out."""
-    positions = rows["masked_lm_positions"][index]
-    ends = np.flatnonzero(positions == 0)
-    count = min(int(ends[0]) if len(ends) else len(positions), max_predictions)
-    masked_positions = np.zeros(max_predictions, dtype=np.int64)
-    masked_positions[:count] = positions[:count]
-    labels = np.full(max_predictions, IGNORED_LABEL, dtype=np.int64)
-    labels[:count] = rows["masked_lm_ids"][index][:count]
-    return Sample(
-        rows["input_ids"][index],
-        rows["segment_ids"][index],
-        rows["input_mask"][index] != 0,
-        masked_positions,
-        labels,
-        int(rows["next_sentence_labels"][index]),
-    )
 
 
 def write_shard(path: Path, samples: Sequence[Sample]) -> None:
     """Write samples as a shard, which appears complete or not at all."""
-    labels = np.stack([sample.masked_lm_labels for sample in samples])
-    columns = {
-        "input_ids": np.stack([sample.input_ids for sample in samples]),
-        "input_mask": np.stack([sample.padding_mask for sample in samples]),
-        "segment_ids": np.stack([sample.token_type_ids for sample in samples]),
-        "masked_lm_positions": np.stack([sample.masked_positions for sample in samples]),
-        "masked_lm_ids": np.where(labels == IGNORED_LABEL, 0, labels),
-        "next_sentence_labels": np.array([sample.next_sentence_label for sample in samples]),
-    }
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with h5py.File(unfinished, "w") as file:
-            for key, column in columns.items():
+            for key, kind in TYPES.items():
+                column = np.stack([sample[key] for sample in samples]).astype(kind)
                 chunk = (min(_CHUNK_ROWS, len(samples)), *column.shape[1:])
-                file.create_dataset(key, data=column.astype(TYPES[key]), chunks=chunk, compression="gzip")
+                file.create_dataset(key, data=column, chunks=chunk, compression="gzip")
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -319,35 +231,28 @@ def _opened(path: Path) -> h5py.File:
     try:
         return h5py.File(path, "r")
     except OSError as error:
-        raise Refusal(str(path), _line(error), "a complete HDF5 file", _REMEDY, "truncated?").error() from error
+        raise _refusal(path, error, "a complete HDF5 file", "truncated?") from error
 
 
-def _check(shard: Shard, start: int, rows: Rows, vocab_size: int) -> None:
-    positions = rows["masked_lm_positions"]
-    # What stands after the end of the list says nothing.
-    used = np.cumsum(positions == 0, axis=1) == 0
-    tokens = (0, vocab_size - 1, "a token of the model's vocabulary; see --config_name and --vocab_size")
-    limits = {
-        "input_ids": tokens,
-        "input_mask": (0, 1, "0 or 1"),
-        "segment_ids": (0, 1, "0 or 1"),
-        "masked_lm_positions": (1, shard.sequence_length - 1, "a position of the sequence"),
-        "masked_lm_ids": tokens,
-        "next_sentence_labels": (0, 1, "0 or 1"),
-    }
-    for key, (lowest, highest, what) in limits.items():
+def _check(shard: Shard, start: int, rows: Rows, used: Any, vocab_size: int) -> None:
+    """Refuse values out of range; what stands after the end of a list of predictions says nothing."""
+    bit = (0, 1, "0 or 1")
+    token = (0, vocab_size - 1, "a token of the model's vocabulary; see --config_name and --vocab_size")
+    position = (1, shard.sequence_length - 1, "a position of the sequence")
+    for key, (lowest, highest, what) in zip(TYPES, (token, bit, bit, position, token, bit), strict=True):
         wrong = (rows[key] < lowest) | (rows[key] > highest)
         if key.startswith("masked_lm"):
             wrong &= used
         if wrong.any():
             place = tuple(np.argwhere(wrong)[0])
             where = f"{shard.path}: {key}, row {start + int(place[0])}"
-            raise Refusal(where, int(rows[key][place]), f"{lowest} to {highest}, {what}", _REMEDY).error()
+            raise _refusal(where, int(rows[key][place]), f"{lowest} to {highest}, {what}")
     empty = np.flatnonzero(~used.any(axis=1))
     if len(empty):
         where = f"{shard.path}: masked_lm_positions, row {start + int(empty[0])}"
-        raise Refusal(where, 0, "at least one position before the first 0", _REMEDY, "nothing to predict").error()
+        raise _refusal(where, 0, "at least one position before the first 0", "nothing to predict")
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+def _refusal(where: Path | str, given: object, allowed: str, reason: str = "") -> VPipeConfigError:
+    given = " ".join(str(given).split()) if isinstance(given, Exception) else given
+    return Refusal(str(where), given, allowed, _REMEDY, reason).error()

@@ -5,12 +5,12 @@ the dataset and one sample. Rows are memory-mapped, and named by everything that
 the other ranks of a machine, find them. Nothing is downloaded.
 """
 
-import codecs
 import hashlib
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,14 +23,15 @@ from transformers import AutoTokenizer, BertTokenizer
 
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.models.bert.corpus import docstring_documents, docstring_key, sentences
-from ds_vpipe.models.bert.masking import (
+from ds_vpipe.models.bert.samples import (
     SPECIAL_IN_PAIR,
     SPECIAL_TOKENS,
     Ints,
     Masking,
     Sample,
+    Samples,
     Vocabulary,
-    shuffled,
+    digest_of,
 )
 
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read when `datasets` is imported
@@ -42,7 +43,7 @@ MIN_VOCABULARY = 256  # the special tokens and the alphabet must fit
 MAX_VOCABULARY = 65536  # token numbers are stored in 16 bits
 
 _RULES = 1  # raise it when rows change that are made of the same text
-_READ_BYTES = 1 << 20
+_READ_CHARACTERS = 1 << 20
 _TEXT = Features({"text": Value("string")})
 _ROWS = Features({"tokens": List(Value("uint16")), "ends": List(Value("int32")), "document": Value("int64")})
 
@@ -67,35 +68,40 @@ class Corpus:
     def vocabulary(self) -> Vocabulary:
         """Token numbers of the tokenizer."""
         known = self.tokenizer.get_vocab()
-        special = [known[token] for token in SPECIAL_TOKENS]
-        pad, _, start, end, mask = special
         continues = np.zeros(len(self.tokenizer), dtype=bool)
         continues[[number for token, number in known.items() if token.startswith("##")]] = True
-        ordinary = np.setdiff1d(np.arange(len(continues)), special)
-        return Vocabulary(len(continues), pad, start, end, mask, ordinary, continues)
+        return Vocabulary([known[token] for token in SPECIAL_TOKENS], continues)
+
+    @cached_property
+    def document_of_row(self) -> Ints:
+        """Number of every row's document, ascending."""
+        return np.asarray(self.rows.data.column("document").to_numpy())
+
+    @cached_property
+    def token_counts(self) -> Ints:
+        """Number of occurrences of every token."""
+        chunks = (chunk.flatten().to_numpy() for chunk in self.rows.data.column("tokens").chunks)
+        none = np.zeros(self.vocabulary.size, dtype=np.int64)
+        return sum((np.bincount(chunk, minlength=len(none)) for chunk in chunks), start=none)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens in all rows."""
-        return sum(len(chunk.flatten()) for chunk in self.rows.data.column("tokens").chunks)
+        return int(self.token_counts.sum())
 
     @property
     def unigram_entropy(self) -> float:
         """Entropy of the token distribution in nats: the loss of a model that knows word frequencies alone."""
-        chunks = self.rows.data.column("tokens").chunks
-        counts = np.zeros(self.vocabulary.size, dtype=np.int64)
-        for chunk in chunks:
-            counts += np.bincount(chunk.flatten().to_numpy(), minlength=len(counts))
-        shares = counts[counts > 0] / counts.sum()
+        shares = self.token_counts[self.token_counts > 0] / self.token_counts.sum()
         return float(-(shares * np.log(shares)).sum())
 
     def split(self, every: int = HELD_OUT_EVERY) -> tuple[Ints, Ints]:
         """Rows of the training documents, and of every `every`-th document, which is held out."""
-        held_out = _column(self.rows, "document") % every == every - 1
+        held_out = self.document_of_row % every == every - 1
         return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
-class PairSamples:
+class PairSamples(Samples):
     """Sentence pairs out of some rows of a corpus.
 
     A row is split at a random sentence boundary (one of a single sentence: in its middle), and in half of the cases
@@ -115,11 +121,10 @@ class PairSamples:
     """
 
     def __init__(self, corpus: Corpus, rows: Ints, masking: Masking, seed: int) -> None:
+        super().__init__(len(rows))
         self.corpus = corpus
-        self._tokens = _Lists(corpus.rows, "tokens")
-        self._ends = _Lists(corpus.rows, "ends")
         self._rows = rows
-        self._documents = _column(corpus.rows, "document")[rows]
+        self._documents = corpus.document_of_row[rows]
         self._masking = masking
         self._seed = seed
         if len(rows) == 0 or self._documents[0] == self._documents[-1]:
@@ -127,16 +132,9 @@ class PairSamples:
                 "at least two documents with text are needed, because half of the pairs join two documents"
             )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PairSamples, (self.corpus, self._rows, self._masking, self._seed)  # the table by its path
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def sample(self, index: int, epoch: int) -> Sample:
-        """Sample `index` as seen in `epoch`."""
         random = np.random.default_rng((self._seed, epoch, index))
-        tokens, ends = self._tokens[self._rows[index]], self._ends[self._rows[index]]
+        tokens, ends = self._row(index)
         cut = int(ends[random.integers(len(ends) - 1)]) if len(ends) > 1 else len(tokens) // 2
         first, second = tokens[:cut], tokens[cut:]
         label = int(random.random() < 0.5)
@@ -146,35 +144,20 @@ class PairSamples:
         # The first segment loses its beginning and the second its end: those that meet at the boundary stay.
         return self._masking.sample(first[len(first) - kept :], second[:kept_after], label, random)
 
-    def order(self, seed: int, epoch: int) -> Ints:
-        """Order of an epoch: every index once."""
-        return shuffled(len(self), seed, epoch)
-
     def _elsewhere(self, index: int, length: int, random: np.random.Generator) -> Ints:
         """Up to `length` tokens of another document."""
         other = index
         while self._documents[other] == self._documents[index]:
-            other = int(random.integers(len(self._rows)))
-        tokens, ends = self._tokens[self._rows[other]], self._ends[self._rows[other]]
+            other = int(random.integers(len(self)))
+        tokens, ends = self._row(other)
         # Not so near to the end of the row that its length would give the pair away.
-        starts = [0, *(int(end) for end in ends[:-1] if end + length <= len(tokens))]
+        starts = [0, *(end for end in ends[:-1] if end + length <= len(tokens))]
         start = starts[random.integers(len(starts))]
         return tokens[start : start + length]
 
-
-class _Lists:
-    """Rows of a list column, as views into the memory-mapped table: reading them by `datasets` takes 1 ms each."""
-
-    def __init__(self, rows: Any, name: str) -> None:
-        chunks = rows.data.column(name).chunks
-        self._parts = [(chunk.offsets.to_numpy(), chunk.values.to_numpy()) for chunk in chunks]
-        self._starts = np.cumsum([0, *map(len, chunks)])
-
-    def __getitem__(self, row: Any) -> Any:
-        part = int(np.searchsorted(self._starts, row, side="right")) - 1
-        offsets, values = self._parts[part]
-        place = row - self._starts[part]
-        return values[offsets[place] : offsets[place + 1]]
+    def _row(self, index: int) -> tuple[Ints, list[int]]:
+        row = self.corpus.rows[int(self._rows[index])]
+        return np.array(row["tokens"]), row["ends"]
 
 
 def text_samples(
@@ -234,7 +217,7 @@ def read_corpus(
         files: UTF-8 with blank lines between documents; None for the docstrings of installed packages.
         length: S, tokens per sequence.
         vocab_size: the most tokens that the vocabulary may have.
-        cache: folder that the results are kept in; default: `cache_folder`.
+        cache: folder that the results are kept in; default: ``$DS_VPIPE_CACHE``, ``~/.cache/ds_vpipe``.
         tokenizer: see `read_tokenizer`; default: one made from the text.
         line_by_line: whether every line is a sentence; default: sentences are found in prose.
         workers: processes.
@@ -245,7 +228,7 @@ def read_corpus(
     """
     if not MIN_VOCABULARY <= vocab_size <= MAX_VOCABULARY:
         raise VPipeConfigError(f"--vocab_size {vocab_size}: must be {MIN_VOCABULARY} .. {MAX_VOCABULARY}")
-    cache = cache or cache_folder()
+    cache = cache or Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/ds_vpipe").expanduser()
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -257,7 +240,7 @@ def read_corpus(
     if files is None:
         files = [kept(cache / f"docstrings-{docstring_key()}.txt", _write_docstrings)]
         line_by_line = True
-    key = digest_of([*(content_digest(path) for path in files), line_by_line, _RULES])
+    key = digest_of([*map(content_digest, files), line_by_line, _RULES])
     if not any(path.stat().st_size for path in files):
         raise VPipeConfigError(f"--train_file {files[0]}: the files are empty; give text")
     documents: Any = Dataset.from_text(
@@ -321,27 +304,21 @@ def read_tokenizer(path: Path, most: int) -> Any:
             tokens = list(tokenizer.get_vocab())
         else:
             tokens = [line.rstrip("\r") for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n")]
+            lower = not any(token != token.lower() for token in tokens if not token.startswith("["))
+            numbers = {token: number for number, token in enumerate(tokens)}
+            tokenizer = BertTokenizer(numbers, do_lower_case=lower)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise VPipeConfigError(f"{where}: neither a UTF-8 vocab.txt nor a folder with a tokenizer: {reason}") from error
     missing = [token for token in SPECIAL_TOKENS if token not in tokens]
     if missing:
         raise VPipeConfigError(f"{where}: {missing[0]} is missing; give a WordPiece vocabulary of BERT's")
-    if len(set(tokens)) < len(tokens):
-        twice = next(token for token in tokens if tokens.count(token) > 1)
+    twice = next((token for token, number in Counter(tokens).items() if number > 1), None)
+    if twice is not None:
         raise VPipeConfigError(f"{where}: {twice!r} is there twice; every line must hold another token")
-    if not path.is_dir():
-        lower = not any(token != token.lower() for token in tokens if not token.startswith("["))
-        tokenizer = BertTokenizer({token: number for number, token in enumerate(tokens)}, do_lower_case=lower)
     if len(tokenizer) > most:
         raise VPipeConfigError(f"{where}: {len(tokenizer)} tokens, at most {most} are allowed; see --vocab_size")
     return tokenizer
-
-
-def cache_folder() -> Path:
-    """``$DS_VPIPE_CACHE``, or ``~/.cache/ds_vpipe``."""
-    given = os.environ.get(CACHE_VARIABLE)
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "ds_vpipe"
 
 
 def content_digest(path: Path) -> str:
@@ -350,21 +327,14 @@ def content_digest(path: Path) -> str:
     Raises:
         VPipeConfigError: the file cannot be read, or is no UTF-8.
     """
-    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            for chunk in iter(lambda: file.read(_READ_BYTES), b""):
-                digest.update(chunk)
-                decoder.decode(chunk)
-        decoder.decode(b"", final=True)
+        with path.open(encoding="utf-8", newline="") as file:
+            for text in iter(lambda: file.read(_READ_CHARACTERS), ""):
+                digest.update(text.encode())
     except (OSError, UnicodeDecodeError) as error:
         raise VPipeConfigError(f"{path}: not readable as UTF-8 text: {error}") from error
     return digest.hexdigest()
-
-
-def digest_of(parts: Iterable[object]) -> str:
-    """Short name of some values."""
-    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
 def _rows(
@@ -418,7 +388,3 @@ def kept(path: Path, write: Callable[[Path], None]) -> Path:
 
 def _write_docstrings(path: Path) -> None:
     path.write_text("\n\n".join("\n".join(document) for document in docstring_documents()), encoding="utf-8")
-
-
-def _column(rows: Any, name: str) -> Ints:
-    return np.asarray(rows.data.column(name).to_numpy())

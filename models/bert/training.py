@@ -1,5 +1,6 @@
 """A pre-training run, from the command line to the validation loss."""
 
+import os
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -11,11 +12,10 @@ from torch import distributed
 import ds_vpipe
 from ds_vpipe.errors import VPipeConfigError, show
 from ds_vpipe.models.bert.arguments import CHECKPOINTS, parse_arguments
-from ds_vpipe.models.bert.data import MicroBatches, Samples, TrainingData, prepare_on_readers
-from ds_vpipe.models.bert.loss import PretrainingLoss
-from ds_vpipe.models.bert.metrics import Metrics
+from ds_vpipe.models.bert.data import TrainingData, micro_batches_of, prepare_on_readers
+from ds_vpipe.models.bert.loss import PretrainingLoss, validate
+from ds_vpipe.models.bert.metrics import Metrics, accuracies_of
 from ds_vpipe.models.bert.model import Model, model_of
-from ds_vpipe.models.bert.validation import Validation
 from ds_vpipe.models.hugging_face import model_state
 from ds_vpipe.models.start import exit_code, read_ds_config, record_run, silence, start_process_group
 
@@ -34,7 +34,7 @@ _IDENTITY = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the training script; the exit code is 2 after an error that its message explains, on any rank."""
-    return exit_code(lambda: _run(parse_arguments(arguments)))
+    return exit_code(lambda: _run(parse_arguments(arguments)), f"[Rank {os.environ.get('RANK', '0')}] ")
 
 
 def _run(arguments: Namespace) -> None:
@@ -61,53 +61,96 @@ def _run(arguments: Namespace) -> None:
         module = ds_vpipe.VPipeModule(layers=model.layers, num_stages=stages, loss_fn=loss, partition_method="uniform")
         engine, *_ = ds_vpipe.initialize(model=module, config=ds_config)
     print(f"[Rank {rank}] Stage: {engine.stage_id}, Rank in stage: {engine.grid.get_data_parallel_rank()}", flush=True)
-    run = _Run(engine, arguments, data, model)
-    run.load()
-    batches = _micro_batches(engine, data.training, arguments.seed, shuffle=True)
-    held_out, size = data.held_out, engine.train_batch_size()
-    smallest = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
-    validation = None
-    if held_out is not None and len(held_out) >= smallest:
-        validation = Validation(
-            engine, loss, _micro_batches(engine, held_out, seed=0, shuffle=False), samples=len(held_out)
-        )
-    total = arguments.max_steps or max(1, arguments.num_train_epochs * batches.epoch_samples // size)
-    done = engine.global_steps
-    metrics = Metrics(arguments.output_dir if rank == 0 else None, total, size, every, done)
-    metrics.line(f"Data: {data.description}")
-    metrics.line(f"Training: {total} updates of {size} samples, {engine.num_stages} stages")
-    if validation is None:
-        metrics.line(
-            f"No validation: {len(held_out or ())} held-out samples, a micro-batch on every replica is {smallest}"
-        )
-    if done:
-        metrics.line(f"Resumed after update {done}")
-    begin = time.monotonic()
-    run.train(batches, validation, total, metrics)
-    metrics.line(f"Finished {max(0, total - done)} updates in {time.monotonic() - begin:.1f} s")
-    run.save()
-    _conclude(engine.global_steps, validation, data.unigram_entropy, metrics)
-    metrics.line(f"metrics and loss plot: {arguments.output_dir}")
+    _Run(engine, loss, arguments, data, model).train(every if rank == 0 else None)
     distributed.barrier()  # a rank that leaves early takes its connections with it
     distributed.destroy_process_group()
 
 
 class _Run:
-    """Updates and checkpoints of a run, on every rank alike.
+    """Updates, validations and checkpoints of a run, on every rank alike.
 
     The engine's checkpoint holds weights, optimizer, schedule, random states and the data position. Added is which
     data the position counts in, so that a run does not go on at the right place of the wrong samples.
     """
 
-    def __init__(self, engine: Any, arguments: Namespace, data: TrainingData, model: Model) -> None:
+    def __init__(
+        self, engine: Any, loss: PretrainingLoss, arguments: Namespace, data: TrainingData, model: Model
+    ) -> None:
         self._engine = engine
+        self._loss = loss
         self._arguments = arguments
+        self._data = data
         self._identity = {"data": data.digest} | {name: getattr(arguments, name) for name in _IDENTITY}
         self._state = {_STATE: self._identity, **model_state(model.config)}
         self._folder: Path = arguments.output_dir / CHECKPOINTS
         self._saved_at = -1
+        self._smallest = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+        if len(data.training) < self._smallest:
+            raise VPipeConfigError(
+                f"{len(data.training)} samples are too few for {engine.dp_world_size} replicas of micro-batch size"
+                f" {engine.train_micro_batch_size_per_gpu()}: give more text or lower train_micro_batch_size_per_gpu"
+            )
+        self._load()
 
-    def load(self) -> None:
+    def train(self, every: int | None) -> None:
+        """Train until the run has had all its updates, earlier ones counted, validate and save.
+
+        Args:
+            every: updates between two log lines; None on ranks that write nothing.
+
+        Raises:
+            PipelinePeerError: another stage failed, is lost, or did not answer in time.
+            VPipeError: data are broken, or a checkpoint cannot be written.
+        """
+        engine, arguments, data = self._engine, self._arguments, self._data
+        done, position, size = engine.global_steps, engine.global_samples, engine.train_batch_size()
+        total = arguments.max_steps or max(1, arguments.num_train_epochs * len(data.training) // size)
+        metrics = Metrics(None if every is None else arguments.output_dir, total, size, every or 1, done)
+        metrics.line(f"Data: {data.description}")
+        metrics.line(f"Training: {total} updates of {size} samples, {engine.num_stages} stages")
+        held_out = data.held_out if len(data.held_out or ()) >= self._smallest else None
+        if held_out is None:
+            given = f"{len(data.held_out or ())} held-out samples"
+            metrics.line(f"No validation: {given}, a micro-batch on every replica is {self._smallest}")
+        if done:
+            metrics.line(f"Resumed after update {done}")
+        begin = time.monotonic()
+        # One iterator for the whole run: the pipeline reads ahead in it and never has to drain.
+        batches = micro_batches_of(engine, data.training, arguments.seed, total - done, position)
+        for step in range(done + 1, total + 1):
+            loss = engine.train_batch(batches)
+            before, position = position, position + size
+            stages = engine.statistics() if isinstance(engine, ds_vpipe.VPipeEngine) else ()
+            metrics.step(step, (position - 1) // len(data.training), loss, engine.get_lr()[0], stages)
+            if step == total:
+                break
+            epoch_ended = position // len(data.training) > before // len(data.training)
+            with metrics.pause():
+                if epoch_ended if arguments.save_strategy == "epoch" else step % arguments.save_steps == 0:
+                    self._save()
+                if held_out is not None and arguments.eval_steps and step % arguments.eval_steps == 0:
+                    metrics.validation(step, validate(engine, self._loss, held_out))
+        metrics.line(f"Finished {max(0, total - done)} updates in {time.monotonic() - begin:.1f} s")
+        self._save()
+        result = None if held_out is None else validate(engine, self._loss, held_out)
+        if result is not None:
+            metrics.validation(engine.global_steps, result)
+        metrics.close(data.unigram_entropy)
+        self._conclude(metrics, result)
+
+    def _conclude(self, metrics: Metrics, result: dict[str, float] | None) -> None:
+        """Print the last validation beside the entropy that a model without context would reach."""
+        entropy = self._data.unigram_entropy
+        if entropy is not None:
+            metrics.line(f"unigram entropy of the corpus: {entropy:.4f} nats")
+        if result is not None:
+            metrics.line(f"validation loss (masked LM): {result['masked_lm_loss']:.4f} nats")
+            metrics.line(f"validation accuracy: {accuracies_of(result)}")
+            if entropy is not None:
+                metrics.line(f"below the unigram entropy by: {entropy - result['masked_lm_loss']:.4f} nats")
+        metrics.line(f"metrics and loss plot: {self._arguments.output_dir}")
+
+    def _load(self) -> None:
         """Go on from a checkpoint, or take its weights, as the command line says.
 
         Raises:
@@ -141,33 +184,7 @@ class _Run:
         if resumed == self._folder:
             self._saved_at = self._engine.global_steps
 
-    def train(self, batches: MicroBatches, validation: Validation | None, total: int, metrics: Metrics) -> None:
-        """Train until the run has had `total` updates, earlier ones counted.
-
-        Raises:
-            PipelinePeerError: another stage failed, is lost, or did not answer in time.
-            VPipeError: data are broken, or a checkpoint cannot be written.
-        """
-        engine, arguments = self._engine, self._arguments
-        done, position, size = engine.global_steps, engine.global_samples, engine.train_batch_size()
-        # One iterator for the whole run: the pipeline reads ahead in it and never has to drain.
-        reads = engine.is_first_stage() or engine.is_last_stage()
-        iterator = batches.after(position, (total - done) * engine.micro_batches) if reads else None
-        for step in range(done + 1, total + 1):
-            loss = engine.train_batch(iterator)
-            before, position = position, position + size
-            stages = engine.statistics() if isinstance(engine, ds_vpipe.VPipeEngine) else ()
-            metrics.step(step, (position - 1) // batches.epoch_samples, loss, engine.get_lr()[0], stages)
-            if step == total:
-                break
-            epoch_ended = position // batches.epoch_samples > before // batches.epoch_samples
-            with metrics.pause():
-                if epoch_ended if arguments.save_strategy == "epoch" else step % arguments.save_steps == 0:
-                    self.save()
-                if validation is not None and arguments.eval_steps and step % arguments.eval_steps == 0:
-                    metrics.validation(step, validation.run())
-
-    def save(self) -> None:
+    def _save(self) -> None:
         """Save, unless the run saves nothing or nothing has been trained since the last time.
 
         Raises:
@@ -176,33 +193,3 @@ class _Run:
         if self._arguments.save_strategy != "no" and self._saved_at != self._engine.global_steps:
             self._engine.save_checkpoint(str(self._folder), client_state=self._state)
             self._saved_at = self._engine.global_steps
-
-
-def _conclude(steps: int, validation: Validation | None, unigram_entropy: float | None, metrics: Metrics) -> None:
-    """Validate for the last time, beside the entropy that a model without context would reach."""
-    result = None if validation is None else validation.run()
-    if result is not None:
-        metrics.validation(steps, result)
-    metrics.close(unigram_entropy)
-    if unigram_entropy is not None:
-        metrics.line(f"unigram entropy of the corpus: {unigram_entropy:.4f} nats")
-    if result is not None:
-        metrics.line(f"validation loss (masked LM): {result.masked_lm_loss:.4f} nats")
-        metrics.line(f"validation accuracy: {result.accuracies}")
-        if unigram_entropy is not None:
-            metrics.line(f"below the unigram entropy by: {unigram_entropy - result.masked_lm_loss:.4f} nats")
-
-
-def _micro_batches(engine: Any, samples: Samples, seed: int, shuffle: bool) -> MicroBatches:
-    grid = engine.grid
-    try:
-        return MicroBatches(
-            samples,
-            engine.train_micro_batch_size_per_gpu(),
-            replica=grid.get_data_parallel_rank(),
-            replicas=grid.get_data_parallel_world_size(),
-            seed=seed,
-            shuffle=shuffle,
-        )
-    except ValueError as error:
-        raise VPipeConfigError(f"{error}: give more text or lower train_micro_batch_size_per_gpu") from error

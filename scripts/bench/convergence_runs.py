@@ -99,7 +99,7 @@ def model(options: argparse.Namespace, seed: int) -> list[Any]:
     import torch
 
     from ds_vpipe.models.bert.layers import bert_layers
-    from ds_vpipe.models.bert.sizes import bert_config
+    from ds_vpipe.models.bert.model import bert_config
 
     config = bert_config("tiny", options.vocabulary)
     config.num_hidden_layers = options.layers
@@ -135,7 +135,7 @@ def _with_norm_before(layer: Any, config: Any) -> Any:
 
 def samples(seed: int, options: argparse.Namespace) -> Any:
     """Samples to train on and held-out ones."""
-    from ds_vpipe.models.bert.masking import Masking
+    from ds_vpipe.models.bert.samples import Masking
     from ds_vpipe.models.bert.text import PairSamples, read_corpus
 
     corpus = read_corpus(options.text, options.sequence, options.vocabulary)
@@ -151,7 +151,7 @@ def train(run: Run, options: argparse.Namespace) -> dict[str, Any]:
 
     from ds_vpipe.lr_policies import LRPolicy
     from ds_vpipe.models.bert.data import MicroBatches
-    from ds_vpipe.models.bert.masking import IGNORED_LABEL
+    from ds_vpipe.models.bert.samples import IGNORED_LABEL
     from ds_vpipe.partition import uniform_partition
     from ds_vpipe.staleness.replay import Replay
 

@@ -62,7 +62,7 @@ def sample(options: argparse.Namespace) -> dict[str, Any]:
     from ds_vpipe.models.bert.data import MicroBatches
     from ds_vpipe.models.bert.layers import bert_layers
     from ds_vpipe.models.bert.loss import PretrainingLoss
-    from ds_vpipe.models.bert.masking import Masking, RandomSamples, Vocabulary
+    from ds_vpipe.models.bert.samples import Masking, RandomSamples, Vocabulary
 
     config = BertConfig(
         hidden_size=options.hidden,

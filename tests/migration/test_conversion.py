@@ -19,7 +19,7 @@ from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.migration.vpipe import MODEL_OF_LAYERS, Hosts
 from ds_vpipe.migration.vpipe_files import FIELDS
-from ds_vpipe.models.bert.sizes import bert_config, num_pipeline_layers
+from ds_vpipe.models.bert.model import bert_config
 
 Convert = Callable[..., dict[str, Any]]
 
@@ -135,7 +135,7 @@ def test_every_field_is_spoken_of(convert: Convert) -> None:
 
 def test_models_of_the_published_splits() -> None:
     for layers, name in MODEL_OF_LAYERS.items():
-        assert num_pipeline_layers(bert_config(name)) == layers
+        assert 2 * bert_config(name).num_hidden_layers + 1 == layers
 
 
 def test_defaults_are_those_of_vpipes_script(convert: Convert) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ds_vpipe.models.bert.loss import PretrainingLoss
-from ds_vpipe.models.bert.masking import IGNORED_LABEL
-from ds_vpipe.models.bert.validation import Validation
+from ds_vpipe.models.bert import loss as module
+from ds_vpipe.models.bert.data import IGNORED_LABEL
+from ds_vpipe.models.bert.loss import PretrainingLoss, validate
+from ds_vpipe.models.bert.samples import Samples
 
 
 def case() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -45,46 +45,22 @@ def test_measures_inside_the_context_and_after_an_error_the_loss_again() -> None
     assert loss(*case()).item() == both
 
 
-def test_models_without_next_sentence_logits() -> None:
-    (masked_lm, _), labels = case()
-    loss = PretrainingLoss()
-    assert loss((masked_lm, None), labels).item() == pytest.approx(expected_masked_lm(), rel=1e-5)
-    with loss.measuring():
-        measured = loss((masked_lm, None), labels).tolist()
-    assert measured[:1] + measured[2:4] == pytest.approx([expected_masked_lm(), 2, 3], rel=1e-5)
-    assert math.isnan(measured[1])
-    assert math.isnan(measured[4])
-
-
 def test_half_precision_logits_are_reduced_in_single_precision() -> None:
     (masked_lm, next_sentence), labels = case()
     loss = PretrainingLoss()((masked_lm.bfloat16(), next_sentence.bfloat16()), labels)
     assert loss.dtype == torch.float32
 
 
-class GivenValidation(Validation):
-    """Evaluates to what it is given."""
-
-    def __init__(self, engine: Any, totals: list[list[float]]) -> None:
-        super().__init__(engine, PretrainingLoss(), None, samples=4 * len(totals))  # type: ignore[arg-type]
-        self._totals = iter(totals)
-
-    def _evaluate(self, iterator: object) -> Tensor:
-        return torch.tensor(next(self._totals))
-
-
-@pytest.mark.parametrize("paired", [True, False])
-def test_accuracies_are_shares_of_all_that_was_validated(paired: bool) -> None:
+def test_accuracies_are_shares_of_all_that_was_validated(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimpleNamespace(
         is_first_stage=lambda: False, is_last_stage=lambda: False, train_batch_size=lambda: 4, micro_batches=1,
         global_rank=1, monitor=SimpleNamespace(enabled=True),
     )  # fmt: skip
-    absent = float("nan")
-    totals = [[2.0, 0.5 if paired else absent, 1.0, 10.0, 0.25 if paired else absent],
-              [4.0, 0.7 if paired else absent, 6.0, 20.0, 0.75 if paired else absent]]  # fmt: skip
-    found = GivenValidation(engine, totals).run()
-    assert found.masked_lm_loss == pytest.approx(3.0)
-    assert found.masked_lm_accuracy == pytest.approx(7 / 30)  # and not the mean of 1 / 10 and 6 / 20
-    assert found.next_sentence_loss == (pytest.approx(0.6) if paired else None)
-    assert found.next_sentence_accuracy == (pytest.approx(0.5) if paired else None)
+    totals = iter([[2.0, 0.5, 1.0, 10.0, 0.25], [4.0, 0.7, 6.0, 20.0, 0.75]])
+    monkeypatch.setattr(module, "_evaluate", lambda *_: torch.tensor(next(totals)))
+    found = validate(engine, PretrainingLoss(), Samples(8))
+    assert found["masked_lm_loss"] == pytest.approx(3.0)
+    assert found["masked_lm_accuracy"] == pytest.approx(7 / 30)  # and not the mean of 1 / 10 and 6 / 20
+    assert found["next_sentence_loss"] == pytest.approx(0.6)
+    assert found["next_sentence_accuracy"] == pytest.approx(0.5)
     assert engine.monitor.enabled

@@ -17,8 +17,8 @@ from datasets import Dataset
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.models.bert import prepare, text
 from ds_vpipe.models.bert.arguments import parse_arguments
-from ds_vpipe.models.bert.data import MicroBatches
-from ds_vpipe.models.bert.masking import IGNORED_LABEL, SPECIAL_TOKENS
+from ds_vpipe.models.bert.data import micro_batches
+from ds_vpipe.models.bert.samples import SPECIAL_TOKENS
 from ds_vpipe.models.bert.shards import ShardSamples, find_shards, open_shards
 from ds_vpipe.models.bert.text import Corpus, read_corpus, read_tokenizer, text_samples
 
@@ -64,7 +64,7 @@ def contents(folder: Path) -> dict[str, list[list[int]]]:
     found = {}
     for path in (*training, *validation):
         rows = ShardSamples(open_shards([path]), SLOTS, 300)
-        found[path.name] = [rows.sample(index, 0).input_ids.tolist() for index in range(len(rows))]
+        found[path.name] = [rows.sample(index, 0)["input_ids"].tolist() for index in range(len(rows))]
     return found
 
 
@@ -179,7 +179,7 @@ def test_a_vocabulary_file(tmp_path: Path, extra: list[str], lower: bool) -> Non
     tokenizer.save_pretrained(tmp_path / "saved")
     for known in (tokenizer, read_tokenizer(tmp_path / "saved", len(tokens)), read_tokenizer(tmp_path, len(tokens))):
         vocabulary = Corpus(None, known, "", 0).vocabulary
-        assert (vocabulary.pad, vocabulary.cls, vocabulary.sep, vocabulary.mask) == (0, 4, 5, 6)
+        assert list(vocabulary.special) == [0, 3, 4, 5, 6]
         assert vocabulary.ordinary.tolist() == [1, 2, *range(7, len(tokens))]
         assert np.flatnonzero(vocabulary.continues).tolist() == [8]
         assert known.tokenize("The stage") == expected
@@ -208,13 +208,13 @@ def test_samples_use_the_special_tokens_of_the_vocabulary(file: Path, tmp_path: 
     masked = 0
     for index in range(len(rows)):
         sample = rows.sample(index, 0)
-        used = int(sample.padding_mask.sum())
-        assert sample.input_ids[0] == 56
-        assert sample.input_ids[used - 1] == 55
-        assert (sample.input_ids[used:] == 0).all()
-        labels = sample.masked_lm_labels[sample.masked_lm_labels != IGNORED_LABEL]
+        used = int(sample["input_mask"].sum())
+        assert sample["input_ids"][0] == 56
+        assert sample["input_ids"][used - 1] == 55
+        assert (sample["input_ids"][used:] == 0).all()
+        labels = sample["masked_lm_ids"][sample["masked_lm_positions"] > 0]
         assert ((labels > 0) & (labels < 53)).all()
-        masked += int((sample.input_ids == 54).sum())
+        masked += int((sample["input_ids"] == 54).sum())
     assert masked > len(rows)
 
 
@@ -233,15 +233,14 @@ def test_shards_hold_the_samples_of_streaming_in_the_order_of_streaming(
     stored = ShardSamples(open_shards(training_files), SLOTS, 300, keep_order=True)
     assert len(stored) == 2 * len(training)
     size = next(size for size in (4, 3, 5) if len(training) % size)  # a micro-batch has samples of both epochs
-    streamed, read = MicroBatches(training, size, 0, 1, seed=5), MicroBatches(stored, size, 0, 1, seed=9)
-    for number in range(len(stored) // size):
-        one, two = streamed[number], read[number]
+    streamed, read = micro_batches(training, size, 5), micro_batches(stored, size, 9)
+    for one, two, _ in zip(streamed, read, range(len(stored) // size), strict=False):
         for left, right in zip((*one[0], *one[1]), (*two[0], *two[1]), strict=True):
             np.testing.assert_array_equal(left, right)
     validation = ShardSamples(open_shards(validation_files), SLOTS, 300)
     assert len(validation) == len(held_out)
     for index in range(len(validation)):
-        np.testing.assert_array_equal(validation.sample(index, 0).input_ids, held_out.sample(index, 0).input_ids)
+        np.testing.assert_array_equal(validation.sample(index, 0)["input_ids"], held_out.sample(index, 0)["input_ids"])
     assert len(read_tokenizer(tmp_path / "out", 300)) == training.corpus.vocabulary.size
 
 

@@ -20,7 +20,7 @@ from worlds import Worlds
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.lr_policies import LRPolicy
 from ds_vpipe.models.bert import corpus, prepare
-from ds_vpipe.models.bert.masking import Masking, RandomSamples, Vocabulary
+from ds_vpipe.models.bert.samples import Masking, RandomSamples, Vocabulary
 from ds_vpipe.models.bert.shards import write_shard
 from ds_vpipe.models.bert.training import main
 from ds_vpipe.models.export import main as export
@@ -297,6 +297,12 @@ def test_too_few_held_out_samples_are_left_out(worlds: Worlds, folder: Folder) -
         (data / "validation.hdf5").unlink(missing_ok=True)
 
 
+def test_too_few_samples_for_a_micro_batch_are_refused(worlds: Worlds, folder: Folder) -> None:
+    data = shards_in(folder.path / "data", count=1)
+    for _, line in worlds.run(2, failing, folder.arguments("out", "--data_dir", data, "--max_steps", "1")):
+        assert "error: 2 samples are too few for 1 replicas of micro-batch size 4: give more text or lower" in line
+
+
 def failing_with_cache(cache: str, arguments: list[str]) -> Any:
     return with_small_corpus(cache, arguments, failing)
 
@@ -313,14 +319,15 @@ def test_nobody_waits_for_a_corpus_that_cannot_be_built(worlds: Worlds, folder: 
 
 
 def waiting_for_a_slow_rank(arguments: list[str]) -> tuple[int, str]:
+    from ds_vpipe.models import start
     from ds_vpipe.models.bert import data
 
     def slow(*_: object) -> None:
         time.sleep(8)
         raise VPipeConfigError("too late")
 
-    changed = {"WAIT_SECONDS": 2.0} | ({"prepare": slow} if os.environ["RANK"] == "1" else {})
-    with mock.patch.multiple(data, **changed):
+    prepare = slow if os.environ["RANK"] == "1" else data.prepare
+    with mock.patch.object(start, "START_LIMIT_S", 2.0), mock.patch.object(data, "prepare", prepare):
         return failing(arguments)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,13 @@ import pytest
 import torch
 from datasets import Dataset
 
-from ds_vpipe.models.bert.data import MicroBatch, MicroBatches, Samples
-from ds_vpipe.models.bert.masking import (
-    IGNORED_LABEL,
+from ds_vpipe.models.bert.data import IGNORED_LABEL, MicroBatch, micro_batches
+from ds_vpipe.models.bert.samples import (
     SPECIAL_TOKENS,
     Masking,
     RandomSamples,
     Sample,
+    Samples,
     Vocabulary,
     check_shape,
 )
@@ -62,10 +63,16 @@ def random_samples(count: int, seed: int = 0, slots: int = SLOTS) -> RandomSampl
 
 
 def original(sample: Sample) -> list[int]:
-    tokens = sample.input_ids.copy()
-    used = sample.masked_lm_labels != IGNORED_LABEL
-    tokens[sample.masked_positions[used]] = sample.masked_lm_labels[used]
-    return tokens[sample.padding_mask].tolist()
+    tokens = sample["input_ids"].copy()
+    positions = predicted(sample)
+    tokens[positions] = sample["masked_lm_ids"][: len(positions)]
+    return tokens[sample["input_mask"] == 1].tolist()
+
+
+def predicted(sample: Sample) -> np.ndarray[Any, Any]:
+    """Positions in the slots that are used."""
+    positions = sample["masked_lm_positions"]
+    return positions[positions > 0]
 
 
 def segments(sample: Sample) -> tuple[list[int], list[int]]:
@@ -73,7 +80,7 @@ def segments(sample: Sample) -> tuple[list[int], list[int]]:
     first_end = tokens.index(SEP)
     assert tokens[0] == CLS
     assert tokens[-1] == SEP
-    assert sample.token_type_ids[: len(tokens)].tolist() == [0] * (first_end + 1) + [1] * (len(tokens) - first_end - 1)
+    assert sample["segment_ids"][: len(tokens)].tolist() == [0] * (first_end + 1) + [1] * (len(tokens) - first_end - 1)
     return tokens[1:first_end], tokens[first_end + 1 : -1]
 
 
@@ -86,10 +93,10 @@ def test_half_of_the_second_segments_continue_the_first_one() -> None:
         assert first
         assert second
         same = (first[0] - 5) // TOKENS_PER_DOCUMENT == (second[0] - 5) // TOKENS_PER_DOCUMENT
-        assert same == (sample.next_sentence_label == 0)
+        assert same == (sample["next_sentence_labels"] == 0)
         if same:
             assert first + second == list(range(first[0], second[-1] + 1))
-        labels.append(sample.next_sentence_label)
+        labels.append(sample["next_sentence_labels"])
     assert len(labels) > 100
     assert 0.35 < np.mean(labels) < 0.65
 
@@ -100,16 +107,16 @@ def test_masks() -> None:
     for epoch in range(10):
         for index in range(len(samples)):
             sample = samples.sample(index, epoch)
-            count = int((sample.masked_lm_labels != IGNORED_LABEL).sum())
-            candidates = int(sample.padding_mask.sum()) - 3
+            count = len(predicted(sample))
+            candidates = int(sample["input_mask"].sum()) - 3
             assert count == min(SLOTS, max(1, round(0.15 * candidates)))
-            assert sample.masked_lm_labels[count:].tolist() == [IGNORED_LABEL] * (SLOTS - count)
-            assert sample.masked_positions[count:].tolist() == [0] * (SLOTS - count)
-            assert (sample.input_ids[~sample.padding_mask] == PAD).all()
-            positions, labels = sample.masked_positions[:count], sample.masked_lm_labels[:count]
+            assert sample["masked_lm_ids"][count:].tolist() == [0] * (SLOTS - count)
+            assert sample["masked_lm_positions"][count:].tolist() == [0] * (SLOTS - count)
+            assert (sample["input_ids"][sample["input_mask"] == 0] == PAD).all()
+            positions, labels = sample["masked_lm_positions"][:count], sample["masked_lm_ids"][:count]
             assert len(set(positions.tolist())) == count
             assert not np.isin(labels, [CLS, SEP, PAD]).any()
-            for token, label in zip(sample.input_ids[positions], labels, strict=True):
+            for token, label in zip(sample["input_ids"][positions], labels, strict=True):
                 fates["mask" if token == MASK else "kept" if token == label else "random"] += 1
     total = sum(fates.values())
     assert total > 2000
@@ -125,7 +132,7 @@ def words_of_pieces() -> tuple[Vocabulary, np.ndarray[Any, Any], list[list[int]]
     continues = np.zeros(VOCABULARY, dtype=bool)
     continues[VOCABULARY // 2 :] = True
     numbered = Vocabulary.numbered(VOCABULARY)
-    vocabulary = Vocabulary(VOCABULARY, PAD, CLS, SEP, MASK, numbered.ordinary, continues)
+    vocabulary = Vocabulary(numbered.special, continues)
     random = np.random.default_rng(0)
     tokens: list[int] = []
     words = []
@@ -147,8 +154,7 @@ def test_whole_words_are_masked_together_or_not_at_all() -> None:
     rounds, masked, pieces = 200, 0, 0
     for seed in range(rounds):
         sample = rule.sample(tokens[:cut], tokens[cut:], 0, np.random.default_rng(seed))
-        used = sample.masked_lm_labels != IGNORED_LABEL
-        found = {int(place) - (1 if place <= cut else 2) for place in sample.masked_positions[used]}
+        found = {int(place) - (1 if place <= cut else 2) for place in predicted(sample)}
         for word in words:
             assert set(word) <= found or not set(word) & found
             masked += set(word) <= found
@@ -160,7 +166,7 @@ def test_whole_words_are_masked_together_or_not_at_all() -> None:
 def test_without_whole_words_pieces_are_masked_apart() -> None:
     vocabulary, tokens, words = words_of_pieces()
     sample = Masking(vocabulary, len(tokens) + 3, 99).sample(tokens[:50], tokens[50:], 0, np.random.default_rng(0))
-    found = {int(place) - (1 if place <= 50 else 2) for place in sample.masked_positions}
+    found = {int(place) - (1 if place <= 50 else 2) for place in sample["masked_lm_positions"]}
     assert any(set(word) & found and not set(word) <= found for word in words)
 
 
@@ -169,8 +175,7 @@ def test_a_sample_of_one_long_word_has_a_prediction() -> None:
     word = np.array([7, *range(VOCABULARY - 8, VOCABULARY)])
     rule = Masking(vocabulary, LENGTH, slots=4, whole_words=True)
     sample = rule.sample(word[:5], word[5:], 0, np.random.default_rng(0))  # cut in the middle of the word
-    assert sample.masked_positions.tolist() == [7, 8, 9, 10]
-    assert (sample.masked_lm_labels != IGNORED_LABEL).all()
+    assert sample["masked_lm_positions"].tolist() == [7, 8, 9, 10]
 
 
 @pytest.mark.parametrize(("probability", "slots"), [(0.15, 20), (0.3, 39), (0.01, 2)])
@@ -179,7 +184,7 @@ def test_the_share_of_predictions_decides_their_slots(probability: float, slots:
     count = max(1, round(probability * 125))
     rule = masking(length=128, slots=slots, probability=probability)
     sample = rule.sample(np.arange(5, 65), np.arange(65, 130), 0, np.random.default_rng(0))
-    assert int((sample.masked_lm_labels != IGNORED_LABEL).sum()) == count
+    assert len(predicted(sample)) == count
 
 
 @pytest.mark.parametrize("kind", ["pairs", "random"])
@@ -188,7 +193,7 @@ def test_samples_depend_on_seed_epoch_and_index_alone(kind: str) -> None:
         return pairs(seed) if kind == "pairs" else random_samples(50, seed)
 
     def same(one: Sample, two: Sample) -> bool:
-        return bool((one.input_ids == two.input_ids).all())
+        return bool((one["input_ids"] == two["input_ids"]).all())
 
     one, two = make(1), make(1)
     for _ in range(3):
@@ -201,9 +206,9 @@ def test_samples_depend_on_seed_epoch_and_index_alone(kind: str) -> None:
 
 def test_random_samples_fill_their_shapes() -> None:
     sample = random_samples(4).sample(0, 0)
-    assert sample.padding_mask.all()
-    assert sample.masked_lm_labels.tolist()[-1] == IGNORED_LABEL  # 15 % of 29 tokens are 4, of 5 slots
-    assert min(original(sample)[1:2] + sample.masked_lm_labels.tolist()[:-1]) >= len(SPECIAL_TOKENS)
+    assert sample["input_mask"].all()
+    assert len(predicted(sample)) == 4  # 15 % of 29 tokens, of 5 slots
+    assert min(original(sample)[1:2] + sample["masked_lm_ids"].tolist()[:-1]) >= len(SPECIAL_TOKENS)
     first, second = segments(sample)
     assert len(first) + len(second) == LENGTH - 3
 
@@ -235,35 +240,36 @@ def test_replicas_are_disjoint_and_every_epoch_has_every_sample_once() -> None:
     samples = pairs()
     count = len(samples)
     assert count % 21  # so that a micro-batch has samples of two epochs
-    replicas = [MicroBatches(samples, 7, replica, 3, seed=1) for replica in range(3)]
-    rounds = zip(*(batches.range(0, -(-2 * count // 21)) for batches in replicas), strict=True)
+    replicas = [micro_batches(samples, 7, 1, replica=replica, replicas=3) for replica in range(3)]
+    rounds = islice(zip(*replicas, strict=True), -(-2 * count // 21))
     seen = labels_in(batch for found in rounds for batch in found)
     for epoch in range(2):
-        expected = sorted(tuple(samples.sample(index, epoch).masked_lm_labels.tolist()) for index in range(count))
-        assert sorted(seen[epoch * count : (epoch + 1) * count]) == expected
+        expected = [samples.sample(index, epoch) for index in range(count)]
+        labels = [np.where(one["masked_lm_positions"], one["masked_lm_ids"], IGNORED_LABEL) for one in expected]
+        assert sorted(seen[epoch * count : (epoch + 1) * count]) == sorted(tuple(row.tolist()) for row in labels)
     assert seen[:count] != seen[count : 2 * count]
 
 
 def test_a_run_goes_on_at_its_sample_with_another_size_and_number_of_replicas() -> None:
     samples = pairs()
     count = len(samples) + 20  # into the second epoch
-    alone = labels_in(MicroBatches(samples, 1, 0, 1, seed=1).range(0, count))
+    alone = labels_in(islice(micro_batches(samples, 1, 1), count))
     begin = count - 13
-    replicas = [MicroBatches(samples, 3, replica, 2, seed=1) for replica in range(2)]
-    two = zip(*(batches.after(begin, 2) for batches in replicas), strict=True)
+    replicas = [micro_batches(samples, 3, 1, begin, replica, 2) for replica in range(2)]
+    two = islice(zip(*replicas, strict=True), 2)
     assert labels_in(batch for found in two for batch in found) == alone[begin : begin + 12]
 
 
 def test_a_micro_batch_is_the_same_whoever_asks_and_whenever() -> None:
-    one, two = (MicroBatches(pairs(), 4, 0, 2, seed=1) for _ in range(2))
-    number = one.epoch_samples // 8 + 3  # in the second epoch
-    in_order = list(one.range(0, number + 1))[number]
-    torch.testing.assert_close(in_order, two[number])
-    assert not torch.equal(in_order[0][0], one[3][0][0])
+    samples = pairs()
+    number = len(samples) // 8 + 3  # in the second epoch
+    in_order = list(islice(micro_batches(samples, 4, 1, replicas=2), number + 1))
+    torch.testing.assert_close(in_order[number], next(micro_batches(pairs(), 4, 1, 8 * number, replicas=2)))
+    assert not torch.equal(in_order[number][0][0], in_order[3][0][0])
 
 
 def test_micro_batch_shapes_and_types() -> None:
-    (ids, types, mask, positions), (labels, next_sentence) = MicroBatches(pairs(), 4, 0, 1, seed=1)[0]
+    (ids, types, mask, positions), (labels, next_sentence) = next(micro_batches(pairs(), 4, 1))
     assert ids.shape == types.shape == mask.shape == (4, LENGTH)
     assert positions.shape == labels.shape == (4, SLOTS)
     assert next_sentence.shape == (4,)
@@ -272,10 +278,6 @@ def test_micro_batch_shapes_and_types() -> None:
 
 
 def test_validation_batches_repeat_without_change() -> None:
-    batches = MicroBatches(pairs(), 4, 0, 1, seed=1, shuffle=False)
-    torch.testing.assert_close(batches[2], batches[2 + batches.epoch_samples])
-
-
-def test_too_few_samples_are_refused() -> None:
-    with pytest.raises(ValueError, match="10 samples are too few for 3 replicas of micro-batch size 4"):
-        MicroBatches(random_samples(10), 4, 0, 3, seed=0)
+    samples = pairs()
+    first, second = (next(micro_batches(samples, 4, None, begin)) for begin in (8, 8 + len(samples)))
+    torch.testing.assert_close(first, second)

@@ -13,20 +13,18 @@ import pytest
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.arguments import parse_arguments
-from ds_vpipe.models.bert.data import MicroBatches, prepare
-from ds_vpipe.models.bert.masking import IGNORED_LABEL, Masking, RandomSamples, Sample, Vocabulary
+from ds_vpipe.models.bert.data import micro_batches, prepare
+from ds_vpipe.models.bert.model import bert_config
+from ds_vpipe.models.bert.samples import Masking, RandomSamples, Sample, Vocabulary
 from ds_vpipe.models.bert.shards import (
     TYPES,
     ShardSamples,
-    digest_of,
     find_shards,
     open_shard,
     open_shards,
     read_rows,
-    sample_of,
     write_shard,
 )
-from ds_vpipe.models.bert.sizes import bert_config
 
 LENGTH, SLOTS, VOCABULARY = 32, 6, 600
 
@@ -37,8 +35,13 @@ def samples(count: int, seed: int = 0, length: int = LENGTH) -> list[Sample]:
 
 
 def assert_same(one: Sample, two: Sample) -> None:
-    for name in Sample.__dataclass_fields__:
-        np.testing.assert_array_equal(getattr(one, name), getattr(two, name), err_msg=name)
+    assert one.keys() == two.keys()
+    for key, column in one.items():
+        np.testing.assert_array_equal(column, two[key], err_msg=key)
+
+
+def row(rows: dict[str, Any], index: int) -> Sample:
+    return {key: column[index] for key, column in rows.items()}
 
 
 @pytest.fixture
@@ -77,19 +80,18 @@ def test_layout_is_nvidias(shard: Path) -> None:
 
 
 def test_what_is_written_is_read(shard: Path) -> None:
-    rows = read_rows(open_shard(shard), 3, 10, VOCABULARY)
+    rows = read_rows(open_shard(shard), 3, 10, SLOTS, VOCABULARY)
     for index, sample in enumerate(samples(10)[3:]):
-        assert_same(sample_of(rows, index, SLOTS), sample)
+        assert_same(row(rows, index), sample)
 
 
 def test_the_first_zero_ends_the_list_and_slots_may_be_fewer_or_more(shard: Path) -> None:
     with_entry(shard, "masked_lm_positions", (0, slice(None)), [7, 9, 0, 11, 999, 3])
     with_entry(shard, "masked_lm_ids", (0, slice(None)), [50, 51, 52, 53, 9999, 55])
-    rows = read_rows(open_shard(shard), 0, 10, VOCABULARY)
     for slots in (1, 2, SLOTS, 9):
-        sample = sample_of(rows, 0, slots)
-        assert sample.masked_positions.tolist() == ([7, 9] + [0] * 9)[:slots]
-        assert sample.masked_lm_labels.tolist() == ([50, 51] + [IGNORED_LABEL] * 9)[:slots]
+        sample = row(read_rows(open_shard(shard), 0, 10, slots, VOCABULARY), 0)
+        assert sample["masked_lm_positions"].tolist() == ([7, 9] + [0] * 9)[:slots]
+        assert sample["masked_lm_ids"].tolist() == ([50, 51] + [0] * 9)[:slots]
 
 
 def test_files_are_found_by_their_names(tmp_path: Path) -> None:
@@ -145,9 +147,9 @@ def test_wrong_keys_and_shapes_are_named(shard: Path, key: str, value: Any, says
 def test_wrong_values_are_named_with_their_row(shard: Path, key: str, place: Any, value: int, says: str) -> None:
     with_entry(shard, key, place, value)
     with pytest.raises(VPipeConfigError, match=re.escape(f"{shard}: {says}")) as caught:
-        read_rows(open_shard(shard), 5, 10, VOCABULARY)
+        read_rows(open_shard(shard), 5, 10, SLOTS, VOCABULARY)
     assert "\n" not in str(caught.value)
-    read_rows(open_shard(shard), 0, 5, VOCABULARY)
+    read_rows(open_shard(shard), 0, 5, SLOTS, VOCABULARY)
 
 
 def test_truncated_files_are_named(shard: Path) -> None:
@@ -164,7 +166,7 @@ def test_a_damaged_header_is_named(shard: Path) -> None:
     for place in range(0, 4096, 16):
         shard.write_bytes(content[:place] + b"\xa5" * 16 + content[place + 16 :])
         try:
-            read_rows(open_shard(shard), 0, 10, VOCABULARY)
+            read_rows(open_shard(shard), 0, 10, SLOTS, VOCABULARY)
         except VPipeConfigError as error:
             refused.append(str(error))
     assert len(refused) > 40
@@ -178,13 +180,13 @@ def test_damaged_data_are_named_with_key_and_rows(shard: Path) -> None:
     content[chunk.byte_offset : chunk.byte_offset + chunk.size] = b"\xff" * chunk.size
     shard.write_bytes(content)
     with pytest.raises(VPipeConfigError, match=r"segment_ids, rows 0 to 9: got .*HDF5 can read") as caught:
-        read_rows(open_shard(shard), 0, 10, VOCABULARY)
+        read_rows(open_shard(shard), 0, 10, SLOTS, VOCABULARY)
     assert "\n" not in str(caught.value)
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     bad = samples(2)
-    object.__setattr__(bad[1], "input_ids", np.zeros(LENGTH - 1, dtype=np.int64))
+    bad[1]["input_ids"] = np.zeros(LENGTH - 1, dtype=np.int64)
     with pytest.raises(ValueError, match="same shape"):
         write_shard(tmp_path / "x_training.hdf5", bad)
     assert list(tmp_path.iterdir()) == []
@@ -199,6 +201,10 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
+def arguments(folder: Path, *options: str) -> Any:
+    return parse_arguments(["--deepspeed_config", "c", "--data_dir", str(folder), *options])
+
+
 def rows_of(folder: Path, **options: Any) -> ShardSamples:
     return ShardSamples(open_shards(find_shards(folder)[0]), SLOTS, VOCABULARY, block_rows=4, **options)
 
@@ -206,23 +212,27 @@ def rows_of(folder: Path, **options: Any) -> ShardSamples:
 def test_an_epoch_takes_every_row_of_every_file_once_and_block_by_block(folder: Path) -> None:
     rows = rows_of(folder)
     assert len(rows) == 21
+
+    def order_of(seed: int, epoch: int, rows: ShardSamples = rows) -> list[int]:
+        return [rows.index(position, seed, epoch) for position in range(21)]
+
     blocks = [0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6]
     orders = []
     for epoch in range(3):
-        order = rows.order(seed=1, epoch=epoch)[0:21].tolist()
+        order = order_of(1, epoch)
         assert sorted(order) == list(range(21))
         visited = [blocks[index] for index in order]
         assert len([1 for one, two in itertools.pairwise(visited) if one != two]) == 6
-        pieces = [rows.order(seed=1, epoch=epoch)[start : start + 2].tolist() for start in range(0, 21, 2)]
-        assert [index for piece in pieces for index in piece] == order
+        backwards = [rows.index(position, 1, epoch) for position in reversed(range(21))]
+        assert backwards[::-1] == order
         orders.append(order)
     assert orders[0] != orders[1] != orders[2]
     # The rows of a block have another order in every epoch, too, and with every seed.
-    others = [*orders, rows.order(seed=2, epoch=0)[0:21].tolist()]
+    others = [*orders, order_of(2, 0)]
     within = [[index for index in order if blocks[index] == block] for block in (0, 2, 4, 5) for order in others]
     assert len(set(map(tuple, within))) > 8
-    assert rows.order(seed=2, epoch=0)[0:21].tolist() != orders[0]
-    assert rows_of(folder, keep_order=True).order(seed=1, epoch=4)[0:21].tolist() == list(range(21))
+    assert order_of(2, 0) != orders[0]
+    assert order_of(1, 4, rows_of(folder, keep_order=True)) == list(range(21))
 
 
 def test_rows_are_the_same_whoever_asks_and_whenever(folder: Path) -> None:
@@ -235,8 +245,8 @@ def test_rows_are_the_same_whoever_asks_and_whenever(folder: Path) -> None:
 def test_replicas_are_disjoint_and_cover_the_epoch(folder: Path) -> None:
     seen = []
     for replica in range(2):
-        batches = MicroBatches(rows_of(folder), 2, replica, 2, seed=3)
-        for (ids, _, _, _), _ in batches.after(21, 5):
+        batches = micro_batches(rows_of(folder), 2, 3, 21, replica, 2)
+        for (ids, _, _, _), _ in itertools.islice(batches, 5):
             seen.extend(map(tuple, ids.tolist()))
     assert len(seen) == len(set(seen)) == 20
 
@@ -246,21 +256,20 @@ def test_lengths_must_agree_and_empty_files_do_no_harm(folder: Path, tmp_path: P
     with pytest.raises(VPipeConfigError, match=r"9_training\.hdf5: input_ids: got 33; allowed: 32 tokens"):
         rows_of(folder)
     (folder / "9_training.hdf5").unlink()
-    before = digest_of(folder, open_shards(find_shards(folder)[0]))
+    before = prepare(arguments(folder), bert_config("tiny")).digest
     with h5py.File(folder / "8_training.hdf5", "w") as file:
         for key, kind in TYPES.items():
             shape = {"input": LENGTH, "segme": LENGTH, "maske": SLOTS}.get(key[:5])
             file[key] = np.zeros((0,) if shape is None else (0, shape), kind)
     assert len(rows_of(folder)) == 21
     (folder / "1_training.hdf5").unlink()
-    assert digest_of(folder, open_shards(find_shards(folder)[0])) != before
+    assert prepare(arguments(folder), bert_config("tiny")).digest != before
 
 
 def test_lengths_of_validation_and_command_line_must_be_that_of_training(folder: Path) -> None:
     def error(*options: str) -> str:
-        arguments = parse_arguments(["--deepspeed_config", "c", "--data_dir", str(folder), *options])
         with pytest.raises(VPipeConfigError) as caught:
-            prepare(arguments, bert_config("tiny"))
+            prepare(arguments(folder, *options), bert_config("tiny"))
         return str(caught.value)
 
     assert "sequences have 32 tokens, which does not fit --max_seq_length 48;" in error("--max_seq_length", "48")

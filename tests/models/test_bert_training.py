@@ -18,7 +18,6 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.arguments import parse_arguments
 from ds_vpipe.models.bert.metrics import Metrics
 from ds_vpipe.models.bert.training import main
-from ds_vpipe.models.bert.validation import ValidationResult
 from ds_vpipe.models.start import read_ds_config
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +160,12 @@ def test_a_wrong_config_file_is_named(tmp_path: Path, content: str, says: str) -
         read_ds_config(str(tmp_path / "absent.json"))
 
 
-RESULT = ValidationResult(3.0, 0.5, 0.25, 0.75)
+RESULT = {
+    "masked_lm_loss": 3.0,
+    "next_sentence_loss": 0.5,
+    "masked_lm_accuracy": 0.25,
+    "next_sentence_accuracy": 0.75,
+}
 
 
 def test_log_lines_hold_the_mean_since_the_last_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

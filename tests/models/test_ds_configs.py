@@ -13,7 +13,7 @@ from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.lr_policies import lr_policy
 from ds_vpipe.models.bert.layers import bert_layers
-from ds_vpipe.models.bert.sizes import bert_config
+from ds_vpipe.models.bert.model import bert_config
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 # file: model, partition, recompute ratio, sync mode

@@ -176,7 +176,7 @@ def broken(what: str, folder: Path) -> None:
         ("other model", 'model_type in .*config.json: got "roberta"; allowed: "bert"; train others as plain models'),
         ("decoder", "is_decoder in .*: got true; allowed: false"),
         ("fields", 'from_pretrained: got .*config.json.*num_hidden_layers.*allowed: the config.json of a model that'),
-        ("heads", "from_pretrained: got .*is not a multiple of .*allowed: a configuration from which the model"),
+        ("heads", "hidden_size in .*config.json: got 32; allowed: a multiple of num_attention_heads, which is 5"),
         ("pickle", "from_pretrained: got .*pytorch_model.bin.*convert it once: load the folder with transformers'"),
         ("no weights", "from_pretrained: got .*allowed: a folder with model.safetensors or model.safetensors.index"),
         ("truncated", "from_pretrained: got .*model.safetensors.*allowed: a safetensors file; copy it again"),

@@ -305,7 +305,7 @@ def gpt3_layers() -> list[Any]:
 
 def test_bert_large_on_paper() -> None:
     from ds_vpipe.models.bert.layers import bert_layers
-    from ds_vpipe.models.bert.sizes import bert_config
+    from ds_vpipe.models.bert.model import bert_config
 
     config = bert_config("large")
     tokens = torch.zeros(4, 128, dtype=torch.long)
@@ -325,7 +325,7 @@ def test_bert_large_on_paper() -> None:
 
 def test_analytic_bytes_are_the_measured_ones() -> None:
     from ds_vpipe.models.bert.layers import bert_layers
-    from ds_vpipe.models.bert.sizes import bert_config
+    from ds_vpipe.models.bert.model import bert_config
 
     specs = bert_layers(bert_config("mini"))
     tokens = torch.zeros(4, 32, dtype=torch.long)

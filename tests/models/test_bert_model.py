@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.models.bert.sizes import bert_config, pad_vocabulary
+from ds_vpipe.models.bert.model import bert_config
 
 
 def test_large_is_the_published_model() -> None:
@@ -20,7 +20,7 @@ def test_large_is_the_published_model() -> None:
 
 @pytest.mark.parametrize(("size", "padded"), [(30522, 30528), (2048, 2048), (1, 8)])
 def test_vocabulary_is_padded_to_a_multiple_of_eight(size: int, padded: int) -> None:
-    assert pad_vocabulary(size) == padded
+    assert bert_config("tiny", vocab_size=size).vocab_size == padded
 
 
 def test_a_file_and_a_vocabulary_size(tmp_path: Path) -> None:

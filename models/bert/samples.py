@@ -1,23 +1,29 @@
 """Samples of masked-language modelling: tokens to predict, chosen one by one or by whole words.
 
+A sample is a row in the layout of :mod:`ds_vpipe.models.bert.shards`, and a pure function of (seed, epoch, index).
+
 After Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", appendix A.1: 15 % of the tokens are
 predicted, of which 80 % are replaced by [MASK], 10 % by a random token and 10 % kept.
 """
 
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_vpipe.errors import VPipeConfigError
 
-IGNORED_LABEL = -100
 MLM_PROBABILITY = 0.15
 SHORTEST_SEQUENCE = 8
 SPECIAL_IN_PAIR = 3  # [CLS] a [SEP] b [SEP]
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 Ints = NDArray[np.int64]
+Sample = dict[str, Ints]
 
 
 @dataclass(frozen=True)
@@ -25,49 +31,27 @@ class Vocabulary:
     """Token numbers of a tokenizer.
 
     Attributes:
-        size: number of tokens.
-        pad: number of the padding token.
-        cls: number of the token that begins a sequence.
-        sep: number of the token that ends a segment.
-        mask: number of the token that replaces predicted ones.
-        ordinary: int64, numbers of all tokens that are not special, ascending.
-        continues: bool [size], true for word pieces that continue a word; empty if unknown.
+        special: numbers of `SPECIAL_TOKENS`.
+        continues: bool [vocabulary], true for word pieces that continue a word.
     """
 
-    size: int
-    pad: int
-    cls: int
-    sep: int
-    mask: int
-    ordinary: Ints
+    special: Sequence[int]
     continues: NDArray[np.bool_]
 
     @classmethod
     def numbered(cls, size: int) -> "Vocabulary":
         """Vocabulary without text: `SPECIAL_TOKENS` first, every token a word."""
-        ordinary = np.arange(len(SPECIAL_TOKENS), size)
-        return cls(size, 0, 2, 3, 4, ordinary, np.zeros(size, dtype=bool))
+        return cls(range(len(SPECIAL_TOKENS)), np.zeros(size, dtype=bool))
 
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return len(self.continues)
 
-@dataclass(frozen=True)
-class Sample:
-    """One sequence of length S with P prediction slots.
-
-    Attributes:
-        input_ids: int64 [S].
-        token_type_ids: int64 [S], 0 for the first segment and 1 for the second.
-        padding_mask: bool [S], true where there is a token.
-        masked_positions: int64 [P], 0 in unused slots.
-        masked_lm_labels: int64 [P], `IGNORED_LABEL` in unused slots; at least one slot is used.
-        next_sentence_label: 0 if the second segment continues the first, 1 if it is random.
-    """
-
-    input_ids: Ints
-    token_type_ids: Ints
-    padding_mask: NDArray[np.bool_]
-    masked_positions: Ints
-    masked_lm_labels: Ints
-    next_sentence_label: int
+    @cached_property
+    def ordinary(self) -> Ints:
+        """Numbers of all tokens that are not special, ascending."""
+        return np.setdiff1d(np.arange(self.size), self.special)
 
 
 @dataclass(frozen=True)
@@ -90,25 +74,26 @@ class Masking:
 
     def sample(self, first: Ints, second: Ints, next_sentence_label: int, random: np.random.Generator) -> Sample:
         """[CLS] first [SEP] second [SEP], masked and padded; the segments fit into the length."""
-        vocabulary = self.vocabulary
-        tokens = np.concatenate([[vocabulary.cls], first, [vocabulary.sep], second, [vocabulary.sep]]).astype(np.int64)
+        pad, _, start, end, mask = self.vocabulary.special
+        ordinary = self.vocabulary.ordinary
+        tokens = np.concatenate([[start], first, [end], second, [end]]).astype(np.int64)
         used = len(tokens)
         candidates = np.concatenate([np.arange(1, len(first) + 1), np.arange(len(first) + 2, used - 1)])
         places = np.arange(self.length)
         positions = self._positions(tokens, candidates, random)
         count = len(positions)
         fate = random.random(count)
-        other = vocabulary.ordinary[random.integers(len(vocabulary.ordinary), size=count)]
-        input_ids = _padded(tokens, self.length, vocabulary.pad)
-        input_ids[positions] = np.where(fate < 0.8, vocabulary.mask, np.where(fate < 0.9, other, tokens[positions]))
-        return Sample(
-            input_ids,
-            ((places > len(first) + 1) & (places < used)).astype(np.int64),
-            places < used,
-            _padded(positions, self.slots, 0),
-            _padded(tokens[positions], self.slots, IGNORED_LABEL),
-            next_sentence_label,
-        )
+        other = ordinary[random.integers(len(ordinary), size=count)]
+        input_ids = _padded(tokens, self.length, pad)
+        input_ids[positions] = np.where(fate < 0.8, mask, np.where(fate < 0.9, other, tokens[positions]))
+        return {
+            "input_ids": input_ids,
+            "input_mask": (places < used).astype(np.int64),
+            "segment_ids": ((places > len(first) + 1) & (places < used)).astype(np.int64),
+            "masked_lm_positions": _padded(positions, self.slots),
+            "masked_lm_ids": _padded(tokens[positions], self.slots),
+            "next_sentence_labels": np.array(next_sentence_label),
+        }
 
     def _positions(self, tokens: Ints, candidates: Ints, random: np.random.Generator) -> Ints:
         """Positions to predict, ascending."""
@@ -129,7 +114,41 @@ class Masking:
         return np.sort(np.array(chosen, dtype=np.int64))
 
 
-class RandomSamples:
+class Samples:
+    """Finite set of samples that differ from epoch to epoch; this base is for ranks that need its size alone.
+
+    Args:
+        count: number of samples.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def sample(self, index: int, epoch: int) -> Sample:
+        """Sample `index` as seen in `epoch`."""
+        raise NotImplementedError(f"sample {index} of epoch {epoch}: this rank reads no data")
+
+    def index(self, position: int, seed: int, epoch: int) -> int:
+        """Index of the sample at a position of an epoch, which has every index once."""
+        return int(shuffled(len(self), seed, epoch)[position])
+
+    def range(self, begin: int, end: int, seed: int | None) -> Iterator[Sample]:
+        """Samples `begin` .. `end` - 1 of a run: all of epoch 0 in its order, all of epoch 1 in another, and so on.
+
+        Args:
+            begin: first sample.
+            end: one past the last sample.
+            seed: of the orders; None for validation, which always takes epoch 0 by its indices.
+        """
+        for number in range(begin, end):
+            epoch, position = divmod(number, len(self))
+            yield self.sample(position, 0) if seed is None else self.sample(self.index(position, seed, epoch), epoch)
+
+
+class RandomSamples(Samples):
     """Sequences of uniformly random tokens, for measuring speed.
 
     Args:
@@ -139,28 +158,21 @@ class RandomSamples:
     """
 
     def __init__(self, count: int, masking: Masking, seed: int) -> None:
-        self._count = count
+        super().__init__(count)
         self._masking = masking
         self._seed = seed
 
-    def __len__(self) -> int:
-        return self._count
-
     def sample(self, index: int, epoch: int) -> Sample:
-        """Sample `index` as seen in `epoch`."""
         random = np.random.default_rng((self._seed, epoch, index))
         ordinary, budget = self._masking.vocabulary.ordinary, self._masking.length - SPECIAL_IN_PAIR
         tokens = ordinary[random.integers(len(ordinary), size=budget)]
         return self._masking.sample(tokens[: budget // 2], tokens[budget // 2 :], int(random.integers(2)), random)
 
-    def order(self, seed: int, epoch: int) -> Ints:
-        """Order of an epoch: every index once."""
-        return shuffled(len(self), seed, epoch)
 
-
-def shuffled(count: int, seed: int, epoch: int) -> Ints:
-    """The indices 0 .. count - 1 in an order drawn for the epoch: int64 [count]."""
-    return np.random.default_rng((seed, epoch)).permutation(count)
+@lru_cache(maxsize=4)
+def shuffled(count: int, *seed: int) -> Ints:
+    """The indices 0 .. count - 1 in an order drawn from `seed`: int64 [count]."""
+    return np.random.default_rng(seed).permutation(count)
 
 
 def check_shape(length: int, slots: int | None, probability: float = MLM_PROBABILITY) -> int:
@@ -181,7 +193,12 @@ def check_shape(length: int, slots: int | None, probability: float = MLM_PROBABI
     return slots
 
 
-def _padded(values: Ints, length: int, filler: int) -> Ints:
+def digest_of(parts: Iterable[Any]) -> str:
+    """Short name of some values."""
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def _padded(values: Ints, length: int, filler: int = 0) -> Ints:
     padded = np.full(length, filler, dtype=np.int64)
     padded[: len(values)] = values
     return padded

@@ -1,16 +1,31 @@
-"""Parts of every benchmark: emulated and real layers, engines, ranks on this machine, the first line of a table."""
+"""Parts of every benchmark: emulated and real layers, engines, ranks on this machine, tables and pictures."""
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
 from typing import Any
 
-from report import add_row
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from deepspeed.pipe import LayerSpec
+from deepspeed.utils import logger
+from torch import nn
+
+import ds_vpipe
+
+Row = dict[str, Any]
 
 WIDTH = 1024
 BATCH = 16
@@ -18,62 +33,53 @@ ACTIVATION_BYTES = 4 * WIDTH * BATCH
 REAL_WIDTH, REAL_BATCH, REAL_LINEARS = 512, 256, 4
 
 
-def build(kind: str, count: int, layer_ms: float) -> list[Any]:
-    """Specs of ``count`` equal layers.
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.seconds = backward_s
+        if forward_s:
+            time.sleep(forward_s)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], None, None
+
+
+class Emulated(nn.Module):
+    """Layer that sleeps, so that two cores can stand for any number of devices.
 
     Args:
-        kind: ``emulated``: sleeps for a third of ``layer_ms`` milliseconds in its forward pass, a third for the
-            gradient of its input and a third for that of its weight, so that two cores can stand for any number of
-            devices; ``real``: matrix products.
-        count: how many.
-        layer_ms: of an emulated layer, per micro-batch.
+        milliseconds: per micro-batch: a third in the forward pass, a third for the gradient of the input and a third
+            for that of the weight.
     """
-    import torch
-    from deepspeed.pipe import LayerSpec
-    from torch import nn
 
-    class Sleep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
-            ctx.seconds = backward_s
-            if forward_s:
-                time.sleep(forward_s)
-            return value.clone()
+    def __init__(self, milliseconds: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self._part = milliseconds / 3000
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-            time.sleep(ctx.seconds)
-            return gradients[0], None, None
-
-    class Emulated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            part = layer_ms / 3000
-            return Sleep.apply(value * Sleep.apply(self.scale, 0.0, part), part, part)
-
-    class Real(nn.Sequential):
-        def __init__(self) -> None:
-            super().__init__(*[nn.Linear(REAL_WIDTH, REAL_WIDTH) for _ in range(REAL_LINEARS)])
-
-    return [LayerSpec(Emulated if kind == "emulated" else Real) for _ in range(count)]
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(value * Sleep.apply(self.scale, 0.0, self._part), self._part, self._part)
 
 
-def micro_batch(kind: str) -> tuple[Any, Any]:
+class Linears(nn.Sequential):
+    """Layer of ``count`` matrix products of width ``width``."""
+
+    def __init__(self, count: int = REAL_LINEARS, width: int = REAL_WIDTH) -> None:
+        super().__init__(*[nn.Linear(width, width) for _ in range(count)])
+
+
+def build(kind: str, count: int, layer_ms: float) -> list[LayerSpec]:
+    """Specs of equal layers, ``emulated`` ones of ``layer_ms`` milliseconds or ``real`` ones."""
+    return [LayerSpec(Emulated, layer_ms) if kind == "emulated" else LayerSpec(Linears) for _ in range(count)]
+
+
+def micro_batch(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels that suit :func:`build`."""
-    import torch
-
     inputs = torch.randn(BATCH, WIDTH) if kind == "emulated" else torch.randn(REAL_BATCH, REAL_WIDTH)
     return inputs, torch.zeros_like(inputs)
-
-
-def endless(kind: str) -> Iterator[tuple[Any, Any]]:
-    """The same micro-batch over and over."""
-    item = micro_batch(kind)
-    while True:
-        yield item
 
 
 def ds_config(
@@ -94,26 +100,23 @@ def engine_for(
     layers: list[Any], stages: int, config: dict[str, Any], loss: Any = None, module_class: str = "PipelineModule"
 ) -> Any:
     """An engine for layers that are split evenly; ``loss`` is the mean squared error unless given."""
-    import deepspeed
-    import torch
-
-    import ds_vpipe
-
     torch.manual_seed(0)
     module = getattr(deepspeed.pipe, module_class)(
-        layers, num_stages=stages, loss_fn=loss or torch.nn.functional.mse_loss, partition_method="uniform"
+        layers, num_stages=stages, loss_fn=loss or nn.functional.mse_loss, partition_method="uniform"
     )
     return ds_vpipe.initialize(model=module, config=config)[0]
+
+
+def trainer_of(engine: Any, batch: tuple[Any, Any]) -> Callable[[], Any]:
+    """A function that trains a batch of the same micro-batch over and over."""
+    iterator = repeat(batch)
+    return lambda: engine.train_batch(iterator)
 
 
 def join(rank: int, world: int, port: int, backend: str = "gloo") -> Any:
     """Become ``rank`` of a world of this machine's processes; returns the stream to print to."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    import deepspeed
-    import torch
-    from deepspeed.utils import logger
-
     torch.set_num_threads(1)
     logger.setLevel("ERROR")
     printed, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology
@@ -127,8 +130,6 @@ def close_groups() -> None:
     Each has a thread that wakes a hundred times a second for as long as anything knows the group, so that processes
     that have had many engines measure something else.
     """
-    import torch.distributed as dist
-
     dist.barrier()
     gc.collect()  # engines sit in reference cycles
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -140,11 +141,8 @@ def close_groups() -> None:
 def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
     """Run ``work(rank, world, port, *arguments)`` on every rank of a world of its own, to the end."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import torch.multiprocessing as mp
-    from torch.distributed import TCPStore
-
     # A port that is free now may be taken when rank 0 comes to listen on it, so this process listens in its place.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # told to rank 0, which does not listen then
     try:
         mp.spawn(work, args=(world, store.port, *arguments), nprocs=world)
@@ -154,9 +152,6 @@ def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
 
 def machine() -> str:
     """Processor and versions, for the first line of a table."""
-    import deepspeed
-    import torch
-
     device = f", {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if torch.cuda.is_available() else ""
     return (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores{device}, "
@@ -164,7 +159,69 @@ def machine() -> str:
     )
 
 
-def print_row(row: dict[str, Any], text: str, printed: Any, path: str | None) -> None:
-    """Print a row of the table, and append it to the file ``path``, if any."""
-    print(text, file=printed, flush=True)
-    add_row(row, path)
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser described by the first line of a module's docstring."""
+    return argparse.ArgumentParser(description=(description or "").splitlines()[0])
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Rows of a file of JSON lines, none if there is no file."""
+    return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()] if Path(path).exists() else []
+
+
+def add_row(row: Row, path: str | Path | None) -> None:
+    """Append a row to a file of JSON lines, if one is named."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(map(str, cells))} |\n" for cells in (head, *rows)]
+    return "".join([lines[0], "|---" * len(head) + "|\n", *lines[1:]])
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a picture, by its points; ``bold`` ones are ours, ``dashed`` ones a reference."""
+
+    label: str
+    points: list[tuple[float, float]]
+    bold: bool = False
+    dashed: bool = False
+
+
+def draw(path: str | Path, panels: dict[str, list[Curve]], x: str, y: str, log: bool = False) -> None:
+    """Draw curves, a panel per title, to a PNG or SVG file; ``log`` for an ``x`` of powers of two."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    labels = list(dict.fromkeys(curve.label for curves in panels.values() for curve in curves))
+    common = all(len(curves) == len(labels) for curves in panels.values())
+    columns = min(3, len(panels))
+    height = -(-len(panels) // columns)
+    figure = Figure(figsize=(5 * columns, (3.5 if common else 6) * height), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = list(figure.subplots(height, columns, sharey=True, squeeze=False).flat)
+    for axes, (title, curves) in zip(grid, panels.items(), strict=False):
+        for curve in curves:
+            place = labels.index(curve.label) if common else curves.index(curve)
+            style = {"color": f"C{place}", "linewidth": 2.5 if curve.bold else 1.2}
+            style |= {"linestyle": "--" if curve.dashed else "-", "marker": "o" if log else ""}
+            axes.plot(*zip(*curve.points, strict=True), label=curve.label, **style)
+        axes.set(title=title, xlabel=x)
+        if log:
+            ticks = sorted({place for curve in curves for place, _ in curve.points})
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.set_ylim(0, 1.05)
+        if not common:
+            axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    grid[0].set_ylabel(y)
+    if common:
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.savefig(path, dpi=110)

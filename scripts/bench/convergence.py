@@ -17,35 +17,98 @@ that an arm takes.
 from __future__ import annotations
 
 import argparse
+import math
+import multiprocessing
 import os
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from convergence_runs import (
-    METHODS,
-    RECOMMENDED,
-    SYNCHRONOUS,
-    Arm,
-    Run,
-    compute,
-    final_loss,
-    recommended,
-    results,
-    staleness,
-    updates_to,
-)
-from report import Curve, draw, markdown, read_rows
+import torch
+from common import Curve, Row, add_row, draw, markdown, parser_of, read_rows
+from torch.nn.functional import cross_entropy
+from transformers.models.roberta_prelayernorm import modeling_roberta_prelayernorm as before
 
 from ds_vpipe.config.staleness import Staleness
+from ds_vpipe.lr_policies import LRPolicy
+from ds_vpipe.models.bert.data import IGNORED_LABEL, micro_batches
+from ds_vpipe.models.bert.layers import bert_layers
+from ds_vpipe.models.bert.model import bert_config
+from ds_vpipe.models.bert.samples import Masking
+from ds_vpipe.models.bert.text import PairSamples, read_corpus
+from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
+from ds_vpipe.staleness.replay import Replay
 
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "nadam": {"nadam": True},
+    "feedback": {"error_feedback": True},
+    "rescheduling": {"lr_rescheduling": {"num_steps": 500}},
+    "sync20%": {"synchronous_updates": 0.2},
+    "nadam+sync20%": {"nadam": True, "synchronous_updates": 0.2},
+    "nadam+sync20%+warmup20%": {"nadam": True, "synchronous_updates": 0.2, "delay_warmup_updates": 0.2},
+    "nadam+sync20%+warmup40%": {"nadam": True, "synchronous_updates": 0.2, "delay_warmup_updates": 0.4},
+}
+"""The ``"staleness"`` of a block; of counts of updates the share of those of synchronous training."""
+
+RECOMMENDED = "recommended"
+"""Stands for the method that docs/convergence.md recommends, :func:`recommended`."""
+
+SYNCHRONOUS = ("adamw", "nadam")
+WARM_UP, DECAY = 100, 0.3  # updates in which the rate climbs, share of them in which it falls to 0
+HIDDEN, VOCABULARY = 64, 512
+SEQUENCE, MASKED = 16, 0.4  # tokens per sample, share of them that is predicted
+POSITIONS = 4  # deviations of other weights
 HEAD = ["arm", "updates", "rate", "seeds", "validation loss", "lowest .. highest", "gap", "gap closed"]
 HEAD += ["time, of DeepSpeed's", "time to the synchronous loss"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train. ``stages`` 1 is synchronous, with ``method`` an optimizer; else ``method`` is a mitigation."""
+
+    stages: int
+    micro_batches: int
+    method: str
+    updates: int
+
+    def __str__(self) -> str:
+        if self.stages == 1:
+            return f"synchronous {self.method}"
+        return f"K={self.stages} M={self.micro_batches} {self.method}"
+
+
+@dataclass(frozen=True)
+class Run(Arm):
+    """One training: its key in the file of results."""
+
+    rate: float
+    seed: int
+    setting: str
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, {self.updates} updates, rate {self.rate:g}, seed {self.seed}"
+
+
+def recommended(stages: int, micro_batches: int) -> str:
+    """Method to begin with: the more updates late gradients are, the longer their delay grows."""
+    delay = update_delay(stages - 1, micro_batches)
+    if delay <= 1:
+        return "nadam"
+    return "nadam+sync20%" + ("" if delay <= 3 else "+warmup20%" if delay <= 7 else "+warmup40%")
+
+
+def staleness(method: str, updates: int) -> dict[str, Any]:
+    """The ``"staleness"`` object, where synchronous training takes so many ``updates``."""
+    shares = ("synchronous_updates", "delay_warmup_updates")
+    return {key: round(value * updates) if key in shares else value for key, value in METHODS[method].items()}
 
 
 def arms(options: argparse.Namespace) -> list[Arm]:
@@ -74,6 +137,125 @@ def next_rate(losses: dict[float, float], rates: list[float]) -> float | None:
     return next((rate for rate in neighbours if rate not in losses), None)
 
 
+def model(options: argparse.Namespace, seed: int) -> list[Any]:
+    """A small BERT in the pipeline's layers.
+
+    LayerNorm comes before the sub-layers, and positions begin as sinusoids (Vaswani et al., Attention Is All You Need,
+    2017, section 3.5) a few times as large as other weights. Both shorten the time in which a model of this size
+    knows nothing but the frequencies of tokens.
+    """
+    config = bert_config("tiny", VOCABULARY)
+    config.num_hidden_layers = options.layers
+    config.hidden_size, config.intermediate_size = HIDDEN, 4 * HIDDEN
+    config.tie_word_embeddings = False  # a replay has no ties
+    layers = [_with_norm_before(spec.build(), config) for spec in bert_layers(config, seed)]
+    layers[-1].norm = torch.nn.LayerNorm(HIDDEN, eps=config.layer_norm_eps)
+    layers[-1].register_forward_pre_hook(lambda heads, args: ((heads.norm(args[0][0]), *args[0][1:]),))
+    weight = layers[0].embeddings.position_embeddings.weight
+    position = torch.arange(weight.size(0)).unsqueeze(1)
+    angle = position * torch.exp(torch.arange(0, weight.size(1), 2) * (-math.log(1e4) / weight.size(1)))
+    waves = torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)
+    weight.data.copy_(POSITIONS * config.initializer_range * math.sqrt(2) * waves)
+    return layers
+
+
+def _with_norm_before(layer: Any, config: Any) -> Any:
+    """A layer of BERT whose sub-layers normalise what they get and not what they return (Xiong et al., ICML 2020)."""
+    kinds = {
+        "attention": before.RobertaPreLayerNormAttention,
+        "intermediate": before.RobertaPreLayerNormIntermediate,
+        "output": before.RobertaPreLayerNormOutput,
+    }
+    for name, kind in kinds.items():
+        if hasattr(layer, name):
+            other = kind(config)
+            other.load_state_dict(getattr(layer, name).state_dict(), strict=False)  # but for the norms
+            setattr(layer, name, other)
+    return layer
+
+
+def train(job: tuple[Run, argparse.Namespace]) -> Row:
+    """Train and validate; returns the run with its curve of (updates, validation loss) and its seconds."""
+    run, options = job
+    torch.set_num_threads(1)
+    begin = time.monotonic()
+    corpus = read_corpus(options.text, SEQUENCE, VOCABULARY)
+    masking = Masking(corpus.vocabulary, SEQUENCE, max(1, int(MASKED * SEQUENCE)), MASKED)
+    training, held_out = (
+        PairSamples(corpus, rows, masking, seed) for rows, seed in zip(corpus.split(), (run.seed, 0), strict=True)
+    )
+    layers = model(options, run.seed)
+
+    def loss(outputs: Any, labels: Any) -> torch.Tensor:
+        return cross_entropy(outputs[0].flatten(0, 1), labels[0].flatten(), ignore_index=IGNORED_LABEL)
+
+    def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if run.stages == 1 and run.method == "nadam":
+            return torch.optim.NAdam(
+                parameters, run.rate, betas=(0.99, 0.999), weight_decay=0.01, decoupled_weight_decay=True
+            )
+        return torch.optim.AdamW(parameters, run.rate, weight_decay=0.01)
+
+    replay = Replay(
+        layers,
+        uniform_partition(len(layers), run.stages),
+        run.micro_batches,
+        optimizer,
+        loss,
+        staleness=staleness(run.method, options.updates) if run.stages > 1 else None,
+        clip=1.0,
+        factor=LRPolicy(
+            "TrapezoidWarmupLR",
+            warmup_num_steps=min(WARM_UP, run.updates // 2),
+            total_num_steps=run.updates,
+            decay_num_steps=max(1, round(DECAY * run.updates)),
+        ).factor,
+    )
+    endless = micro_batches(training, options.batch // run.micro_batches, run.seed)
+    stream = islice(endless, run.updates * run.micro_batches)
+    curve = []
+    for update in range(1, run.updates + 1):
+        replay.train_batch(stream)
+        if update % options.validate_every == 0 or update == run.updates:
+            validation = micro_batches(held_out, options.batch, None)
+            curve.append((update, replay.evaluate(islice(validation, options.validation // options.batch))))
+    return {**asdict(run), "curve": curve, "seconds": time.monotonic() - begin}
+
+
+def results(path: Path) -> dict[Run, Row]:
+    """Runs that have been computed already."""
+    return {Run(**{field.name: row[field.name] for field in fields(Run)}): row for row in read_rows(path)}
+
+
+def compute(runs: Iterable[Run], options: argparse.Namespace) -> dict[Run, Row]:
+    """Train what is missing, several at a time, and return everything."""
+    known = results(options.output)
+    missing = [(run, options) for run in dict.fromkeys(runs) if run not in known]
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=4) as pool:
+        for row in pool.imap_unordered(train, missing):
+            add_row(row, options.output)
+            (run,) = (run for run, _ in missing if asdict(run).items() <= row.items())
+            print(f"{row['curve'][-1][1]:.4f}  {row['seconds']:5.0f} s  {run}", flush=True)
+    return results(options.output)
+
+
+def final_loss(row: Row) -> float:
+    """The validation loss at the end of a run, infinite if it has diverged."""
+    loss = float(row["curve"][-1][1])
+    return loss if math.isfinite(loss) else math.inf
+
+
+def updates_to(row: Row, loss: float) -> float | None:
+    """After how many updates a run has come to a loss, linearly between validations; None if it never has."""
+    last = (0, math.inf)
+    for update, found in row["curve"]:
+        if found <= loss:
+            share = (last[1] - loss) / (last[1] - found) if math.isfinite(last[1]) else 1.0
+            return last[0] + share * (update - last[0])
+        last = (update, found)
+    return None
+
+
 @dataclass(frozen=True)
 class Pace:
     """Duration of asynchronous updates, in units of an update of DeepSpeed's engine.
@@ -89,18 +271,15 @@ class Pace:
 
 def paces(path: Path | None) -> dict[tuple[int, int], Pace]:
     """Measured paces of an asynchronous pipeline of default depth, by K and M."""
-    rows = [] if path is None else read_rows(path)
-    rates = {
-        (row["stages"], row["micro_batches"], row["arm"]): row["rate"]
-        for row in rows
-        if row["work"] == "emulated" and not row["link"]
+    rates: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
+    for row in [] if path is None else read_rows(path):
+        if row["work"] == "emulated" and not row["link"]:
+            rates[row["stages"], row["micro_batches"]][row["arm"]] = row["rate"]
+    return {
+        size: Pace(found["stock"] / found["asp"], found["stock"] / found["bsp"] - found["stock"] / found["asp"])
+        for size, found in sorted(rates.items())
+        if {"stock", "bsp", "asp"} <= found.keys()
     }
-    found = {}
-    for stages, micro_batches in sorted({(row["stages"], row["micro_batches"]) for row in rows}):
-        stock, bsp, asp = (rates.get((stages, micro_batches, arm)) for arm in ("stock", "bsp", "asp"))
-        if stock and bsp and asp:
-            found[stages, micro_batches] = Pace(stock / asp, stock / bsp - stock / asp)
-    return found
 
 
 def time_of(arm: Arm, updates: float, whole: int, pace: Pace) -> float:
@@ -113,25 +292,25 @@ def time_of(arm: Arm, updates: float, whole: int, pace: Pace) -> float:
     return (updates * pace.update + drains * pace.drain) / whole
 
 
-def choose(rows: list[dict[str, Any]]) -> dict[Arm, list[dict[str, Any]]]:
+def choose(rows: list[Row]) -> dict[Arm, list[Row]]:
     """The runs of every arm with the rate that most seeds have been trained with, of several the best on average.
 
     Arms whose first seed has not been trained yet are left out.
     """
-    of_rate: dict[Arm, dict[float, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
+    of_rate: dict[Arm, dict[float, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         arm = Arm(row["stages"], row["micro_batches"], row["method"], row["updates"])
         of_rate[arm][row["rate"]][row["seed"]] = row
     chosen = {}
-    begun = (arm for arm, rates in of_rate.items() if any(0 in seeds for seeds in rates.values()))
-    for arm in sorted(begun, key=lambda a: (a.stages, a.micro_batches, a.updates, a.method)):
+    for arm in sorted(of_rate, key=lambda a: (a.stages, a.micro_batches, a.updates, a.method)):
         tried = [seeds for seeds in of_rate[arm].values() if 0 in seeds]
-        seeds = min(tried, key=lambda seeds: (-len(seeds), statistics.mean(map(final_loss, seeds.values()))))
-        chosen[arm] = [seeds[seed] for seed in sorted(seeds)]
+        if tried:
+            seeds = min(tried, key=lambda seeds: (-len(seeds), statistics.mean(map(final_loss, seeds.values()))))
+            chosen[arm] = [seeds[seed] for seed in sorted(seeds)]
     return chosen
 
 
-def table(chosen: dict[Arm, list[dict[str, Any]]], updates: int, measured: dict[tuple[int, int], Pace]) -> list[str]:
+def table(chosen: dict[Arm, list[Row]], updates: int, measured: dict[tuple[int, int], Pace]) -> str:
     """Mean and spread of the final losses, the gap to synchronous, the share of it that a method closes, times."""
     losses = {arm: [final_loss(row) for row in rows] for arm, rows in chosen.items()}
     mean = {arm: statistics.mean(values) for arm, values in losses.items()}
@@ -140,19 +319,19 @@ def table(chosen: dict[Arm, list[dict[str, Any]]], updates: int, measured: dict[
     for arm, rows in chosen.items():
         plain = mean.get(Arm(arm.stages, arm.micro_batches, "none", updates), best)
         closed = f"{(plain - mean[arm]) / (plain - best):.0%}" if arm.method != "none" and plain > best else ""
-        pace, time, reached_in = measured.get((arm.stages, arm.micro_batches)), "", ""
+        pace, taken, reached_in = measured.get((arm.stages, arm.micro_batches)), "", ""
         if arm.stages > 1 and pace is not None:
             reached = [updates_to(row, best) for row in rows]
-            time = f"{time_of(arm, arm.updates, updates, pace):.0%}"
+            taken = f"{time_of(arm, arm.updates, updates, pace):.0%}"
             times = [time_of(arm, at, updates, pace) for at in reached if at is not None]
             reached_in = f"{statistics.mean(times):.0%}" if len(times) == len(rows) else f"{len(times)} of {len(rows)}"
         row = [arm, arm.updates, f"{rows[0]['rate']:g}", len(rows), f"{mean[arm]:.4f}"]
         row += [f"{min(losses[arm]):.4f} .. {max(losses[arm]):.4f}", f"{mean[arm] / best - 1:+.2%}"]
-        lines.append([*row, closed, time, reached_in])
+        lines.append([*row, closed, taken, reached_in])
     return markdown(HEAD, lines)
 
 
-def panels(chosen: dict[Arm, list[dict[str, Any]]]) -> dict[str, list[Curve]]:
+def panels(chosen: dict[Arm, list[Row]]) -> dict[str, list[Curve]]:
     """Validation loss over updates, a panel per number of stages, means of the seeds."""
     curves = {}
     for arm, rows in chosen.items():
@@ -165,37 +344,20 @@ def panels(chosen: dict[Arm, list[dict[str, Any]]]) -> dict[str, list[Curve]]:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
+    methods = {"nargs": "*", "choices": [*METHODS, RECOMMENDED]}
     parser.add_argument("--stages", type=int, nargs="*", default=[4, 8, 16], help="K")
     parser.add_argument("--synchronous", nargs="*", choices=SYNCHRONOUS, default=list(SYNCHRONOUS), help="optimizers")
-    parser.add_argument(
-        "--methods", nargs="*", choices=[*METHODS, RECOMMENDED], default=["none", RECOMMENDED], help="M = 1"
-    )
-    parser.add_argument(
-        "--methods-of-full-batches",
-        nargs="*",
-        choices=[*METHODS, RECOMMENDED],
-        default=[RECOMMENDED],
-        help="M = K",
-    )
+    parser.add_argument("--methods", **methods, default=["none", RECOMMENDED], help="M = 1")
+    parser.add_argument("--methods-of-full-batches", **methods, default=[RECOMMENDED], help="M = K")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--rates",
-        type=float,
-        nargs="+",
-        default=[7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3],
-        help="learning rates to choose from, in order",
-    )
+    rates = [7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3]
+    parser.add_argument("--rates", type=float, nargs="+", default=rates, help="to choose from, in order")
     parser.add_argument("--updates", type=int, default=3000)
     parser.add_argument("--longer", type=int, default=3900, help="updates of the arms that are trained longer too")
-    parser.add_argument("--longer-methods", nargs="*", choices=[*METHODS, RECOMMENDED], default=[], help="M = 1")
-    parser.add_argument("--decay", type=float, default=0.3, help="share of the updates in which the rate falls to 0")
+    parser.add_argument("--longer-methods", **methods, default=[], help="M = 1")
     parser.add_argument("--batch", type=int, default=64, help="samples per update")
-    parser.add_argument("--sequence", type=int, default=16, help="tokens per sample")
-    parser.add_argument("--masked", type=float, default=0.4, help="share of the tokens that is predicted")
-    parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8, help="encoder layers")
-    parser.add_argument("--hidden", type=int, default=64, help="their width")
     parser.add_argument("--validate-every", type=int, default=100)
     parser.add_argument("--validation", type=int, default=1024, help="held-out samples")
     parser.add_argument("--text", type=Path, nargs="+", help="own text; default: docstrings of the installed packages")
@@ -209,18 +371,16 @@ def main() -> None:
     """Train what is missing, print the table and draw."""
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-
     text = "docstrings" if options.text is None else " ".join(map(str, options.text))
     setting = (
-        f"{options.layers}x{options.hidden} pre-LayerNorm, vocabulary {options.vocabulary}, "
-        f"{options.batch}x{options.sequence}, {options.masked:g} masked, {options.validation} held out, {text}, "
-        f"{options.updates} updates, decay {options.decay:g}, validated every {options.validate_every}"
+        f"{options.layers}x{HIDDEN} pre-LayerNorm, vocabulary {VOCABULARY}, {options.batch}x{SEQUENCE}, "
+        f"{MASKED:g} masked, {options.validation} held out, {text}, "
+        f"{options.updates} updates, decay {DECAY:g}, validated every {options.validate_every}"
     )
     compared = arms(options)
 
     def run(arm: Arm, rate: float, seed: int) -> Run:
-        return Run(arm.stages, arm.micro_batches, arm.method, arm.updates, rate, seed, setting)
+        return Run(**asdict(arm), rate=rate, seed=seed, setting=setting)
 
     tried: dict[Arm, dict[float, float]] = {arm: {} for arm in compared}
     while missing := {arm: rate for arm in compared if (rate := next_rate(tried[arm], options.rates)) is not None}:
@@ -234,21 +394,16 @@ def main() -> None:
         if arm.stages > 1 and arm.micro_batches == 1 and arm.method in named(options.longer_methods, arm.stages, 1)
     }
     compute([run(arm, rate, seed) for seed in range(options.seeds) for arm, rate in best.items()], options)
-    rows = [row for one, row in results(options.output).items() if one.setting == setting]
-    report(choose(rows), options)
+    chosen = choose([row for one, row in results(options.output).items() if one.setting == setting])
 
-
-def report(chosen: dict[Arm, list[dict[str, Any]]], options: argparse.Namespace) -> None:
-    """Print the table, and write it and the picture beside the results."""
     measured = paces(options.throughput)
     lines = table(chosen, options.updates, measured)
-    print("\n".join(lines))
+    print(lines)
     unknown = {(arm.stages, arm.micro_batches) for arm in chosen if arm.stages > 1} - measured.keys()
-    for stages, micro_batches in sorted(unknown) if options.throughput else ():
-        print(f"{options.throughput}: no stock, bsp and asp at K={stages} M={micro_batches}, so no times")
-    options.output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    picture = options.output.with_suffix(".png")
-    draw(picture, panels(chosen), "updates", "validation loss, masked LM, nats")
+    for stages, size in sorted(unknown) if options.throughput else ():
+        print(f"{options.throughput}: no stock, bsp and asp at K={stages} M={size}, so no times")
+    options.output.with_suffix(".md").write_text(lines, encoding="utf-8")
+    draw(options.output.with_suffix(".png"), panels(chosen), "updates", "validation loss, masked LM, nats")
 
 
 if __name__ == "__main__":

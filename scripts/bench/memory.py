@@ -15,7 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common import ds_config, engine_for, join, machine, print_row, start
+import torch.distributed as dist
+from common import ds_config, engine_for, join, machine, parser_of, start, trainer_of
+from transformers import BertConfig
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.models.bert.example import example
+from ds_vpipe.partition import uniform_partition
+from ds_vpipe.planning.allocations import count_allocations, watched
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.plan import show_bytes
+from ds_vpipe.planning.planner import predict
+from ds_vpipe.planning.profiler import profile_layers
 
 
 @dataclass(frozen=True)
@@ -57,13 +69,6 @@ CASES = [
 
 def sample(options: argparse.Namespace) -> dict[str, Any]:
     """Layers, inputs, loss function and labels."""
-    from transformers import BertConfig
-
-    from ds_vpipe.models.bert.data import MicroBatches
-    from ds_vpipe.models.bert.layers import bert_layers
-    from ds_vpipe.models.bert.loss import PretrainingLoss
-    from ds_vpipe.models.bert.samples import Masking, RandomSamples, Vocabulary
-
     config = BertConfig(
         hidden_size=options.hidden,
         num_hidden_layers=options.layers,
@@ -73,10 +78,7 @@ def sample(options: argparse.Namespace) -> dict[str, Any]:
         attn_implementation="sdpa",
         tie_word_embeddings=False,  # all versions and buffers counted are then those of the pipeline itself
     )
-    masking = Masking(Vocabulary.numbered(config.vocab_size), options.sequence, 20)
-    samples = RandomSamples(options.batch, masking, seed=0)
-    inputs, labels = MicroBatches(samples, options.batch, 0, 1, seed=0)[0]
-    return {"layers": bert_layers(config), "inputs": inputs, "loss_fn": PretrainingLoss(), "labels": labels}
+    return example(config, options.batch, options.sequence, max_predictions=20)
 
 
 def config_of(case: Case, options: argparse.Namespace) -> dict[str, Any]:
@@ -87,12 +89,6 @@ def config_of(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Any:
     """The planner's bytes of every rank, for layers split evenly."""
-    from ds_vpipe.config import VPipeConfig
-    from ds_vpipe.config.deepspeed_json import DeepSpeedJson
-    from ds_vpipe.partition import uniform_partition
-    from ds_vpipe.planning.devices import Devices
-    from ds_vpipe.planning.planner import predict
-
     block, json = VPipeConfig.parse(case.vpipe), DeepSpeedJson(config_of(case, options))
     counts = uniform_partition(len(profile), options.stages * block.virtual_stages)
     pipeline = block.pipeline(options.stages, case.micro_batches, counts)
@@ -101,52 +97,36 @@ def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Any:
 
 def counted(case: Case, options: argparse.Namespace) -> int:
     """This rank's peak bytes while it trains."""
-    from ds_vpipe.planning.allocations import count_allocations, watched
+    made = sample(options)
 
-    example = sample(options)
-    batch = example["inputs"], example["labels"]
-    iterator = iter(lambda: batch, None)
-
-    def train() -> None:
-        engine = engine_for(example["layers"], options.stages, config_of(case, options), example["loss_fn"])
+    def run() -> None:
+        engine = engine_for(made["layers"], options.stages, config_of(case, options), made["loss_fn"])
+        train = trainer_of(engine, (made["inputs"], made["labels"]))
         with watched():
             for _ in range(max(3, 3 * options.stages // case.micro_batches)):
-                engine.train_batch(iterator)
+                train()
         engine.destroy()
-        del engine
+        del engine, train
         gc.collect()  # nothing is in flight any more
 
-    return int(count_allocations(train).peak)
+    return int(count_allocations(run).peak)
 
 
-def report(case: Case, memories: Sequence[Any], peaks: Sequence[int], parts: bool) -> tuple[dict[str, Any], str]:
-    """One row of the table, as data and as text; with ``parts`` a line more for each stage, what it is made of."""
-    from ds_vpipe.planning.plan import show_bytes
-
-    errors = [memory.total / peak - 1 for memory, peak in zip(memories, peaks, strict=True)]
-    text = (
-        f"{case.name:19} M={case.micro_batches} | predicted "
-        + " ".join(f"{show_bytes(memory.total):>7}" for memory in memories)
-        + " | measured "
-        + " ".join(f"{show_bytes(peak):>7}" for peak in peaks)
-        + " | off by "
-        + " ".join(f"{100 * error:+5.1f}" for error in errors)
-        + " %"
-    )
+def describe(case: Case, memories: Sequence[Any], peaks: Sequence[int], errors: Sequence[float], parts: bool) -> str:
+    """A row of the table; with ``parts`` a line more for each stage, what its prediction is made of."""
+    totals = " ".join(f"{show_bytes(memory.total):>7}" for memory in memories)
+    measured = " ".join(f"{show_bytes(peak):>7}" for peak in peaks)
+    off = " ".join(f"{100 * error:+5.1f}" for error in errors)
+    text = f"{case.name:19} M={case.micro_batches} | predicted {totals} | measured {measured} | off by {off} %"
     for stage, memory in enumerate(memories if parts else []):
         names = [name for name, size in memory.to_json().items() if size and name != "total"]
         text += f"\n  stage {stage}: " + ", ".join(f"{name} {show_bytes(getattr(memory, name))}" for name in names)
-    row = {"case": case.name, "micro_batches": case.micro_batches, "measured": [*peaks], "errors": errors}
-    return {**row, "predicted": [memory.to_json() for memory in memories]}, text
+    return text
 
 
 def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
     """One rank; rank 0 prints."""
-    import torch.distributed as dist
-
     printed = join(rank, stages, port)
-    from ds_vpipe.planning.profiler import profile_layers
-
     profile, _ = profile_layers(**sample(options), micro_batches=1, warm_up=0)
     worst = 0.0
     for case in CASES:
@@ -154,17 +134,18 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
             continue
         peaks: list[Any] = [None] * options.stages
         dist.all_gather_object(peaks, counted(case, options))
-        row, text = report(case, predicted(profile, case, options), peaks, options.parts)
-        worst = max(worst, *map(abs, row["errors"]))
+        memories = predicted(profile, case, options)
+        errors = [memory.total / peak - 1 for memory, peak in zip(memories, peaks, strict=True)]
+        worst = max(worst, *map(abs, errors))
         if rank == 0:
-            print_row(row, text, printed, options.json)
+            print(describe(case, memories, peaks, errors, options.parts), file=printed, flush=True)
     if rank == 0:
         print(f"largest difference: {100 * worst:.1f} %", file=printed, flush=True)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--stages", type=int, default=4, help="K")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64")
     parser.add_argument("--layers", type=int, default=8, help="encoder layers")
@@ -173,7 +154,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128, help="tokens per sample")
     parser.add_argument("--cases", nargs="*", help="names of cases; default: all")
     parser.add_argument("--parts", action="store_true", help="say what each prediction is made of")
-    parser.add_argument("--json", help="append one JSON line per row to this file")
     return parser.parse_args(words)
 
 

@@ -11,6 +11,7 @@ else the machine does; both are measured in turns all the same. ``--profile`` li
 from __future__ import annotations
 
 import argparse
+import copy
 import cProfile
 import pstats
 import statistics
@@ -19,24 +20,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common import ds_config, engine_for, join, machine, start
+import torch
+import torch.distributed as dist
+from common import Linears, ds_config, engine_for, join, machine, parser_of, start, trainer_of
+from deepspeed.pipe import LayerSpec
 
 WIDTH = 16
 BATCH = 4
 TURN = 20  # batches
 TENSORS = 16  # of a layer, as in an encoder layer of BERT
-
-
-def layers(count: int) -> list[Any]:
-    """``count`` layers of ``TENSORS`` tensors each."""
-    from deepspeed.pipe import LayerSpec
-    from torch import nn
-
-    class Block(nn.Sequential):
-        def __init__(self) -> None:
-            super().__init__(*[nn.Linear(WIDTH, WIDTH) for _ in range(TENSORS // 2)])
-
-    return [LayerSpec(Block) for _ in range(count)]
 
 
 def alone(engine: Any, options: argparse.Namespace) -> Callable[[], float]:
@@ -45,10 +37,6 @@ def alone(engine: Any, options: argparse.Namespace) -> Callable[[], float]:
     As many micro-batches are in flight as in the pipeline: what they hold is no longer in the processor's caches when
     their backward pass comes.
     """
-    import copy
-
-    import torch
-
     module = torch.nn.Sequential(*[copy.deepcopy(layer) for layer in engine.module.forward_funcs])
     parameters = list(module.parameters())
     made = getattr(torch.optim, options.optimizer)(parameters, lr=1e-4)
@@ -84,39 +72,33 @@ def seconds(step: Callable[[], Any]) -> float:
 def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
     """One stage."""
     printed = join(rank, stages, port)
-    import torch
-    import torch.distributed as dist
-
     per_stage = max(1, options.tensors // TENSORS)
     params = {"torch_adam": True} if options.optimizer.startswith("Adam") else {}
     config = ds_config(options.micro_batches, {}, BATCH, options.optimizer, **params)
-    engine = engine_for(layers(2 * per_stage), 2, {**config, "gradient_clipping": options.clip})
-    batch = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
-    iterator = iter(lambda: batch, None)
+    layers = [LayerSpec(Linears, TENSORS // 2, WIDTH) for _ in range(2 * per_stage)]
+    engine = engine_for(layers, 2, {**config, "gradient_clipping": options.clip})
+    train = trainer_of(engine, (torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)))
     bare = alone(engine, options)
     times: dict[str, list[float]] = {"training": [], "alone": []}
     for _ in range(options.turns):  # since a machine is not equally fast all the time
         times["alone"] += [bare() for _ in range(TURN)]
-        times["training"] += [seconds(lambda: engine.train_batch(iterator)) for _ in range(TURN)]
+        times["training"] += [seconds(train) for _ in range(TURN)]
     medians = [statistics.median(found) / options.micro_batches for found in times.values()]
     found: list[Any] = [None, None]
     dist.all_gather_object(found, medians)
-    if rank == 0:
-        for stage, (training, passes) in enumerate(found):
-            print(
-                f"stage {stage}: {per_stage * TENSORS} tensors, {options.optimizer}, M={options.micro_batches}"
-                f"{f', clipping at {options.clip:g}' if options.clip > 0 else ''}: "
-                f"training {1e6 * training:.0f}, passes and update alone {1e6 * passes:.0f}, "
-                f"engine {1e6 * (training - passes):.0f} us per micro-batch",
-                file=printed,
-                flush=True,
-            )
+    for stage, (training, passes) in enumerate(found if rank == 0 else ()):
+        print(
+            f"stage {stage}: {per_stage * TENSORS} tensors, {options.optimizer}, M={options.micro_batches}"
+            f"{f', clipping at {options.clip:g}' if options.clip > 0 else ''}: "
+            f"training {1e6 * training:.0f}, passes and update alone {1e6 * passes:.0f}, "
+            f"engine {1e6 * (training - passes):.0f} us per micro-batch",
+            file=printed,
+            flush=True,
+        )
     if options.profile:
-        profile = cProfile.Profile(time.thread_time)
-        profile.enable()
-        for _ in range(options.turns * TURN):
-            engine.train_batch(iterator)
-        profile.disable()
+        with cProfile.Profile(time.thread_time) as profile:
+            for _ in range(options.turns * TURN):
+                train()
         if rank == options.profile_stage:
             pstats.Stats(profile, stream=printed).sort_stats("tottime").print_stats(options.profile)
             printed.flush()
@@ -126,7 +108,7 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tensors", type=int, default=400, help="parameter tensors per stage")
     parser.add_argument("--micro-batches", type=int, default=1, help="M")
     parser.add_argument("--optimizer", default="SGD", choices=["SGD", "AdamW"])

@@ -23,37 +23,174 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common import ACTIVATION_BYTES, close_groups, join, machine, micro_batch, print_row, start
-from pipelines import ARMS, VIRTUAL, Case, refusal, slots, trainer
-from report import Curve, Row, draw, markdown, read_rows
+import torch
+import torch.distributed as dist
+from common import (
+    ACTIVATION_BYTES,
+    REAL_BATCH,
+    Curve,
+    Row,
+    add_row,
+    build,
+    close_groups,
+    draw,
+    ds_config,
+    engine_for,
+    join,
+    machine,
+    markdown,
+    micro_batch,
+    parser_of,
+    read_rows,
+    start,
+    trainer_of,
+)
 from slow_links import EmulatedLinks
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+
+from ds_vpipe.planning.pace import hiding_depths
 
 SETTLING = 2  # batches before a measurement, in which buffers and connections are made
+VIRTUAL = 2  # parts per rank, of schedules that have several
+LATENCY = 0.05  # of a message between two processes, in units of a stage's compute
+Train = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Work of one comparison.
+
+    Attributes:
+        work: ``emulated`` or ``real`` layers, two per stage.
+        stages: K.
+        micro_batches: M.
+        stage_ms: emulated compute per stage and micro-batch.
+        link: seconds that an activation is on its way, in units of ``stage_ms``.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    work: str
+    stages: int
+    micro_batches: int
+    stage_ms: float
+    link: float = 0.0
+    device: str = "cpu"
+
+    def layers(self) -> list[Any]:
+        """Specs of the model's layers."""
+        return build(self.work, VIRTUAL * self.stages, self.stage_ms / VIRTUAL)
+
+    def __str__(self) -> str:
+        link = f" link {self.link:.0%}" if self.link else ""
+        return f"{self.work:8} K={self.stages} M={self.micro_batches:<2}{link}"
+
+
+def deeper(case: Case) -> list[int]:
+    """The smallest depths that hide transfers, as the planner finds them; a message that takes no time takes some."""
+    round_trip = 2 * (case.link + LATENCY)
+    return list(hiding_depths([1.0] * case.stages, [round_trip] * (case.stages - 1)))
+
+
+OURS: dict[str, Callable[[Case], dict[str, Any] | None]] = {
+    "stock": lambda case: None,
+    "bsp": lambda case: {"sync_mode": "bsp"},
+    "gpipe": lambda case: {"sync_mode": "bsp", "schedule": "gpipe"},
+    "interleaved": lambda case: {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": VIRTUAL},
+    "asp": lambda case: {},
+    "asp-deeper": lambda case: {"stage_to_depth_map": deeper(case)},
+}
+ARMS = ("stock", "dualpipev", "torch-1f1b", "torch-interleaved", "torch-zbv", *list(OURS)[1:])
+
+
+def refusal(arm: str, case: Case) -> str | None:
+    """Why an arm cannot do a case, or None."""
+    stages, micro_batches = case.stages, case.micro_batches
+    if arm in ("dualpipev", "torch-zbv") and micro_batches < 2 * stages:
+        return "needs M >= 2K"
+    if arm == "torch-1f1b" and micro_batches < stages:
+        return "needs M >= K"
+    if arm in ("interleaved", "torch-interleaved") and micro_batches % stages:
+        return "needs M divisible by K"
+    return None
+
+
+def trainer(arm: str, case: Case) -> tuple[Any, Train]:
+    """The engine of an arm, None for torch's, and a function that trains a batch."""
+    if arm.startswith("torch"):
+        return None, torch_trainer(arm, case)
+    vpipe, module_class = (None, "DualPipeVModule") if arm == "dualpipev" else (OURS[arm](case), "PipelineModule")
+    samples = REAL_BATCH if case.work == "real" else 1
+    config = ds_config(case.micro_batches, vpipe, samples)
+    engine = engine_for(case.layers(), case.stages, config, module_class=module_class)
+    return engine, trainer_of(engine, micro_batch(case.work))
+
+
+def torch_trainer(arm: str, case: Case) -> Train:
+    """A schedule of ``torch.distributed.pipelining`` with SGD after every batch."""
+    torch.manual_seed(0)
+    rank, stages, specs = dist.get_rank(), case.stages, case.layers()
+    parts = stages if arm == "torch-1f1b" else VIRTUAL * stages
+    mine = {
+        "torch-1f1b": [rank],
+        "torch-interleaved": [rank, rank + stages],
+        "torch-zbv": [rank, parts - 1 - rank],
+    }[arm]
+    size = len(specs) // parts
+    built = [[spec.build() for spec in specs[part * size : (part + 1) * size]] for part in mine]
+    modules = [torch.nn.Sequential(*layers).to(case.device) for layers in built]
+    device = torch.device(case.device)
+    made = [pipelining.PipelineStage(module, part, parts, device) for part, module in zip(mine, modules, strict=True)]
+    schedule: Any = {
+        "torch-1f1b": pipelining.Schedule1F1B,
+        "torch-interleaved": pipelining.ScheduleInterleaved1F1B,
+        "torch-zbv": ScheduleZBVZeroBubble,
+    }[arm]
+    runs = schedule(made[0] if len(made) == 1 else made, case.micro_batches, torch.nn.functional.mse_loss)
+    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=1e-4)
+    inputs, labels = (torch.cat([value] * case.micro_batches).to(device) for value in micro_batch(case.work))
+    arguments = (inputs,) if 0 in mine else ()
+    target = {"target": labels, "losses": []} if parts - 1 in mine else {}
+
+    def train() -> None:
+        runs.step(*arguments, **target)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
 
 
 def stage_seconds(case: Case) -> float:
     """The slowest stage's own compute per micro-batch in seconds: its layers alone, forward and backward, median."""
-    import torch
-    import torch.distributed as dist
-
     module = torch.nn.Sequential(*[spec.build() for spec in case.layers()[:VIRTUAL]]).to(case.device)
-    value = micro_batch(case.kind)[0].to(case.device).requires_grad_()
-    synchronize = torch.cuda.synchronize if case.device == "cuda" else lambda: None
+    value = micro_batch(case.work)[0].to(case.device).requires_grad_()
     times = []
     dist.barrier()
     for _ in range(25):
         begin = time.perf_counter()
         output = module(value)
         torch.autograd.backward(output, torch.ones_like(output))
-        synchronize()
-        times.append(time.perf_counter() - begin)
-    slowest = torch.tensor([statistics.median(times)])
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
+        times.append(seconds_since(begin, case))
+    return slowest(statistics.median(times))
+
+
+def seconds_since(begin: float, case: Case) -> float:
+    """Seconds until all work is done that has been begun."""
+    if case.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def slowest(seconds: float) -> float:
+    """The most of all ranks' seconds."""
+    found = torch.tensor([seconds])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
 
 
 def train_for(batches: int, arm: str, case: Case, links: EmulatedLinks | None) -> float:
@@ -61,9 +198,6 @@ def train_for(batches: int, arm: str, case: Case, links: EmulatedLinks | None) -
 
     The pipeline is made for it and taken apart afterwards: no other one's threads share the cores with it.
     """
-    import torch
-    import torch.distributed as dist
-
     engine, train = trainer(arm, case)
     if links is not None:
         links.bytes_per_s = ACTIVATION_BYTES / (case.link * case.stage_ms / 1000)
@@ -74,20 +208,17 @@ def train_for(batches: int, arm: str, case: Case, links: EmulatedLinks | None) -
     begin = time.perf_counter()
     for _ in range(batches):
         train()
-    if case.device == "cuda":
-        torch.cuda.synchronize()
-    slowest = torch.tensor([time.perf_counter() - begin])
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    seconds = slowest(seconds_since(begin, case))
     if links is not None:
         links.bytes_per_s = math.inf
     if engine is not None:
         engine.destroy()
     del engine, train
     close_groups()
-    return float(slowest)
+    return seconds
 
 
-def measure(case: Case, links: EmulatedLinks | None, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(case: Case, links: EmulatedLinks | None, options: argparse.Namespace) -> list[Row]:
     """The rows of a case, one per arm that can do it."""
     able = [arm for arm in options.arms if refusal(arm, case) is None]
     rates: dict[str, list[float]] = {arm: [] for arm in able}
@@ -95,16 +226,15 @@ def measure(case: Case, links: EmulatedLinks | None, options: argparse.Namespace
     for repetition in range(options.repetitions):
         seconds.append(stage_seconds(case))
         for arm in able[repetition % len(able) :] + able[: repetition % len(able)]:
-            batches = max(2, math.ceil(options.seconds / (seconds[0] * slots(arm, case))))
-            taken = train_for(batches, arm, case, links)
-            rates[arm].append(batches * case.micro_batches / taken)
+            # About how many times a stage's compute a batch takes.
+            slots = case.micro_batches
+            slots += 0 if arm.startswith("asp") else (case.stages - 1) * (1 + 2 * case.link)
+            batches = max(2, math.ceil(options.seconds / (seconds[0] * slots)))
+            rates[arm].append(batches * case.micro_batches / train_for(batches, arm, case, links))
     alone = statistics.median(seconds)
     return [
         {
-            "work": case.kind,
-            "stages": case.stages,
-            "micro_batches": case.micro_batches,
-            "link": case.link,
+            **asdict(case),
             "stage_ms": 1e3 * alone,
             "arm": arm,
             "rate": statistics.median(values),
@@ -115,17 +245,6 @@ def measure(case: Case, links: EmulatedLinks | None, options: argparse.Namespace
     ]
 
 
-def describe(row: dict[str, Any], stock: float | None) -> str:
-    """A row as a line."""
-    link = f" link {row['link']:.0%}" if row["link"] else ""
-    ratio = f" | {row['rate'] / stock:5.2f} x stock" if stock else ""
-    return (
-        f"{row['work']:8} K={row['stages']} M={row['micro_batches']:<2}{link} stage {row['stage_ms']:6.2f} ms | "
-        f"{row['arm']:17} {row['rate']:6.2f} micro-batches/s | efficiency {row['efficiency']:.3f}{ratio} | "
-        f"{row['spread'][0]:.2f} .. {row['spread'][1]:.2f}"
-    )
-
-
 def work(rank: int, stages: int, port: int, shared: str, case: Case, options: argparse.Namespace) -> None:
     """One rank; rank 0 prints."""
     printed = join(rank, stages, port, options.backend)
@@ -134,14 +253,21 @@ def work(rank: int, stages: int, port: int, shared: str, case: Case, options: ar
         return
     stock = next((row["rate"] for row in rows if row["arm"] == "stock"), None)
     for row in rows:
-        print_row(row, describe(row, stock), printed, options.json)
+        ratio = f" | {row['rate'] / stock:5.2f} x stock" if stock else ""
+        print(
+            f"{case} stage {row['stage_ms']:6.2f} ms | {row['arm']:17} {row['rate']:6.2f} micro-batches/s | "
+            f"efficiency {row['efficiency']:.3f}{ratio} | {row['spread'][0]:.2f} .. {row['spread'][1]:.2f}",
+            file=printed,
+            flush=True,
+        )
+        add_row(row, options.json)
     for arm in options.arms:
         why = refusal(arm, case)
         if why is not None:
-            print(f"{case.kind:8} K={stages} M={case.micro_batches:<2} | {arm:17} {why}", file=printed, flush=True)
+            print(f"{case} | {arm:17} {why}", file=printed, flush=True)
 
 
-def table(rows: list[Row]) -> list[str]:
+def table(rows: list[Row]) -> str:
     """Efficiency of every arm, and how many times as fast as stock the case's fastest other one is.
 
     Args:
@@ -189,7 +315,7 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--stages", type=int, nargs="*", default=[2, 4, 8], help="K of the emulated cases")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="M of those")
@@ -221,7 +347,7 @@ def main() -> None:
     if options.plot:
         draw(options.plot, panels(read_rows(options.json)), "M, micro-batches per batch", "efficiency", log=True)
     if options.table:
-        Path(options.table).write_text("\n".join(table(read_rows(options.json))) + "\n", encoding="utf-8")
+        Path(options.table).write_text(table(read_rows(options.json)), encoding="utf-8")
 
 
 if __name__ == "__main__":

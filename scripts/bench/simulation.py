@@ -15,12 +15,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from common import build, ds_config, endless, engine_for, join, machine, print_row, start
+import torch.distributed as dist
+from common import build, ds_config, engine_for, join, machine, micro_batch, parser_of, start, trainer_of
 
-if TYPE_CHECKING:
-    from ds_vpipe.simulation.costs import StageCost
+from ds_vpipe.schedules.program import Workload
+from ds_vpipe.simulation.costs import StageCost, recorded_costs
+from ds_vpipe.simulation.simulator import simulate
+from ds_vpipe.timelines.merge import merge, read_recordings
 
 CASES = [
     ("asp", 1, 1),
@@ -50,16 +53,11 @@ def engine_of(
 
 def calibrate(virtual_stages: int, folder: str, options: argparse.Namespace) -> tuple[StageCost, ...]:
     """Costs of every virtual stage, from a short run that is recorded into ``folder``."""
-    import torch.distributed as dist
-
-    from ds_vpipe.simulation.costs import recorded_costs
-    from ds_vpipe.timelines.merge import merge, read_recordings
-
     schedule, micro_batches = RECORDED[virtual_stages]
     engine = engine_of(schedule, micro_batches, virtual_stages, options, folder)
-    iterator = endless("emulated")
+    train = trainer_of(engine, micro_batch("emulated"))
     for _ in range(RECORDED_BATCHES):
-        engine.train_batch(iterator)
+        train()
     engine.save_timeline()
     dist.barrier()
     costs = recorded_costs(merge(read_recordings(folder)), engine.pipeline.num_parts)
@@ -68,19 +66,9 @@ def calibrate(virtual_stages: int, folder: str, options: argparse.Namespace) -> 
     return costs
 
 
-def measure(
-    schedule: str, micro_batches: int, virtual_stages: int, costs: tuple[StageCost, ...], options: argparse.Namespace
-) -> dict[str, Any]:
-    """One row of the table."""
-    import torch.distributed as dist
-
-    from ds_vpipe.schedules.program import Workload
-    from ds_vpipe.simulation.simulator import simulate
-
-    engine = engine_of(schedule, micro_batches, virtual_stages, options)
-    pipeline = engine.pipeline
-    simulation = simulate(pipeline, costs, Workload(pipeline.depths[0] // micro_batches + 12))
-    iterator = endless("emulated")
+def measure(engine: Any, micro_batches: int, options: argparse.Namespace) -> float:
+    """Micro-batches/s of an engine, median over repetitions."""
+    train = trainer_of(engine, micro_batch("emulated"))
     # A pipeline that all ranks have stopped in needs some batches to find its rhythm again.
     settling = -(-4 * options.stages // micro_batches)
     batches = -(-options.micro_batches // micro_batches)
@@ -88,22 +76,12 @@ def measure(
     for _ in range(options.repetitions):
         dist.barrier()
         for _ in range(settling):
-            engine.train_batch(iterator)
-        start = time.perf_counter()
+            train()
+        begin = time.perf_counter()
         for _ in range(batches):
-            engine.train_batch(iterator)
-        rates.append(batches * micro_batches / (time.perf_counter() - start))
-    measured = statistics.median(rates)
-    return {
-        "schedule": schedule,
-        "stages": options.stages,
-        "micro_batches": micro_batches,
-        "virtual_stages": virtual_stages,
-        "measured": measured,
-        "simulated": simulation.throughput,
-        "error": simulation.throughput / measured - 1,
-        "spread": [min(rates), max(rates)],
-    }
+            train()
+        rates.append(batches * micro_batches / (time.perf_counter() - begin))
+    return statistics.median(rates)
 
 
 def work(rank: int, stages: int, port: int, folder: str, options: argparse.Namespace) -> None:
@@ -111,24 +89,26 @@ def work(rank: int, stages: int, port: int, folder: str, options: argparse.Names
     printed = join(rank, stages, port)
     costs = {virtual: calibrate(virtual, f"{folder}/{virtual}", options) for virtual in RECORDED}
     for schedule, micro_batches, virtual_stages in CASES:
-        row = measure(schedule, micro_batches, virtual_stages, costs[virtual_stages], options)
+        engine = engine_of(schedule, micro_batches, virtual_stages, options)
+        workload = Workload(engine.pipeline.depths[0] // micro_batches + 12)
+        simulated = simulate(engine.pipeline, costs[virtual_stages], workload).throughput
+        measured = measure(engine, micro_batches, options)
         if rank == 0:
-            text = (
-                f"{schedule:11} K={options.stages} M={micro_batches} v={virtual_stages} | "
-                f"simulated {row['simulated']:6.2f} measured {row['measured']:6.2f} micro-batches/s | "
-                f"off by {100 * row['error']:+.1f} %"
+            print(
+                f"{schedule:11} K={stages} M={micro_batches} v={virtual_stages} | simulated {simulated:6.2f} "
+                f"measured {measured:6.2f} micro-batches/s | off by {100 * (simulated / measured - 1):+.1f} %",
+                file=printed,
+                flush=True,
             )
-            print_row(row, text, printed, options.json)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--stages", type=int, default=4, help="K")
     parser.add_argument("--stage-ms", type=float, default=48.0, help="emulated compute per stage and micro-batch")
     parser.add_argument("--micro-batches", type=int, default=64, help="per repetition")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--json", help="append one JSON line per row to this file")
     return parser.parse_args(words)
 
 

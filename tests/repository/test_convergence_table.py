@@ -51,8 +51,8 @@ def row(bench: Any, arm: Any, rate: float, seed: int, curve: list[tuple[int, flo
     return {**asdict(arm), "rate": rate, "seed": seed, "curve": curve}
 
 
-def cells_of(lines: list[str]) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+def cells_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
 def test_table_compares_with_the_better_synchronous_arm(bench: Any) -> None:
@@ -65,7 +65,7 @@ def test_table_compares_with_the_better_synchronous_arm(bench: Any) -> None:
         arm(4, 1, "nadam+sync20%", 30): [[(10, 2.5), (30, 1.5)], [(10, 2.5), (30, 1.5)]],
     }
     chosen = {arm: [row(bench, arm, 1e-3, *seed) for seed in enumerate(each)] for arm, each in curves.items()}
-    cells = cells_of(bench.table(chosen, 20, {(4, 1): bench.Pace(0.25, 0.75)})[2:])
+    cells = cells_of(bench.table(chosen, 20, {(4, 1): bench.Pace(0.25, 0.75)}))
     first = ["synchronous adamw", "20", "0.001", "2", "2.0000", "2.0000 .. 2.0000", "+0.00%", "", "", ""]
     assert cells[0] == first
     assert cells[1][6] == "+25.00%"
@@ -78,9 +78,7 @@ def test_table_compares_with_the_better_synchronous_arm(bench: Any) -> None:
 
 def test_time_counts_every_drain(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fillings of 1, 1, 2, 3 and 4 batches (2 + floor(3 r / 6)), then none that ends."""
-    import convergence_runs
-
-    monkeypatch.setitem(convergence_runs.METHODS, "both", {"synchronous_updates": 0.1, "delay_warmup_updates": 0.3})
+    monkeypatch.setitem(bench.METHODS, "both", {"synchronous_updates": 0.1, "delay_warmup_updates": 0.3})
     arm, pace = bench.Arm(4, 1, "both", 20), bench.Pace(0.25, 0.75)
     times = [bench.time_of(arm, updates, 20, pace) * 20 for updates in (1, 2, 3.5, 4, 7, 11, 20)]
     assert times == pytest.approx([1, 2, 2.375, 3.25, 4.75, 6.5, 8.75])

@@ -17,16 +17,17 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ds_vpipe.splitting import guards
-from ds_vpipe.splitting.block_proxy import BlockProxies, Finished
 from ds_vpipe.splitting.blocks import BlockList
 from ds_vpipe.splitting.call import Call, CallForm
-from ds_vpipe.splitting.crossings import Crossings
-from ds_vpipe.splitting.forward_pass import DivergedError, DryRun, Run
+from ds_vpipe.splitting.dry_run import DryRun
+from ds_vpipe.splitting.forward_pass import Crossings, DivergedError, Finished, ForwardPass, Run
+from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError, ValueNeededError
-from ds_vpipe.splitting.output_specs import OutputSpecs, RetryError, Where, own_buffers, own_numbers
+from ds_vpipe.splitting.output_specs import OutputSpecs, RetryError
 from ds_vpipe.splitting.parameter_slots import ParameterSlot
 
 Mode = tuple[int, bool, bool]
+_set_class = object.__dict__["__class__"].__set__  # also where a class has a ``__class__`` of its own
 
 
 class ForwardSplit:
@@ -40,13 +41,12 @@ class ForwardSplit:
 
     Attributes:
         specs: of what the blocks return.
+        members: parameters in each block, by its ``id``.
         outside: parameters outside the blocks.
         sequence: the blocks in the order in which they are called; None until the first dry run.
         piece_names: one per piece.
         pieces_of: the pieces that use each parameter, by name.
-        buffer_piece: the piece of each buffer, by ``id`` of its module and its name there.
-        writers: the piece that writes to a buffer, as seen in the last dry run.
-        cut_short: the last dry run's own call was not run to the end.
+        buffer_piece: the piece of each buffer.
         running: the model's forward is called here, and not by somebody else.
     """
 
@@ -55,10 +55,10 @@ class ForwardSplit:
         self._choice, self._slots = blocks, slots
         self.blocks = blocks.modules
         self._names = {id(block): name for block, name in zip(blocks.modules, blocks.names, strict=True)}
-        self._proxies = BlockProxies(model, self.blocks)
+        self._intercepting = {own: self._intercepting_class(own) for own in map(type, self.blocks)}
         parts = {id(block): {id(part) for part in block.modules()} for block in self.blocks}
-        self._members = {block: [slot for slot in slots if id(slot.module) in found] for block, found in parts.items()}
-        self.specs = OutputSpecs(log, self._members)
+        self.members = {block: [slot for slot in slots if id(slot.module) in found] for block, found in parts.items()}
+        self.specs = OutputSpecs(log)
         self._inside = set().union(*parts.values())
         self.outside = [slot for slot in slots if id(slot.module) not in self._inside]
         self._modules = {id(module): module for module in model.modules()}
@@ -67,12 +67,11 @@ class ForwardSplit:
         self._cuts: frozenset[int] | None = None
         self._crossings: dict[Mode, Crossings] = {}
         self._layouts: dict[tuple[int, int], tuple[list[ParameterSlot], list[ParameterSlot]]] = {}
-        self.cut_short = self.running = False
+        self._handler: ForwardPass | None = None
+        self.running = False
         self.piece_names: list[str] = []
         self.pieces_of: dict[str, tuple[int, ...]] = {}
         self.buffer_piece: dict[Where, int] = {}
-        self._buffers: dict[int, int] = {}
-        self.writers: dict[Where, int] = {}
         self._ever_written: dict[Where, int] = {}
 
     # Where pieces begin
@@ -126,38 +125,31 @@ class ForwardSplit:
 
     # Which piece has what
 
-    def assign(self, touched: dict[str, set[int]]) -> None:
-        """Give every parameter to the pieces that use it, or else by where it is registered.
+    def assign(self, dry: DryRun | None) -> None:
+        """Give every parameter and buffer to the pieces that use it, or else by where it is registered.
 
         If nothing is known, parameters of the modules around the blocks themselves belong to both ends.
         """
         assert self.sequence is not None
-        if not touched:
-            blocks = {id(block) for block in self.blocks}
-            around = {id(m) for m in self.model.modules() if blocks & {id(part) for part in m.modules()}} - self._inside
-            touched = self.log.touched = {}
-            for piece, block in enumerate(self.sequence, 1):
-                self.note_block(block, piece)
+        last, blocks = len(self.piece_names) - 1, {id(block) for block in self.blocks}
+        if dry is None:
+            dry = DryRun(self, {}, False)
+            for dry.piece, block in enumerate(self.sequence, 1):
+                dry.note_block(block)
             for slot in self.outside:
-                if id(slot.module) in around:
-                    touched[str(slot.meta.slot)] = {0, len(self.piece_names) - 1}
+                if blocks & {id(part) for part in slot.module.modules()}:
+                    dry.touched[str(slot.meta.slot)] = {0, last}
         order = {id(part): position for position, part in enumerate(self.model.modules())}
-        first, last = min(order[id(block)] for block in self.blocks), len(self.piece_names) - 1
+        first = min(order[block] for block in blocks)
         by_place = {module: 0 if position < first else last for module, position in order.items()}
         for slot in self._slots:
-            used = touched.get(str(slot.meta.slot), ())
+            used = dry.touched.get(str(slot.meta.slot), ())
             self.pieces_of[slot.name] = tuple(sorted(used)) or (by_place[id(slot.module)],)
         for module in self.model.modules():
             for key in module._buffers:
-                piece = self._buffers.get(id(module), by_place[id(module)])
-                self.buffer_piece[id(module), key] = self.writers.get((id(module), key), piece)
-
-    def note_block(self, block: nn.Module, piece: int) -> None:
-        """See that a block with all that belongs to it is used in a piece."""
-        for slot in self._members[id(block)]:
-            self.log.touched.setdefault(str(slot.meta.slot), set()).add(piece)
-        for part in block.modules():
-            self._buffers.setdefault(id(part), piece)
+                where = id(module), key
+                outside = max(dry.readers.get(where, ()), default=by_place[id(module)])
+                self.buffer_piece[where] = dry.writers.get(where, dry.block_pieces.get(id(module), outside))
 
     def forget_layout(self) -> None:
         """See that other parameters are here, or other pieces use them."""
@@ -169,12 +161,8 @@ class ForwardSplit:
         """Identifies a dry run: the forward may ask whether it trains, and whether there are gradients."""
         return form.fingerprint, self.model.training, torch.is_grad_enabled()
 
-    def known(self, form: CallForm) -> bool:
-        """Whether such a call has been tried out in this mode."""
-        return self.mode(form) in self._crossings
-
-    def try_out(self, form: CallForm, call: Call, *, to_the_end: bool = True) -> dict[str, set[int]]:
-        """Run a call without any parameter and return which pieces use which parameters.
+    def try_out(self, form: CallForm, call: Call, *, to_the_end: bool = True) -> DryRun:
+        """Run a call without any parameter, to find out what crosses and which pieces use what.
 
         Args:
             form: of the call.
@@ -185,57 +173,52 @@ class ForwardSplit:
         Raises:
             SplitError: the pieces cannot be run one after the other; says why.
         """
+        given: Call = call
         as_given: Call = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
-        guess, again = False, False
+        guess = False
         while True:
             try:
-                dry, output = self._try(
-                    tree_map_only(torch.Tensor, torch.Tensor.clone, as_given) if again else call, to_the_end, guess
-                )
-            except RetryError:
-                again = True
-                continue
-            if dry is not None:
+                dry, output = self._dry_run(given, to_the_end, guess)
                 break
-            guess = again = True  # what comes after the last block may look at values, as no other piece follows
-        self.cut_short |= again
+            except RetryError as retry:
+                guess = guess or retry.behind_blocks
+                given = tree_map_only(torch.Tensor, torch.Tensor.clone, as_given)
+        dry.cut_short |= given is not call
         if not dry.sequence or (self.sequence is not None and len(dry.sequence) < len(self.sequence)):
             raise self._too_few_calls(len(dry.sequence))
         if self.sequence is None:
             self.split_at_all(dry.sequence)
         self._crossings[self.mode(form)] = dry.crossings(output)
-        return self.log.touched
+        return dry
 
-    def _try(self, call: Call, to_the_end: bool, guess: bool) -> tuple[DryRun | None, Any]:
-        """A dry run, and what the forward returned; None if the end of the forward looks at values."""
+    def _dry_run(self, call: Call, to_the_end: bool, guess: bool) -> tuple[DryRun, Any]:
+        """A dry run, and what the forward returned."""
         output = None
-        self.log.strict, self.log.touched, self.log.last_use = False, {}, {}
-        self.log.holder = "a stage without that parameter"
-        self.cut_short = True
-        with ExitStack() as around:
-            around.enter_context(guards.untouched_generators())
-            around.enter_context(guards.saving_nothing())
-            around.enter_context(own_numbers(self.model))
-            around.enter_context(self._noting_modules())
-            dry = DryRun(self, around.enter_context(own_buffers(self.model)), guess)
-            around.enter_context(self._interpreted(dry, self._slots))
-            try:
-                dry.begin()
-                output = self.model(*call[0], **call[1])
-                self.cut_short = False
-            except ValueNeededError:
-                if not dry.done:
+        self.log.strict, self.log.holder = False, "a stage without that parameter"
+        with (
+            guards.untouched_generators(),
+            guards.saving_nothing(),
+            guards.own_numbers(self.model),
+            guards.own_buffers(self.model) as buffers,
+        ):
+            dry = DryRun(self, buffers, guess)
+            with self._interpreted(dry, self._slots):
+                try:
+                    dry.begin()
+                    output = self.model(*call[0], **call[1])
+                    dry.cut_short = False
+                except ValueNeededError as error:
+                    if not dry.done:
+                        raise
+                    if not guess:  # what comes after the last block may look at values, as no other piece follows
+                        raise RetryError(behind_blocks=True) from error
+                except SplitError:
                     raise
-                if not guess:
-                    return None, None
-            except SplitError:
-                raise
-            except Exception:
-                if not dry.done or (to_the_end and not guess):
-                    raise
-            finally:
-                dry.end()
-        self.writers = dry.writers
+                except Exception:
+                    if not dry.done or (to_the_end and not guess):
+                        raise
+                finally:
+                    dry.end()
         self._ever_written |= dry.writers
         return dry, output
 
@@ -274,12 +257,12 @@ class ForwardSplit:
         copies = ExitStack()
         written = {where for where in self._ever_written if where[0] not in self._inside}
         if start and written:
-            copies.enter_context(own_buffers(self.model, written))
+            copies.enter_context(guards.own_buffers(self.model, written))
         run = Run(self, crossings, activations, start, stop, arriving, copies.close)
         kept = [(module, key, buffer, buffer.clone()) for module, key, buffer in self._statistics(start, stop)]
         with copies, self._interpreted(run, hidden):
-            run.begin()
             try:
+                run.begin()
                 output = self.model(*call[0], **call[1])
             except Finished as finished:
                 crossings.compared.add((start, stop))
@@ -287,8 +270,8 @@ class ForwardSplit:
             except (DivergedError, RetryError) as error:
                 guards.restore(run.before)
                 with torch.no_grad(), torch._C.DisableTorchFunction():
-                    for module, key, buffer, before in kept:
-                        module._buffers[key] = buffer.copy_(before)
+                    for module, key, buffer, value in kept:
+                        module._buffers[key] = buffer.copy_(value)
                 raise DivergedError(*error.args) from None
             finally:
                 run.end()
@@ -317,36 +300,42 @@ class ForwardSplit:
         return hidden, arriving
 
     @contextmanager
-    def _interpreted(self, handler: DryRun | Run, hidden: Sequence[ParameterSlot]) -> Iterator[None]:
-        """Inside, the model's forward goes to ``handler``, without parameters in ``hidden``."""
+    def _interpreted(self, handler: ForwardPass, hidden: Sequence[ParameterSlot]) -> Iterator[None]:
+        """Inside, calls of blocks go to ``handler``, and the model has no parameters in ``hidden``."""
         for slot in hidden:
             if slot.follow():
                 self.specs.forget()
             slot.stand_in()
-        self.running = True
+        self._handler, self.running = handler, True
+        own_classes = [(block, type(block)) for block in self.blocks]
         try:
-            with self._proxies.installed(handler.call), ExitStack() as modes:
-                for mode in (handler.functions, handler.draws):
-                    if mode is not None:
-                        modes.enter_context(mode)
+            with ExitStack() as modes:
+                for mode in handler.modes():
+                    modes.enter_context(mode)
+                for block, own in own_classes:
+                    _set_class(block, self._intercepting[own])
                 yield
         finally:
-            self.running = False
+            for block, own in own_classes:
+                _set_class(block, own)
+            self._handler, self.running = None, False
             for slot in hidden:
                 slot.rest()
 
-    @contextmanager
-    def _noting_modules(self) -> Iterator[None]:
-        """Note in which piece modules with buffers are called."""
+    def _intercepting_class(self, own: type[nn.Module]) -> type[nn.Module]:
+        """Class for blocks of a class while the forward runs, whose calls go to the handler.
 
-        def note(module: nn.Module, _: Any) -> None:
-            if self.log.piece is not None:
-                self._buffers[id(module)] = self.log.piece
+        It is made as ``torch.nn.utils.parametrize`` makes classes. A block that runs is of its own class again.
+        """
 
-        outside = [module for module in self.model.modules() if module._buffers and id(module) not in self._inside]
-        handles = [module.register_forward_pre_hook(note) for module in outside]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            assert self._handler is not None
+            _set_class(block, own)
+            try:
+                return self._handler.call(block, args, kwargs)
+            finally:
+                _set_class(block, made)
+
+        made = type(own.__name__, (own,), {"__class__": property(lambda _: own)})  # for code that asks for the class
+        made.__call__ = made.forward = call  # type: ignore[method-assign,attr-defined]
+        return made

@@ -1,17 +1,19 @@
-"""State of the process that a forward in pieces looks after: random generators, grad mode, saved tensors."""
+"""State that a pass through a forward leaves as it was: random generators, buffers, counters, saved tensors."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
+from torch import nn
 
-from ds_vpipe.splitting.meta_tensor import SplitError
+Where = tuple[int, str]
+"""A buffer: ``id`` of its module, and its name there."""
 
 
 def random_states() -> tuple[Any, ...]:
@@ -48,53 +50,60 @@ def untouched_generators() -> Iterator[None]:
 
 
 @contextmanager
+def own_buffers(model: nn.Module, only: Collection[Where] | None = None) -> Iterator[dict[Where, torch.Tensor]]:
+    """Inside, a module has copies of its buffers, or only of some, which are what it gives."""
+    kept = [
+        (module, key, buffer)
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and (only is None or (id(module), key) in only)
+    ]
+    copies = {(id(module), key): buffer.clone() for module, key, buffer in kept}
+    for module, key, _ in kept:
+        module._buffers[key] = copies[id(module), key]
+    try:
+        yield copies
+    finally:
+        for module, key, buffer in kept:
+            module._buffers[key] = buffer
+
+
+@contextmanager
+def own_numbers(model: nn.Module) -> Iterator[None]:
+    """Numbers that modules have as attributes, such as counters, are afterwards what they were before."""
+    kept = [
+        (module, {key: value for key, value in module.__dict__.items() if type(value) in (int, float)})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, before in kept:
+            module.__dict__.update(before)
+
+
+@contextmanager
 def saving_nothing() -> Iterator[None]:
     """Inside, graphs save nothing where a checkpointed function counts what they save.
 
     Pieces are recomputed there, and code before them need not run alike twice: specs of blocks are known the second
     time.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+    if not saved_tensors_hook():
         yield
         return
     with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None):  # type: ignore[arg-type,return-value]
         yield
 
 
-class GradModeGuard:
-    """Refusal of blocks called inside a checkpointed function, where no boundary between stages can be.
-
-    A reentrant one switches gradients off, as a ``no_grad`` region does, where a boundary may be.
-    """
-
-    def __init__(self) -> None:
-        self._enabled = torch.is_grad_enabled()
-        self.move()
-
-    def move(self) -> None:
-        """See that :func:`saving_nothing` has begun or ended."""
-        self._hooks = _saved_tensors_hook()
-
-    def check(self, name: str) -> None:
-        """Compare with where the forward began.
-
-        Raises:
-            SplitError: block ``name`` cannot be called here.
-        """
-        if _saved_tensors_hook() != self._hooks or (torch.is_grad_enabled() != self._enabled and _in_a_function()):
-            raise SplitError(
-                f"{name}: called inside a checkpointed function or one with its own backward, allowed are blocks "
-                f"that are called directly; switch the model's own activation checkpointing of several blocks off and "
-                f"use vpipe.recompute_ratio"
-            )
-
-
-def _saved_tensors_hook() -> int:
+def saved_tensors_hook() -> int:
+    """Identifies the hook that sees what graphs save here, such as a checkpointed function's; 0 if there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return id(hooks[0]) if hooks else 0
 
 
-def _in_a_function() -> bool:
+def in_a_function() -> bool:
+    """Whether a ``torch.autograd.Function``, such as a reentrant checkpointed one, is running."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != torch.autograd.function.__file__:
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,9 +1,8 @@
 """Tensors without values: what a stage has in place of other stages' parameters and of what is computed from them.
 
 A :class:`MetaTensor` has shape, strides, type and device, so that code which asks for those runs; operations on it
-cost no memory and compute nothing. Its :class:`AccessLog` sees every operation: in a dry run it says which parameters
-and which values of earlier pieces each piece uses; later it refuses operations whose result would depend on a value
-that is not there.
+cost no memory and compute nothing. Its :class:`AccessLog` sees every operation, tells a dry run of it and refuses
+those whose result would depend on a value that is not there.
 """
 
 from __future__ import annotations
@@ -11,15 +10,19 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.splitting.crossings import Place, Source
+
+if TYPE_CHECKING:
+    from ds_vpipe.splitting.dry_run import DryRun
+    from ds_vpipe.splitting.forward_pass import Source
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _MOST_RESULTS = 4096
@@ -56,39 +59,26 @@ def place() -> str:
 
 
 class AccessLog:
-    """Record of the operations on the meta tensors of one model, and refusal of wrong ones.
+    """Operations on the meta tensors of one model.
 
     Attributes:
         strict: absent and present values must not meet: what the stage computes is real from now on.
         holder: who lacks the values, for messages.
-        piece: in a dry run the piece whose code is running, else None.
-        touched: in a dry run the pieces that use each parameter, by name.
-        last_use: in a dry run the last piece that uses each value of an earlier piece.
+        dry_run: that is going on.
         guessing: meta tensors have made-up values.
+        bare_results: of operations, on the meta device.
     """
 
     def __init__(self) -> None:
         self.strict = self.guessing = False
         self.holder = "this stage"
-        self.piece: int | None = None
-        self.touched: dict[str, set[int]] = {}
-        self.last_use: dict[Source, int] = {}
-        self._results: dict[Any, Any] = {}
+        self.dry_run: DryRun | None = None
+        self.bare_results: dict[Any, Any] = {}
 
-    def bare_result(self, func: Any, args: Any, kwargs: dict[str, Any], in_place: bool) -> Any:
-        """What ``func`` gives on the meta device; the same is not computed twice.
-
-        Shapes repeat from micro-batch to micro-batch, and operations on the meta device take longer than a look-up.
-        """
-        if in_place:
-            return func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
-        leaves, spec = tree_flatten((args, kwargs))
-        key = (func, spec, *map(_outline, leaves))
-        if key not in self._results:
-            if len(self._results) == _MOST_RESULTS:
-                self._results.clear()
-            self._results[key] = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
-        return self._results[key]
+    @property
+    def piece(self) -> int | None:
+        """The piece whose code is running in a dry run."""
+        return None if self.dry_run is None else self.dry_run.piece
 
     def note(self, func: Any, absent: list[MetaTensor], target: torch.Tensor | None, meets_present: bool) -> None:
         """See one operation.
@@ -113,39 +103,11 @@ class AccessLog:
                 f"and parameters whose use was seen when such a call was tried out; make the forward use the same ones "
                 f"in every call, or put these pieces on one stage"
             )
-        if self.piece is not None:
+        if self.dry_run is not None:
             for value in absent:
-                self.use(value)
+                self.dry_run.use(value)
             if target is not None:
-                self._write(func, target, self.piece)
-
-    def use(self, value: MetaTensor) -> None:
-        """In a dry run, see that the running piece uses a value."""
-        assert self.piece is not None
-        value.first_use = self.piece if value.first_use is None else value.first_use
-        made_in = self.piece if value.made_in is None else value.made_in
-        if value.slot is not None:
-            self.touched.setdefault(value.slot, set()).add(made_in)
-        if made_in == self.piece:
-            return
-        if value.slot is not None:
-            value.source = Source(Place(made_in, "parameter", 0), value.slot)
-        if value.source is None:
-            raise SplitError(
-                f"{place()}: needs {value.origin}, which piece {made_in} has made in a way that cannot be followed; "
-                f"allowed are results of torch's functions and of modules; change the forward"
-            )
-        self.last_use[value.source] = max(self.piece, self.last_use.get(value.source, 0))
-
-    def _write(self, func: Any, target: MetaTensor, piece: int) -> None:
-        """Refuse a write into a value of an earlier piece that is known by two tensors, which travel separately."""
-        root = target if target.root is None else target.root
-        known = [root, *(view() for view in root.views)]
-        if sum(value is not None and value.made_in is not None and value.made_in < piece for value in known) > 1:
-            raise SplitError(
-                f"{place()}: {func} writes into {target.origin} of which an earlier piece has made a view, and does "
-                f"not see it there; allowed is to compute new tensors; use the form that does not work in place"
-            )
+                self.dry_run.write(func, target)
 
 
 class MetaTensor(torch.Tensor):
@@ -169,11 +131,11 @@ class MetaTensor(torch.Tensor):
     origin: str
     slot: str | None
     made_in: int | None
-    first_use: int | None
-    source: Source | None
-    guess: torch.Tensor | None
-    root: MetaTensor | None
-    views: list[weakref.ref[MetaTensor]] | tuple[()]
+    first_use: int | None = None
+    source: Source | None = None
+    guess: torch.Tensor | None = None
+    root: MetaTensor | None = None
+    views: Sequence[weakref.ref[MetaTensor]] = ()
 
     @staticmethod
     def __new__(
@@ -184,10 +146,7 @@ class MetaTensor(torch.Tensor):
         made: MetaTensor = torch.Tensor._make_wrapper_subclass(
             cls, bare.shape, strides=bare.stride(), dtype=bare.dtype, device=device, requires_grad=requires_grad
         )
-        made.__dict__.update(
-            bare=bare, access_log=log, origin=origin, slot=slot, made_in=log.piece, first_use=None, source=None,
-            guess=None, root=None, views=(),
-        )  # fmt: skip
+        made.__dict__.update(bare=bare, access_log=log, origin=origin, slot=slot, made_in=log.piece)
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -250,21 +209,22 @@ class MetaTensor(torch.Tensor):
         return zeros
 
     @classmethod
-    def drawn(cls, value: torch.Tensor, log: AccessLog, func: Any) -> MetaTensor:
-        """Stand for a value that ``func`` has drawn."""
-        return cls.like(value, log, _UNIFORM if func is torch.ops.aten.rand.default else f"what {func} has drawn")
+    def drawn(cls, values: Any, log: AccessLog, func: Any) -> Any:
+        """Stand for values that ``func`` has drawn."""
+        origin = _UNIFORM if func is torch.ops.aten.rand.default else f"what {func} has drawn"
+        return tree_map_only(torch.Tensor, lambda value: cls.like(value, log, origin), values)
 
     @classmethod
     def like(cls, value: torch.Tensor, log: AccessLog, origin: str) -> MetaTensor:
         """Stand for ``value``."""
-        return cls(value.bare if isinstance(value, MetaTensor) else _bare(value), value.device, log, origin)
+        return cls(_bare(value), value.device, log, origin)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         absent = [tensor for tensor in tensors if isinstance(tensor, MetaTensor)]
-        first = absent[0]
+        first, log = absent[0], absent[0].access_log
         device = kwargs.get("device")
         device = first.device if device is None else torch.device(device)
         if func in _VALUE_FREE:
@@ -272,12 +232,12 @@ class MetaTensor(torch.Tensor):
         if func is torch.ops.aten.lt.Scalar and first.origin == _UNIFORM and args[1] <= 0:
             return torch.zeros(first.shape, dtype=torch.bool, device=device)  # as where layers are dropped at rate 0
         target = written(func, args, kwargs)
-        first.access_log.note(func, absent, target, len(absent) < len(tensors))
+        log.note(func, absent, target, len(absent) < len(tensors))
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
         kwargs.pop("pin_memory", None)
         try:
-            made = first.access_log.bare_result(func, args, kwargs, target is not None)
+            made = _computed_bare(func, args, kwargs, log.bare_results if target is None else None)
         except (RuntimeError, NotImplementedError) as error:
             if not _needs_values(func, error):
                 raise
@@ -285,13 +245,8 @@ class MetaTensor(torch.Tensor):
         if target is not None:
             return target
         origin = first.origin if first.origin.startswith(_DERIVED) else f"{_DERIVED} {first.origin}"
-        results = tree_map(
-            lambda value: (
-                MetaTensor(value, device, first.access_log, origin) if isinstance(value, torch.Tensor) else value
-            ),
-            made,
-        )
-        if first.access_log.piece is not None and any(r.alias_info is not None for r in func._schema.returns):
+        results = tree_map_only(torch.Tensor, lambda value: MetaTensor(value, device, log, origin), made)
+        if log.piece is not None and any(r.alias_info is not None for r in func._schema.returns):
             root = first if first.root is None else first.root
             for view in (leaf for leaf in tree_leaves(results) if isinstance(leaf, MetaTensor)):
                 view.root = root
@@ -304,20 +259,29 @@ class _Computed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, like: list[MetaTensor], origin: str) -> tuple[MetaTensor, ...]:
-        return tuple(MetaTensor(one.bare, one.device, one.access_log, origin) for one in like)
+        return tuple(MetaTensor.like(one, one.access_log, origin) for one in like)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return None, None, None
 
 
-def fresh(like: list[MetaTensor], origin: str) -> list[MetaTensor]:
-    """Meta tensors as a block returns them; those that require a gradient are no leaves."""
-    computed = [one for one in like if one.requires_grad]
-    made = iter(_Computed.apply(torch.empty(0, requires_grad=True), computed, origin) if computed else ())
-    return [
-        next(made) if one.requires_grad else MetaTensor(one.bare, one.device, one.access_log, origin) for one in like
-    ]
+def renewed(leaves: Sequence[Any], origin: str, kept: Collection[int] = ()) -> list[Any]:
+    """``leaves`` with new meta tensors, as a block returns them: those that require a gradient have a graph.
+
+    Args:
+        leaves: of a tree; what occurs twice is one tensor again.
+        origin: of the new ones.
+        kept: those that stay, by ``id``.
+    """
+    old = {id(leaf): leaf for leaf in leaves if isinstance(leaf, MetaTensor) and id(leaf) not in kept}
+    computed = [one for one in old.values() if one.requires_grad]
+    with_graph = iter(_Computed.apply(torch.empty(0, requires_grad=True), computed, origin) if computed else ())
+    made = {
+        key: next(with_graph) if one.requires_grad else MetaTensor.like(one, one.access_log, origin)
+        for key, one in old.items()
+    }
+    return [made.get(id(leaf), leaf) for leaf in leaves]
 
 
 def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -330,6 +294,23 @@ def _bare(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return value
+
+
+def _computed_bare(func: Any, args: Any, kwargs: dict[str, Any], known: dict[Any, Any] | None) -> Any:
+    """What ``func`` gives on the meta device; the same is not computed twice.
+
+    Shapes repeat from micro-batch to micro-batch, and operations on the meta device take longer than a look-up.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    key = None if known is None else (func, spec, *map(_outline, leaves))
+    if known is not None and key in known:
+        return known[key]
+    made = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
+    if known is not None:
+        if len(known) == _MOST_RESULTS:
+            known.clear()
+        known[key] = made
+    return made
 
 
 def _outline(value: Any) -> Any:

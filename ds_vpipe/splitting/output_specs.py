@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ds_vpipe.splitting.guards import untouched_generators
-from ds_vpipe.splitting.meta_tensor import (
-    AccessLog,
-    MetaTensor,
-    SplitError,
-    ValueNeededError,
-    fresh,
-    place,
-    written,
-)
-from ds_vpipe.splitting.parameter_slots import ParameterSlot
-
-Where = tuple[int, str]
-"""A buffer: ``id`` of its module, and its name there."""
+from ds_vpipe.splitting.guards import Where, own_buffers, untouched_generators
+from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError, ValueNeededError, place, renewed, written
 
 _MOST_KNOWN = 4096
 _OF_MODULES = frozenset(nn.Module().__dict__)
+_MADE_UP = "a value that a block has made"
 
 
 class RetryError(BaseException):
-    """End of a forward in which a block has turned out to look at values: what it has done by then is done again."""
+    """End of a forward in which code has turned out to look at values: what it has done by then is done again.
+
+    Args:
+        behind_blocks: code behind all blocks, and not a block.
+    """
+
+    def __init__(self, behind_blocks: bool = False) -> None:
+        super().__init__()
+        self.behind_blocks = behind_blocks
 
 
 class MadeUpValues(TorchDispatchMode):
@@ -46,10 +42,9 @@ class MadeUpValues(TorchDispatchMode):
         own: tensors with values that may be written to; by default all.
     """
 
-    def __init__(self, log: AccessLog, own: Sequence[torch.Tensor] | None) -> None:
+    def __init__(self, log: AccessLog, own: Sequence[torch.Tensor] | None = None) -> None:
         super().__init__()
-        self._log = log
-        self._own = None if own is None else {tensor.untyped_storage()._cdata for tensor in own}
+        self._log, self._own = log, None if own is None else _storages(own)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, spec = tree_flatten((args, kwargs or {}))
@@ -77,7 +72,7 @@ class MadeUpValues(TorchDispatchMode):
         super().__exit__(*error)
 
     def _hidden(self, value: torch.Tensor) -> MetaTensor:
-        made = MetaTensor.like(value, self._log, "a value that a block has made")
+        made = MetaTensor.like(value, self._log, _MADE_UP)
         made.guess = value
         return made
 
@@ -87,23 +82,23 @@ class _ForeignWrites(TorchDispatchMode):
 
     def __init__(self, own: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.seen = False
-        self._own = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in own)}
+        self.seen, self._own = False, _storages(own)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         target = written(func, args, kwargs)
         result = func(*args, **kwargs)
         if target is None and not any(r.alias_info is not None for r in func._schema.returns):
-            tree_map_only(torch.Tensor, self._note, result)
+            self._own |= _storages(tree_leaves(result))
         elif target is not None and not isinstance(target, MetaTensor):
             self.seen |= target.untyped_storage()._cdata not in self._own
         return result
 
-    def _note(self, value: torch.Tensor) -> None:
-        if not isinstance(value, MetaTensor):
-            storage = value.untyped_storage()
-            self._own[storage._cdata] = storage
+
+def _storages(tensors: Sequence[Any]) -> dict[int, Any]:
+    """Storages of the tensors that have values, by address, which nobody else has as long as they are kept."""
+    with_values = [t for t in tensors if isinstance(t, torch.Tensor) and not isinstance(t, MetaTensor)]
+    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in with_values)}
 
 
 @dataclass(frozen=True)
@@ -113,16 +108,29 @@ class _Passed:
     index: int
 
 
+class BlockRun(NamedTuple):
+    """A run of a block without values.
+
+    Attributes:
+        outputs: meta tensors, and what the block has computed from the call's own arguments.
+        writes: into tensors from outside.
+        buffers: that it has written to.
+    """
+
+    outputs: Any
+    writes: bool
+    buffers: list[Where]
+
+
 class OutputSpecs:
     """Specs of the outputs of blocks, by the shapes of their arguments.
 
     Args:
         log: of the meta tensors.
-        slots: parameters in each block, by its ``id``.
     """
 
-    def __init__(self, log: AccessLog, slots: Mapping[int, Sequence[ParameterSlot]]) -> None:
-        self._log, self._slots = log, slots
+    def __init__(self, log: AccessLog) -> None:
+        self._log = log
         self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
         self._looking: set[int] = set()
         self._remembering: set[int] = set()
@@ -145,49 +153,47 @@ class OutputSpecs:
         key = (id(block), block.training, torch.is_grad_enabled(), spec, *(_shape_of(leaf) for leaf in leaves))
         if not again and id(block) not in self._remembering and key in self._known and not _watched(block):
             kept, out_spec = self._known[key]
-            distinct = {id(leaf): leaf for leaf in kept if isinstance(leaf, MetaTensor)}
-            made = dict(zip(distinct, fresh(list(distinct.values()), name), strict=True))
-            found = [leaves[leaf.index] if isinstance(leaf, _Passed) else made.get(id(leaf)) for leaf in kept]
-            return tree_unflatten(found, out_spec)
-        outputs, out_spec, same, _ = self._run(block, args, kwargs)
+            made = renewed(kept, name)
+            return tree_unflatten([leaves[one.index] if isinstance(one, _Passed) else one for one in made], out_spec)
+        outputs, writes, _ = self.run(block, args, kwargs)
+        found, out_spec = tree_flatten(outputs)
         places = {id(leaf): index for index, leaf in reversed(list(enumerate(leaves)))}
         memo: dict[int, Any] = {}
-        kept = [memo.setdefault(id(leaf), _kept(leaf, places)) for leaf in outputs]
+        kept = [memo.setdefault(id(leaf), _kept(leaf, places)) for leaf in found]
         alike = all(leaf is None or isinstance(leaf, (MetaTensor, _Passed)) for leaf in kept)
-        if same and alike and id(block) not in self._remembering:
+        if alike and not writes and id(block) not in self._remembering:
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
             self._known[key] = kept, out_spec
-        return tree_unflatten(outputs, out_spec)
+        return outputs
 
     def forget(self) -> None:
         """Run all blocks anew, whose parameters have been frozen or not."""
         self._known.clear()
 
-    def dry_run(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, list[Where]]:
-        """Outputs of a block, and the buffers that it writes to."""
-        outputs, spec, _, written_to = self._run(block, args, kwargs)
-        return tree_unflatten(outputs, spec), written_to
+    def run(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockRun:
+        """Run a block.
 
-    def _run(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec, bool, list[Where]]:
-        """Leaves and spec of outputs; whether nothing else has changed, and which buffers have."""
-        with untouched_generators(), self._without_parameters(block), own_buffers(block) as copies:
-            buffers, same = list(copies.values()), True
+        Raises:
+            RetryError: it has turned out to look at values, and is run with made-up ones from now on.
+        """
+        with untouched_generators(), own_buffers(block) as copies:
             attributes, (given, given_spec) = _attributes(block), tree_flatten((args, kwargs))
+            writes, buffers = False, list(copies.values())
             if id(block) in self._looking:
                 with MadeUpValues(self._log, buffers):
-                    outputs, spec = tree_flatten(block(*args, **kwargs))
+                    outputs = block(*args, **kwargs)
                 outputs = _without_guesses(block, outputs, tree_leaves((args, kwargs)))
             else:
                 try:
-                    with _ForeignWrites(buffers) as writes:
-                        outputs, spec = tree_flatten(block(*args, **kwargs))
+                    with _ForeignWrites(buffers) as foreign:
+                        outputs = block(*args, **kwargs)
                 except (ValueNeededError, RuntimeError) as error:  # an operation may have no shapes without values
                     if isinstance(error, SplitError) and not isinstance(error, ValueNeededError):
                         raise
                     self._looking.add(id(block))
-                    raise RetryError from error
-                same = not writes.seen
+                    raise RetryError() from error
+                writes = foreign.seen
             after, after_spec = tree_flatten((args, kwargs))
             if attributes != _attributes(block) or given_spec != after_spec or not all(map(operator.is_, given, after)):
                 self._remembering.add(id(block))
@@ -197,51 +203,7 @@ class OutputSpecs:
                 for (module, key), copy in copies.items()
                 if copy._version or modules[module]._buffers.get(key) is not copy
             ]
-            return outputs, spec, same, changed
-
-    @contextmanager
-    def _without_parameters(self, block: nn.Module) -> Iterator[None]:
-        here = [slot for slot in self._slots[id(block)] if slot.shown]
-        for slot in here:
-            slot.stand_in()
-        try:
-            yield
-        finally:
-            for slot in here:
-                slot.show()
-
-
-@contextmanager
-def own_buffers(model: nn.Module, only: Collection[Where] | None = None) -> Iterator[dict[Where, torch.Tensor]]:
-    """Inside, a module has copies of its buffers, or only of some, which are what it gives."""
-    kept = [
-        (module, key, buffer)
-        for module in model.modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None and (only is None or (id(module), key) in only)
-    ]
-    copies = {(id(module), key): buffer.clone() for module, key, buffer in kept}
-    for module, key, _ in kept:
-        module._buffers[key] = copies[id(module), key]
-    try:
-        yield copies
-    finally:
-        for module, key, buffer in kept:
-            module._buffers[key] = buffer
-
-
-@contextmanager
-def own_numbers(model: nn.Module) -> Iterator[None]:
-    """Numbers that modules have as attributes, such as counters, are afterwards what they were before."""
-    kept = [
-        (module, {key: value for key, value in module.__dict__.items() if type(value) in (int, float)})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, before in kept:
-            module.__dict__.update(before)
+            return BlockRun(outputs, writes, changed)
 
 
 def _attributes(block: nn.Module) -> list[tuple[int, str, int, int]]:
@@ -254,19 +216,17 @@ def _attributes(block: nn.Module) -> list[tuple[int, str, int, int]]:
     ]
 
 
-def _without_guesses(block: nn.Module, outputs: list[Any], given: list[Any]) -> list[Any]:
+def _without_guesses(block: nn.Module, outputs: Any, given: list[Any]) -> Any:
     """Other meta tensors in their places, so that no graph keeps the block's made-up values."""
-    for leaf in outputs:
+    leaves, spec = tree_flatten(outputs)
+    for leaf in leaves:
         if isinstance(leaf, (bool, int, float)):
             raise SplitError(
                 f"{type(block).__name__}: looks at values and returns a {type(leaf).__name__}, which other stages "
                 f"cannot know; allowed are tensors; change the forward"
             )
-    known = {id(leaf) for leaf in given}
-    own = [leaf for leaf in outputs if isinstance(leaf, MetaTensor) and leaf.slot is None and id(leaf) not in known]
-    old = {id(leaf): leaf for leaf in own}
-    made = dict(zip(old, fresh(list(old.values()), "a value that a block has made"), strict=True))
-    return [made.get(id(leaf), leaf) for leaf in outputs]
+    parameters = {id(leaf) for leaf in leaves if isinstance(leaf, MetaTensor) and leaf.slot is not None}
+    return tree_unflatten(renewed(leaves, _MADE_UP, {*map(id, given), *parameters}), spec)
 
 
 def _kept(leaf: Any, places: Mapping[int, int]) -> Any:

@@ -1,20 +1,21 @@
-"""Slots of a model's parameters, each of which shows the parameter or a meta tensor in its stead.
+"""Slots of a model's parameters, each of which holds the parameter or a meta tensor in its stead.
 
 Between calls a parameter of another stage is a plain attribute, so that ``parameters()`` and ``state_dict()`` know
 nothing of it. While the user's forward runs it is among the module's parameters, because code such as
-``next(self.parameters()).dtype`` is common.
+``next(self.parameters()).dtype`` is common. Parameters of a model that was built on the meta device get values once
+it is known which of them a stage keeps, its buffers before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor
+from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError
 
 
 class ParameterSlot:
@@ -26,25 +27,25 @@ class ParameterSlot:
         key: its name there.
         parameter: None once it has been dropped.
         meta: stands for it.
+        tie: the same for all names of one parameter.
     """
 
     def __init__(self, name: str, module: nn.Module, key: str, parameter: nn.Parameter, meta: MetaTensor) -> None:
-        self.name, self.module, self.key = name, module, key
+        self.name, self.module, self.key, self.meta = name, module, key, meta
         self.parameter: nn.Parameter | None = parameter
-        self.tie = id(parameter)
-        self.size = parameter.numel()
-        self.trained = parameter.requires_grad
-        self.meta = meta
+        self.tie, self.size, self.trained = id(parameter), parameter.numel(), parameter.requires_grad
 
-    def show(self) -> None:
-        """Let the module have its parameter."""
-        self.module.__dict__.pop(self.key, None)
-        self.module._parameters[self.key] = self.parameter
+    def put(self, value: torch.Tensor | None) -> None:
+        """Let the module have ``value`` as its parameter, or none, but the meta tensor as an attribute."""
+        self.module._parameters[self.key] = value  # type: ignore[assignment]
+        if value is None:
+            self.module.__dict__[self.key] = self.meta
+        else:
+            self.module.__dict__.pop(self.key, None)
 
-    def hide(self) -> None:
-        """Let the module have no parameter, but the attribute."""
-        self.module._parameters[self.key] = None
-        self.module.__dict__[self.key] = self.meta
+    def rest(self) -> None:
+        """Let the module have what it has between calls."""
+        self.put(self.parameter)
 
     def stand_in(self, anew: bool = False) -> MetaTensor:
         """Let the module have the meta tensor as a parameter, and return it.
@@ -53,8 +54,7 @@ class ParameterSlot:
             anew: another one than before, so that code which has that is told from code that looks here again.
         """
         meta = self.meta.again() if anew else self.meta
-        self.module.__dict__.pop(self.key, None)
-        self.module._parameters[self.key] = meta  # type: ignore[assignment]
+        self.put(meta)
         return meta
 
     def follow(self) -> bool:
@@ -63,18 +63,6 @@ class ParameterSlot:
             return False
         self.meta.requires_grad = self.parameter.requires_grad
         return True
-
-    def rest(self) -> None:
-        """Let the module have its parameter or the attribute, as between calls."""
-        if self.parameter is None:
-            self.hide()
-        else:
-            self.show()
-
-    @property
-    def shown(self) -> bool:
-        """The module has the parameter."""
-        return self.parameter is not None and self.module._parameters[self.key] is self.parameter
 
     def convert(self, function: Callable[[torch.Tensor], Any]) -> None:
         """Change type and device of the meta tensor, as ``Module._apply`` does with parameters."""
@@ -119,3 +107,74 @@ def empty_parameter(parameter: nn.Parameter) -> None:
         with suppress(RuntimeError):
             bare = torch.empty_like(parameter, device="meta", requires_grad=False)
             torch.utils.swap_tensors(parameter, nn.Parameter(bare, parameter.requires_grad))
+
+
+def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.device) -> None:
+    """Allocate what is on the meta device and initialise it as the model itself does.
+
+    A module is initialised by the ``_init_weights(module)`` of the innermost module around it that has one, as Hugging
+    Face's models do, or by its own ``reset_parameters()``. Random numbers are drawn from the current generators.
+
+    Args:
+        model: whose parameters that this stage does not keep are absent.
+        slots: of its parameters.
+        device: to allocate on.
+
+    Raises:
+        SplitError: a module has neither.
+    """
+    affected: dict[int, str] = {}
+    fresh: dict[int, nn.Parameter] = {}
+    for slot in slots:
+        bare = slot.parameter
+        if bare is not None and bare.is_meta:
+            affected[id(slot.module)] = slot.name
+            if slot.tie not in fresh:
+                empty = torch.empty_like(bare, device=device, requires_grad=False)
+                fresh[slot.tie] = nn.Parameter(empty, requires_grad=bare.requires_grad)
+                vars(fresh[slot.tie]).update(vars(bare))  # marks, such as DeepSpeed's of weights that other stages have
+            slot.parameter = fresh[slot.tie]
+            slot.rest()
+    _initialise(model, affected, device)
+
+
+def materialise_buffers(model: nn.Module, slots: Sequence[ParameterSlot]) -> None:
+    """Give values on the CPU to buffers on the meta device, which every stage needs; parameters stay as they are.
+
+    Raises:
+        SplitError: as :func:`materialise`.
+    """
+    if any(buffer.is_meta for buffer in model.buffers()):
+        for slot in slots:
+            slot.put(None)
+        _initialise(model, {}, torch.device("cpu"))
+        for slot in slots:
+            slot.rest()
+
+
+def _initialise(model: nn.Module, affected: dict[int, str], device: torch.device) -> None:
+    """Allocate buffers, and initialise modules: ``affected``, by ``id`` with a name for messages, and the buffers'."""
+    initialisers: dict[int, Callable[[nn.Module], Any]] = {}
+    for name, module in model.named_modules():  # outer ones first
+        initialise = getattr(module, "_init_weights", None)
+        if callable(initialise):
+            initialisers |= {id(part): initialise for part in module.modules()}
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=device)
+                affected.setdefault(id(module), f"{name}.{key}")
+    with torch.no_grad():
+        for module in model.modules():
+            if id(module) not in affected:
+                continue
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()  # some initialisers leave parts to it
+            if id(module) in initialisers:
+                initialisers[id(module)](module)
+            elif not callable(reset):
+                raise SplitError(
+                    f"{affected[id(module)]}: is on the meta device, and {type(module).__name__} has no "
+                    f"reset_parameters(), allowed are modules that can initialise themselves, or models with "
+                    f"_init_weights(module); add one, or build the model on the CPU"
+                )

@@ -11,10 +11,9 @@ from ds_vpipe.splitting.blocks import BlockList, all_modules, block_choices
 from ds_vpipe.splitting.call import Call, CallForms
 from ds_vpipe.splitting.example import guesses, own_example, takes
 from ds_vpipe.splitting.forward_split import ForwardSplit
-from ds_vpipe.splitting.init_meta import materialise_buffers
 from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError
 from ds_vpipe.splitting.model_hooks import refuse_parts
-from ds_vpipe.splitting.parameter_slots import slots_of
+from ds_vpipe.splitting.parameter_slots import materialise_buffers, slots_of
 from ds_vpipe.splitting.stage_model import StageModel
 
 
@@ -100,20 +99,20 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
         packed, form = CallForms().pack(*call)
         try:
             with torch.enable_grad():
-                touched = split.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
+                dry = split.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
                 if blocks.merged and split.thin(num_stages):
-                    touched = split.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
+                    dry = split.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
         except SplitError as error:
             refused = refused or str(error)
         except Exception as error:  # the user's code, with inputs that it may not like
             if given is not None:
                 return f"{blocks.name}: forward failed without parameters: {type(error).__name__}: {_first_line(error)}"
         else:
-            split.assign(touched)
+            split.assign(dry)
             return None
     if refused is None:
         split.split_at_all(blocks.modules)
-        split.assign({})
+        split.assign(None)
     return refused
 
 

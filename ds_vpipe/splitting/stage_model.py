@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_vpipe.splitting.call import CallForm, CallForms, Packed, find_loss, loss_of
 from ds_vpipe.splitting.forward_pass import DivergedError
 from ds_vpipe.splitting.forward_split import ForwardSplit
-from ds_vpipe.splitting.init_meta import materialise
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.model_hooks import StateHooks, refuse_direct_calls
-from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter
+from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise
 from ds_vpipe.splitting.piece import Piece
 
 
@@ -106,9 +105,7 @@ class StageModel:
                 assert slot.parameter is not None
                 self._spare[id(slot)] = slot.parameter
                 slot.parameter = None
-                slot.hide()
-            else:
-                slot.show()
+            slot.rest()
         self._refresh()
 
     def release(self, device: torch.device | None = None) -> None:
@@ -243,16 +240,16 @@ class StageModel:
         # Every run has to find what the script gave, so that none may write into it.
         copies = [tensor.to(device).clone() for tensor in given if tensor is not None]
         marks = [tensor._version for tensor in copies]
-        touched = split.try_out(form, form.rebuild(tuple(copies)))
-        written = {at for at, copy in enumerate(copies) if split.cut_short or copy._version != marks[at]}
+        dry = split.try_out(form, form.rebuild(tuple(copies)))
+        written = {at for at, copy in enumerate(copies) if dry.cut_short or copy._version != marks[at]}
         self._written.setdefault(form.fingerprint, set()).update(written)
         for slot in self._slots:
             known = split.pieces_of[slot.name]
-            for piece in touched.get(str(slot.meta.slot), set()) - set(known):
+            for piece in dry.touched.get(str(slot.meta.slot), set()) - set(known):
                 self._refuse_elsewhere(slot.name, piece, known)
                 split.pieces_of[slot.name] = tuple(sorted({*split.pieces_of[slot.name], piece}))
                 split.forget_layout()
-        for where, piece in split.writers.items():
+        for where, piece in dry.writers.items():
             self._refuse_elsewhere(f"buffer {where[1]}", piece, (split.buffer_piece[where],))
         self._tried.add(split.mode(form))
 

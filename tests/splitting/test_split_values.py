@@ -326,6 +326,28 @@ def test_values_and_gradients_keep_their_strides(way: str, ratio: float) -> None
     assert len(Noted.values) == 4 or ratio > 0
 
 
+class Residual(nn.Module):
+    """Convolutions without a list; two values would cross inside of the branch, so that there is no cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.fourth = (nn.Conv1d(4, 4, 1) for _ in range(4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x + self.third(torch.relu(self.second(x)))
+        return nn.functional.cross_entropy(self.norm(self.fourth(x)).mean(2), y)
+
+
+def test_buffers_are_in_the_piece_of_their_module_where_cuts_are_left_out() -> None:
+    """In evaluation mode nothing writes to them, which would say where they are."""
+    model = built(Residual).eval()
+    stage = split_in_process(model, 2, ((torch.randn(3, 4, 5), torch.tensor([0, 1, 2])), {}))
+    assert stage.piece_names == ["first", "second", "fourth", "norm"]
+    assert {piece for name, (_, piece) in stage.homes().items() if name.startswith("norm.")} == {3}
+
+
 class Scaled(nn.Module):
     """A list of blocks, and a normalisation that is used in two pieces."""
 

@@ -1,0 +1,266 @@
+"""A pass without any values, which finds out which piece uses what: parameters, buffers, values of earlier pieces."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ds_vpipe.splitting import guards
+from ds_vpipe.splitting.forward_pass import (
+    OUTSIDE,
+    Crossings,
+    ForwardPass,
+    Place,
+    Source,
+    parts_with_tensors,
+    refuse_draws,
+)
+from ds_vpipe.splitting.guards import Where
+from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, written
+from ds_vpipe.splitting.output_specs import MadeUpValues
+
+if TYPE_CHECKING:
+    from ds_vpipe.splitting.forward_split import ForwardSplit
+
+
+class DryRun(ForwardPass):
+    """A pass without any values.
+
+    Args:
+        split: whose model.
+        buffers: copies, which the model has meanwhile.
+        guess: give meta tensors made-up values once all blocks have been called.
+
+    Attributes:
+        sequence: the blocks called, in order.
+        touched: the pieces that use each parameter, by name.
+        block_pieces: the piece that first calls a block with a module, by the module's ``id``.
+        writers: the piece that writes to a buffer.
+        readers: the pieces that read a buffer outside the blocks.
+        cut_short: the call that was given was not run to its end.
+        drawn_by: the operation that has drawn random numbers outside the blocks since the last torch function.
+    """
+
+    def __init__(self, split: ForwardSplit, buffers: dict[Where, torch.Tensor], guess: bool) -> None:
+        super().__init__(split, sys.maxsize, None)
+        self.sequence: list[nn.Module] = []
+        self.touched: dict[str, set[int]] = {}
+        self.block_pieces: dict[int, int] = {}
+        self.writers: dict[Where, int] = {}
+        self.readers: dict[Where, set[int]] = defaultdict(set)
+        self.drawn_by: Any = None
+        self.cut_short = True
+        self._last_use: dict[Source, int] = {}
+        self._forms: dict[Place, Any] = {}
+        self._drawn: dict[Place, Any] = {}
+        self._drawn_in_place: dict[Place, SplitError] = {}
+        self._modules = {id(module): module for module in split.model.modules()}
+        self._buffers = {where: (buffer, buffer._version) for where, buffer in buffers.items()}
+        self._at_last_block = self.before
+        self._guess, self._tail = guess, ExitStack()
+
+    def modes(self) -> list[Any]:
+        """See also operations."""
+        return [self, _Operations(self)]
+
+    @property
+    def done(self) -> bool:
+        """All blocks have returned."""
+        if self.split.sequence is None:
+            return self.block == OUTSIDE and len({id(block) for block in self.sequence}) == len(self.split.blocks)
+        return self.block == OUTSIDE and self.over
+
+    def begin(self) -> None:
+        """See the forward begin."""
+        self.split.log.dry_run = self
+        self._enter(0)
+
+    def end(self) -> None:
+        """See the forward end."""
+        self._tail.close()
+        self._look_at_buffers()
+        self.split.log.dry_run = None
+
+    def at(self, place: Place, leaves: Any, form: Any) -> None:
+        """Give values that were made in this piece, or in this call, the source that they have here."""
+        function = place.kind == "function"
+        within = place.number if place.kind == "result" else OUTSIDE
+        self._forms[place] = form
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, MetaTensor) and leaf.slot is None and leaf.made_in == self.piece:
+                known = leaf.source.place if leaf.source is not None else None
+                if known is None or (not function and (known.kind, known.block) == ("function", within)):
+                    leaf.source = Source(place, position)
+
+    def use(self, value: MetaTensor) -> None:
+        """See that the running piece uses a value."""
+        value.first_use = self.piece if value.first_use is None else value.first_use
+        made_in = self.piece if value.made_in is None else value.made_in
+        if value.slot is not None:
+            self.touched.setdefault(value.slot, set()).add(made_in)
+        if made_in == self.piece:
+            return
+        if value.slot is not None:
+            value.source = Source(Place(made_in, "parameter", 0), value.slot)
+        if value.source is None:
+            raise SplitError(
+                f"{place()}: needs {value.origin}, which piece {made_in} has made in a way that cannot be followed; "
+                f"allowed are results of torch's functions and of modules; change the forward"
+            )
+        self._last_use[value.source] = max(self.piece, self._last_use.get(value.source, 0))
+
+    def write(self, func: Any, target: MetaTensor) -> None:
+        """Refuse a write into a value of an earlier piece that is known by two tensors, which travel separately."""
+        root = target if target.root is None else target.root
+        known = [root, *(view() for view in root.views)]
+        if sum(value is not None and value.made_in is not None and value.made_in < self.piece for value in known) > 1:
+            raise SplitError(
+                f"{place()}: {func} writes into {target.origin} of which an earlier piece has made a view, and does "
+                f"not see it there; allowed is to compute new tensors; use the form that does not work in place"
+            )
+
+    def note_block(self, block: nn.Module) -> None:
+        """See that a block, with all that belongs to it, is used in the running piece."""
+        self.sequence.append(block)
+        for slot in self.split.members[id(block)]:
+            self.touched.setdefault(str(slot.meta.slot), set()).add(self.piece)
+        for part in block.modules():
+            self.block_pieces.setdefault(id(part), self.piece)
+
+    def read(self, value: torch.Tensor) -> None:
+        """See which buffers are read outside the blocks."""
+        if isinstance(value, MetaTensor) or value.is_meta:
+            return
+        storage = value.untyped_storage()._cdata
+        for where, (buffer, _) in self._buffers.items():
+            if not isinstance(buffer, MetaTensor) and buffer.untyped_storage()._cdata == storage:
+                self.readers[where].add(self.piece)
+
+    def _result(self, at: Place, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        parts = parts_with_tensors(result)
+        if self.drawn_by is None or not parts:
+            return result
+        by, self.drawn_by = self.drawn_by, None
+        if any(part is argument for part in parts for argument in tree_leaves(args)):
+            self._drawn_in_place[at] = refuse_draws(by)
+            return result
+        self._drawn[at] = by
+        return result if self.split.sequence is not None and self.done else MetaTensor.drawn(result, self.split.log, by)
+
+    def _run_block(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.note_block(block)
+        found = self.split.specs.run(block, args, kwargs)
+        for where in found.buffers:
+            self._writes(where)
+        return found.outputs
+
+    def _at_block(self, kind: str, number: int, value: Any) -> None:
+        super()._at_block(kind, number, value)
+        if kind == "result":
+            self._at_last_block = guards.random_states()
+            if self._guess and self.done:
+                self._tail.enter_context(MadeUpValues(self.split.log))
+
+    def _next_piece(self) -> None:
+        self._enter(self.piece + 1)
+
+    def _enter(self, piece: int) -> None:
+        self._look_at_buffers()
+        self.piece = piece
+        for slot in self.split.outside:
+            slot.stand_in(anew=True)
+
+    def _look_at_buffers(self) -> None:
+        """See which buffers outside the blocks have been written to."""
+        for where, (known, version) in self._buffers.items():
+            buffer = self._modules[where[0]]._buffers.get(where[1])
+            if buffer is not None and (buffer is not known or buffer._version != version):
+                self._buffers[where] = buffer, buffer._version
+                self._writes(where)
+
+    def _writes(self, where: Where) -> None:
+        if self.writers.setdefault(where, self.piece) != self.piece:
+            raise SplitError(
+                f"buffer {where[1]}: is written in pieces {self.writers[where]} and {self.piece}, each of which would "
+                f"have its own; allowed are buffers that one piece writes; use a module for each call"
+            )
+
+    def crossings(self, output: Any) -> Crossings:
+        """The values that cross.
+
+        Args:
+            output: of the forward. Its values travel to the last piece if it is an evaluation.
+
+        Raises:
+            SplitError: random numbers are drawn, or buffers are used, in a way that cannot be run in pieces.
+        """
+        last = self.piece
+        for at, refused in self._drawn_in_place.items():
+            if at.piece < last:
+                raise refused
+        if guards.drawn_between(self.before, self._at_last_block, torch_too=False):
+            raise refuse_draws("Python or numpy")
+        for where, piece in self.writers.items():
+            readers = self.readers.get(where)
+            if readers and (piece < last or min(readers) < piece):
+                raise SplitError(
+                    f"buffer {where[1]}: is written in piece {piece} and read outside the blocks in piece "
+                    f"{min(readers)}, whose stage may have an older value; allowed are buffers that are written and "
+                    f"read behind the last block, or in one block; pass the value as an argument of the call"
+                )
+        if not self.split.model.training:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, MetaTensor) and leaf.source is not None and leaf.source.place.block == OUTSIDE:
+                    self.use(leaf)
+        uses = sorted(self._last_use.items(), key=lambda use: (use[0].place, str(use[0].leaf)))
+        arriving = [tuple(s for s, used in uses if s.place.piece < piece <= used) for piece in range(last + 1)]
+        forms = {s.place: self._forms.get(s.place) for s, _ in uses if s.place.kind != "parameter"}
+        if any(form is None for form in forms.values()):
+            raise SplitError(
+                f"{type(self.split.model).__name__}: uses a value of another call, which this stage does not have; "
+                f"allowed are values of the same call; change the forward"
+            )
+        names = {where: names for where, names in self.names.items() if where[1] == OUTSIDE}
+        drawn = {at: by for at, by in self._drawn.items() if at.piece < last}
+        return Crossings([*arriving, ()], forms, drawn, names)
+
+
+class _Operations(TorchDispatchMode):
+    """Watch for tensors read outside the blocks, and for random numbers drawn there without an activation."""
+
+    def __init__(self, dry_run: DryRun) -> None:
+        super().__init__()
+        self._dry_run = dry_run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        statistics = _statistics(func, args)
+        torch.autograd.graph.increment_version(statistics)
+        if self._dry_run.block == OUTSIDE:
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            drawn = torch.Tag.nondeterministic_seeded in func.tags
+            if drawn and not any(isinstance(leaf, MetaTensor) for leaf in leaves):
+                self._dry_run.drawn_by = func
+            targets = {id(written(func, args, kwargs)), *map(id, statistics)}
+            for leaf in leaves:
+                if id(leaf) not in targets:
+                    self._dry_run.read(leaf)
+        with torch._C.DisableTorchFunction():  # operations of functions such as vmap are no calls of the forward
+            return func(*args, **kwargs)
+
+
+def _statistics(func: Any, args: Any) -> list[torch.Tensor]:
+    """Running statistics that an operation writes to, of which its schema says nothing."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False))
+    if "running_mean" not in names or not (given.get("train") is True or given.get("training") is True):
+        return []
+    return [v for v in (given.get("running_mean"), given.get("running_var")) if isinstance(v, torch.Tensor)]

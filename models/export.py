@@ -33,13 +33,7 @@ from ds_vpipe.models.hugging_face import MODEL_CONFIG, build_meta, model_class, 
 def export(
     checkpoint: PipelineCheckpoint, output: Path, config: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write ``output``, which appears when it is complete.
-
-    Args:
-        checkpoint: where from.
-        output: a folder that does not exist or is empty.
-        config: ``config.json``, or a folder with one; default: as the checkpoint says.
-        dtype: of the tensors.
+    """Write ``output``, a folder that does not exist or is empty, and that appears when it is complete.
 
     Raises:
         VPipeError: the configuration does not fit the checkpoint, or the folder cannot be written.

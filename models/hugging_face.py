@@ -126,11 +126,6 @@ class StoredWeights:
         folder: with safetensors. Only headers are read.
         model: on the meta device.
 
-    Attributes:
-        tensors: by name in the model's state dict.
-        initialised: names that the folder lacks: the whole of a head or a pooler.
-        unused: names in the folder that the model lacks.
-
     Raises:
         VPipeConfigError: a tensor is missing or of another shape, or a file is broken.
     """
@@ -140,28 +135,27 @@ class StoredWeights:
         base = f"{model.base_model_prefix}."
         others = _other_names(model, bool(getattr(read_config(folder), "tie_word_embeddings", False)))
         self._opened: dict[Path, Any] = {}
-        self.tensors: dict[str, StoredTensor] = {}
-        missing: list[str] = []
+        self._tensors: dict[str, StoredTensor] = {}
+        self.initialised: list[str] = []  # the whole of a head or a pooler
         for name, parameter in model.state_dict().items():
-            known = (form for other in others.get(name, (name,)) for form in _forms(other, base))
+            known = (form for other in others[name] for form in _forms(other, base))
             found = next((stored[form] for form in known if form in stored), None)
             if found is None:
-                missing.append(name)
+                self.initialised.append(name)
                 continue
             if found.shape != tuple(parameter.shape):
                 allowed = f"the shape {list(parameter.shape)} that config.json gives {name}"
                 remedy = f"correct config.json or {WEIGHTS}"
                 raise Refusal(f"tensor {found.name} in {found.file}", list(found.shape), allowed, remedy).error()
-            self.tensors[name] = found
+            self._tensors[name] = found
         has_heads = any(name.startswith(base) for name in model.state_dict())
-        for name in missing:
+        for name in self.initialised:
             inner = name.removeprefix(base)
             if (inner != name or not has_heads) and not inner.startswith("pooler."):
                 allowed = f"all weights of a {type(model).__name__} as config.json describes it"
                 remedy = "copy the folder again; if transformers converts its tensors, use its own from_pretrained()"
                 raise Refusal(f"{_KEY} {folder}", name, allowed, remedy, "no file has this tensor").error()
-        self.initialised = tuple(missing)
-        used = {tensor.name for tensor in self.tensors.values()}
+        used = {tensor.name for tensor in self._tensors.values()}
         self.unused = tuple(name for name in stored if name not in used)
 
     def __str__(self) -> str:
@@ -177,7 +171,7 @@ class StoredWeights:
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Overwrite tensors, given by their names in the model, with the stored values; others keep theirs."""
         for name, target in targets.items():
-            place = self.tensors.get(name)
+            place = self._tensors.get(name)
             if place is not None:
                 if place.file not in self._opened:
                     self._opened[place.file] = safe_open(place.file, framework="pt")
@@ -200,18 +194,18 @@ def _read_when_initialised(model: PreTrainedModel, weights: StoredWeights) -> No
             module._init_weights = reading(module._init_weights)  # type: ignore[method-assign]
 
 
-def _other_names(model: PreTrainedModel, tied: bool) -> dict[str, tuple[str, ...]]:
+def _other_names(model: PreTrainedModel, tied: bool) -> dict[str, list[str]]:
     """Names of one tensor, the own one first; for a folder with tied weights also those that the class would tie."""
     groups: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
-    found = {name: [name, *(other for other in names if other != name)] for names in groups.values() for name in names}
+    found = {name: sorted(names, key=lambda other: other != name) for names in groups.values() for name in names}
     keys = model._tied_weights_keys
     for one, other in keys.items() if tied and isinstance(keys, dict) else ():
         for name, partner in ((one, other), (other, one)):
             if name in found and partner in found and partner not in found[name]:
                 found[name].append(partner)
-    return {name: tuple(names) for name, names in found.items()}
+    return found
 
 
 def _forms(name: str, base: str) -> Iterator[str]:
@@ -223,21 +217,10 @@ def _forms(name: str, base: str) -> Iterator[str]:
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    index = folder / INDEX
-    if (folder / WEIGHTS).is_file():
-        files = [folder / WEIGHTS]
-    elif index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            allowed = 'a JSON object with a "weight_map" from tensors to files'
-            raise Refusal(_KEY, str(index), allowed, "save the model again").error()
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    else:
-        raise _without_weights(folder).error()
     found: dict[str, StoredTensor] = {}
-    for file in files:
+    for file in _files(folder):
         if not file.is_file():
-            raise Refusal(_KEY, str(file), f"every file that {index.name} names", "copy the missing file").error()
+            raise Refusal(_KEY, str(file), f"every file that {INDEX} names", "copy the missing file").error()
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a mapping
@@ -247,24 +230,21 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _without_weights(folder: Path) -> Refusal:
-    pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if index.is_file():
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            return [folder / name for name in sorted(set(names))]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            allowed = 'a JSON object with a "weight_map" from tensors to files'
+            raise Refusal(_KEY, str(index), allowed, "save the model again", str(error)).error() from error
+    pickles = sorted(folder.glob("pytorch_model*.bin"))
     if not pickles:
         remedy = "correct the path, or save the model there with save_pretrained()"
-        return Refusal(_KEY, str(folder), f"a folder with {WEIGHTS} or {INDEX}", remedy)
-    return Refusal(
-        _KEY,
-        str(folder / pickles[0]),
-        f"{WEIGHTS}, which is read tensor by tensor and runs no code",
-        "convert it once: load the folder with transformers' from_pretrained() and save_pretrained() it",
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refusal(_KEY, str(path), "a JSON file", "copy it again", str(error)).error() from error
-    if not isinstance(content, dict):
-        raise Refusal(_KEY, str(path), "a file with a JSON object", "copy it again").error()
-    return content
+        raise Refusal(_KEY, str(folder), f"a folder with {WEIGHTS} or {INDEX}", remedy).error()
+    allowed = f"{WEIGHTS}, which is read tensor by tensor and runs no code"
+    remedy = "convert it once: load the folder with transformers' from_pretrained() and save_pretrained() it"
+    raise Refusal(_KEY, str(pickles[0]), allowed, remedy).error()

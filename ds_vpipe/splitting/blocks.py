@@ -14,7 +14,7 @@ _NEVER_CALLED = {nn.ModuleList, nn.ModuleDict}
 
 @dataclass(frozen=True)
 class BlockList:
-    """Modules that a model may be split between.
+    """Modules that a model may be split between, such as the elements of a list.
 
     Attributes:
         name: where they are in the model.
@@ -28,24 +28,17 @@ class BlockList:
     modules: tuple[nn.Module, ...]
     merged: bool = False
 
-
-@dataclass(frozen=True)
-class _List:
-    """A list of two or more modules with parameters."""
-
-    name: str
-    names: tuple[str, ...]
-    modules: tuple[nn.Module, ...]
-
     @property
     def kinds(self) -> set[type]:
+        """Classes of the modules."""
         return {type(module) for module in self.modules}
 
     @property
     def size(self) -> int:
+        """Number of elements of the parameters."""
         return sum(map(_size, self.modules))
 
-    def overlaps(self, other: _List) -> bool:
+    def overlaps(self, other: BlockList) -> bool:
         """Whether one contains modules of the other."""
         mine = {id(part) for module in self.modules for part in module.modules()}
         return any(id(part) in mine for module in other.modules for part in module.modules())
@@ -58,21 +51,18 @@ def block_choices(model: nn.Module) -> Iterator[BlockList]:
     """
     lists = sorted(_lists(model), key=lambda found: -found.size)
     plain = [found for found in lists if len(found.kinds) == 1]
-    late = {
-        id(found)
-        for found in lists
-        if len(found.kinds) > 1
-        and any(2 * other.size >= found.size and other.overlaps(found) and other is not found for other in plain)
-    }
-    for main in sorted(lists, key=lambda found: id(found) in late):
+
+    def is_late(found: BlockList) -> bool:
+        return len(found.kinds) > 1 and any(2 * other.size >= found.size and other.overlaps(found) for other in plain)
+
+    seen: set[tuple[str, ...]] = set()
+    for main in sorted(lists, key=is_late):
         chosen = [main]
         for other in lists:
             alike = other.kinds == main.kinds or _COMPANION * other.size >= main.size
             if alike and not any(other.overlaps(one) for one in chosen):
                 chosen.append(other)
-        expanded = [_expanded(one, lists) for one in chosen]
-        seen: set[tuple[str, ...]] = set()
-        for choice in (expanded, chosen, [main]):
+        for choice in ([_expanded(one, lists) for one in chosen], chosen, [main]):
             blocks = _joined(model, choice)
             if blocks.names not in seen:
                 seen.add(blocks.names)
@@ -90,7 +80,8 @@ def all_modules(model: nn.Module) -> BlockList:
     return BlockList(type(model).__name__, tuple(found), tuple(found.values()), merged=True)
 
 
-def _lists(model: nn.Module) -> list[_List]:
+def _lists(model: nn.Module) -> list[BlockList]:
+    """Lists of two or more modules with parameters."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -98,27 +89,27 @@ def _lists(model: nn.Module) -> list[_List]:
                 f"{name}.{key}" if name else key: child for key, child in module.named_children() if _size(child)
             }
             if len(children) >= 2 and not any(type(child) in _NEVER_CALLED for child in children.values()):
-                found.append(_List(name, tuple(children), tuple(children.values())))
+                found.append(BlockList(name, tuple(children), tuple(children.values())))
     return found
 
 
-def _expanded(found: _List, lists: Sequence[_List]) -> _List:
+def _expanded(found: BlockList, lists: Sequence[BlockList]) -> BlockList:
     """With each element that is little more than a list of modules of one class, such as a stage, replaced by those."""
     names: list[str] = []
     modules: list[nn.Module] = []
     for name, module in zip(found.names, found.modules, strict=True):
         inner = [one for one in lists if one.name.startswith(f"{name}.") and len(one.kinds) == 1]
-        best = max(inner, key=lambda one: one.size, default=None)
-        if best is not None and best.size >= _MOSTLY * _size(module):
+        best = max(inner, key=lambda one: one.size, default=found)
+        if best is not found and best.size >= _MOSTLY * _size(module):
             names += best.names
             modules += best.modules
         else:
             names.append(name)
             modules.append(module)
-    return _List(found.name, tuple(names), tuple(modules))
+    return BlockList(found.name, tuple(names), tuple(modules))
 
 
-def _joined(model: nn.Module, lists: Sequence[_List]) -> BlockList:
+def _joined(model: nn.Module, lists: Sequence[BlockList]) -> BlockList:
     chosen = {id(module): name for one in lists for name, module in zip(one.names, one.modules, strict=True)}
     order = [(chosen[id(module)], module) for module in model.modules() if id(module) in chosen]
     names = " and ".join(dict.fromkeys(one.name or "its list of layers" for one in lists))

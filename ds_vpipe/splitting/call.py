@@ -23,7 +23,6 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 Packed = tuple["torch.Tensor | None", ...]
 _PLAIN = (bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device)
 _BITS = 60
-_NUMBERS: dict[type, str] = {int: "<q", float: "<d"}  # how their 64 bits are read
 
 
 class CallForm:
@@ -38,9 +37,9 @@ class CallForm:
         self._spec, self._plain = spec, plain
         text = repr((spec, [repr(value) for value in plain]))
         self.fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _BITS)
-        self.num_tensors = sum(value.tensors for value in plain if isinstance(value, _Travels))
+        self.num_tensors = sum(2 if value.number else 1 for value in plain if isinstance(value, _Travels))
 
-    def rebuild(self, tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(self, tensors: tuple[Any, ...]) -> Call:
         """Arguments and keyword arguments of the call with these tensors."""
         remaining = iter(tensors)
         leaves = [value.of(remaining) if isinstance(value, _Travels) else value for value in self._plain]
@@ -49,32 +48,29 @@ class CallForm:
 
 
 class _Travels(NamedTuple):
-    """The place of a tensor or of a number of this type in a form."""
+    """The place of a tensor in a form, or of a number, whose 64 bits are read by a format of ``struct``."""
 
-    kind: type
+    number: str = ""
 
-    @property
-    def tensors(self) -> int:
-        return 2 if self.kind in _NUMBERS else 1
+    def tensors(self, leaf: Any, samples: int) -> list[torch.Tensor]:
+        if not self.number:
+            return [leaf]
+        words = struct.unpack("<II", struct.pack(self.number, leaf))
+        return [torch.empty(samples, 0, word, dtype=torch.uint8) for word in words]
 
     def of(self, tensors: Iterator[Any]) -> Any:
-        if self.kind not in _NUMBERS:
+        if not self.number:
             return next(tensors)
-        return struct.unpack(_NUMBERS[self.kind], struct.pack("<II", *(next(tensors).shape[-1] for _ in range(2))))[0]
+        return struct.unpack(self.number, struct.pack("<II", *(next(tensors).shape[-1] for _ in range(2))))[0]
 
 
-def _travels(leaf: Any) -> _Travels | None:
+def _place(leaf: Any) -> Any:
+    """What a form has of an argument: itself, if it does not travel."""
     if isinstance(leaf, torch.Tensor):
-        return _Travels(torch.Tensor)
-    fits = type(leaf) is float or (type(leaf) is int and -(2**63) <= leaf < 2**63)
-    return _Travels(type(leaf)) if fits else None
-
-
-def _as_tensors(leaf: Any, samples: int) -> tuple[torch.Tensor, ...]:
-    if isinstance(leaf, torch.Tensor):
-        return (leaf,)
-    words = struct.unpack("<II", struct.pack(_NUMBERS[type(leaf)], leaf))
-    return tuple(torch.empty(samples, 0, word, dtype=torch.uint8) for word in words)
+        return _Travels()
+    if type(leaf) is float or (type(leaf) is int and -(2**63) <= leaf < 2**63):
+        return _Travels("<d" if type(leaf) is float else "<q")
+    return leaf
 
 
 class CallForms:
@@ -96,11 +92,12 @@ class CallForms:
                     f"forward: got an argument of type {type(leaf).__name__}, allowed are tensors, numbers, strings, "
                     f"None, and dicts, lists and tuples of them; pass what the model needs of it as tensors"
                 )
-        form = CallForm(spec, [_travels(leaf) or leaf for leaf in leaves])
+        places = [_place(leaf) for leaf in leaves]
+        form = CallForm(spec, places)
         form = self._known.setdefault(form.fingerprint, form)
-        travelling = [leaf for leaf in leaves if _travels(leaf)]
-        samples = next((leaf.shape[0] for leaf in travelling if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
-        tensors = [tensor for leaf in travelling for tensor in _as_tensors(leaf, samples)]
+        samples = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+        travelling = [(at, leaf) for at, leaf in zip(places, leaves, strict=True) if isinstance(at, _Travels)]
+        tensors = [tensor for at, leaf in travelling for tensor in at.tensors(leaf, samples)]
         return (torch.empty(samples, 0, form.fingerprint, dtype=torch.uint8), *tensors), form
 
     def form_of(self, value: Packed) -> CallForm:
@@ -155,10 +152,8 @@ def find_loss(output: Any) -> torch.Tensor | None:
         output = output.loss
     elif isinstance(output, (tuple, list)):
         scalars = [item for item in output if _is_scalar(item)]
-        with_graph = [item for item in scalars if item.requires_grad]
-        candidates = with_graph or scalars
-        only = len(candidates) == 1 or any(item is output[0] for item in candidates)
-        output = candidates[0] if only else None
+        candidates = [item for item in scalars if item.requires_grad] or scalars
+        output = candidates[0] if len(candidates) == 1 or any(item is output[0] for item in candidates) else None
     return output if _is_scalar(output) else None
 
 

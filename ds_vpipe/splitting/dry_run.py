@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,17 +27,9 @@ from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, written
 from ds_vpipe.splitting.output_specs import MadeUpValues
 
-if TYPE_CHECKING:
-    from ds_vpipe.splitting.forward_split import ForwardSplit
-
 
 class DryRun(ForwardPass):
-    """A pass without any values.
-
-    Args:
-        split: whose model.
-        buffers: copies, which the model has meanwhile.
-        guess: give meta tensors made-up values once all blocks have been called.
+    """A pass without any values, on copies of the buffers; behind the blocks with made-up values if told to guess.
 
     Attributes:
         sequence: the blocks called, in order.
@@ -48,7 +41,7 @@ class DryRun(ForwardPass):
         drawn_by: the operation that has drawn random numbers outside the blocks since the last torch function.
     """
 
-    def __init__(self, split: ForwardSplit, buffers: dict[Where, torch.Tensor], guess: bool) -> None:
+    def __init__(self, split: Any, buffers: dict[Where, torch.Tensor], guess: bool) -> None:
         super().__init__(split, sys.maxsize, None)
         self.sequence: list[nn.Module] = []
         self.touched: dict[str, set[int]] = {}
@@ -60,15 +53,10 @@ class DryRun(ForwardPass):
         self._last_use: dict[Source, int] = {}
         self._forms: dict[Place, Any] = {}
         self._drawn: dict[Place, Any] = {}
-        self._drawn_in_place: dict[Place, SplitError] = {}
         self._modules = {id(module): module for module in split.model.modules()}
         self._buffers = {where: (buffer, buffer._version) for where, buffer in buffers.items()}
         self._at_last_block = self.before
         self._guess, self._tail = guess, ExitStack()
-
-    def modes(self) -> list[Any]:
-        """See also operations."""
-        return [self, _Operations(self)]
 
     @property
     def done(self) -> bool:
@@ -77,16 +65,17 @@ class DryRun(ForwardPass):
             return self.block == OUTSIDE and len({id(block) for block in self.sequence}) == len(self.split.blocks)
         return self.block == OUTSIDE and self.over
 
-    def begin(self) -> None:
-        """See the forward begin."""
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Inside, the forward runs."""
         self.split.log.dry_run = self
-        self._enter(0)
-
-    def end(self) -> None:
-        """See the forward end."""
-        self._tail.close()
-        self._look_at_buffers()
-        self.split.log.dry_run = None
+        try:
+            with self, _Operations(self), self._tail:
+                self._enter(0)
+                yield
+            self._look_at_buffers()
+        finally:
+            self.split.log.dry_run = None
 
     def at(self, place: Place, leaves: Any, form: Any) -> None:
         """Give values that were made in this piece, or in this call, the source that they have here."""
@@ -150,17 +139,17 @@ class DryRun(ForwardPass):
             return result
         by, self.drawn_by = self.drawn_by, None
         if any(part is argument for part in parts for argument in tree_leaves(args)):
-            self._drawn_in_place[at] = refuse_draws(by)
+            self._drawn[at] = refuse_draws(by)
             return result
         self._drawn[at] = by
         return result if self.split.sequence is not None and self.done else MetaTensor.drawn(result, self.split.log, by)
 
     def _run_block(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.note_block(block)
-        found = self.split.specs.run(block, args, kwargs)
-        for where in found.buffers:
+        outputs, _, buffers = self.split.specs.run(block, args, kwargs)
+        for where in buffers:
             self._writes(where)
-        return found.outputs
+        return outputs
 
     def _at_block(self, kind: str, number: int, value: Any) -> None:
         super()._at_block(kind, number, value)
@@ -194,17 +183,15 @@ class DryRun(ForwardPass):
             )
 
     def crossings(self, output: Any) -> Crossings:
-        """The values that cross.
-
-        Args:
-            output: of the forward. Its values travel to the last piece if it is an evaluation.
+        """The values that cross; those of the forward's output travel to the last piece if it is an evaluation.
 
         Raises:
             SplitError: random numbers are drawn, or buffers are used, in a way that cannot be run in pieces.
         """
         last = self.piece
-        for at, refused in self._drawn_in_place.items():
-            if at.piece < last:
+        drawn = {at: by for at, by in self._drawn.items() if at.piece < last}
+        for refused in drawn.values():
+            if isinstance(refused, SplitError):
                 raise refused
         if guards.drawn_between(self.before, self._at_last_block, torch_too=False):
             raise refuse_draws("Python or numpy")
@@ -229,7 +216,6 @@ class DryRun(ForwardPass):
                 f"allowed are values of the same call; change the forward"
             )
         names = {where: names for where, names in self.names.items() if where[1] == OUTSIDE}
-        drawn = {at: by for at, by in self._drawn.items() if at.piece < last}
         return Crossings([*arriving, ()], forms, drawn, names)
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_flatten
 
 from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.meta_tensor import MetaTensor, SplitError, place, put_value
-from ds_vpipe.splitting.parameter_slots import ParameterSlot
 
 if TYPE_CHECKING:
     from ds_vpipe.splitting.forward_split import ForwardSplit
@@ -112,16 +111,12 @@ def refuse_draws(by: Any) -> SplitError:
 class ForwardPass(TorchFunctionMode):
     """One pass through the forward. As a mode it sees the calls of torch's functions that return tensors.
 
-    Args:
-        split: whose model.
-        start: pieces before it have no values.
-        scopes: pieces and blocks in which function calls are counted; everywhere if None.
-
     Attributes:
+        start: pieces before it have no values.
         calls: of blocks so far.
         piece: that is running.
         block: call of the block that is running, or :data:`OUTSIDE`.
-        names: of the functions called, by piece and block.
+        names: of the functions called, by piece and block, where they are counted: in ``scopes``, or everywhere.
     """
 
     def __init__(self, split: ForwardSplit, start: int, scopes: set[tuple[int, int]] | None) -> None:
@@ -132,10 +127,6 @@ class ForwardPass(TorchFunctionMode):
         self._paths = defaultdict[tuple[int, int], int](int)
         self._enabled, self._hook = torch.is_grad_enabled(), guards.saved_tensors_hook()
         self.before = guards.random_states()
-
-    def modes(self) -> list[Any]:
-        """Modes to be entered around the forward."""
-        return [self] if self._scopes is None or self._scopes else []
 
     @property
     def over(self) -> bool:
@@ -193,6 +184,10 @@ class ForwardPass(TorchFunctionMode):
     def _at_block(self, kind: str, number: int, value: Any) -> None:
         self.at(Place(self.piece, kind, number), *tree_flatten(value))
 
+    def going_on(self) -> AbstractContextManager[None]:
+        """Inside, the forward runs."""
+        raise NotImplementedError
+
     def at(self, place: Place, leaves: Any, form: Any) -> None:
         """See values at a place."""
         raise NotImplementedError
@@ -211,28 +206,15 @@ class ForwardPass(TorchFunctionMode):
 class Run(ForwardPass):
     """A pass with values in pieces ``start`` to ``stop - 1``.
 
-    Args:
-        split: whose pieces.
-        crossings: of the call's form and mode.
-        activations: from the piece before.
-        start: first piece.
-        stop: behind the last piece.
-        arriving: parameters that the model has from the first piece on.
-        arrived: called when that begins.
+    ``before_start`` is closed when the first of them begins.
     """
 
     def __init__(
-        self,
-        split: ForwardSplit,
-        crossings: Crossings,
-        activations: tuple[torch.Tensor, ...],
-        start: int,
-        stop: int,
-        arriving: list[ParameterSlot],
-        arrived: Callable[[], object],
-    ) -> None:
+        self, split: ForwardSplit, crossings: Crossings, activations: tuple[torch.Tensor, ...], start: int, stop: int,
+        before_start: ExitStack,
+    ) -> None:  # fmt: skip
         self._crossings, self._activations, self._stop = crossings, activations, stop
-        self._arriving, self._arrived = arriving, arrived
+        self._before_start = before_start
         self._wanted: dict[Place, list[Source]] = defaultdict(list)
         for source in {*crossings.arriving[start], *crossings.arriving[stop]}:
             self._wanted[source.place].append(source)
@@ -241,19 +223,17 @@ class Run(ForwardPass):
         self._needed = {(at.piece, at.block) for at in places if at.kind == "function"}
         self._compare = (start, stop) not in crossings.compared
         super().__init__(split, start, None if self._compare else self._needed)
-        self._before_start = ExitStack()
 
-    def begin(self) -> None:
-        """See the forward begin."""
-        if self.start:
-            self._before_start.enter_context(guards.saving_nothing())
-            self._hook = guards.saved_tensors_hook()
-            for source in self._parameters(range(self.start)):
-                self._found[source] = self.split.slot(source.leaf).stand_in(anew=True)
-
-    def end(self) -> None:
-        """See the forward end, or the first piece begin."""
-        self._before_start.close()
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Inside, the forward runs; before the first piece its graphs save nothing."""
+        with self if self._compare or self._needed else nullcontext(), self._before_start:
+            if self.start:
+                self._before_start.enter_context(guards.saving_nothing())
+                self._hook = guards.saved_tensors_hook()
+                for source in self._parameters(range(self.start)):
+                    self._found[source] = self.split.slot(source.leaf).stand_in(anew=True)
+            yield
 
     def at(self, place: Place, leaves: Any, form: Any) -> None:
         """Find the values that cross."""
@@ -320,7 +300,7 @@ class Run(ForwardPass):
 
     def _arrive(self) -> None:
         """Put values into the places of meta tensors; from here on everything has values."""
-        self.end()
+        self._before_start.close()
         self._hook = guards.saved_tensors_hook()
         if guards.drawn_between(self.before, guards.random_states()):
             raise DivergedError if self._crossings.drawn else refuse_draws("the forward")
@@ -340,7 +320,4 @@ class Run(ForwardPass):
             if source not in self._found:
                 raise DivergedError
             put_value(self._found[source], activation)
-        for slot in self._arriving:
-            slot.rest()
-        self._arrived()
         self.split.log.strict = True

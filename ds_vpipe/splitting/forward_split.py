@@ -33,19 +33,11 @@ _set_class = object.__dict__["__class__"].__set__  # also where a class has a ``
 class ForwardSplit:
     """Split of a model's forward into pieces.
 
-    Args:
-        model: the user's, with all its parameters.
-        blocks: between which it may be split.
-        slots: its parameters.
-        log: of the slots' meta tensors.
-
     Attributes:
         specs: of what the blocks return.
         members: parameters in each block, by its ``id``.
         outside: parameters outside the blocks.
         sequence: the blocks in the order in which they are called; None until the first dry run.
-        piece_names: one per piece.
-        pieces_of: the pieces that use each parameter, by name.
         buffer_piece: the piece of each buffer.
         running: the model's forward is called here, and not by somebody else.
     """
@@ -64,13 +56,10 @@ class ForwardSplit:
         self._modules = {id(module): module for module in model.modules()}
         self._by_name = {str(slot.meta.slot): slot for slot in reversed(slots)}
         self.sequence: list[nn.Module] | None = None
-        self._cuts: frozenset[int] | None = None
+        self._left_out: frozenset[int] = frozenset()
         self._crossings: dict[Mode, Crossings] = {}
-        self._layouts: dict[tuple[int, int], tuple[list[ParameterSlot], list[ParameterSlot]]] = {}
         self._handler: ForwardPass | None = None
         self.running = False
-        self.piece_names: list[str] = []
-        self.pieces_of: dict[str, tuple[int, ...]] = {}
         self.buffer_piece: dict[Where, int] = {}
         self._ever_written: dict[Where, int] = {}
 
@@ -78,9 +67,21 @@ class ForwardSplit:
 
     def is_cut(self, event: int) -> bool:
         """Whether a piece begins with an event: twice a block's call for what comes before it, and one more behind."""
-        if self._cuts is not None:
-            return event in self._cuts
-        return event >= 2 and event % 2 == 0 if self._choice.merged else event == 0 or event % 2 == 1
+        cut = event >= 2 and event % 2 == 0 if self._choice.merged else event == 0 or event % 2 == 1
+        return cut and event not in self._left_out
+
+    @property
+    def _cuts(self) -> list[int]:
+        assert self.sequence is not None
+        return [event for event in range(2 * len(self.sequence)) if self.is_cut(event)]
+
+    @property
+    def piece_names(self) -> list[str]:
+        """One per piece."""
+        assert self.sequence is not None
+        if self._choice.merged:
+            return [self.name_of(self.sequence[event // 2]) for event in (0, *self._cuts)]
+        return ["front", *map(self.name_of, self.sequence), "tail"]
 
     def name_of(self, block: nn.Module) -> str:
         """Name of a block in the model."""
@@ -90,38 +91,22 @@ class ForwardSplit:
         """Parameter by its first name."""
         return self._by_name[str(name)]
 
-    def split_at_all(self, sequence: Sequence[nn.Module]) -> None:
-        """Settle the order in which blocks are called, with all cuts."""
-        self.sequence = list(sequence)
-        self._cut([event for event in range(2 * len(sequence)) if self.is_cut(event)])
-
     def thin(self, pieces: int) -> bool:
         """Leave cuts out that more than the least number of values cross, if so many pieces remain without them.
 
         Returns:
             Some have been left out, so that all crossings are gone.
         """
-        assert self._cuts is not None
-        arriving, cuts = next(iter(self._crossings.values())).arriving, sorted(self._cuts)
+        arriving, cuts = next(iter(self._crossings.values())).arriving, self._cuts
         counts = [len(sources) for sources in arriving[1:-1]]
         for least in sorted(set(counts)):
-            kept = [cut for cut, count in zip(cuts, counts, strict=True) if count <= least]
-            if len(kept) + 1 >= pieces:
-                if len(kept) == len(cuts):
-                    return False
-                self._cut(kept)
-                self._crossings.clear()
-                return True
+            wide = frozenset(cut for cut, count in zip(cuts, counts, strict=True) if count > least)
+            if len(cuts) - len(wide) + 1 >= pieces:
+                self._left_out = wide
+                if wide:
+                    self._crossings.clear()
+                return bool(wide)
         return False
-
-    def _cut(self, events: Sequence[int]) -> None:
-        assert self.sequence is not None
-        self._cuts = frozenset(events)
-        if self._choice.merged:
-            starts = [0, *(event // 2 for event in events)]
-            self.piece_names = [self.name_of(self.sequence[call]) for call in starts]
-        else:
-            self.piece_names = ["front", *map(self.name_of, self.sequence), "tail"]
 
     # Which piece has what
 
@@ -130,11 +115,10 @@ class ForwardSplit:
 
         If nothing is known, parameters of the modules around the blocks themselves belong to both ends.
         """
-        assert self.sequence is not None
         last, blocks = len(self.piece_names) - 1, {id(block) for block in self.blocks}
         if dry is None:
             dry = DryRun(self, {}, False)
-            for dry.piece, block in enumerate(self.sequence, 1):
+            for dry.piece, block in enumerate(self.sequence or (), 1):
                 dry.note_block(block)
             for slot in self.outside:
                 if blocks & {id(part) for part in slot.module.modules()}:
@@ -144,16 +128,12 @@ class ForwardSplit:
         by_place = {module: 0 if position < first else last for module, position in order.items()}
         for slot in self._slots:
             used = dry.touched.get(str(slot.meta.slot), ())
-            self.pieces_of[slot.name] = tuple(sorted(used)) or (by_place[id(slot.module)],)
+            slot.pieces = tuple(sorted(used)) or (by_place[id(slot.module)],)
         for module in self.model.modules():
             for key in module._buffers:
                 where = id(module), key
                 outside = max(dry.readers.get(where, ()), default=by_place[id(module)])
                 self.buffer_piece[where] = dry.writers.get(where, dry.block_pieces.get(id(module), outside))
-
-    def forget_layout(self) -> None:
-        """See that other parameters are here, or other pieces use them."""
-        self._layouts.clear()
 
     # Passes
 
@@ -164,11 +144,7 @@ class ForwardSplit:
     def try_out(self, form: CallForm, call: Call, *, to_the_end: bool = True) -> DryRun:
         """Run a call without any parameter, to find out what crosses and which pieces use what.
 
-        Args:
-            form: of the call.
-            call: positional and keyword arguments.
-            to_the_end: else the forward may fail once the last block has run, as a loss does whose labels are made up;
-                what it has used by then is returned.
+        If not ``to_the_end``, the forward may fail behind the last block, as a loss does whose labels are made up.
 
         Raises:
             SplitError: the pieces cannot be run one after the other; says why.
@@ -187,7 +163,7 @@ class ForwardSplit:
         if not dry.sequence or (self.sequence is not None and len(dry.sequence) < len(self.sequence)):
             raise self._too_few_calls(len(dry.sequence))
         if self.sequence is None:
-            self.split_at_all(dry.sequence)
+            self.sequence = dry.sequence
         self._crossings[self.mode(form)] = dry.crossings(output)
         return dry
 
@@ -202,9 +178,8 @@ class ForwardSplit:
             guards.own_buffers(self.model) as buffers,
         ):
             dry = DryRun(self, buffers, guess)
-            with self._interpreted(dry, self._slots):
+            with self._interpreted(dry, self._slots), dry.going_on():
                 try:
-                    dry.begin()
                     output = self.model(*call[0], **call[1])
                     dry.cut_short = False
                 except ValueNeededError as error:
@@ -217,8 +192,6 @@ class ForwardSplit:
                 except Exception:
                     if not dry.done or (to_the_end and not guess):
                         raise
-                finally:
-                    dry.end()
         self._ever_written |= dry.writers
         return dry, output
 
@@ -232,18 +205,9 @@ class ForwardSplit:
     def run(
         self, form: CallForm, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int, holder: str
     ) -> tuple[torch.Tensor, ...] | Any:
-        """Run pieces ``start`` to ``stop - 1`` of a call that has been tried out.
+        """Run pieces ``start`` to ``stop - 1`` of a call that has been tried out, for a stage that messages name.
 
-        Args:
-            form: of the call.
-            call: positional and keyword arguments.
-            activations: what piece ``start - 1`` handed on; empty for piece 0.
-            start: first piece.
-            stop: behind the last piece.
-            holder: the stage, for messages.
-
-        Returns:
-            What piece ``stop - 1`` hands on; if it is the last piece, what the forward returned.
+        Takes what piece ``start - 1`` handed on, and returns what piece ``stop - 1`` hands on, or the forward's output.
 
         Raises:
             SplitError: the forward needs something that this run does not have.
@@ -251,53 +215,45 @@ class ForwardSplit:
         """
         self.log.holder, self.log.strict = holder, start == 0
         crossings = self._crossings[self.mode(form)]
-        if (start, stop) not in self._layouts:
-            self._layouts[start, stop] = self._parameters_of(start, stop)
-        hidden, arriving = self._layouts[start, stop]
-        copies = ExitStack()
+        statistics = []  # which a forward that is run again would write twice
+        for (module, key), piece in self._ever_written.items():
+            buffer = self._modules[module]._buffers.get(key)
+            if buffer is not None and start <= piece < stop:
+                statistics.append((self._modules[module], key, buffer, buffer.clone()))
+        hidden, before_start = self._hidden(start, stop)
+        run = Run(self, crossings, activations, start, stop, before_start)
         written = {where for where in self._ever_written if where[0] not in self._inside}
         if start and written:
-            copies.enter_context(guards.own_buffers(self.model, written))
-        run = Run(self, crossings, activations, start, stop, arriving, copies.close)
-        kept = [(module, key, buffer, buffer.clone()) for module, key, buffer in self._statistics(start, stop)]
-        with copies, self._interpreted(run, hidden):
-            try:
-                run.begin()
+            before_start.enter_context(guards.own_buffers(self.model, written))
+        try:
+            with self._interpreted(run, hidden), run.going_on():
                 output = self.model(*call[0], **call[1])
-            except Finished as finished:
-                crossings.compared.add((start, stop))
-                return finished.activations
-            except (DivergedError, RetryError) as error:
-                guards.restore(run.before)
-                with torch.no_grad(), torch._C.DisableTorchFunction():
-                    for module, key, buffer, value in kept:
-                        module._buffers[key] = buffer.copy_(value)
-                raise DivergedError(*error.args) from None
-            finally:
-                run.end()
-                self.log.strict = False
+        except Finished as finished:
+            crossings.compared.add((start, stop))
+            return finished.activations
+        except (DivergedError, RetryError) as error:
+            guards.restore(run.before)
+            with torch.no_grad():
+                for owner, key, buffer, value in statistics:
+                    owner._buffers[key] = buffer.copy_(value)
+            raise DivergedError(*error.args) from None
+        finally:
+            self.log.strict = False
         if not run.over or stop != len(self.piece_names):
             raise self._too_few_calls(run.calls)
         crossings.compared.add((start, stop))
         return output
 
-    def _statistics(self, start: int, stop: int) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """Buffers that a run writes to, which a forward that is run again would do twice."""
-        written = [w for w, piece in self._ever_written.items() if start <= piece < stop]
-        found = ((self._modules[module], key, self._modules[module]._buffers.get(key)) for module, key in written)
-        return [(module, key, buffer) for module, key, buffer in found if buffer is not None]
-
-    def _parameters_of(self, start: int, stop: int) -> tuple[list[ParameterSlot], list[ParameterSlot]]:
-        """Slots to be hidden at first, and those of them that the run has once its first piece begins."""
-        hidden, arriving = [], []
+    def _hidden(self, start: int, stop: int) -> tuple[list[ParameterSlot], ExitStack]:
+        """Slots without their parameters at first, and what puts back those that the run has from its first piece."""
+        hidden, before_start = [], ExitStack()
         for slot in self._slots:
-            pieces = self.pieces_of[slot.name]
-            here = slot.parameter is not None and any(start <= piece < stop for piece in pieces)
-            if not here or (start and (id(slot.module) not in self._inside or pieces[0] < start)):
+            here = slot.parameter is not None and any(start <= piece < stop for piece in slot.pieces)
+            if not here or (start and (id(slot.module) not in self._inside or slot.pieces[0] < start)):
                 hidden.append(slot)
                 if here:
-                    arriving.append(slot)
-        return hidden, arriving
+                    before_start.callback(slot.rest)
+        return hidden, before_start
 
     @contextmanager
     def _interpreted(self, handler: ForwardPass, hidden: Sequence[ParameterSlot]) -> Iterator[None]:
@@ -309,12 +265,9 @@ class ForwardSplit:
         self._handler, self.running = handler, True
         own_classes = [(block, type(block)) for block in self.blocks]
         try:
-            with ExitStack() as modes:
-                for mode in handler.modes():
-                    modes.enter_context(mode)
-                for block, own in own_classes:
-                    _set_class(block, self._intercepting[own])
-                yield
+            for block, own in own_classes:
+                _set_class(block, self._intercepting[own])
+            yield
         finally:
             for block, own in own_classes:
                 _set_class(block, own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy
@@ -18,7 +18,7 @@ Where = tuple[int, str]
 
 def random_states() -> tuple[Any, ...]:
     """States of the generators of torch, the device, numpy and Python."""
-    device = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return torch.get_rng_state(), device, numpy.random.get_state(), random.getstate()
 
 
@@ -89,10 +89,8 @@ def saving_nothing() -> Iterator[None]:
     Pieces are recomputed there, and code before them need not run alike twice: specs of blocks are known the second
     time.
     """
-    if not saved_tensors_hook():
-        yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None):  # type: ignore[arg-type,return-value]
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None)  # type: ignore[arg-type,return-value]
+    with hooks if saved_tensors_hook() else nullcontext():
         yield
 
 

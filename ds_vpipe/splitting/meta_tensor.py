@@ -12,17 +12,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ds_vpipe.errors import VPipeConfigError
-
-if TYPE_CHECKING:
-    from ds_vpipe.splitting.dry_run import DryRun
-    from ds_vpipe.splitting.forward_pass import Source
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _MOST_RESULTS = 4096
@@ -64,7 +60,7 @@ class AccessLog:
     Attributes:
         strict: absent and present values must not meet: what the stage computes is real from now on.
         holder: who lacks the values, for messages.
-        dry_run: that is going on.
+        dry_run: the :class:`~ds_vpipe.splitting.dry_run.DryRun` that is going on, or None.
         guessing: meta tensors have made-up values.
         bare_results: of operations, on the meta device.
     """
@@ -72,22 +68,17 @@ class AccessLog:
     def __init__(self) -> None:
         self.strict = self.guessing = False
         self.holder = "this stage"
-        self.dry_run: DryRun | None = None
+        self.dry_run: Any = None
         self.bare_results: dict[Any, Any] = {}
 
     @property
     def piece(self) -> int | None:
         """The piece whose code is running in a dry run."""
-        return None if self.dry_run is None else self.dry_run.piece
+        piece: int | None = None if self.dry_run is None else self.dry_run.piece
+        return piece
 
     def note(self, func: Any, absent: list[MetaTensor], target: torch.Tensor | None, meets_present: bool) -> None:
-        """See one operation.
-
-        Args:
-            func: the operation.
-            absent: its arguments without values.
-            target: what it writes to.
-            meets_present: it has arguments with values, too.
+        """See an operation with ``absent`` arguments, and perhaps present ones, that may write to ``target``.
 
         Raises:
             SplitError: it cannot be right.
@@ -120,7 +111,7 @@ class MetaTensor(torch.Tensor):
         slot: name of the parameter that it stands for, if it is one itself.
         made_in: in a dry run the piece that made it.
         first_use: in a dry run the first piece that uses it.
-        source: where it comes from, if it can be found again.
+        source: the :class:`~ds_vpipe.splitting.forward_pass.Source` that it comes from, if it can be found again.
         guess: a made-up value, inside of a block that looks at values.
         root: what it is a view of.
         views: of it, as weak references.
@@ -132,7 +123,7 @@ class MetaTensor(torch.Tensor):
     slot: str | None
     made_in: int | None
     first_use: int | None = None
-    source: Source | None = None
+    source: Any = None
     guess: torch.Tensor | None = None
     root: MetaTensor | None = None
     views: Sequence[weakref.ref[MetaTensor]] = ()
@@ -267,12 +258,9 @@ class _Computed(torch.autograd.Function):
 
 
 def renewed(leaves: Sequence[Any], origin: str, kept: Collection[int] = ()) -> list[Any]:
-    """``leaves`` with new meta tensors, as a block returns them: those that require a gradient have a graph.
+    """``leaves`` with new meta tensors but for those ``kept``, by ``id``, as a block returns them.
 
-    Args:
-        leaves: of a tree; what occurs twice is one tensor again.
-        origin: of the new ones.
-        kept: those that stay, by ``id``.
+    Those that require a gradient have a graph; what occurs twice is one tensor again.
     """
     old = {id(leaf): leaf for leaf in leaves if isinstance(leaf, MetaTensor) and id(leaf) not in kept}
     computed = [one for one in old.values() if one.requires_grad]

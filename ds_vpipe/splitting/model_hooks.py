@@ -3,115 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_vpipe.splitting.meta_tensor import SplitError
-
-
-class Completes(Protocol):
-    """Knows the other stages."""
-
-    def complete(self, path: str, own: dict[str, Any], what: str, copied: bool) -> dict[str, Any]:
-        """The whole state dict of a module.
-
-        Args:
-            path: name of the module in the model.
-            own: what this stage has of it.
-            what: begins the line of a refusal.
-            copied: the module is in a copy of the model.
-        """
-
-    def before_loading(self) -> None:
-        """The model, no copy of it, is going to load a state dict."""
-
-    def after_loading(self) -> None:
-        """The model has loaded a state dict."""
-
-
-class StateHooks:
-    """Hooks on all modules of a model. Copies of the model have the same ones.
-
-    Args:
-        model: the user's, with the parameters of one stage.
-        others: makes state dicts whole.
-    """
-
-    def __init__(self, model: nn.Module, others: Completes) -> None:
-        self._model, self._others = model, others
-        self._originals = weakref.WeakSet(model.modules())
-        self._parts = False
-        self._outermost: tuple[nn.Module, str, str] | None = None
-        paths: dict[nn.Module, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            paths.setdefault(module, []).append(path)
-        for module, names in paths.items():
-            hook = _Hook(self, names)
-            # torch marks what it is given, and methods take no marks
-            module.register_state_dict_pre_hook(partial(hook.begin))
-            module.register_state_dict_post_hook(partial(hook.end))
-            module.register_load_state_dict_pre_hook(partial(hook.load))
-        model.register_load_state_dict_post_hook(partial(_Hook(self, [""]).loaded))
-
-    @contextmanager
-    def parts(self) -> Iterator[None]:
-        """Let state dicts have this stage's part alone for a while."""
-        before, self._parts = self._parts, True
-        try:
-            yield
-        finally:
-            self._parts = before
-
-    def begin(self, module: nn.Module, paths: list[str], prefix: str) -> None:
-        """A state dict of ``module`` is begun, by itself or as a part of another one."""
-        if self._parts:
-            return
-        if self._outermost is not None:
-            outer, path, beginning = self._outermost
-            inside = [f"{beginning}{name.removeprefix(f'{path}.')}." for name in paths]
-            if module is not outer and prefix in inside:
-                return
-        self._outermost = module, paths[0], prefix
-
-    def end(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """A state dict of ``module`` is there; if it is not a part of another one, it becomes whole."""
-        if self._parts or self._outermost is None or self._outermost[0] is not module:
-            return
-        path, self._outermost = self._outermost[1], None
-        own = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
-        what = f"{type(module).__name__}.state_dict()"
-        whole = self._others.complete(path, own, what, module not in self._originals)
-        for name in own:
-            del state_dict[prefix + name]
-        for name in in_order(module, whole):
-            state_dict[prefix + name] = whole[name]
-
-    def load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-        """``module`` loads its own entries: leave out what this stage has not."""
-        if module is self._model and not self._parts:
-            self._others.before_loading()
-        for key, parameter in module._parameters.items():
-            if parameter is None and key in module.__dict__:  # see parameter_slots
-                state_dict.pop(prefix + key, None)
-
-    def loaded(self, module: nn.Module) -> None:
-        """``module`` has loaded a state dict."""
-        if module is self._model and not self._parts:
-            self._others.after_loading()
-
-
-def in_order(module: nn.Module, names: Iterable[str]) -> list[str]:
-    """``names`` in the order of the whole ``module.state_dict()``; others than that has come last."""
-    position: dict[str, int] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        for key in (*part._parameters, *part._buffers, _EXTRA_STATE_KEY_SUFFIX):
-            position[f"{path}.{key}" if path else key] = len(position)
-    return sorted(names, key=lambda name: position.get(name, len(position)))
 
 
 class _OneStageHook:
@@ -127,27 +26,83 @@ class _OneStageHook:
         )
 
 
-class _Hook(_OneStageHook):
-    """State-dict hooks of one module."""
+class StateHooks(_OneStageHook):
+    """Hooks on all modules of a model, which make its state dicts whole.
 
-    def __init__(self, hooks: StateHooks, paths: list[str]) -> None:
-        self._hooks, self._paths = hooks, paths
+    ``others`` knows the other stages, see :class:`~ds_vpipe.engine.checkpoint.whole_state.WholeStates`.
+    """
 
-    def begin(self, module: nn.Module, prefix: str, _: bool) -> None:
-        self._hooks.begin(module, self._paths, prefix)
+    def __init__(self, model: nn.Module, others: Any) -> None:
+        self._model, self._others = model, others
+        self._originals = weakref.WeakSet(model.modules())
+        self._parts = False
+        self._outermost: tuple[nn.Module, str, str] | None = None
+        paths: dict[nn.Module, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            paths.setdefault(module, []).append(path)
+        for module, names in paths.items():
+            # torch marks what it is given, and methods take no marks
+            module.register_state_dict_pre_hook(partial(self._begin, names))
+            module.register_state_dict_post_hook(partial(self._end))
+            module.register_load_state_dict_pre_hook(partial(self._load))
+        model.register_load_state_dict_post_hook(partial(self._loaded))
 
-    def end(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-        self._hooks.end(module, state_dict, prefix)
+    def own_state(self, read: Callable[[], Any]) -> Any:
+        """What ``read`` makes of state dicts, which have this stage's part alone meanwhile."""
+        before, self._parts = self._parts, True
+        try:
+            return read()
+        finally:
+            self._parts = before
 
-    def load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        self._hooks.load(module, state_dict, prefix)
+    def _begin(self, paths: list[str], module: nn.Module, prefix: str, _: bool) -> None:
+        """A state dict of ``module`` is begun, by itself or as a part of another one."""
+        if self._parts:
+            return
+        if self._outermost is not None:
+            outer, path, beginning = self._outermost
+            inside = [f"{beginning}{name.removeprefix(f'{path}.')}." for name in paths]
+            if module is not outer and prefix in inside:
+                return
+        self._outermost = module, paths[0], prefix
 
-    def loaded(self, module: nn.Module, _: Any) -> None:
-        self._hooks.loaded(module)
+    def _end(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        """A state dict of ``module`` is there; if it is not a part of another one, it becomes whole."""
+        if self._parts or self._outermost is None or self._outermost[0] is not module:
+            return
+        path, self._outermost = self._outermost[1], None
+        own = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+        what = f"{type(module).__name__}.state_dict()"
+        whole = self._others.complete(path, own, what, module not in self._originals)
+        for name in own:
+            del state_dict[prefix + name]
+        for name in in_order(module, whole):
+            state_dict[prefix + name] = whole[name]
+
+    def _load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """``module`` loads its own entries: leave out what this stage has not."""
+        if module is self._model and not self._parts:
+            self._others.before_loading()
+        for key, parameter in module._parameters.items():
+            if parameter is None and key in module.__dict__:  # see parameter_slots
+                state_dict.pop(prefix + key, None)
+
+    def _loaded(self, module: nn.Module, _: Any) -> None:
+        if module is self._model and not self._parts:
+            self._others.after_loading()
 
 
-class _RefuseDirectCall(_OneStageHook):
-    """Forward hook that refuses a call of the model itself."""
+def in_order(module: nn.Module, names: Iterable[str]) -> list[str]:
+    """``names`` in the order of the whole ``module.state_dict()``; others than that has come last."""
+    position: dict[str, int] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        for key in (*part._parameters, *part._buffers, _EXTRA_STATE_KEY_SUFFIX):
+            position[f"{path}.{key}" if path else key] = len(position)
+    return sorted(names, key=lambda name: position.get(name, len(position)))
+
+
+class DirectCallRefusal(_OneStageHook):
+    """Forward hook that refuses a call of the model itself, other than those during which ``runs.running`` is true."""
 
     def __init__(self, model: nn.Module, runs: Any) -> None:
         self._name, self._runs = type(model).__name__, weakref.ref(runs)
@@ -158,26 +113,3 @@ class _RefuseDirectCall(_OneStageHook):
                 f"{self._name}(...): called itself, and this rank has only one stage of it; allowed is engine(...) on "
                 f"every rank, with what initialize() returned; in eval() mode or under no_grad to evaluate"
             )
-
-
-def refuse_direct_calls(model: nn.Module, runs: Any) -> None:
-    """Let ``model`` refuse calls from now on, but those during which ``runs.running`` is true.
-
-    Args:
-        model: the user's.
-        runs: who runs it in pieces; not kept alive, and not copied with the model.
-    """
-    model.register_forward_pre_hook(_RefuseDirectCall(model, runs))
-
-
-def refuse_parts(model: nn.Module) -> None:
-    """Refuse a model of which only one stage is left.
-
-    Raises:
-        SplitError: it is one.
-    """
-    if any(isinstance(hook, _RefuseDirectCall) for hook in model._forward_pre_hooks.values()):
-        raise SplitError(
-            f"model: got a {type(model).__name__} of which an earlier initialize() has left one stage here, allowed is "
-            f"a whole one; build the model again"
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,10 +21,9 @@ _MADE_UP = "a value that a block has made"
 
 
 class RetryError(BaseException):
-    """End of a forward in which code has turned out to look at values: what it has done by then is done again.
+    """End of a forward in which a block, or code behind all blocks, has turned out to look at values.
 
-    Args:
-        behind_blocks: code behind all blocks, and not a block.
+    What it has done by then is done again.
     """
 
     def __init__(self, behind_blocks: bool = False) -> None:
@@ -35,11 +34,8 @@ class RetryError(BaseException):
 class MadeUpValues(TorchDispatchMode):
     """Made-up values for meta tensors, zeros at first, for code that looks at values and whose specs are wanted.
 
-    Whatever is computed inside is a meta tensor, too, so that no made-up value gets out.
-
-    Args:
-        log: of the meta tensors.
-        own: tensors with values that may be written to; by default all.
+    Whatever is computed inside is a meta tensor, too, so that no made-up value gets out. Of tensors with values it may
+    write to those in ``own``; by default to all.
     """
 
     def __init__(self, log: AccessLog, own: Sequence[torch.Tensor] | None = None) -> None:
@@ -108,26 +104,8 @@ class _Passed:
     index: int
 
 
-class BlockRun(NamedTuple):
-    """A run of a block without values.
-
-    Attributes:
-        outputs: meta tensors, and what the block has computed from the call's own arguments.
-        writes: into tensors from outside.
-        buffers: that it has written to.
-    """
-
-    outputs: Any
-    writes: bool
-    buffers: list[Where]
-
-
 class OutputSpecs:
-    """Specs of the outputs of blocks, by the shapes of their arguments.
-
-    Args:
-        log: of the meta tensors.
-    """
+    """Specs of the outputs of blocks, by the shapes of their arguments."""
 
     def __init__(self, log: AccessLog) -> None:
         self._log = log
@@ -140,14 +118,7 @@ class OutputSpecs:
 
         The block is run the first time, or every time if it returns what it has computed from the call's own
         arguments, writes into those, sets attributes or adds to lists, or if somebody listens inside of it, such as
-        code that collects all attention weights, which would else miss entries without noticing.
-
-        Args:
-            block: to be run.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            again: run it in any case.
-            name: of the outputs, for messages.
+        code that collects all attention weights, which would else miss entries without noticing; or if told ``again``.
         """
         leaves, spec = tree_flatten((args, kwargs))
         key = (id(block), block.training, torch.is_grad_enabled(), spec, *(_shape_of(leaf) for leaf in leaves))
@@ -171,8 +142,8 @@ class OutputSpecs:
         """Run all blocks anew, whose parameters have been frozen or not."""
         self._known.clear()
 
-    def run(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockRun:
-        """Run a block.
+    def run(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool, list[Where]]:
+        """Outputs of a block, whether it writes into tensors from outside, and which buffers it writes to.
 
         Raises:
             RetryError: it has turned out to look at values, and is run with made-up ones from now on.
@@ -203,7 +174,7 @@ class OutputSpecs:
                 for (module, key), copy in copies.items()
                 if copy._version or modules[module]._buffers.get(key) is not copy
             ]
-            return BlockRun(outputs, writes, changed)
+            return outputs, writes, changed
 
 
 def _attributes(block: nn.Module) -> list[tuple[int, str, int, int]]:

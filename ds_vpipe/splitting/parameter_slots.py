@@ -25,7 +25,9 @@ class ParameterSlot:
         name: as in the model's ``state_dict()``.
         module: that the parameter is registered in.
         key: its name there.
-        parameter: None once it has been dropped.
+        parameter: None if the stage does not keep it.
+        spare: a parameter that is put aside until it is known that the stage does not keep it.
+        pieces: that use it.
         meta: stands for it.
         tie: the same for all names of one parameter.
     """
@@ -33,6 +35,8 @@ class ParameterSlot:
     def __init__(self, name: str, module: nn.Module, key: str, parameter: nn.Parameter, meta: MetaTensor) -> None:
         self.name, self.module, self.key, self.meta = name, module, key, meta
         self.parameter: nn.Parameter | None = parameter
+        self.spare: nn.Parameter | None = None
+        self.pieces: tuple[int, ...] = ()
         self.tie, self.size, self.trained = id(parameter), parameter.numel(), parameter.requires_grad
 
     def put(self, value: torch.Tensor | None) -> None:
@@ -50,8 +54,7 @@ class ParameterSlot:
     def stand_in(self, anew: bool = False) -> MetaTensor:
         """Let the module have the meta tensor as a parameter, and return it.
 
-        Args:
-            anew: another one than before, so that code which has that is told from code that looks here again.
+        With ``anew`` it is another one than before: code which has that is told from code that looks here again.
         """
         meta = self.meta.again() if anew else self.meta
         self.put(meta)
@@ -64,24 +67,19 @@ class ParameterSlot:
         self.meta.requires_grad = self.parameter.requires_grad
         return True
 
-    def convert(self, function: Callable[[torch.Tensor], Any]) -> None:
-        """Change type and device of the meta tensor, as ``Module._apply`` does with parameters."""
-        with torch.no_grad():
-            old, changed = self.meta, function(self.meta)
-        if isinstance(changed, MetaTensor):
-            self.meta = MetaTensor(
-                changed.bare, changed.device, changed.access_log, old.origin, old.slot, old.requires_grad
-            )
-        if self.module.__dict__.get(self.key) is old:
-            self.module.__dict__[self.key] = self.meta
+    def convert(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Change type and device of the meta tensor."""
+        old = self.meta
+        if (old.dtype, old.device) != (dtype, device):
+            bare = old.bare.to(dtype)
+            self.meta = MetaTensor(bare, device, old.access_log, old.origin, old.slot, old.requires_grad)
+            self.rest()
 
 
 def slots_of(model: nn.Module, log: AccessLog) -> list[ParameterSlot]:
     """All slots in the order of ``model.state_dict()``; a shared parameter has several.
 
-    Args:
-        model: with all its parameters.
-        log: of the meta tensors, which are where the parameters are, or on the CPU for those on the meta device.
+    Meta tensors are where the parameters are, or on the CPU for those on the meta device.
     """
     found: list[ParameterSlot] = []
     metas: dict[tuple[int, str], MetaTensor] = {}
@@ -115,11 +113,6 @@ def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.
     A module is initialised by the ``_init_weights(module)`` of the innermost module around it that has one, as Hugging
     Face's models do, or by its own ``reset_parameters()``. Random numbers are drawn from the current generators.
 
-    Args:
-        model: whose parameters that this stage does not keep are absent.
-        slots: of its parameters.
-        device: to allocate on.
-
     Raises:
         SplitError: a module has neither.
     """
@@ -139,11 +132,7 @@ def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.
 
 
 def materialise_buffers(model: nn.Module, slots: Sequence[ParameterSlot]) -> None:
-    """Give values on the CPU to buffers on the meta device, which every stage needs; parameters stay as they are.
-
-    Raises:
-        SplitError: as :func:`materialise`.
-    """
+    """Give values on the CPU to buffers on the meta device, which every stage needs; parameters stay as they are."""
     if any(buffer.is_meta for buffer in model.buffers()):
         for slot in slots:
             slot.put(None)

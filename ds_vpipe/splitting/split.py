@@ -1,49 +1,61 @@
-"""How a model is split: between the layers in its lists, or else between any of its modules."""
+"""How a model is split: between the layers in its lists, or else between any of its modules.
+
+What a piece uses is found with an example of a call: the one that is given, the model's own, or a guess.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from ds_vpipe.splitting.blocks import BlockList, all_modules, block_choices
 from ds_vpipe.splitting.call import Call, CallForms
-from ds_vpipe.splitting.example import guesses, own_example, takes
 from ds_vpipe.splitting.forward_split import ForwardSplit
 from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError
-from ds_vpipe.splitting.model_hooks import refuse_parts
+from ds_vpipe.splitting.model_hooks import DirectCallRefusal
 from ds_vpipe.splitting.parameter_slots import materialise_buffers, slots_of
 from ds_vpipe.splitting.stage_model import StageModel
 
+_SAMPLES, _LENGTH, _MOST, _IMAGE = 2, 8, 8, 224
+
 
 def split_in_process(model: nn.Module, num_stages: int, example: Call | None = None) -> StageModel:
-    """Find pieces of a model; the result still holds all of them.
+    """Find pieces of a plain module, at least ``num_stages``; the result still holds all of them.
 
-    Args:
-        model: a plain module.
-        num_stages: the least number of pieces.
-        example: positional and keyword arguments of a call; by default, and if the forward does not take those, the
-            model's ``dummy_inputs``.
-
-    Returns:
-        The model in pieces.
+    The example is a call's positional and keyword arguments; by default, and if the forward does not take those, the
+    model's ``dummy_inputs``.
 
     Raises:
         SplitError: it cannot be split; one line says why and where.
     """
-    refuse_parts(model)
+    if any(isinstance(hook, DirectCallRefusal) for hook in model._forward_pre_hooks.values()):
+        raise SplitError(
+            f"model: got a {type(model).__name__} of which an earlier initialize() has left one stage here, allowed is "
+            f"a whole one; build the model again"
+        )
     log = AccessLog()
     slots = slots_of(model, log)
     materialise_buffers(model, slots)
     reasons: list[str] = []
+
+    def found(blocks: BlockList, given: Call | None) -> StageModel | None:
+        split = ForwardSplit(model, blocks, slots, log)
+        refused = _try_out(split, blocks, given, num_stages)
+        if refused is not None:
+            reasons.append(refused)
+            return None
+        return StageModel(model, split, slots)
+
     unfit = None if example is None or takes(model, example) else _unfit(model, example)
     example = None if unfit else example
     for blocks in block_choices(model):
-        found = _found(ForwardSplit(model, blocks, slots, log), blocks, example, num_stages)
-        if isinstance(found, ForwardSplit):
-            return StageModel(model, found, slots)
-        reasons.append(found)
+        if stage := found(blocks, example):
+            return stage
     if reasons and example is None:
         raise SplitError(reasons[0])
     if unfit and own_example(model) is None:
@@ -54,31 +66,9 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
             f"{type(model).__name__}: has no list of two or more layers to split between, allowed without one is a "
             f"model with an example of its inputs; give initialize() training_data, or the model dummy_inputs"
         )
-    blocks = all_modules(model)
-    found = _found(ForwardSplit(model, blocks, slots, log), blocks, example, num_stages)
-    if isinstance(found, ForwardSplit):
-        return StageModel(model, found, slots)
-    raise SplitError((reasons or [found])[0])
-
-
-def _found(split: ForwardSplit, blocks: BlockList, example: Call | None, num_stages: int) -> ForwardSplit | str:
-    """The split, if a call goes through it and it has enough pieces, or why not."""
-    if not blocks.modules:
-        return f"{blocks.name}: has no parameters, allowed are models to be trained; use it without a vpipe block"
-    refused = _try_out(split, blocks, example, num_stages)
-    if refused is not None:
-        return refused
-    if len(split.piece_names) >= num_stages:
-        return split
-    if blocks.merged:
-        return (
-            f"{type(split.model).__name__}: got {num_stages} stages, allowed are 1 to {len(split.piece_names)}, as "
-            f"many as it calls modules with parameters; use fewer stages"
-        )
-    return (
-        f"{type(split.model).__name__}: got {num_stages} stages, allowed are 1 to {len(split.piece_names)}, the "
-        f"{len(split.piece_names) - 2} blocks of {blocks.name} and what is before and behind them; use fewer stages"
-    )
+    if stage := found(all_modules(model), example):
+        return stage
+    raise SplitError(reasons[0])
 
 
 def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_stages: int) -> str | None:
@@ -87,6 +77,8 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
     Without an example, and if neither the model's own nor a guess is to the forward's liking, pieces stay as modules
     are registered: every first real call is tried out too, and refused if that was wrong.
     """
+    if not blocks.modules:
+        return f"{blocks.name}: has no parameters, allowed are models to be trained; use it without a vpipe block"
     if given is not None:
         calls = [(given, True)]
     else:
@@ -106,14 +98,30 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
             refused = refused or str(error)
         except Exception as error:  # the user's code, with inputs that it may not like
             if given is not None:
-                return f"{blocks.name}: forward failed without parameters: {type(error).__name__}: {_first_line(error)}"
+                reason = (str(error).strip().splitlines() or [""])[0][:200]
+                return f"{blocks.name}: forward failed without parameters: {type(error).__name__}: {reason}"
         else:
             split.assign(dry)
-            return None
-    if refused is None:
-        split.split_at_all(blocks.modules)
-        split.assign(None)
-    return refused
+            return _too_few(split, blocks, num_stages)
+    if refused is not None:
+        return refused
+    split.sequence = list(blocks.modules)
+    split.assign(None)
+    return _too_few(split, blocks, num_stages)
+
+
+def _too_few(split: ForwardSplit, blocks: BlockList, num_stages: int) -> str | None:
+    pieces = len(split.piece_names)
+    if pieces >= num_stages:
+        return None
+    which = (
+        "as many as it calls modules with parameters"
+        if blocks.merged
+        else f"the {pieces - 2} blocks of {blocks.name} and what is before and behind them"
+    )
+    return (
+        f"{type(split.model).__name__}: got {num_stages} stages, allowed are 1 to {pieces}, {which}; use fewer stages"
+    )
 
 
 def _unfit(model: nn.Module, example: Call) -> str:
@@ -126,5 +134,71 @@ def _unfit(model: nn.Module, example: Call) -> str:
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
+# Examples of a call
+
+
+def as_call(batch: Any) -> Call:
+    """A batch as scripts hand it to a model: a dict by keywords, a tuple or list by position, anything else alone."""
+    if isinstance(batch, Mapping):
+        return (), {str(name): value for name, value in batch.items()}
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}
+
+
+def from_data(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> Call | None:
+    """A call with the first samples of ``initialize(training_data=...)``; None if it has no samples by index."""
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
+        return None
+    samples = [data[index % len(data)] for index in range(_SAMPLES)]
+    return as_call((collate or default_collate)(samples))
+
+
+def own_example(model: nn.Module) -> Call | None:
+    """A call with the model's ``dummy_inputs``, as Hugging Face's have them; None if its forward does not take them.
+
+    A class that derives from one of theirs inherits it, whatever its own forward takes.
+    """
+    inputs = getattr(model, "dummy_inputs", None)
+    if not isinstance(inputs, (Mapping, Sequence)) or not len(inputs):
+        return None
+    call = as_call(inputs)
+    return call if takes(model, call) else None
+
+
+def takes(model: nn.Module, call: Call) -> bool:
+    """Whether the signature of the model's forward allows a call; its types are not looked at."""
+    try:
+        inspect.signature(model.forward).bind(*call[0], **call[1])
+    except TypeError:
+        return False
+    return True
+
+
+def guesses(model: nn.Module) -> Iterator[Call]:
+    """Calls with token indices, int64 zeros [2, 8], for every argument that has to be given.
+
+    If that is one, it may also be a batch of several tensors. Forwards with the names that Hugging Face's models give
+    to their inputs may want those by keyword, as encoders with a decoder do, and models of images.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters.values() if p.default is p.empty and p.kind in positional]
+
+    def indices() -> torch.Tensor:
+        return torch.zeros(_SAMPLES, _LENGTH, dtype=torch.int64)
+
+    named = {name: indices() for name in ("input_ids", "decoder_input_ids") if name in parameters}
+    if "pixel_values" in parameters:
+        named["pixel_values"] = _images(getattr(model, "config", None))
+    if named and all(p.name in named for p in required):
+        yield (), named
+    yield tuple(indices() for _ in required), {}
+    if len(required) == 1:
+        for count in range(2, _MOST + 1):
+            yield (tuple(indices() for _ in range(count)),), {}
+
+
+def _images(config: Any) -> torch.Tensor:
+    config = getattr(config, "vision_config", config)
+    size = getattr(config, "image_size", _IMAGE)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return torch.zeros(_SAMPLES, getattr(config, "num_channels", 3), height, width)

@@ -6,8 +6,8 @@ activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,61 +18,114 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ds_vpipe.splitting.call import CallForm, CallForms, Packed, find_loss, loss_of
 from ds_vpipe.splitting.forward_pass import DivergedError
 from ds_vpipe.splitting.forward_split import ForwardSplit
+from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import SplitError
-from ds_vpipe.splitting.model_hooks import StateHooks, refuse_direct_calls
+from ds_vpipe.splitting.model_hooks import DirectCallRefusal, StateHooks
 from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise
-from ds_vpipe.splitting.piece import Piece
+
+
+class Piece(nn.Module):
+    """Layer of a pipeline: the tensors of a piece, with their names in the model, and its part of the forward.
+
+    Attributes:
+        index: of the piece.
+        kind: type name of its module, for partitions by type.
+    """
+
+    def __init__(self, stage: StageModel, index: int, kind: str) -> None:
+        super().__init__()
+        self._stage, self.index, self.kind = stage, index, kind
+
+    def forward(self, value: Any) -> Any:
+        """Run the piece; see :meth:`StageModel.run`."""
+        return self._stage.run(value, self.index, self.index + 1)
+
+    def hold(self, model: nn.Module | None, members: Set[Where]) -> None:
+        """Have the parameters and buffers ``(id(module), key)`` of ``model``, or none.
+
+        Modules that are members with everything they have are taken as they are; of others their names remain.
+        """
+        self._modules.clear()
+        self._parameters.clear()
+        self._buffers.clear()
+        self._non_persistent_buffers_set.clear()
+        if model is not None:
+            _take(self, model, members)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """What the piece holds here, and nothing of other stages."""
+        return self._stage.own_state(partial(super().state_dict, *args, **kwargs))
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Piece:
+        self._stage.apply(fn)
+        return self
+
+    def train(self, mode: bool = True) -> Piece:
+        """Set the mode of the whole model, whose forward runs in one mode."""
+        self._stage.model.train(mode)
+        return super().train(mode)
+
+
+def _take(into: nn.Module, module: nn.Module, members: Set[Where]) -> None:
+    for store in ("_parameters", "_buffers"):
+        for key, tensor in getattr(module, store).items():
+            if tensor is not None and (id(module), key) in members:
+                getattr(into, store)[key] = tensor
+                if key in module._non_persistent_buffers_set:
+                    into._non_persistent_buffers_set.add(key)
+    for key, child in module._modules.items():
+        tensors = set() if child is None else _tensors(child)
+        if tensors and tensors <= members:
+            into._modules[key] = child
+        elif child is not None and tensors & members:
+            into._modules[key] = branch = nn.Module()
+            branch.training = child.training
+            _take(branch, child, members)
+
+
+def _tensors(module: nn.Module) -> set[Where]:
+    """Names of everything in a module that has or has had a value."""
+    return {
+        (id(part), key)
+        for part in module.modules()
+        for store in (part._parameters, part._buffers)
+        for key, tensor in store.items()
+        if isinstance(tensor, torch.Tensor) or key in part.__dict__
+    }
 
 
 class StageModel:
     """Pieces of a model.
 
-    Args:
-        model: with all its parameters. It is changed: it keeps those of the stage.
-        split: runs its pieces.
-        slots: its parameters.
-
     Attributes:
-        model: the user's.
+        model: the user's, which is changed: it keeps the parameters of the stage.
+        piece_names: one per piece.
         pieces: all of them; those that are not kept have no parameters.
-        last_output: what the forward returned the last time without gradients, on the last stage.
         state_hooks: make the model's state dicts whole, if there is somebody who can.
     """
 
     def __init__(self, model: nn.Module, split: ForwardSplit, slots: list[ParameterSlot]) -> None:
-        self.model, self._split, self._slots = model, split, slots
+        self.model, self.piece_names = model, split.piece_names
+        self._split, self._slots = split, slots
         self._forms = CallForms()
         self._tried: set[Any] = set()
         self._written: dict[int, set[int]] = {}
-        self._spare: dict[int, nn.Parameter] = {}
         self._kept: frozenset[int] = frozenset()
         self._released = False
-        self._stage_of: Callable[[int], int] | None = None
-        self.last_output: Any = None
+        self._last_output: Any = None
         self.state_hooks: StateHooks | None = None
-        kinds = _kinds(model, split.piece_names)
-        self.pieces = [Piece(self, index, kind) for index, kind in enumerate(kinds)]
+        kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+        self.pieces = [Piece(self, index, kinds.get(name, name)) for index, name in enumerate(self.piece_names)]
         self.keep(range(len(self.pieces)))
 
     # Which pieces
-
-    @property
-    def piece_names(self) -> list[str]:
-        """Names of the pieces."""
-        return list(self._split.piece_names)
-
-    @property
-    def num_pieces(self) -> int:
-        """How many pieces there are."""
-        return len(self.pieces)
 
     def trained_sizes(self) -> list[int]:
         """Numbers of elements of the trained parameters of each piece."""
         sizes: list[dict[int, int]] = [{} for _ in self.pieces]
         for slot in self._slots:
-            for piece in self._split.pieces_of[slot.name]:
-                if slot.trained:
-                    sizes[piece][slot.tie] = slot.size
+            for piece in slot.pieces if slot.trained else ():
+                sizes[piece][slot.tie] = slot.size
         return [sum(found.values()) for found in sizes]
 
     def ties(self) -> dict[str, dict[int, str]]:
@@ -81,16 +134,14 @@ class StageModel:
         first: dict[int, str] = {}
         for slot in self._slots:
             first.setdefault(slot.tie, slot.name)
-            for piece in self._split.pieces_of[slot.name]:
+            for piece in slot.pieces:
                 uses.setdefault(slot.tie, {}).setdefault(piece, slot.name)
         return {first[tie]: dict(sorted(found.items())) for tie, found in uses.items() if len(found) > 1}
 
-    def keep(self, pieces: Iterable[int], stage_of: Callable[[int], int] | None = None) -> None:
+    def keep(self, pieces: Iterable[int], stage_of: Callable[[int], int] = lambda piece: piece) -> None:
         """Have the parameters of these pieces only. Others are put aside until :meth:`release`.
 
-        Args:
-            pieces: to keep.
-            stage_of: the stage of every piece, for parameters that turn out to be used elsewhere.
+        By ``stage_of``, the stage of every piece, parameters are refused that turn out to be used on another one.
 
         Raises:
             SplitError: the parameters of the others have been released.
@@ -99,34 +150,26 @@ class StageModel:
             raise SplitError("model: got another split after training has begun, allowed is one before; build it again")
         self._kept, self._stage_of = frozenset(pieces), stage_of
         for slot in self._slots:
-            parameter = self._spare.pop(id(slot), None)
-            slot.parameter = slot.parameter if parameter is None else parameter
-            if self._kept.isdisjoint(self._split.pieces_of[slot.name]):
-                assert slot.parameter is not None
-                self._spare[id(slot)] = slot.parameter
-                slot.parameter = None
+            value = slot.spare if slot.parameter is None else slot.parameter
+            slot.parameter, slot.spare = (None, value) if self._kept.isdisjoint(slot.pieces) else (value, None)
             slot.rest()
         self._refresh()
 
     def release(self, device: torch.device | None = None) -> None:
-        """Drop the parameters of all pieces that are not kept, and give values to those on the meta device.
-
-        Args:
-            device: where to, by default the CPU.
-        """
+        """Drop the parameters of all pieces that are not kept, and give values on ``device`` to those without any."""
         if not self._released and len(self._kept) < len(self.pieces):
-            refuse_direct_calls(self.model, self._split)
+            self.model.register_forward_pre_hook(DirectCallRefusal(self.model, self._split))
         self._released = True
         kept = {slot.tie for slot in self._slots if slot.parameter is not None}
-        for parameter in self._spare.values():
-            if id(parameter) not in kept:
-                empty_parameter(parameter)
-        self._spare.clear()
+        for slot in self._slots:
+            if slot.spare is not None and slot.tie not in kept:
+                empty_parameter(slot.spare)
+            slot.spare = None
         materialise(self.model, self._slots, device or torch.device("cpu"))
         self._refresh()
 
     def own_parameters(self, given: Iterable[Any]) -> list[Any]:
-        """Of parameters of the whole model, or of groups of them, what this stage has, in the same order.
+        """Of a script's ``model_parameters``, what this stage has, in the same order; groups may become empty.
 
         A parameter that was on the meta device is replaced by the one that has its values.
         """
@@ -135,24 +178,17 @@ class StageModel:
         found: list[Any] = []
         for item in given:
             if isinstance(item, dict):
-                found.append({**item, "params": self.own_parameters(_members(item["params"]))})
+                members = [item["params"]] if isinstance(item["params"], torch.Tensor) else item["params"]
+                found.append({**item, "params": self.own_parameters(members)})
             elif id(item) in here:
                 found.append(here[id(item)])
         return found
 
-    def name_here(self, tie: str) -> str | None:
-        """A name under which the stage has a tied parameter; None if it has not."""
-        names = self.ties()[tie]
-        return next((names[piece] for piece in sorted(self._kept) if piece in names), None)
-
     def homes(self) -> dict[str, tuple[str, int]]:
-        """For all names of the whole model's state dict: a name and a piece where its value is.
-
-        Of a tied parameter that is the first piece that uses it.
-        """
+        """For all names of the whole model's state dict: a name and a piece, the first one, where its value is."""
         first: dict[int, tuple[int, str]] = {}
         for slot in self._slots:
-            here = min(self._split.pieces_of[slot.name]), slot.name
+            here = min(slot.pieces), slot.name
             first[slot.tie] = min(first.get(slot.tie, here), here)
         found = {slot.name: (first[slot.tie][1], first[slot.tie][0]) for slot in self._slots}
         for path, module in self.model.named_modules(remove_duplicate=False):
@@ -165,26 +201,22 @@ class StageModel:
                 found[prefix + _EXTRA_STATE_KEY_SUFFIX] = prefix + _EXTRA_STATE_KEY_SUFFIX, homes[0]
         return found
 
-    @contextmanager
-    def own_states(self) -> Iterator[None]:
-        """Let state dicts have what is here, and nothing of other stages, for a while."""
-        with nullcontext() if self.state_hooks is None else self.state_hooks.parts():
-            yield
+    def own_state(self, read: Callable[[], Any]) -> Any:
+        """A state dict that ``read`` makes, with what is here, and nothing of other stages."""
+        return read() if self.state_hooks is None else self.state_hooks.own_state(read)
 
     def _refresh(self) -> None:
         """Give the pieces what the model has now."""
-        self._split.forget_layout()
-        members: list[set[tuple[int, str]]] = [set() for _ in self.pieces]
+        members: list[set[Where]] = [set() for _ in self.pieces]
         for slot in self._slots:
-            for piece in self._split.pieces_of[slot.name]:
+            for piece in slot.pieces:
                 members[piece].add((id(slot.module), slot.key))
-        for module in self.model.modules():
-            for key in module._buffers:
-                members[self._split.buffer_piece[id(module), key]].add((id(module), key))
+        for where, piece in self._split.buffer_piece.items():
+            members[piece].add(where)
         for made, found in zip(self.pieces, members, strict=True):
-            made.hold(self.model if made.index in self._kept else None, frozenset(found))
+            made.hold(self.model if made.index in self._kept else None, found)
 
-    # As a module
+    # Types and devices
 
     def apply(self, function: Callable[..., Any]) -> None:
         """As ``Module._apply``, to everything that the stage has, and to the types and devices of what it has not.
@@ -195,12 +227,24 @@ class StageModel:
         for slot in self._slots:
             if slot.parameter is not None:
                 slot.parameter = slot.module._parameters[slot.key]
-            slot.convert(function)
+        self._follow()
         self._refresh()
 
-    def train(self, mode: bool = True) -> None:
-        """Set the model's mode."""
-        self.model.train(mode)
+    def _follow(self) -> None:
+        """Give what is absent the types and devices of what is here; DeepSpeed casts parameters one by one.
+
+        Of those that parameters with the same ones at first have now, an absent one gets the first.
+        """
+        here = [slot for slot in self._slots if slot.parameter is not None and not slot.parameter.is_meta]
+        changed: dict[Any, Any] = {}
+        for slot in here:
+            if _kind(slot.parameter) != _kind(slot.meta):
+                changed.setdefault(_kind(slot.meta), _kind(slot.parameter))
+        if changed:
+            for slot in self._slots:
+                slot.convert(*changed.get(_kind(slot.meta), _kind(slot.meta)))
+            for slot in here:
+                slot.convert(*_kind(slot.parameter))
 
     # Calls
 
@@ -213,26 +257,11 @@ class StageModel:
         Raises:
             SplitError: the call cannot be run in pieces.
         """
-        self._follow_types()
+        self._follow()
         packed, form = self._forms.pack(args, kwargs)
         if self._split.mode(form) not in self._tried:
             self._try_out(form, packed[1:])
         return packed
-
-    def _follow_types(self) -> None:
-        """Give what is absent the types of what is here: DeepSpeed casts parameters one by one, not by ``apply``.
-
-        Of the types that parameters with the same type at first have now, an absent one gets the first.
-        """
-        changed: dict[torch.dtype, torch.dtype] = {}
-        for slot in self._slots:
-            if slot.parameter is not None and slot.parameter.dtype is not slot.meta.dtype:
-                changed.setdefault(slot.meta.dtype, slot.parameter.dtype)
-        if not changed:
-            return
-        for slot in self._slots:
-            here = slot.parameter
-            slot.convert(_to(changed.get(slot.meta.dtype, slot.meta.dtype) if here is None else here.dtype))
 
     def _try_out(self, form: CallForm, given: Packed) -> None:
         split = self._split
@@ -244,18 +273,16 @@ class StageModel:
         written = {at for at, copy in enumerate(copies) if dry.cut_short or copy._version != marks[at]}
         self._written.setdefault(form.fingerprint, set()).update(written)
         for slot in self._slots:
-            known = split.pieces_of[slot.name]
+            known = slot.pieces
             for piece in dry.touched.get(str(slot.meta.slot), set()) - set(known):
                 self._refuse_elsewhere(slot.name, piece, known)
-                split.pieces_of[slot.name] = tuple(sorted({*split.pieces_of[slot.name], piece}))
-                split.forget_layout()
+                slot.pieces = tuple(sorted({*slot.pieces, piece}))
         for where, piece in dry.writers.items():
             self._refuse_elsewhere(f"buffer {where[1]}", piece, (split.buffer_piece[where],))
         self._tried.add(split.mode(form))
 
     def _refuse_elsewhere(self, name: str, piece: int, known: tuple[int, ...]) -> None:
-        stages = {other if self._stage_of is None else self._stage_of(other) for other in known}
-        if (piece if self._stage_of is None else self._stage_of(piece)) not in stages:
+        if self._stage_of(piece) not in map(self._stage_of, known):
             raise SplitError(
                 f"{name}: used by {self.piece_names[piece]} (piece {piece}), which the example of a call did not show, "
                 f"allowed is {self.piece_names[known[0]]} (piece {known[0]}); give initialize() training_data whose "
@@ -263,16 +290,10 @@ class StageModel:
             )
 
     def run(self, value: Packed, start: int, stop: int) -> Any:
-        """Run pieces ``start`` to ``stop - 1``, which the stage keeps.
-
-        Args:
-            value: what :meth:`pack` returned for the first piece, and what piece ``start - 1`` returned for others.
-            start: first piece.
-            stop: behind the last piece.
+        """Run pieces ``start`` to ``stop - 1``, which the stage has, on what :meth:`pack` or piece ``start - 1`` gave.
 
         Returns:
-            The input of piece ``stop``, or the loss, without dimensions. Without gradients a call without a loss gives
-            None.
+            The input of piece ``stop``, or the loss; without gradients None if there is none.
 
         Raises:
             SplitError: the forward does something that cannot be run in pieces, or returns no loss.
@@ -301,23 +322,14 @@ class StageModel:
             return (*value[:behind], *output)
         if torch.is_grad_enabled():
             return loss_of(output, type(self.model).__name__)
-        self.last_output = output
+        self._last_output = output
         return find_loss(output)
 
     def take_output(self) -> Any:
         """What the forward returned the last time without gradients, whole; then forget it."""
-        output, self.last_output = self.last_output, None
+        output, self._last_output = self._last_output, None
         return tree_map_only(torch.Tensor, torch.Tensor.detach, output) if tree_leaves(output) else output
 
 
-def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(dtype)
-
-
-def _members(params: Any) -> list[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
-def _kinds(model: nn.Module, names: list[str]) -> list[str]:
-    modules = dict(model.named_modules())
-    return [type(modules[name]).__name__ if name in modules else name for name in names]
+def _kind(tensor: Any) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device

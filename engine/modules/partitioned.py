@@ -18,7 +18,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, interleave
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds, resolve_partition
-from ds_vpipe.splitting.piece import Piece
+from ds_vpipe.splitting.stage_model import Piece
 
 
 class VPipeModule(PipelineModule):

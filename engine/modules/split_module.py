@@ -15,11 +15,9 @@ from ds_vpipe.engine.modules.partitioned import VPipeModule, complete
 from ds_vpipe.errors import Refusal
 from ds_vpipe.partition import bounds
 from ds_vpipe.splitting.call import Call, Packed
-from ds_vpipe.splitting.example import from_data
 from ds_vpipe.splitting.meta_tensor import SplitError
-from ds_vpipe.splitting.piece import Piece
-from ds_vpipe.splitting.split import split_in_process
-from ds_vpipe.splitting.stage_model import StageModel
+from ds_vpipe.splitting.split import from_data, split_in_process
+from ds_vpipe.splitting.stage_model import Piece, StageModel
 
 
 class SplitModule(VPipeModule):
@@ -27,26 +25,17 @@ class SplitModule(VPipeModule):
 
     Its input is what :meth:`pack` returns, its output on the last stage the loss. It has no ``loss_fn``: the user's
     forward computes the loss.
-
-    Args:
-        stage: the model in pieces.
-        num_stages: K.
-        partition_method: as in the ``"vpipe"`` block.
-        topology: instead of ``num_stages``, as for ``PipelineModule``.
     """
 
     def __init__(
         self,
         stage: StageModel,
-        num_stages: int | None = None,
+        num_stages: int,
         partition_method: str | Sequence[int] = "parameters",
-        topology: Any = None,
     ) -> None:
         # PipelineModule's constructor registers layers, which needs these and comes before attributes can be set.
         self.__dict__["stage_model"] = stage
-        super().__init__(
-            layers=stage.pieces, num_stages=num_stages, topology=topology, partition_method=partition_method
-        )
+        super().__init__(layers=stage.pieces, num_stages=num_stages, partition_method=partition_method)
 
     stage_model: StageModel
     forward_funcs: list[Piece]
@@ -58,29 +47,20 @@ class SplitModule(VPipeModule):
         return self.stage_model.model
 
     def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
-        """A call of the user's forward as the first stage's input; every rank packs every call.
-
-        Raises:
-            SplitError: the call cannot be run in pieces.
-        """
+        """:meth:`.StageModel.pack`."""
         return self.stage_model.pack(args, dict(kwargs))
 
     def take_output(self) -> Any:
-        """On the last stage, everything that the forward returned the last time without gradients."""
+        """:meth:`.StageModel.take_output`, on the last stage."""
         return self.stage_model.take_output()
 
     def release(self) -> None:
-        """Drop what belongs to other stages; before the optimizer is built, after the last change of the split."""
+        """Drop what belongs to other stages; after the last change of the split."""
         self.stage_model.release(torch.device(get_accelerator().device_name(self.local_rank)))
         self._synchronize_tied_weights()
 
     def own_parameters(self, given: Iterable[Any]) -> list[Any]:
-        """Of parameters of the whole model, or of groups of them, what this stage has, in the same order.
-
-        Args:
-            given: what a script passes as ``model_parameters``; groups are dicts with ``"params"``, and stay even if
-                nothing remains in them.
-        """
+        """:meth:`.StageModel.own_parameters`."""
         return self.stage_model.own_parameters(given)
 
     # As a list of layers
@@ -163,8 +143,7 @@ class SplitModule(VPipeModule):
 
     def own_state(self, path: str = "") -> dict[str, Any]:
         """This stage's part of the state dict of the user's model, or of the module at ``path`` in it."""
-        with self.stage_model.own_states():
-            found: dict[str, Any] = self.user_module.get_submodule(path).state_dict()
+        found: dict[str, Any] = self.stage_model.own_state(self.user_module.get_submodule(path).state_dict)
         return found
 
     def homes(self) -> dict[str, tuple[str, int]]:
@@ -177,7 +156,7 @@ class SplitModule(VPipeModule):
 
     def train(self, mode: bool = True) -> SplitModule:
         """Set the mode of the user's model, once and not once per piece."""
-        self.stage_model.train(mode)
+        self.user_module.train(mode)
         self.training = mode
         for piece in self.forward_funcs:
             piece.training = mode
@@ -200,37 +179,27 @@ class SplitModule(VPipeModule):
 
     def _index_tied_modules(self) -> dict[str, Any]:
         comms: dict[str, Any] = {}
-        for name, layers in sorted(self.tied_layers().items()):
-            stages = sorted({self.stage_owner(layer) for layer in layers})
-            if len(stages) < 2:
-                continue
-            for replica in range(self._grid.data_parallel_size):
-                ranks = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in stages]
+        for name, uses in sorted(self.stage_model.ties().items()):
+            names = {self.stage_owner(piece): used for piece, used in reversed(uses.items())}
+            for replica in range(self._grid.data_parallel_size if len(names) > 1 else 0):
+                ranks = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in sorted(names)]
                 group = dist.new_group(ranks=ranks)
-                if self.global_rank not in ranks:
-                    continue
-                attribute = self.stage_model.name_here(name)
-                assert attribute is not None
-                comms[name] = {"ranks": ranks, "group": group, "weight_attr": [attribute], "module": self.user_module}
-                if self.global_rank != ranks[0]:
-                    weight = PipelineModule._recursive_getattr(self.user_module, attribute)
-                    weight.ds_pipe_replicated = True
+                if self.global_rank in ranks:
+                    here = names[self.stage_id]
+                    comms[name] = {"ranks": ranks, "group": group, "weight_attr": [here], "module": self.user_module}
+                    if self.global_rank != ranks[0]:
+                        self.user_module.get_parameter(here).ds_pipe_replicated = True  # type: ignore[attr-defined]
         return comms
 
     def _synchronize_tied_weights(self) -> None:
-        weights = [
-            self._recursive_getattr(self.user_module, comm["weight_attr"][0]) for comm in self.tied_comms.values()
-        ]
-        if not any(weight.is_meta for weight in weights):  # else they get their values later
+        if not any(weight.is_meta for weight, _ in self.get_tied_weights_and_groups()):  # else they get values later
             with torch.no_grad():
                 super()._synchronize_tied_weights()
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
         """Tied weights of this stage with the groups that reduce their gradients."""
-        return [
-            (self._recursive_getattr(comm["module"], comm["weight_attr"][0]), comm["group"])
-            for comm in self.tied_comms.values()
-        ]
+        comms = self.tied_comms.values()
+        return [(self.user_module.get_parameter(comm["weight_attr"][0]), comm["group"]) for comm in comms]
 
     def allreduce_tied_weight_gradients(self) -> None:
         """Sum gradients of tied weights over the stages that have them."""
@@ -242,11 +211,10 @@ def split_model(
     model: torch.nn.Module,
     num_stages: int | None = None,
     *,
-    partition: str | Sequence[int] | None = None,
+    partition: str | Sequence[int] = "parameters",
     example: Call | None = None,
     training_data: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    topology: Any = None,
 ) -> SplitModule:
     """Make a pipeline of a plain module; all ranks call this.
 
@@ -256,11 +224,10 @@ def split_model(
     Args:
         model: whose forward returns the loss.
         num_stages: K.
-        partition: pieces per stage, or a method, as in the ``"vpipe"`` block; by default ``"parameters"``.
+        partition: pieces per stage, or a method, as in the ``"vpipe"`` block.
         example: positional and keyword arguments of a call of the model.
         training_data: a data set from which an example is taken, if none is given.
         collate_fn: makes a batch of its samples.
-        topology: instead of ``num_stages``.
 
     Raises:
         SplitError: the model cannot be split; one line says why, where, and what to do.
@@ -272,21 +239,13 @@ def split_model(
         raise SplitError("model: got a module of torch.compile, allowed is a plain one; pass the one it was made from")
     if example is None and training_data is not None:
         example = from_data(training_data, collate_fn)
-    stages = num_stages if topology is None else topology.get_dim("pipe")
-    if stages is None:
+    if num_stages is None:
         raise SplitError("split_model: got no num_stages, allowed is an int >= 1; pass it")
-    stage = split_in_process(model, stages, example)
-    method = "parameters" if partition is None else partition
-    return SplitModule(stage, None if topology is not None else num_stages, method, topology)
+    return SplitModule(split_in_process(model, num_stages, example), num_stages, partition)
 
 
 def stages_in(ds_config: Mapping[str, Any], partition: Any, virtual_stages: int = 1) -> int:
-    """How many stages a DeepSpeed configuration asks for, for a model that does not say it itself.
-
-    Args:
-        ds_config: ``"pipeline": {"stages": K}`` in it comes first.
-        partition: ``vpipe.partition``; else K is the length of a list there.
-        virtual_stages: ``vpipe.virtual_stages``, as many entries of the list are one stage's.
+    """Number of stages for a plain module: ``"pipeline": {"stages": K}`` in the DeepSpeed JSON, or by ``partition``.
 
     Raises:
         VPipeConfigError: neither says it, or the number is none.

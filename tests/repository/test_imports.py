@@ -44,7 +44,6 @@ AGAINST_THE_LEVELS = {
 }
 CLOSE_A_CIRCLE = {
     ("ds_vpipe.splitting.forward_pass", "ds_vpipe.splitting.forward_split"),
-    ("ds_vpipe.splitting.piece", "ds_vpipe.splitting.stage_model"),
 }
 
 

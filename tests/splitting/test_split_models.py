@@ -129,7 +129,7 @@ def test_evaluation_gives_the_whole_output(name: str) -> None:
     model = build().eval()
     split = Stages(model, GRAPH_PARTITIONS[name][2] if name in GRAPHS else (2, 4), example=(args, kwargs))
     for stage in split.models:
-        stage.train(False)
+        stage.model.train(False)
     with torch.no_grad():
         wanted = model(*args, **kwargs)
         loss = split.forward(*args, **kwargs)

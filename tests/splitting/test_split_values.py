@@ -33,7 +33,7 @@ SIZES = {"vocab_size": 83, "hidden_size": 32, "num_hidden_layers": 4, "num_atten
 
 
 def parts(model: nn.Module, stages: int, example: Any = None) -> list[int]:
-    count = split_in_process(model, stages, example).num_pieces
+    count = len(split_in_process(model, stages, example).pieces)
     bounds = [round(stage * count / stages) for stage in range(stages + 1)]
     return [bounds[stage + 1] - bounds[stage] for stage in range(stages)]
 
@@ -213,6 +213,23 @@ def test_draws_that_begin_later_are_refused(way: str) -> None:
         stage.model.calls = 9
     with pytest.raises(SplitError, match="draws random numbers outside the blocks"):
         split.forward(*call())
+
+
+class Asking(Flexible):
+    """Asks blocks for their class, and calls their forward itself."""
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            assert isinstance(block, block.__class__)
+            x = block.forward(x, mask, []) if block.__class__ is Odd else block(x)
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+def test_blocks_have_their_class_and_their_forward() -> None:
+    split = check(lambda: Asking("plain"), call(), {}, stages=4)
+    assert len(split.models[0].piece_names) == 6
+    assert {type(block) for stage in split.models for block in stage.model.blocks} == {nn.Linear, Odd}
 
 
 class Counting(nn.Module):
@@ -409,7 +426,9 @@ class Remembering(nn.Module):
             factor = factor * self.calls
         one, other = self.one(x), self.other(x)
         x = self.blocks[1](self.blocks[0](x, mask, numbers), mask, numbers)
-        if full and self.way in ("branch", "statistics"):
+        if self.way == "statistics outside":
+            x = nn.functional.batch_norm(x.transpose(1, 2), self.mean, self.variance, training=True).transpose(1, 2)
+        if full and self.way in ("branch", "statistics", "statistics outside"):
             x = torch.relu(x)
         kept = torch.sin(x)
         x = self.blocks[2](x, mask, numbers)
@@ -467,9 +486,10 @@ def test_values_of_another_branch_do_not_take_each_others_places() -> None:
         split.forward(ids, torch.ones_like(mask), labels)
 
 
-def test_statistics_are_written_once_where_a_forward_is_run_again() -> None:
-    model = built(lambda: Remembering("statistics"))
-    split = Stages(model, (3, 3))
+@pytest.mark.parametrize("way", ["statistics", "statistics outside"])
+def test_statistics_are_written_once_where_a_forward_is_run_again(way: str) -> None:
+    model = built(lambda: Remembering(way))
+    split = Stages(model, (1, 3, 2))
     ids, mask, labels = call()
     for given in (mask, torch.ones_like(mask), mask):
         assert torch.equal(split.forward(ids, given, labels), model(ids, given, labels))

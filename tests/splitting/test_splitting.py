@@ -18,9 +18,8 @@ from torch.utils.data import TensorDataset
 
 from ds_vpipe.splitting.blocks import all_modules, block_choices
 from ds_vpipe.splitting.call import CallForms, find_loss, loss_of
-from ds_vpipe.splitting.example import as_call, from_data, guesses
 from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError
-from ds_vpipe.splitting.split import split_in_process
+from ds_vpipe.splitting.split import as_call, from_data, guesses, split_in_process
 
 
 class Batch(UserDict[str, Any]):

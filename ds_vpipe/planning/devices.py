@@ -1,16 +1,128 @@
-"""Memory, links and optimizer that a plan counts with."""
+"""Memory, links and optimizer that a plan counts with.
+
+Mixed-precision wrappers and ZeRO-1 add fp32 master weights; ZeRO-1 divides those and the optimizer's state by the
+number of replicas. Counts are those of DeepSpeed 0.19 and torch 2: Adam and LAMB keep two fp32 values per weight, SGD
+with momentum and Lion one, plain SGD none (Rajbhandari et al., ZeRO, SC 2020, section 3, has the same sums).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import Refusal
-from ds_vpipe.planning.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes, configured_optimizer_bytes
 from ds_vpipe.planning.pace import FREE_LINK, Link
 from ds_vpipe.schedules.counts import StageLoad, stage_loads
 from ds_vpipe.schedules.pipeline import Pipeline
+
+_MASTER = 4  # bytes of an fp32 master weight
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+# Values that an optimizer keeps per weight, and those that it needs for a moment per weight of the parameter that it
+# is updating, as it does on the CPU: a root and what is divided by it. Fused ones are one kernel, in place.
+_VALUES = {
+    "sgd": (0, 0),
+    "musgd": (0, 2),
+    "lion": (1, 0),
+    "fusedlion": (1, 0),
+    "adam": (2, 0),
+    "adamw": (2, 0),
+    "fusedadam": (2, 0),
+    "fusedlamb": (2, 0),
+    "muon": (2, 2),  # one for matrices, two for the rest, which Adam trains
+    "adagrad": (1, 2),
+    "rmsprop": (1, 2),
+    "asgd": (1, 2),
+    "rprop": (2, 3),
+    "onebitadam": (4, 2),  # and the errors of worker and server
+    "onebitlamb": (4, 2),
+    "zerooneadam": (4, 2),
+}
+_OTHERS = (2, 2)  # LAMB, Adadelta, Adamax, NAdam, RAdam, torch's own Adam, and whatever is not known
+_WITH_MOMENTUM = ("sgd", "musgd", "rmsprop")
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """Bytes that training needs besides the weights.
+
+    Attributes:
+        gradient: gradients, per byte of trained weights.
+        held: master weights and state per byte of trained weights; they stay.
+        update: what exists only during an update, per byte of trained weights.
+        bucket_bytes: a reduction's buffer, which exists only during an update.
+        temporary: per byte of the largest trained parameter what exists only during an update, of parameters that are
+            updated one by one.
+    """
+
+    gradient: Fraction = Fraction(1)
+    held: Fraction = Fraction(0)
+    update: Fraction = Fraction(0)
+    bucket_bytes: int = 0
+    temporary: Fraction = Fraction(0)
+
+
+NO_OPTIMIZER = OptimizerBytes()
+"""Gradients only, as for SGD without momentum in fp32."""
+
+
+def optimizer_bytes(
+    optimizer: str = "adam",
+    params: Mapping[str, Any] | None = None,
+    dtype: str = "float32",
+    zero_stage: int = 0,
+    replicas: int = 1,
+    bucket_elements: int = 500_000_000,
+) -> OptimizerBytes:
+    """Bytes that an optimizer needs.
+
+    Args:
+        optimizer: its type, as in a DeepSpeed JSON; case does not count. Adam is DeepSpeed's fused one.
+        params: its parameters; ``torch_adam`` means torch's own.
+        dtype: of the weights.
+        zero_stage: 0 or 1.
+        replicas: data-parallel ranks of the stage.
+        bucket_elements: DeepSpeed's ``reduce_bucket_size``, for ZeRO-1.
+
+    Raises:
+        ValueError: weights cannot have that type.
+    """
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"dtype: got {dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}")
+    size, kind = _DTYPE_BYTES[dtype], optimizer.lower()
+    given = {key for key, value in (params or {}).items() if value}
+    values, temporary = _VALUES.get(kind, _OTHERS)
+    values += len(given & {"amsgrad", "centered", *(["momentum"] if kind in _WITH_MOMENTUM else [])})
+    if kind == "sgd":
+        temporary = len(given & {"weight_decay", "nesterov"})
+    elif "torch_adam" in given:
+        temporary = max(temporary, _OTHERS[1])
+    if zero_stage == 0 and size >= _MASTER:
+        return OptimizerBytes(held=Fraction(values), temporary=Fraction(temporary))
+    share = replicas if zero_stage else 1
+    held = Fraction(_MASTER * (1 + values), size * share)
+    # Gradients are copied to fp32 for the update: each of them and then all in one vector, or with ZeRO the partition
+    # in one vector and then as fp32.
+    update = Fraction(size + _MASTER, size * share) if zero_stage else Fraction(2 * _MASTER, size)
+    return OptimizerBytes(held=held, update=update, bucket_bytes=bucket_elements * size if zero_stage else 0)
+
+
+def configured_optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1) -> OptimizerBytes:
+    """:func:`optimizer_bytes` of a DeepSpeed JSON. One that names no optimizer counts as Adam.
+
+    Raises:
+        VPipeConfigError: the ZeRO stage is not a number.
+    """
+    stage = ds_config.zero_stage
+    if stage is None or stage > 3:
+        given = ds_config.get("zero_optimization.stage")
+        raise Refusal("zero_optimization.stage", given, "0 or 1", "correct the JSON").error()
+    kind, params = ds_config.optimizer or "adam", ds_config.optimizer_params
+    return optimizer_bytes(kind, params, ds_config.dtype, stage, replicas, ds_config.reduce_bucket)
 
 
 @dataclass(frozen=True)

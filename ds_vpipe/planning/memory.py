@@ -9,20 +9,21 @@ however many layers keep them.
 
 A stage's peak is the largest of these moments: a backward pass at any of its layers, inside the segment or before it,
 with the gradients of an earlier micro-batch or, in the first of a batch, without; and the update. All sums are over
-prefix sums, so that a planner can look at all splits of a model (:class:`ActivationSums`).
+prefix sums, so that a planner can look at all splits of a model (:class:`MemoryModel`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import add
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ds_vpipe.planning.devices import NO_OPTIMIZER, OptimizerBytes
 from ds_vpipe.planning.layer_profile import ModelProfile
-from ds_vpipe.planning.optimizer_bytes import NO_OPTIMIZER, OptimizerBytes
 from ds_vpipe.schedules.counts import StageLoad
 
 Ints = npt.NDArray[np.int64]
@@ -30,7 +31,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of one stage at its peak, in bytes.
+    """Memory of one stage at its peak, in bytes; arrays for alternatives of a stage.
 
     Attributes:
         weights: newest weights.
@@ -43,108 +44,128 @@ class StageMemory:
         workspace: what exists beyond that for a moment, in a pass or in the update.
     """
 
-    weights: int = 0
-    versions: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    recompute: int = 0
-    buffers: int = 0
-    workspace: int = 0
+    weights: Any = 0
+    versions: Any = 0
+    gradients: Any = 0
+    optimizer: Any = 0
+    activations: Any = 0
+    recompute: Any = 0
+    buffers: Any = 0
+    workspace: Any = 0
 
     @property
-    def static(self) -> int:
+    def static(self) -> Any:
         """Bytes held all the time."""
         return self.weights + self.versions + self.gradients + self.optimizer + self.buffers
 
     @property
-    def total(self) -> int:
+    def total(self) -> Any:
         """Peak bytes."""
         return self.static + self.activations + self.recompute + self.workspace
 
     def to_json(self) -> dict[str, int]:
         """Bytes by use, and the total."""
-        return {name: int(getattr(self, name)) for name in self.__dataclass_fields__} | {"total": self.total}
+        return {**vars(self), "total": self.total}
 
     def __add__(self, other: StageMemory) -> StageMemory:
         """Memory of a device that holds both: an upper bound, as if both had their peaks at once."""
-        return StageMemory(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+        return StageMemory(*map(add, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
-class Activations:
-    """Bytes of activations, each a number or an array over alternatives.
+class Alternatives:
+    """Stages that end at one layer, by their first layer and by where the recomputed segment begins.
+
+    Arrays ``[start, cut]``, the second dimension being 1 where the segment does not matter. Entries whose segment would
+    begin before the stage are meaningless.
 
     Attributes:
-        kept: by each micro-batch in flight.
-        recomputed: by the recomputed segment, once.
+        weights: bytes of weights.
+        trained: those of them that are trained.
+        gradients: all gradients.
+        held: optimizer state and master weights.
+        update: what exists only during an update.
+        inputs: the stage's input.
+        outputs: the stage's output.
+        kept: activations of each micro-batch in flight.
+        recomputed: activations of the recomputed segment, once.
         peak: most that a pass needs beyond ``kept`` of all in flight, if all gradients exist; at least ``recomputed``.
         first_peak: the same for the first backward pass of a batch, less the gradients that do not exist yet.
     """
 
-    kept: Any
-    recomputed: Any
-    peak: Any
-    first_peak: Any
+    weights: Ints
+    trained: Ints
+    gradients: Ints
+    held: Ints
+    update: Ints
+    inputs: Ints
+    outputs: Ints
+    kept: Ints
+    recomputed: Ints
+    peak: Ints
+    first_peak: Ints
 
-    def beyond(self, load: StageLoad, update: Any) -> Any:
-        """Peak bytes beyond ``kept`` of all in flight and all gradients; negative if those never meet.
-
-        Args:
-            load: of the stage.
-            update: bytes that exist only during an update.
-        """
-        most = np.maximum(self.first_peak, update - (load.in_flight - load.at_update) * self.kept)
+    def memory(self, load: StageLoad) -> StageMemory:
+        """Memory under the most that a schedule holds."""
+        # Beyond what all in flight keep and all gradients; negative if those never meet.
+        beyond = np.maximum(self.first_peak, self.update - (load.in_flight - load.at_update) * self.kept)
         if load.with_gradients:
-            most = np.maximum(most, self.peak - (load.in_flight - load.with_gradients) * self.kept)
-        return most
+            beyond = np.maximum(beyond, self.peak - (load.in_flight - load.with_gradients) * self.kept)
+        beyond = beyond - self.recomputed
+        return StageMemory(
+            weights=self.weights,
+            versions=(load.versions - 1) * self.trained,
+            gradients=self.gradients + np.minimum(0, beyond),
+            optimizer=self.held,
+            activations=load.in_flight * self.kept,
+            recompute=self.recomputed,
+            buffers=load.input_buffers * self.inputs + load.output_buffers * self.outputs,
+            workspace=np.maximum(0, beyond),
+        )
 
 
-class ActivationSums:
-    """Activations of any stage of a model, in constant time per alternative.
+class MemoryModel:
+    """Memory of any stage of a model, in constant time per alternative.
 
     Args:
         profile: the model's layers.
+        optimizer: what training needs per byte of weights.
     """
 
-    def __init__(self, profile: ModelProfile) -> None:
+    def __init__(self, profile: ModelProfile, optimizer: OptimizerBytes = NO_OPTIMIZER) -> None:
         def column(name: str) -> Ints:
             return np.array([getattr(layer, name) for layer in profile.layers], dtype=np.int64)
 
+        def sums(values: Ints) -> Ints:
+            return np.concatenate([[0], np.cumsum(values)])
+
         activation, output_kept = column("activation_bytes"), column("output_kept_bytes")
-        boundary, workspace = column("boundary_bytes"), column("workspace_bytes")
+        boundary = column("boundary_bytes")
         next_keeps = np.append(column("input_kept_bytes")[1:], 0)
         own = activation - output_kept
-        zero = np.zeros(1, dtype=np.int64)
-        self.inputs: Ints = np.concatenate([[profile.input_bytes], boundary])
-        """Bytes at each cut: input of the stage that begins there, output of the one that ends there."""
-        self._sums: Ints = np.concatenate([zero, np.cumsum(own + np.maximum(output_kept, next_keeps))])
-        self._closed: Ints = np.concatenate([zero, self._sums[:-1] + own + np.maximum(output_kept, boundary)])
-        self._with_own: Ints = self._sums[:-1] + activation
-        self._workspace = workspace
-        trained = column("parameter_bytes") - column("frozen_bytes")
-        self._trained: Ints = np.concatenate([zero, np.cumsum(trained)])
+        self._optimizer = optimizer
+        self._at_cut: Ints = np.concatenate([[profile.input_bytes], boundary])
+        self._kept = sums(own + np.maximum(output_kept, next_keeps))
+        self._closed: Ints = np.concatenate([[0], self._kept[:-1] + own + np.maximum(output_kept, boundary)])
+        self._with_own: Ints = self._kept[:-1] + activation
+        self._workspace = column("workspace_bytes")
+        self._weights = sums(column("parameter_bytes"))
+        self._trained = sums(column("parameter_bytes") - column("frozen_bytes"))
+        self._largest = column("largest_weight_bytes")
 
-    def alternatives(self, starts: Ints, stop: int, gradient: Fraction = Fraction(1)) -> Activations:
-        """Stages that begin at each of ``starts`` and end before ``stop``, by where their segment begins.
+    def alternatives(self, starts: Ints, stop: int) -> Alternatives:
+        """Stages that begin at each of ``starts`` and end before layer ``stop``.
 
-        Args:
-            starts: first layers.
-            stop: layer after the last.
-            gradient: bytes of gradients per byte of trained weights.
-
-        Returns:
-            Arrays ``[stage, cut]``: entry ``[i, j]`` is for a segment that begins at layer ``starts.min() + j``; the
-            last one, at ``stop``, for none. Entries whose segment would begin before the stage are meaningless.
+        Column ``j`` is for a segment that begins at layer ``starts.min() + j``; the last one, at ``stop``, for none.
         """
         low = int(starts.min())
         cuts = np.arange(low, stop + 1)
-        begin = self.inputs[starts] - self._sums[starts]
-        output = self.inputs[stop]
+        begin = self._at_cut[starts] - self._kept[starts]
+        output = self._at_cut[stop]
         some = cuts < stop
-        kept = np.where(cuts > starts[:, None], begin[:, None] + self._closed[cuts], self.inputs[starts][:, None])
+        kept = np.where(cuts > starts[:, None], begin[:, None] + self._closed[cuts], self._at_cut[starts][:, None])
         kept = kept + np.where(some, output, 0)
-        segment = self.inputs[cuts] - self._sums[np.minimum(cuts, stop)]
+        segment = self._at_cut[cuts] - self._kept[np.minimum(cuts, stop)]
         recomputed = np.broadcast_to(np.where(some, segment + self._with_own[stop - 1], 0), kept.shape)
         # Highest of layers [cut, stop): one suffix maximum for all stages. Of [start, cut): a prefix maximum per stage.
         least = np.iinfo(np.int64).min // 4
@@ -161,23 +182,27 @@ class ActivationSums:
             found: Ints = np.maximum(segment + in_segment, begin[:, None] + before + output - kept)
             return found
 
-        gradients = self._trained * gradient.numerator // gradient.denominator
+        ratio, trained = self._optimizer.gradient, (self._trained[stop] - self._trained[starts])[:, None]
+        gradients = self._trained * ratio.numerator // ratio.denominator
         missing = (gradients[stop] - gradients[starts])[:, None]
         # At a layer's highest moment its own gradients are being made: they are in its workspace, or exist at its end.
         workspace = np.maximum(self._workspace[low:stop], np.diff(gradients)[low:stop]) - gradients[low + 1 : stop + 1]
         first = np.maximum(peak(workspace) + gradients[starts][:, None], recomputed - missing)
-        return Activations(kept, recomputed, np.maximum(peak(self._workspace[low:stop]), recomputed), first)
-
-    def of_stage(self, start: int, stop: int, recomputed: int, gradient: Fraction = Fraction(1)) -> Activations:
-        """Layers ``start`` to ``stop - 1``, the last ``recomputed`` of which are recomputed."""
-        table = self.alternatives(np.array([start]), stop, gradient)
-        cut = stop - recomputed - start
-        return Activations(*(int(column[0, cut]) for column in vars(table).values()))
-
-
-def scaled(amount: int, ratio: Fraction) -> int:
-    """``amount * ratio`` bytes, rounded up."""
-    return -(-amount * ratio.numerator // ratio.denominator)
+        largest = np.maximum.accumulate(self._largest[low:stop][::-1])[::-1][starts - low, None]
+        update = _scaled(trained, self._optimizer.update) + _scaled(largest, self._optimizer.temporary)
+        return Alternatives(
+            weights=(self._weights[stop] - self._weights[starts])[:, None],
+            trained=trained,
+            gradients=_scaled(trained, ratio),
+            held=_scaled(trained, self._optimizer.held),
+            update=update + self._optimizer.bucket_bytes,
+            inputs=self._at_cut[starts][:, None],
+            outputs=output,
+            kept=kept,
+            recomputed=recomputed,
+            peak=np.maximum(peak(self._workspace[low:stop]), recomputed),
+            first_peak=first,
+        )
 
 
 def stage_memory(
@@ -187,18 +212,8 @@ def stage_memory(
     load: StageLoad,
     optimizer: OptimizerBytes = NO_OPTIMIZER,
     recomputed: int = 0,
-    sums: ActivationSums | None = None,
 ) -> StageMemory:
-    """Bytes of the stage with layers ``start`` to ``stop - 1``.
-
-    Args:
-        profile: the model's layers.
-        start: first layer.
-        stop: layer after the last.
-        load: most that the schedule holds there.
-        optimizer: what training needs per byte of weights.
-        recomputed: how many of its last layers are recomputed.
-        sums: ``ActivationSums(profile)``, if it is at hand.
+    """Bytes of the stage with layers ``start`` to ``stop - 1``, the last ``recomputed`` of which are recomputed.
 
     Raises:
         ValueError: there are no such layers.
@@ -207,21 +222,11 @@ def stage_memory(
         raise ValueError(
             f"stage: got layers {start} to {stop} with {recomputed} recomputed; allowed: within 0 to {len(profile)}"
         )
-    sums = sums or ActivationSums(profile)
-    layers = profile.layers[start:stop]
-    weights = sum(layer.parameter_bytes for layer in layers)
-    trained = weights - sum(layer.frozen_bytes for layer in layers)
-    found = sums.of_stage(start, stop, recomputed, optimizer.gradient)
-    largest = max(layer.largest_weight_bytes for layer in layers)
-    update = scaled(trained, optimizer.update) + scaled(largest, optimizer.temporary) + optimizer.bucket_bytes
-    beyond = int(found.beyond(load, update)) - found.recomputed
-    return StageMemory(
-        weights=weights,
-        versions=(load.versions - 1) * trained,
-        gradients=scaled(trained, optimizer.gradient) + min(0, beyond),
-        optimizer=scaled(trained, optimizer.held),
-        activations=load.in_flight * found.kept,
-        recompute=found.recomputed,
-        buffers=int(load.input_buffers * sums.inputs[start] + load.output_buffers * sums.inputs[stop]),
-        workspace=max(0, beyond),
-    )
+    table = MemoryModel(profile, optimizer).alternatives(np.array([start]), stop).memory(load)
+    columns = np.broadcast_arrays(*vars(table).values())
+    return StageMemory(*(int(column[0, stop - recomputed - start]) for column in columns))
+
+
+def _scaled(amounts: Ints, ratio: Fraction) -> Ints:
+    """``amounts * ratio`` bytes, rounded up."""
+    return -(-amounts * ratio.numerator // ratio.denominator)

@@ -20,7 +20,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,6 @@ class Link:
 
 FREE_LINK = Link()
 """Transfers that take no time."""
-
-
-def advances(depths: Sequence[int]) -> tuple[int, ...]:
-    """W_s - W_(s+1) for each boundary between two stages."""
-    return tuple(one - other for one, other in pairwise(depths))
 
 
 def pace(compute: Sequence[float], round_trips: Sequence[float], depths: Sequence[int] | None) -> float:

@@ -19,10 +19,10 @@ from ds_vpipe.errors import Refusal, VPipeConfigError, show
 from ds_vpipe.partition import bounds, check_size, checked_counts, resolve_partition
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
-from ds_vpipe.planning.memory import ActivationSums, StageMemory, stage_memory
-from ds_vpipe.planning.pace import advances, batch_seconds, hiding_depths, pace
+from ds_vpipe.planning.memory import StageMemory, stage_memory
+from ds_vpipe.planning.pace import batch_seconds, hiding_depths, pace
 from ds_vpipe.planning.plan import Plan, StagePlan, ratio_for, show_bytes
-from ds_vpipe.planning.search import UNLIMITED, Candidates, CandidateTable, SplitCosts, fastest_split, smallest_maximum
+from ds_vpipe.planning.search import UNLIMITED, Candidates, CandidateTable, SplitCosts, fastest_split
 from ds_vpipe.schedules.pipeline import Pipeline
 
 _ROUNDS = 4  # of finding depths for a split and a split for depths
@@ -160,11 +160,10 @@ def _search(
     layers = candidates.profile.layers
     total = float(candidates.passes[-1])
     trips = np.array([0.0, *(devices.link.round_trip(layer.boundary_bytes) for layer in layers)])
-    depths = _depths_that_count(pipeline)
     longest = 2 * max(total / pipeline.num_parts, max(layer.forward_s + layer.backward_s for layer in layers))
     while True:
         table = candidates.table(longest)
-        costs = SplitCosts(table.seconds, trips, None if depths is None else advances(depths))
+        costs = SplitCosts(table.seconds, trips, _depths_that_count(pipeline))
         counts = fastest_split(costs)
         if longest >= total or (counts is not None and costs.pace_of(counts) <= longest):
             return counts, table
@@ -179,7 +178,7 @@ def _depths_that_count(pipeline: Pipeline) -> tuple[int, ...] | None:
 def _result(
     profile: ModelProfile, pipeline: Pipeline, devices: Devices, counts: tuple[int, ...], recomputed: Sequence[int]
 ) -> Plan:
-    sums, edges, budgets = ActivationSums(profile), bounds(counts), devices.budgets(pipeline)
+    edges, budgets = bounds(counts), devices.budgets(pipeline)
     stages = []
     for part, load in enumerate(devices.loads(pipeline)):
         start, stop, last = edges[part], edges[part + 1], recomputed[part]
@@ -193,7 +192,7 @@ def _result(
                 backward_s=sum(layer.backward_s for layer in layers),
                 recompute_s=sum(layer.forward_s for layer in layers[len(layers) - last :]),
                 transfer_s=0.0 if stop == len(profile) else devices.link.round_trip(layers[-1].boundary_bytes),
-                memory=stage_memory(profile, start, stop, load, devices.optimizer, last, sums),
+                memory=stage_memory(profile, start, stop, load, devices.optimizer, last),
                 budget=budgets[part],
             )
         )
@@ -226,14 +225,14 @@ def _nothing_fits(
     profile: ModelProfile, pipeline: Pipeline, devices: Devices, table: CandidateTable
 ) -> VPipeConfigError:
     """The bytes that the split that comes closest lacks, where, and what would help there."""
-    counts = smallest_maximum(table.excess)
+    # Without transfers a pace is that of the slowest stage: so the same search finds the fewest bytes that lack.
+    counts = fastest_split(SplitCosts(np.maximum(table.excess, 0), np.zeros(len(profile) + 1), None)) or ()
     edges = bounds(counts)
     excess = [int(table.excess[part, edges[part + 1], count - 1]) for part, count in enumerate(counts)]
     part = max(range(len(counts)), key=lambda index: excess[index])
-    start, stop, load = edges[part], edges[part + 1], devices.loads(pipeline)[part]
-    sums, ratios = ActivationSums(profile), pipeline.recompute_ratio
+    start, stop, load, ratios = edges[part], edges[part + 1], devices.loads(pipeline)[part], pipeline.recompute_ratio
     options = range(stop - start + 1) if ratios is None else [int(ratios[part] * (stop - start))]
-    memories = [stage_memory(profile, start, stop, load, devices.optimizer, last, sums) for last in options]
+    memories = (stage_memory(profile, start, stop, load, devices.optimizer, last) for last in options)
     least = min(memories, key=lambda memory: memory.total)
     budget = devices.budgets(pipeline)[part]
     lacking = f"{excess[part]} bytes ({show_bytes(excess[part])}) too many"

@@ -10,9 +10,8 @@ import pytest
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
-from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.devices import Devices, optimizer_bytes
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.planning.optimizer_bytes import optimizer_bytes
 from ds_vpipe.planning.pace import Link
 from ds_vpipe.planning.planner import plan
 from ds_vpipe.schedules.counts import StageLoad

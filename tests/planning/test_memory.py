@@ -19,13 +19,13 @@ from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.updates.lamb import Lamb
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.allocations import count_allocations, watched
-from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.planning.memory import ActivationSums, stage_memory
-from ds_vpipe.planning.optimizer_bytes import (
+from ds_vpipe.planning.devices import (
     OptimizerBytes,
     configured_optimizer_bytes,
     optimizer_bytes,
 )
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.planning.memory import MemoryModel, stage_memory
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.counts import StageLoad, rank_counts, stage_loads
 from ds_vpipe.schedules.one_f_one_b import versions_alive
@@ -171,14 +171,14 @@ def test_prefix_sums_against_a_walk(profile: ModelProfile, data: st.DataObject) 
 
 @given(profile=chains())
 def test_tables_and_single_stages_agree(profile: ModelProfile) -> None:
-    sums = ActivationSums(profile)
+    model, load = MemoryModel(profile, optimizer_bytes()), StageLoad(3, 2, 1, 1, 2)
     for stop in range(1, len(profile) + 1):
-        table = sums.alternatives(np.arange(stop), stop)
+        table = model.alternatives(np.arange(stop), stop).memory(load)
         for start in range(stop):
             for cut in range(start, stop + 1):
-                one = sums.of_stage(start, stop, stop - cut)
-                assert (table.kept[start, cut], table.recomputed[start, cut]) == (one.kept, one.recomputed)
-                assert (table.peak[start, cut], table.first_peak[start, cut]) == (one.peak, one.first_peak)
+                one = stage_memory(profile, start, stop, load, optimizer_bytes(), stop - cut)
+                assert (table.activations[start, cut], table.recompute[start, cut]) == (one.activations, one.recompute)
+                assert (table.total[start, cut], table.static[start, cut]) == (one.total, one.static)
 
 
 def test_gradients_of_single_micro_batches_come_late() -> None:

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds
-from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.devices import Devices, OptimizerBytes, optimizer_bytes
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.memory import stage_memory
-from ds_vpipe.planning.optimizer_bytes import OptimizerBytes, optimizer_bytes
 from ds_vpipe.planning.pace import Link, pace
 from ds_vpipe.planning.planner import plan, predict
 from ds_vpipe.schedules.pipeline import Pipeline

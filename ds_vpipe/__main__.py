@@ -7,20 +7,24 @@ fit), 2 if the command line, the configuration or a file is wrong. Errors are on
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from ds_vpipe.errors import VPipeConfigError, VPipeError
+
+if TYPE_CHECKING:
+    from ds_vpipe.commands.arguments import Answer
 
 COMMANDS = {
     "show": "draw a schedule, a timeline or a recording",
     "config": 'explain the keys of the "vpipe" block',
     "check": "check a configuration and its schedule without processes",
-    "simulate": "time a pipeline on paper: throughput, bubble, staleness, memory",
     "profile": "measure or compute what every layer of a model costs",
     "plan": "find the fastest split and recomputation that fit a memory budget",
+    "simulate": "time a pipeline on paper: throughput, bubble, staleness, memory",
     "trace": "turn recordings and timelines into a Chrome or Perfetto trace",
     "report": "one HTML page: timelines, use of time, memory, staleness, loss",
     "convert": "turn a vPipe or PipeDream run into a DeepSpeed JSON, a hostfile and a command",
@@ -28,21 +32,8 @@ COMMANDS = {
 }
 _DESCRIPTION = "Look at, check, time and plan pipelines before they run, and look at what they did afterwards."
 _EXAMPLES = """\
-A pipeline from the first look to the last:
-
-  python -m ds_vpipe show ds_config.json --stages 4         what will every rank do?
-  python -m ds_vpipe config recompute_ratio                 what does a key of the "vpipe" block mean?
-  python -m ds_vpipe check ds_config.json --stages 4        can it dead-lock, does every version match?
-  python -m ds_vpipe profile --help                         what does every layer cost?
-  python -m ds_vpipe plan ds_config.json --help             which split and recomputation fit and are fastest?
-  python -m ds_vpipe simulate ds_config.json --help         how fast will it be?
-  python -m ds_vpipe trace runs/timeline -o trace.json      what did it do? (for https://ui.perfetto.dev)
-  python -m ds_vpipe report plan.json runs/timeline -o report.html
-
-Before it, for those who come from vPipe or PipeDream, and wherever training does not start:
-
-  python -m ds_vpipe convert configs/bert_4vpipe.yml -o converted
-  python -m ds_vpipe doctor --hostfile hostfile
+Show, check, profile, plan and simulate look ahead, trace and report back; convert is for those who come from vPipe or
+PipeDream, and doctor for wherever training does not start.
 
 Every command reads the DeepSpeed JSON that training reads; a JSON without a "vpipe" block is DeepSpeed's own 1F1B.
 Every command explains itself: python -m ds_vpipe COMMAND --help. Exit status: 0 well, 1 found wrong, 2 misused.
@@ -68,6 +59,7 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
             command = import_module(f"ds_vpipe.commands.{name}")
             child.description, child.epilog = command.DESCRIPTION, command.EXAMPLES
             command.add_arguments(child)
+            child.add_argument("--json", action="store_true", help="print the result as JSON, for scripts")
             child.set_defaults(run=command.run)
     return parser
 
@@ -80,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return cast(int, stop.code)
     try:
-        return cast(int, arguments.run(arguments))
+        answer: Answer = arguments.run(arguments)
+        print(json.dumps(answer.data()) if arguments.json else answer.text())
+        return answer.status
     except VPipeError as error:
         print(f"ds_vpipe: {error}", file=sys.stderr)
         return 2 if isinstance(error, VPipeConfigError) else 1

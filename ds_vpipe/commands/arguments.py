@@ -9,7 +9,7 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
@@ -26,6 +26,18 @@ _SIZE = re.compile(r"([0-9.]+)\s*(|[kmgt]i?)b?")
 _MOST_PASSES = 2_000_000  # some tens of seconds
 _OBJECTS = ("optimizer", "zero_optimization", "fp16", "bf16")
 
+
+class Answer(NamedTuple):
+    """Outcome of a command: for scripts as JSON types, for people as text, and the exit status.
+
+    Only one of both is asked for.
+    """
+
+    data: Callable[[], object]
+    text: Callable[[], str]
+    status: int = 0
+
+
 # Types for argparse
 
 
@@ -35,7 +47,7 @@ def checked(read: Callable[[str], Any], holds: Callable[[Any], bool], allowed: s
     def parse(text: str) -> Any:
         try:
             value = read(text)
-        except ValueError:
+        except (ValueError, OverflowError):
             value = None
         if value is None or not holds(value):
             raise ArgumentTypeError(f'got "{text}"; allowed: {allowed}')
@@ -54,14 +66,19 @@ def numbers(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return parse
 
 
-def _bytes(text: str) -> float:
+def _bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip().lower())
-    return float(text) if match is None else float(match[1]) * _SIZES[match[2]]
+    return int(float(text) if match is None else float(match[1]) * _SIZES[match[2]])
 
 
-def _instants(text: str) -> tuple[float, float]:
-    begin, _, end = text.partition(":")
-    return float(begin), float(end)
+def ends(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, Any]]:
+    """Two numbers with a colon between them, ``A:B``."""
+
+    def parse(text: str) -> tuple[Any, Any]:
+        begin, _, end = text.partition(":")
+        return of(begin), of(end)
+
+    return parse
 
 
 count = checked(int, lambda value: value >= 1, "a whole number >= 1")
@@ -70,14 +87,9 @@ rate = checked(float, lambda value: 0 < value < math.inf, "a finite number > 0")
 # Narrower has no room for an axis, and a wider PNG none in memory.
 pixels = checked(float, lambda value: 100 <= value <= 20_000, "pixels, 100 to 20000")
 window = checked(
-    _instants, lambda ends: 0 <= ends[0] < ends[1] < math.inf, "two instants in seconds, A:B with 0 <= A < B"
+    ends(float), lambda ends: 0 <= ends[0] < ends[1] < math.inf, "two instants in seconds, A:B with 0 <= A < B"
 )
-_checked_bytes = checked(_bytes, lambda value: 1 <= value < math.inf, "bytes > 0 such as 16GB, 80GiB or 123456")
-
-
-def size(text: str) -> int:
-    """Bytes, more than none: ``16GB``, ``80GiB``, ``1.5e9`` or ``123456``."""
-    return int(_checked_bytes(text))
+size = checked(_bytes, lambda value: value >= 1, "bytes > 0 such as 16GB, 80GiB or 123456")
 
 
 def sizes(text: str) -> int | tuple[int, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
-from ds_vpipe.commands.arguments import add_pipeline_arguments, check_size, read_pipeline
-from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.commands.arguments import Answer, add_pipeline_arguments, check_size, read_pipeline
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.schedules.program import Workload
@@ -26,14 +26,12 @@ exit status: 0 sound, 1 the schedule has a fault, 2 the configuration is wrong
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
     add_pipeline_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Check, and return the exit status."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Check."""
     from ds_vpipe.schedules.check import check_programs, typical_workload
     from ds_vpipe.schedules.one_f_one_b import update_delays
     from ds_vpipe.schedules.program import programs
@@ -49,20 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     actions = programs(pipeline, workload)
     faults = check_programs(pipeline, actions, workload)
     count = sum(len(program) for program in actions)
-    if arguments.json:
-        rows = [
-            {
-                "rank": fault.rank,
-                "position": fault.position,
-                "action": None if fault.action is None else str(fault.action),
-                "reason": fault.reason,
-            }
-            for fault in faults
-        ]
-        print_json({"ok": not faults, "actions": count, "batches": workload.batches, "faults": rows})
-    elif faults:
-        print(*faults, sep="\n")
-    else:
+
+    def text() -> str:
+        if faults:
+            return "\n".join(map(str, faults))
         sizes = f"{pipeline.num_stages} stages, {pipeline.micro_batches} micro-batches per batch"
-        print(f"sound: {pipeline.schedule}, {sizes}, {count} actions in {workload.batches} batches checked")
-    return 1 if faults else 0
+        return f"sound: {pipeline.schedule}, {sizes}, {count} actions in {workload.batches} batches checked"
+
+    rows = [{**asdict(fault), "action": fault.action and str(fault.action)} for fault in faults]
+    data = {"ok": not faults, "actions": count, "batches": workload.batches, "faults": rows}
+    return Answer(lambda: data, text, 1 if faults else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.keys import all_keys, as_markdown, as_text
 from ds_vpipe.errors import Refusal
@@ -35,18 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("key", nargs="?", default="", metavar="KEY", help="name of a key; default all")
     parser.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
-    parser.add_argument("--json", action="store_true", help="print the JSON schema of the block")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Explain, and return the exit status."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Explain."""
     known = [name for name, _ in all_keys(VPipeConfig)]
     if arguments.key and arguments.key not in known:
         raise Refusal("key", arguments.key, ", ".join(known), "name one of them, or none").error()
-    if arguments.json:
-        print_json(VPipeConfig.model_json_schema())
-    elif arguments.markdown:
-        print(_PAGE + as_markdown(VPipeConfig), end="")
-    else:
-        print(as_text(VPipeConfig, arguments.key))
-    return 0
+    text = as_text(VPipeConfig, arguments.key)
+    if arguments.markdown:
+        text = (_PAGE + as_markdown(VPipeConfig)).removesuffix("\n")
+    return Answer(VPipeConfig.model_json_schema, lambda: text)

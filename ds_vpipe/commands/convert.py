@@ -7,7 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
-from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.errors import show
 
 DESCRIPTION = """\
@@ -29,7 +29,6 @@ exit status: 0 converted, 2 a file is wrong or cannot be converted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     parser.add_argument("yaml", type=Path, metavar="YAML", help="the file that driver.py takes as --config_file")
     parser.add_argument(
         "--root", type=Path, metavar="DIR", help="folder in which driver.py was started; default: looked for"
@@ -41,11 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder to write to; default: the YAML's name")
     group.add_argument("--dry-run", action="store_true", help="write nothing, print the files")
-    group.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Convert, and return the exit status."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Convert."""
     from ds_vpipe.migration.vpipe import Conversion
     from ds_vpipe.migration.vpipe_files import read_split, read_stage_maps, read_vpipe_file
 
@@ -63,24 +61,20 @@ def run(arguments: argparse.Namespace) -> int:
     for path in written:
         path.write_text(files[path.name], encoding="utf-8")
         path.chmod(0o755 if path.name == "launch.sh" else 0o644)
-    if arguments.json:
-        result = {
-            "ds_config": conversion.ds_config,
-            "hosts": conversion.hosts,
-            "stages": conversion.num_stages,
-            "command": conversion.command,
-            "remarks": [{**vars(remark), "value": _plain(remark.value)} for remark in conversion.remarks],
-            "files": [str(path) for path in written],
-        }
-        print_json(result)
-        return 0
-    print(files["conversion.txt"], end="")
-    for name in files if arguments.dry_run else ():
-        if name != "conversion.txt":
-            print(f"\n--- {output / name}\n{files[name]}", end="")
-    if written:
-        print(f"\nwritten: {', '.join(map(str, written))}\nto train: {shlex.join(conversion.command)}")
-    return 0
+    result = {
+        "ds_config": conversion.ds_config,
+        "hosts": conversion.hosts,
+        "stages": conversion.num_stages,
+        "command": conversion.command,
+        "remarks": [{**vars(remark), "value": _plain(remark.value)} for remark in conversion.remarks],
+        "files": [str(path) for path in written],
+    }
+    text = files.pop("conversion.txt")
+    if arguments.dry_run:
+        text += "".join(f"\n--- {output / name}\n{content}" for name, content in files.items())
+    else:
+        text += f"\nwritten: {', '.join(map(str, written))}\nto train: {shlex.join(conversion.command)}"
+    return Answer(lambda: result, lambda: text.removesuffix("\n"))
 
 
 def _plain(value: object) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.commands.arguments import Answer, checked
 
 DESCRIPTION = """\
 Look at this machine, and with --hostfile over ssh at every host: versions of Python and packages, communication
@@ -22,25 +22,19 @@ exit status: 0 no error, 1 at least one error, 2 the hostfile cannot be read
 """
 
 
-def _limit(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 600:
-        raise ValueError(text)
-    return value
+_limit = checked(float, lambda value: 0 < value <= 600, "seconds, up to 600")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="DeepSpeed's hostfile")
     parser.add_argument("--port", type=int, metavar="N", help="where ranks will meet; default MASTER_PORT or 29500")
     parser.add_argument("--ssh-port", type=int, metavar="N", help="of the hosts, as the launcher's --ssh_port")
     parser.add_argument("--limit", type=_limit, default=10.0, metavar="S", help="seconds per command; default 10")
     parser.add_argument("--problems", action="store_true", help="leave out what is ok")
-    parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Look, and return the exit status."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Look."""
     from dataclasses import asdict
 
     from ds_vpipe.doctor.checks import diagnose
@@ -49,10 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     findings = diagnose(gather(arguments.hostfile, arguments.limit, arguments.port, arguments.ssh_port))
     counts = {level: sum(found.level == level for found in findings) for level in ("ok", "warning", "error")}
     shown = [found for found in findings if not arguments.problems or found.level != "ok"]
-    if arguments.json:
-        print_json({**counts, "findings": [asdict(found) for found in shown]})
-    else:
-        for found in shown:
-            print(found)
-        print(f"{counts['ok']} ok, {counts['warning']} warning(s), {counts['error']} error(s)")
-    return 1 if counts["error"] else 0
+    total = f"{counts['ok']} ok, {counts['warning']} warning(s), {counts['error']} error(s)"
+    return Answer(
+        data=lambda: {**counts, "findings": [asdict(found) for found in shown]},
+        text=lambda: "\n".join([*map(str, shown), total]),
+        status=1 if counts["error"] else 0,
+    )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from ds_vpipe.schedules.program import Workload
 from ds_vpipe.simulation.costs import StageCost
 from ds_vpipe.simulation.simulator import simulate
 from ds_vpipe.timelines.merge import merge, read_recordings
+from ds_vpipe.timelines.summary import summarize
 from ds_vpipe.timelines.timeline import FORMAT, Recording, Timeline
 
 _PLAN_UNIT = "forward passes"
@@ -80,19 +80,6 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
     return timelines
 
 
-def one_timeline(arguments: argparse.Namespace) -> Timeline:
-    """The only timeline that is named.
-
-    Raises:
-        VPipeConfigError: As :func:`timelines_from`, and if there are several.
-    """
-    timelines = timelines_from(arguments)
-    if len(timelines) > 1:
-        remedy = "name one; report draws several"
-        raise Refusal("input", arguments.paths, "one timeline, recording or DeepSpeed JSON", remedy).error()
-    return timelines[0]
-
-
 def planned_timeline(
     pipeline: Pipeline, workload: Workload, backward: float = 2.0, transfer: float = 0.0, update: float = 0.0
 ) -> Timeline:
@@ -108,9 +95,9 @@ def entitled(timeline: Timeline, *files: str | None) -> Timeline:
     return replace(timeline, title=f"{names}: {timeline.title}") if names else timeline
 
 
-def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
-    """Print ``value`` for a script."""
-    print(json.dumps(value))
+def summaries(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
+    """Numbers of timelines, for scripts."""
+    return [{"title": t.title, "source": t.source, "meta": dict(t.meta), **summarize(t).to_json()} for t in timelines]
 
 
 def _planned(arguments: argparse.Namespace, config: str | None) -> Timeline:

@@ -6,16 +6,15 @@ import argparse
 from dataclasses import replace
 
 from ds_vpipe.commands.arguments import (
+    Answer,
     add_pipeline_arguments,
     add_profile_arguments,
     devices_from,
     read_pipeline,
     read_profiles,
 )
-from ds_vpipe.commands.inputs import print_json
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.pace import micro_batches_for
-from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import configured_partition, configured_plan, plan
 
 DESCRIPTION = """\
@@ -43,7 +42,6 @@ _CHECKPOINT = {"always": (1.0, 1.0), "except_last": (1.0, 0.0), "never": (0.0, 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
     add_pipeline_arguments(parser)
     add_profile_arguments(parser)
@@ -57,11 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--hide-transfers", action="store_true", help="choose depths too, for asp (more staleness)")
     group.add_argument("-o", "--output", metavar="FILE", help='write a split file, for "partition": "FILE"')
-    group.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Plan, and return the exit status."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Plan."""
     config, ds_config, bare = read_pipeline(arguments, arguments.config)
     _check_choice(arguments)
     profile = read_profiles(arguments, config)
@@ -81,38 +78,29 @@ def run(arguments: argparse.Namespace) -> int:
         hide = arguments.hide_transfers or config.stage_to_depth_map == "auto"
         chosen = replace(bare, partition=counts, recompute_ratio=ratios)
         found = plan(profile, chosen, devices, hide_transfers=hide)
-    suggested = _suggested(found)
     if arguments.output is not None:
         found.save_split(arguments.output)
-    if arguments.json:
-        print_json({**found.to_json(), "suggested_micro_batches": suggested})
+    if found.depths:
+        price, fewest = "at most one update stale", max(1, found.depths[0])  # gradients are ceil(W_0 / M) updates old
     else:
-        print(found.table())
-        price = "at most one update stale" if found.depths else f"at most {_IDLE:.0%} idle"
-        print(f"{price}: {suggested} micro-batches per batch or more")
-        if found.depths and found.depths != bare.depths:
-            print(f'depths are not in split files; for the JSON: "stage_to_depth_map": {list(found.depths)}')
-    over = [stage for stage in found.stages if stage.budget is not None and stage.memory.total > stage.budget]
-    return 1 if over else 0
+        price = f"at most {_IDLE:.0%} idle"
+        fewest = micro_batches_for(found.pipeline.num_stages, _IDLE, found.pipeline.virtual_stages)
+    lines = [f"{price}: {fewest} micro-batches per batch or more"]
+    if found.depths and found.depths != bare.depths:
+        lines.append(f'depths are not in split files; for the JSON: "stage_to_depth_map": {list(found.depths)}')
+    return Answer(
+        data=lambda: {**found.to_json(), "suggested_micro_batches": fewest},
+        text=lambda: "\n".join([found.table(), *lines]),
+        status=1 if any(stage.budget and stage.memory.total > stage.budget for stage in found.stages) else 0,
+    )
 
 
 def _check_choice(arguments: argparse.Namespace) -> None:
     """Refuse options of which one would be without effect."""
-    given = {
-        "--checkpoint": arguments.checkpoint is not None,
-        "--hide-transfers": arguments.hide_transfers,
-        "--keep": bool(arguments.keep),
-    }
-    ignored = [name for name, there in given.items() if there and arguments.current]
-    if arguments.checkpoint is not None and "recompute_ratio" in arguments.keep:
+    searching = ("checkpoint", "hide_transfers", "keep") if arguments.current else ()
+    ignored = [f"--{name.replace('_', '-')}" for name in searching if getattr(arguments, name)]
+    if arguments.checkpoint and "recompute_ratio" in arguments.keep:
         ignored = ["--checkpoint", "--keep recompute_ratio"]
     if ignored:
         allowed = "--current without the others, and one of --checkpoint and --keep recompute_ratio"
         raise Refusal("options of plan", " ".join(ignored), allowed, "leave one of them out").error()
-
-
-def _suggested(found: Plan) -> int:
-    """Fewest micro-batches per batch for at most one stale update (asp), or for a small bubble."""
-    if found.depths:
-        return max(1, found.depths[0])  # gradients are ceil(W_0 / M) updates old at most
-    return micro_batches_for(found.pipeline.num_stages, _IDLE, found.pipeline.virtual_stages)

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_vpipe.commands.arguments import count, rate, read_json
-from ds_vpipe.commands.inputs import print_json
+from ds_vpipe.commands.arguments import Answer, checked, count, ends, rate, read_json
 from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson
 from ds_vpipe.errors import Refusal
+from ds_vpipe.tables import aligned, show_bytes
 
 if TYPE_CHECKING:
     from ds_vpipe.planning.layer_profile import ModelProfile
@@ -37,13 +37,7 @@ A model of the current directory is found. Then: plan --profile bert.json, simul
 """
 
 
-def layer_range(text: str) -> tuple[int, int]:
-    """``A:B``, layers A to B-1."""
-    begin, _, end = text.partition(":")
-    start, stop = int(begin), int(end)
-    if not 0 <= start < stop:
-        raise ValueError(text)
-    return start, stop
+layer_range = checked(ends(int), lambda ends: 0 <= ends[0] < ends[1], "A:B, layers A to B-1")
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -58,7 +52,6 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON: micro-batch size, precision")
     parser.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help="the function that makes the model")
     parser.add_argument("--set", action="append", type=setting, default=[], metavar="KEY=VALUE", help="argument of it")
@@ -73,11 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--memory-bandwidth", type=rate, default=1e12, metavar="X", help="bytes/s; default 1e12")
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", default="profile.json", metavar="FILE", help="default profile.json")
-    group.add_argument("--json", action="store_true", help="print the profile as JSON too")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Profile, and return the exit status."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Profile."""
     ds_config = {} if arguments.config is None else read_json(arguments.config)
     size = arguments.micro_batch_size or ds_config.get(MICRO)
     if not isinstance(size, int) or size < 1:
@@ -85,12 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise Refusal(MICRO, size, "a whole number >= 1", remedy).error()
     profile = _profile(_example(arguments.model, size, dict(arguments.set)), arguments, size, ds_config)
     profile.save(arguments.output)
-    if arguments.json:
-        print_json(profile.to_json())
-    else:
-        print(_table(profile))
-        print(arguments.output)
-    return 0
+    return Answer(profile.to_json, lambda: f"{_table(profile)}\n{arguments.output}")
 
 
 def _example(name: str, size: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -147,8 +134,6 @@ def _profile(
 
 
 def _table(profile: ModelProfile) -> str:
-    from ds_vpipe.planning.plan import show_bytes
-
     rows: list[tuple[str, ...]] = [
         ("layer", "name", "forward ms", "backward ms", "parameters", "activations", "boundary")
     ]
@@ -156,5 +141,4 @@ def _table(profile: ModelProfile) -> str:
         seconds = (f"{layer.forward_s * 1e3:.3f}", f"{layer.backward_s * 1e3:.3f}")
         sizes = (show_bytes(size) for size in (layer.parameter_bytes, layer.activation_bytes, layer.boundary_bytes))
         rows.append((str(number), layer.name, *seconds, *sizes))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return aligned(rows)

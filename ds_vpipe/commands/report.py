@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ds_vpipe.commands.arguments import window
-from ds_vpipe.commands.inputs import add_input_arguments, print_json, timelines_from
+from ds_vpipe.commands.arguments import Answer, window
+from ds_vpipe.commands.inputs import add_input_arguments, summaries, timelines_from
 
 DESCRIPTION = """\
 Write one HTML page that needs no network and no other file: a table that compares all timelines, and for each its
@@ -21,7 +21,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     add_input_arguments(parser)
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default report.html")
@@ -29,19 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--window", type=window, metavar="A:B", help="the seconds to begin with; default: as many as can be read"
     )
-    group.add_argument("--json", action="store_true", help="print the numbers of all timelines as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Write the page, and return the exit status."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Write the page."""
     from ds_vpipe.timelines.report import save_html_report
-    from ds_vpipe.timelines.summary import summarize
 
     timelines = timelines_from(arguments)
     save_html_report(timelines, arguments.output, arguments.title, arguments.window)
-    if arguments.json:
-        rows = [{"title": t.title, "source": t.source, **summarize(t).to_json()} for t in timelines]
-        print_json({"output": arguments.output, "timelines": rows})
-    else:
-        print(arguments.output)
-    return 0
+    return Answer(lambda: {"output": arguments.output, "timelines": summaries(timelines)}, lambda: arguments.output)

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.commands.arguments import pixels, rate, window
-from ds_vpipe.commands.inputs import add_input_arguments, one_timeline, print_json
+from ds_vpipe.commands.arguments import Answer, pixels, rate, window
+from ds_vpipe.commands.inputs import add_input_arguments, timelines_from
 from ds_vpipe.errors import Refusal
 from ds_vpipe.timelines.text import text_grid
 from ds_vpipe.timelines.timeline import Timeline
@@ -32,7 +32,6 @@ _SUFFIXES = (".txt", ".svg", ".png", ".json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     add_input_arguments(parser)
     group = parser.add_argument_group("the picture")
     group.add_argument(
@@ -41,26 +40,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--unit", type=rate, metavar="S", help="seconds per column of the text; default: a forward pass")
     group.add_argument("--window", type=window, metavar="A:B", help="draw only these seconds")
     group.add_argument("--width", type=pixels, metavar="PIXELS", help="of the time axis in SVG and PNG")
-    group.add_argument("--json", action="store_true", help="print the timeline as JSON, which other commands read")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Draw, and return the exit status."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Draw."""
     for path in arguments.output:
         if Path(path).suffix not in _SUFFIXES:
             raise Refusal("--output", path, f"a name that ends in {', '.join(_SUFFIXES)}", "rename it").error()
-    timeline = one_timeline(arguments)
-    if arguments.json:
-        print_json(timeline.to_json())
-    elif not arguments.output:
-        print(timeline.title)
-        line_width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(text_grid(timeline, arguments.unit, arguments.window, line_width))
+    timeline, *others = timelines_from(arguments)
+    if others:
+        remedy = "name one; report draws several"
+        raise Refusal("input", arguments.paths, "one timeline, recording or DeepSpeed JSON", remedy).error()
     for path in arguments.output:
         _write(timeline, path, arguments)
-        if not arguments.json:
-            print(path)
-    return 0
+
+    def text() -> str:
+        if arguments.output:
+            return "\n".join(arguments.output)
+        line_width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        return f"{timeline.title}\n{text_grid(timeline, arguments.unit, arguments.window, line_width)}"
+
+    return Answer(timeline.to_json, text)
 
 
 def _write(timeline: Timeline, path: str, arguments: Any) -> None:

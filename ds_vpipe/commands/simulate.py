@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ds_vpipe.commands.arguments import (
+    Answer,
     add_pipeline_arguments,
     add_profile_arguments,
     devices_from,
@@ -16,8 +17,9 @@ from ds_vpipe.commands.arguments import (
     seconds,
     workload_from,
 )
-from ds_vpipe.commands.inputs import entitled, print_json
+from ds_vpipe.commands.inputs import entitled
 from ds_vpipe.errors import Refusal
+from ds_vpipe.tables import aligned, show_bytes
 
 if TYPE_CHECKING:
     from ds_vpipe.config import VPipeConfig
@@ -38,12 +40,12 @@ examples:
   python -m ds_vpipe simulate --stages 4 --micro-batches 8 --schedule gpipe --forward 1,1,2,1 --backward 2,2,4,2
   python -m ds_vpipe simulate ds_config.json --profile bert.json -o simulation.json     then: report simulation.json
 """
-_COSTS = ("forward", "backward", "send", "update")
+# Sources of costs, and the options with further seconds that each of them takes.
+_TAKES = {"--profile": ["update"], "--recording": [], "--forward": ["backward", "send", "update"]}
 _BEYOND = 10  # batches after the pipeline is full
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
     add_pipeline_arguments(parser)
     add_profile_arguments(parser)
@@ -52,30 +54,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("costs without both: a number for all parts, or one for each with commas")
     for name, what in (
-        ("forward", "seconds of a forward pass"),
-        ("backward", "seconds of a backward pass"),
-        ("send", "seconds of a transfer"),
+        ("forward", "a forward pass"),
+        ("backward", "a backward pass; default: twice as long"),
+        ("send", "a transfer; default 0"),
+        ("update", "an update; default 0, also with --profile"),
     ):
-        group.add_argument(f"--{name}", type=numbers(seconds), metavar="S", help=what)
-    group.add_argument("--update", type=numbers(seconds), metavar="S", help="seconds of an update; also with --profile")
+        group.add_argument(f"--{name}", type=numbers(seconds), metavar="S", help=f"seconds of {what}")
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", metavar="FILE", help="write the timeline, for show, trace and report")
-    group.add_argument("--json", action="store_true", help="print the numbers as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Simulate, and return the exit status."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Simulate."""
     from ds_vpipe.simulation.simulator import simulate
 
     config, ds_config, pipeline = read_pipeline(arguments, arguments.config)
-    sources = {"--profile": arguments.profile, "--recording": arguments.recording, "--forward": arguments.forward}
-    given = [name for name, value in sources.items() if value is not None]
+    given = [name for name in _TAKES if getattr(arguments, name[2:]) is not None]
     given = given or ["--profile"] * bool(profile_paths(arguments, config))
     if len(given) != 1:
         remedy = "give one of them; profile makes a profile, vpipe.timeline a recording"
         allowed = "one of --profile FILE, --recording FOLDER, --forward S"
         raise Refusal("costs", " and ".join(given) or None, allowed, remedy).error()
-    _check_numbers(arguments, given[0])
+    for name in _TAKES["--forward"]:
+        value = getattr(arguments, name)
+        if value is not None and name not in _TAKES[given[0]]:  # it would be without effect
+            raise Refusal(f"--{name}", value, "none", "leave it out", f"{given[0]} has the seconds").error()
     if given[0] == "--profile":
         costs, pipeline = _profiled(arguments, config, ds_config, pipeline)
     else:
@@ -84,20 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     simulation = simulate(pipeline, costs, workload_from(arguments, pipeline, _BEYOND))
     if arguments.output is not None:
         entitled(simulation.timeline, arguments.config, arguments.split).save(arguments.output)
-    if arguments.json:
-        print_json(_numbers(simulation))
-    else:
-        print(_table(simulation))
-    return 0
-
-
-def _check_numbers(arguments: argparse.Namespace, source: str) -> None:
-    """Refuse seconds that would be without effect."""
-    allowed = {"--profile": ("forward", "update"), "--recording": ("forward",), "--forward": _COSTS}[source]
-    for name in _COSTS:
-        if name not in allowed and getattr(arguments, name) is not None:
-            value = list(getattr(arguments, name))
-            raise Refusal(f"--{name}", value, "none", "leave it out", f"{source} has the seconds").error()
+    return Answer(lambda: _numbers(simulation), lambda: _table(simulation))
 
 
 def _recorded(arguments: argparse.Namespace, parts: int) -> tuple[StageCost, ...]:
@@ -113,14 +103,13 @@ def _given(arguments: argparse.Namespace, parts: int) -> tuple[StageCost, ...]:
     def spread(name: str, default: tuple[float, ...]) -> tuple[float, ...]:
         values: tuple[float, ...] = getattr(arguments, name) or default
         if len(values) not in (1, parts):
-            raise Refusal(f"--{name}", list(values), f"1 or {parts} numbers, one per part", "give as many").error()
+            raise Refusal(f"--{name}", values, f"1 or {parts} numbers, one per part", "give as many").error()
         return values * parts if len(values) == 1 else values
 
     forward = spread("forward", ())
     backward = spread("backward", tuple(2 * seconds for seconds in forward))
     send, update = spread("send", (0.0,)), spread("update", (0.0,))
-    costs = zip(forward, backward, send, send, update, strict=True)
-    return tuple(StageCost(*cost) for cost in costs)
+    return tuple(map(StageCost, forward, backward, send, send, update))
 
 
 def _profiled(
@@ -152,8 +141,6 @@ def _numbers(simulation: Simulation) -> dict[str, object]:
 
 
 def _table(simulation: Simulation) -> str:
-    from ds_vpipe.planning.plan import show_bytes
-
     rows = [("rank", "bubble %", "steady %", "staleness", "in flight", "versions", "peak")]
     columns = zip(simulation.ranks, simulation.bubble, simulation.steady_bubble, simulation.staleness, strict=True)
     for rank, bubble, steady, (mean, most) in columns:
@@ -161,8 +148,6 @@ def _table(simulation: Simulation) -> str:
         memory = show_bytes(rank.peak_bytes) if rank.peak_bytes else "-"
         counts = str(rank.in_flight), str(rank.versions)
         rows.append((str(rank.rank), *shares, f"{mean:.2f} (max {most})", *counts, memory))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     pace, overall = simulation.throughput, simulation.overall_throughput
-    lines.append(f"throughput: {pace:.4g} micro-batches/s in the steady state, {overall:.4g} over everything")
-    return "\n".join(lines)
+    rates = f"throughput: {pace:.4g} micro-batches/s in the steady state, {overall:.4g} over everything"
+    return f"{aligned(rows)}\n{rates}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ds_vpipe.commands.inputs import add_input_arguments, print_json, timelines_from
+from ds_vpipe.commands.arguments import Answer
+from ds_vpipe.commands.inputs import add_input_arguments, summaries, timelines_from
 
 DESCRIPTION = """\
 Merge the recordings of all ranks and write them as a trace for https://ui.perfetto.dev or chrome://tracing: a process
@@ -20,29 +21,21 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
     add_input_arguments(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("-o", "--output", metavar="FILE", help="write the trace; default trace.json")
+    group.add_argument("-o", "--output", metavar="FILE", default="trace.json", help="default trace.json")
     group.add_argument("--save", metavar="FILE", help="write the first timeline too, for other commands")
-    group.add_argument("--json", action="store_true", help="print the numbers of all timelines as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Write the trace, and return the exit status."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Write the trace."""
     from ds_vpipe.timelines.chrome_trace import save_chrome_trace
-    from ds_vpipe.timelines.summary import summarize
 
     timelines = timelines_from(arguments)
-    output = arguments.output or "trace.json"
-    save_chrome_trace(timelines, output)
+    save_chrome_trace(timelines, arguments.output)
     if arguments.save is not None:
         timelines[0].save(arguments.save)
-    if arguments.json:
-        rows = [
-            {"title": t.title, "source": t.source, "meta": dict(t.meta), **summarize(t).to_json()} for t in timelines
-        ]
-        print_json({"output": output, "timelines": rows})
-    else:
-        print(f"{output}: open it in https://ui.perfetto.dev")
-    return 0
+    return Answer(
+        data=lambda: {"output": arguments.output, "timelines": summaries(timelines)},
+        text=lambda: f"{arguments.output}: open it in https://ui.perfetto.dev",
+    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import mul
 from pathlib import Path
@@ -16,16 +15,7 @@ from typing import Any
 from ds_vpipe.planning.memory import StageMemory
 from ds_vpipe.schedules.counts import rank_counts
 from ds_vpipe.schedules.pipeline import Pipeline
-
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
-def show_bytes(size: float) -> str:
-    """Bytes with three digits and a unit of a thousand, such as ``1.35 GB``."""
-    for scale, unit in _UNITS:
-        if abs(size) >= scale * 0.9995:
-            return f"{size / scale:.3g} {unit}" if abs(size) < 999.5 * scale else f"{size / scale:.0f} {unit}"
-    return f"{size:.0f} B"
+from ds_vpipe.tables import aligned, show_bytes
 
 
 @dataclass(frozen=True)
@@ -138,12 +128,7 @@ class Plan:
             )
         per_micro_batch, pace = self.seconds_per_micro_batch * 1e3, self.pace_s * 1e3
         summary = f"{pipeline.schedule}, M = {pipeline.micro_batches}: {per_micro_batch:.2f} ms per micro-batch"
-        return "\n".join([*_aligned(rows), f"{summary}; pace {pace:.2f} ms", *self.notes])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([aligned(rows), f"{summary}; pace {pace:.2f} ms", *self.notes])
 
 
 def ratio_for(recomputed: int, num_layers: int) -> float:

@@ -21,9 +21,10 @@ from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.memory import StageMemory, stage_memory
 from ds_vpipe.planning.pace import batch_seconds, hiding_depths, pace
-from ds_vpipe.planning.plan import Plan, StagePlan, ratio_for, show_bytes
+from ds_vpipe.planning.plan import Plan, StagePlan, ratio_for
 from ds_vpipe.planning.search import UNLIMITED, Candidates, CandidateTable, SplitCosts, fastest_split
 from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.tables import show_bytes
 
 _ROUNDS = 4  # of finding depths for a split and a split for depths
 _WORTH = 0.999  # deeper stages must be faster than this part of what they replace

@@ -14,8 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.planning.plan import show_bytes
 from ds_vpipe.schedules.actions import Category
+from ds_vpipe.tables import show_bytes
 from ds_vpipe.timelines.figure import COLOURS, IDLE, colour_of, default_width, ink_on, label_of, loss_svg, unit_for
 from ds_vpipe.timelines.summary import RankSummary, Summary, steady_window, summarize
 from ds_vpipe.timelines.timeline import Timeline

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from ds_vpipe.tables import show_bytes
+
 if TYPE_CHECKING:
     from ds_vpipe.planning.plan import Plan
 
@@ -78,8 +80,6 @@ class PeakMemory:
 
 def memory_line(plan: Plan, stage: int, peak: PeakMemory) -> str:
     """One line for the log: what was planned for a stage, and what was measured."""
-    from ds_vpipe.planning.plan import show_bytes  # it takes numpy's time
-
     planned, measured = plan.rank_memory()[stage].total, peak.bytes()
     found = "not known, there was a higher one before"
     if measured is not None:

@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser; only the command ``chosen`` knows its arguments, so that the others need not be imported."""
+    """The parser; only the command ``chosen`` is imported; its help is its docstring."""
     form = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="python -m ds_vpipe", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=form)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -57,7 +57,8 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
         child = commands.add_parser(name, help=summary, formatter_class=form)
         if name == chosen:
             command = import_module(f"ds_vpipe.commands.{name}")
-            child.description, child.epilog = command.DESCRIPTION, command.EXAMPLES
+            child.description, examples, rest = str(command.__doc__).partition("examples:\n")
+            child.epilog = examples + rest
             command.add_arguments(child)
             child.add_argument("--json", action="store_true", help="print the result as JSON, for scripts")
             child.set_defaults(run=command.run)

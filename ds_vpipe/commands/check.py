@@ -1,4 +1,16 @@
-"""``check``: is the configuration sound, and is its schedule?"""
+"""Check of a DeepSpeed JSON and of the schedule that it asks for.
+
+Nothing is started. Checked are keys and values, settings of DeepSpeed that do not work with pipelines, and of the
+schedule the order of the passes, weight versions, buffers, that every receive has its send, and that no rank waits for
+ever.
+
+examples:
+  python -m ds_vpipe check ds_config.json --stages 4
+  python -m ds_vpipe check --stages 8 --micro-batches 16 --schedule interleaved --virtual-stages 2
+  python -m ds_vpipe check ds_config.json --json
+
+exit status: 0 sound, 1 the schedule has a fault, 2 the configuration is wrong
+"""
 
 from __future__ import annotations
 
@@ -9,20 +21,6 @@ from ds_vpipe.commands.arguments import Answer, add_pipeline_arguments, check_si
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.schedules.program import Workload
-
-DESCRIPTION = """\
-Check a DeepSpeed JSON and the schedule that it asks for, without starting anything: keys and values, settings of
-DeepSpeed that do not work with pipelines, and of the schedule the order of the passes, weight versions, buffers, that
-every receive has its send, and that no rank waits for ever.
-"""
-EXAMPLES = """\
-examples:
-  python -m ds_vpipe check ds_config.json --stages 4
-  python -m ds_vpipe check --stages 8 --micro-batches 16 --schedule interleaved --virtual-stages 2
-  python -m ds_vpipe check ds_config.json --json
-
-exit status: 0 sound, 1 the schedule has a fault, 2 the configuration is wrong
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

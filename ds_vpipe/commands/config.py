@@ -1,4 +1,11 @@
-"""``config``: what does each key of the ``"vpipe"`` block mean?"""
+"""Keys of the "vpipe" block: values, default, meaning, example.
+
+examples:
+  python -m ds_vpipe config                                  all keys
+  python -m ds_vpipe config staleness                        one, and those of its object
+  python -m ds_vpipe config --markdown > docs/configuration.md
+  python -m ds_vpipe config --json                           as a JSON schema
+"""
 
 from __future__ import annotations
 
@@ -9,16 +16,6 @@ from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.keys import all_keys, as_markdown, as_text
 from ds_vpipe.errors import Refusal
 
-DESCRIPTION = """\
-Explain the keys of the "vpipe" block: values, default, meaning, example.
-"""
-EXAMPLES = """\
-examples:
-  python -m ds_vpipe config                                  all keys
-  python -m ds_vpipe config staleness                        one, and those of its object
-  python -m ds_vpipe config --markdown > docs/configuration.md
-  python -m ds_vpipe config --json                           as a JSON schema
-"""
 _PAGE = """\
 # Configuration
 

@@ -1,21 +1,8 @@
-"""``convert``: a vPipe or PipeDream run as a DeepSpeed JSON, a hostfile and a command."""
+"""A vPipe or PipeDream run as DeepSpeed JSON, hostfile and command.
 
-from __future__ import annotations
+Read are its YAML, its partition file and its mp_conf.json. What has no counterpart is said line by line: kept means the
+same, changed means not quite the same, dropped has no counterpart. docs/migrating.md explains every field.
 
-import argparse
-import json
-import shlex
-from pathlib import Path
-
-from ds_vpipe.commands.arguments import Answer
-from ds_vpipe.errors import show
-
-DESCRIPTION = """\
-Turn the YAML of a vPipe or PipeDream run, its partition file and its mp_conf.json into a DeepSpeed JSON, a hostfile and
-the command that trains the same. What has no counterpart is said line by line: kept means the same, changed means not
-quite the same, dropped has no counterpart. docs/migrating.md explains every field.
-"""
-EXAMPLES = """\
 examples:
   python -m ds_vpipe convert configs/bert_4vpipe.yml -o converted      writes ds_config.json, hostfile, launch.sh, ...
   python -m ds_vpipe convert configs/bert_4vpipe.yml --dry-run         only shows what would be written
@@ -26,6 +13,16 @@ The result is started by: converted/launch.sh, with more arguments of the traini
 --resume_from_checkpoint.
 exit status: 0 converted, 2 a file is wrong or cannot be converted
 """
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+
+from ds_vpipe.commands.arguments import Answer
+from ds_vpipe.errors import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

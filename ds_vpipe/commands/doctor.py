@@ -1,18 +1,9 @@
-"""``doctor``: what keeps training from starting, here and on every host?"""
+"""Findings about this machine, and with --hostfile over ssh about every host.
 
-from __future__ import annotations
+Looked at are versions of Python and packages, communication backends, GPUs and what is between them, the wrong apex,
+OMP_NUM_THREADS, /dev/shm, limits, compiler, the port, network interfaces, .deepspeed_env, ssh, pdsh, clocks. Every
+finding is one line, ok, warning or error, with its remedy.
 
-import argparse
-from pathlib import Path
-
-from ds_vpipe.commands.arguments import Answer, checked
-
-DESCRIPTION = """\
-Look at this machine, and with --hostfile over ssh at every host: versions of Python and packages, communication
-backends, GPUs and what is between them, the wrong apex, OMP_NUM_THREADS, /dev/shm, limits, compiler, the port, network
-interfaces, .deepspeed_env, ssh, pdsh, clocks. Every finding is one line, ok, warning or error, with its remedy.
-"""
-EXAMPLES = """\
 examples:
   python -m ds_vpipe doctor
   python -m ds_vpipe doctor --hostfile hostfile
@@ -21,6 +12,12 @@ examples:
 exit status: 0 no error, 1 at least one error, 2 the hostfile cannot be read
 """
 
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ds_vpipe.commands.arguments import Answer, checked
 
 _limit = checked(float, lambda value: 0 < value <= 600, "seconds, up to 600")
 

@@ -1,4 +1,18 @@
-"""``plan``: which split and recomputation fit and are fastest?"""
+"""The fastest split and recomputation that fit the memory of every device.
+
+Weight versions, micro-batches in flight and transfers are counted. If nothing fits, one line says by how many bytes and
+where.
+
+examples:
+  python -m ds_vpipe plan ds_config.json --stages 4 --profile bert.json --memory 16GB -o split.json
+      then in the JSON: "vpipe": {"partition": "split.json"}
+  python -m ds_vpipe plan ds_config.json --profile bert.json --memory 16GB,16GB,8GB,8GB --bandwidth 10GB
+  python -m ds_vpipe plan ds_config.json --profile bert.json --current      what the JSON's own split needs
+
+  python -m ds_vpipe plan ds_config.json --profile bert.json --checkpoint except_last --keep partition --json
+
+exit status: 0 a plan, 1 --current does not fit, 2 nothing fits or something is wrong
+"""
 
 from __future__ import annotations
 
@@ -17,22 +31,6 @@ from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.pace import micro_batches_for
 from ds_vpipe.planning.planner import configured_partition, configured_plan, plan
 
-DESCRIPTION = """\
-Find the layers of every stage and how many of them to recompute: the fastest that fit the memory of every device,
-weight versions, micro-batches in flight and transfers counted. If nothing fits, one line says by how many bytes and
-where.
-"""
-EXAMPLES = """\
-examples:
-  python -m ds_vpipe plan ds_config.json --stages 4 --profile bert.json --memory 16GB -o split.json
-      then in the JSON: "vpipe": {"partition": "split.json"}
-  python -m ds_vpipe plan ds_config.json --profile bert.json --memory 16GB,16GB,8GB,8GB --bandwidth 10GB
-  python -m ds_vpipe plan ds_config.json --profile bert.json --current      what the JSON's own split needs
-
-  python -m ds_vpipe plan ds_config.json --profile bert.json --checkpoint except_last --keep partition --json
-
-exit status: 0 a plan, 1 --current does not fit, 2 nothing fits or something is wrong
-"""
 _IDLE = 0.1  # share of time that a synchronous pipeline may idle, for the suggestion
 
 # Ratios of all stages and of the last by torchgpipe's checkpoint modes. "except_last" spares computing something again

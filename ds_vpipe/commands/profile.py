@@ -1,4 +1,20 @@
-"""``profile``: what does every layer of a model cost?"""
+"""Seconds and bytes of every layer of a model.
+
+Measured on the device at hand with a few micro-batches, one layer at a time, or computed from its operations for models
+and devices that are not there (--analytic).
+
+The model is named as MODULE:FUNCTION. The function gets micro_batch_size, and what --set says, by keyword and returns
+a dict: "layers", the list that PipelineModule gets; "inputs", one micro-batch of the first layer's input; and, to have
+the loss counted, "loss_fn" and "labels".
+
+examples:
+  python -m ds_vpipe profile ds_config.json --model ds_vpipe.models.bert.example:pretraining -o bert.json
+  python -m ds_vpipe profile ds_config.json --model my_model:example --set hidden=1024 --device cuda -o mine.json
+  python -m ds_vpipe profile --model my_model:example --micro-batch-size 4 --analytic --flops 200e12 -o mine.json
+  python -m ds_vpipe profile ds_config.json --model my_model:example --layers 0:12 -o part0.json     one rank's part
+
+A model of the current directory is found. Then: plan --profile bert.json, simulate --profile bert.json
+"""
 
 from __future__ import annotations
 
@@ -17,24 +33,6 @@ from ds_vpipe.tables import aligned, show_bytes
 
 if TYPE_CHECKING:
     from ds_vpipe.planning.layer_profile import ModelProfile
-
-DESCRIPTION = """\
-Find the seconds and bytes of every layer: measured on the device at hand with a few micro-batches, one layer at a time,
-or computed from its operations for models and devices that are not there (--analytic).
-
-The model is named as MODULE:FUNCTION. The function gets micro_batch_size, and what --set says, by keyword and returns
-a dict: "layers", the list that PipelineModule gets; "inputs", one micro-batch of the first layer's input; and, to have
-the loss counted, "loss_fn" and "labels".
-"""
-EXAMPLES = """\
-examples:
-  python -m ds_vpipe profile ds_config.json --model ds_vpipe.models.bert.example:pretraining -o bert.json
-  python -m ds_vpipe profile ds_config.json --model my_model:example --set hidden=1024 --device cuda -o mine.json
-  python -m ds_vpipe profile --model my_model:example --micro-batch-size 4 --analytic --flops 200e12 -o mine.json
-  python -m ds_vpipe profile ds_config.json --model my_model:example --layers 0:12 -o part0.json     one rank's part
-
-A model of the current directory is found. Then: plan --profile bert.json, simulate --profile bert.json
-"""
 
 
 layer_range = checked(ends(int), lambda ends: 0 <= ends[0] < ends[1], "A:B, layers A to B-1")

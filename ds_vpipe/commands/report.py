@@ -1,4 +1,14 @@
-"""``report``: one HTML page about timelines, to be looked at without anything else."""
+"""One HTML page about timelines, which needs no network and no other file.
+
+It has a table that compares all timelines, and for each its picture, which zooms, memory over time, shares of time,
+staleness and the receives that ranks waited in, and the losses. Name a plan, its simulation and the recording together
+to compare them.
+
+examples:
+  python -m ds_vpipe report runs/timeline -o report.html
+  python -m ds_vpipe report simulation.json runs/timeline -o report.html --title "BERT-Large, 4 stages"
+  python -m ds_vpipe report before.json after.json -o planned.html
+"""
 
 from __future__ import annotations
 
@@ -6,18 +16,6 @@ import argparse
 
 from ds_vpipe.commands.arguments import Answer, window
 from ds_vpipe.commands.inputs import add_input_arguments, summaries, timelines_from
-
-DESCRIPTION = """\
-Write one HTML page that needs no network and no other file: a table that compares all timelines, and for each its
-picture, which zooms, memory over time, shares of time, staleness and the receives that ranks waited in, and the losses.
-Name a plan, its simulation and the recording together to compare them.
-"""
-EXAMPLES = """\
-examples:
-  python -m ds_vpipe report runs/timeline -o report.html
-  python -m ds_vpipe report simulation.json runs/timeline -o report.html --title "BERT-Large, 4 stages"
-  python -m ds_vpipe report before.json after.json -o planned.html
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,15 @@
-"""``show``: draw what the ranks are going to do, or what they did."""
+"""Picture of what every rank does when: text, SVG or PNG.
+
+The text has a row per rank and a column per unit of time: F forward, B backward, S update, each with its micro-batch
+(updates: batch), -- for an action that goes on, . for none of these.
+
+examples:
+  python -m ds_vpipe show --stages 4 --micro-batches 8 --schedule gpipe
+  python -m ds_vpipe show ds_config.json --stages 4 --batches 3
+  python -m ds_vpipe show ds_config.json --stages 4 -o schedule.svg -o schedule.png
+  python -m ds_vpipe show runs/timeline --window 1.5:2.0 --unit 0.01
+  python -m ds_vpipe show --stages 2 --micro-batches 4 --schedule interleaved --virtual-stages 2 --json > plan.json
+"""
 
 from __future__ import annotations
 
@@ -14,20 +25,6 @@ from ds_vpipe.errors import Refusal
 from ds_vpipe.timelines.text import text_grid
 from ds_vpipe.timelines.timeline import Timeline
 
-DESCRIPTION = """\
-Draw what every rank does when: as text in the terminal, or as SVG or PNG.
-
-The text has a row per rank and a column per unit of time: F forward, B backward, S update, each with its micro-batch
-(updates: batch), -- for an action that goes on, . for none of these.
-"""
-EXAMPLES = """\
-examples:
-  python -m ds_vpipe show --stages 4 --micro-batches 8 --schedule gpipe
-  python -m ds_vpipe show ds_config.json --stages 4 --batches 3
-  python -m ds_vpipe show ds_config.json --stages 4 -o schedule.svg -o schedule.png
-  python -m ds_vpipe show runs/timeline --window 1.5:2.0 --unit 0.01
-  python -m ds_vpipe show --stages 2 --micro-batches 4 --schedule interleaved --virtual-stages 2 --json > plan.json
-"""
 _SUFFIXES = (".txt", ".svg", ".png", ".json")
 
 

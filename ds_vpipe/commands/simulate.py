@@ -1,4 +1,15 @@
-"""``simulate``: how fast will it be, what will it wait for, and how much will it hold?"""
+"""Simulation of a schedule: throughput, bubble, staleness, memory.
+
+Seconds and bytes of every part of the model come from a profile and the partition and recompute_ratio of the DeepSpeed
+JSON, from the recording of a run, or are given as numbers.
+
+examples:
+  python -m ds_vpipe simulate ds_config.json --profile bert.json --bandwidth 10GB
+  python -m ds_vpipe simulate ds_config.json --recording timeline --schedule asp      what would that have been?
+  python -m ds_vpipe simulate ds_config.json --stages 4 --forward 0.012 --backward 0.024 --send 0.003
+  python -m ds_vpipe simulate --stages 4 --micro-batches 8 --schedule gpipe --forward 1,1,2,1 --backward 2,2,4,2
+  python -m ds_vpipe simulate ds_config.json --profile bert.json -o simulation.json     then: report simulation.json
+"""
 
 from __future__ import annotations
 
@@ -28,18 +39,6 @@ if TYPE_CHECKING:
     from ds_vpipe.simulation.costs import StageCost
     from ds_vpipe.simulation.simulator import Simulation
 
-DESCRIPTION = """\
-Carry out the schedule on paper, with seconds and bytes of every part of the model: from a profile and the partition and
-recompute_ratio of the DeepSpeed JSON, from the recording of a run, or given as numbers.
-"""
-EXAMPLES = """\
-examples:
-  python -m ds_vpipe simulate ds_config.json --profile bert.json --bandwidth 10GB
-  python -m ds_vpipe simulate ds_config.json --recording timeline --schedule asp      what would that have been?
-  python -m ds_vpipe simulate ds_config.json --stages 4 --forward 0.012 --backward 0.024 --send 0.003
-  python -m ds_vpipe simulate --stages 4 --micro-batches 8 --schedule gpipe --forward 1,1,2,1 --backward 2,2,4,2
-  python -m ds_vpipe simulate ds_config.json --profile bert.json -o simulation.json     then: report simulation.json
-"""
 # Sources of costs, and the options with further seconds that each of them takes.
 _TAKES = {"--profile": ["update"], "--recording": [], "--forward": ["backward", "send", "update"]}
 _BEYOND = 10  # batches after the pipeline is full

@@ -1,4 +1,13 @@
-"""``trace``: timelines and recordings for the trace viewers of Chrome and Perfetto."""
+"""Trace of timelines for https://ui.perfetto.dev or chrome://tracing.
+
+It has a process per timeline, a thread per rank, arrows from sends to receives, memory as counters. Recordings of all
+ranks are merged, clocks of different machines brought together from the messages between ranks.
+
+examples:
+  python -m ds_vpipe trace runs/timeline -o trace.json
+  python -m ds_vpipe trace ds_config.json runs/timeline --stages 4 -o trace.json    plan and recording together
+  python -m ds_vpipe trace runs/timeline --save merged.json --json                  for scripts: numbers per rank
+"""
 
 from __future__ import annotations
 
@@ -6,18 +15,6 @@ import argparse
 
 from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.commands.inputs import add_input_arguments, summaries, timelines_from
-
-DESCRIPTION = """\
-Merge the recordings of all ranks and write them as a trace for https://ui.perfetto.dev or chrome://tracing: a process
-per timeline, a thread per rank, arrows from sends to receives, memory as counters. Clocks of different machines are
-brought together from the messages between ranks.
-"""
-EXAMPLES = """\
-examples:
-  python -m ds_vpipe trace runs/timeline -o trace.json
-  python -m ds_vpipe trace ds_config.json runs/timeline --stages 4 -o trace.json    plan and recording together
-  python -m ds_vpipe trace runs/timeline --save merged.json --json                  for scripts: numbers per rank
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

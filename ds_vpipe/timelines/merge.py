@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ds_vpipe.errors import Refusal
-from ds_vpipe.schedules.actions import Category, Kind
+from ds_vpipe.schedules.actions import Action, Category, Kind
+from ds_vpipe.schedules.dry_run import received_as
 from ds_vpipe.timelines.timeline import MemorySample, Recording, Span, Timeline
 
 _NANO = 1e-9
-_RECEIVED_AS = {Kind.SEND_ACT: (Kind.RECV_ACT, 1), Kind.SEND_GRAD: (Kind.RECV_GRAD, -1)}
 
 
 class Message(NamedTuple):
@@ -37,12 +37,7 @@ class Message(NamedTuple):
 
 
 class ClockOffset(NamedTuple):
-    """Seconds to add to the times of a clock to have them on the reference's.
-
-    Attributes:
-        seconds: The offset.
-        uncertainty: Largest error of it in seconds; None if the offset was given.
-    """
+    """Seconds to add to the times of a clock to have them on the reference's, and their largest error if estimated."""
 
     seconds: float
     uncertainty: float | None
@@ -51,32 +46,31 @@ class ClockOffset(NamedTuple):
 def messages(spans: Iterable[Span]) -> Iterator[Message]:
     """Pair the sends of activations and gradients among ``spans`` with their receives.
 
-    Part p sends an activation that part p+1 receives and a gradient that part p-1 receives. A message is known by the
-    receiving part, its kind and its micro-batch, and as the first or a later one of these: where the data end inside a
-    batch, its numbers are given again. Sends whose other end is not among the spans are left out.
+    A message is known by its receive and as the first or a later one of these: where the data end inside a batch, its
+    numbers are given again. Sends whose other end is not among the spans are left out.
     """
-    sends: dict[tuple[int, Kind, int], list[Span]] = defaultdict(list)
-    receives: dict[tuple[int, Kind, int], list[Span]] = defaultdict(list)
+    sends: dict[Action, list[Span]] = defaultdict(list)
+    receives: dict[Action, list[Span]] = defaultdict(list)
     for span in spans:
-        if span.kind in _RECEIVED_AS:
-            kind, step = _RECEIVED_AS[span.kind]
-            sends[span.part + step, kind, span.action.index].append(span)
+        kind = Kind.RECV_GRAD if span.kind is Kind.DROP_GRAD else span.kind
+        action = Action(kind, span.action.index, span.part)
+        if kind in (Kind.SEND_ACT, Kind.SEND_GRAD):
+            sends[received_as(action)].append(span)
         elif span.category is Category.WAIT:
-            kind = Kind.RECV_GRAD if span.kind is Kind.DROP_GRAD else span.kind
-            receives[span.part, kind, span.action.index].append(span)
-    for key, sent in sends.items():
-        yield from map(Message, sent, receives[key])
+            receives[action].append(span)
+    for action, sent in sends.items():
+        yield from map(Message, sent, receives[action])
 
 
 def estimate_offsets(found: Iterable[Message], clock_of_rank: Mapping[int, str]) -> dict[str, ClockOffset]:
     """Offsets of all clocks in ``clock_of_rank``, relative to that of the lowest rank.
 
     Args:
-        found: Messages, with the times of each end on the clock of its rank.
-        clock_of_rank: Name of the clock of every rank.
+        found: messages, with the times of each end on the clock of its rank.
+        clock_of_rank: name of the clock of every rank.
 
     Raises:
-        VPipeConfigError: A clock is connected to the others by messages in one direction only, or not at all.
+        VPipeConfigError: a clock is connected to the others by messages in one direction only, or not at all.
     """
     lower: dict[tuple[str, str], float] = {}  # of offset(second) - offset(first)
     for send, receive in found:
@@ -85,18 +79,16 @@ def estimate_offsets(found: Iterable[Message], clock_of_rank: Mapping[int, str])
             lower[pair] = max(send.start - receive.end, lower.get(pair, -math.inf))
 
     known = {clock_of_rank[min(clock_of_rank)]: ClockOffset(0.0, 0.0)}
-    clocks = set(clock_of_rank.values())
-    while len(known) < len(clocks):
+    while unknown := set(clock_of_rank.values()) - known.keys():
         edges = []
-        for source, target in lower:
-            if source in known and target not in known and (target, source) in lower:
-                low, high = lower[source, target], -lower[target, source]
+        for (source, target), low in lower.items():
+            if source in known and target in unknown and (target, source) in lower:
+                high = -lower[target, source]
                 edges.append((abs(high - low) / 2, target, source, (low + high) / 2))
         if not edges:
-            lost = sorted(clocks - known.keys())
             reason = "no messages to and from the other ranks' clocks are in the recordings"
             remedy = "record all ranks over the same time, or give the offsets"
-            raise Refusal("clock", lost[0], "a clock with messages in both directions", remedy, reason).error()
+            raise Refusal("clock", min(unknown), "a clock with messages in both directions", remedy, reason).error()
         half, target, source, difference = min(edges)
         before = known[source]
         known[target] = ClockOffset(before.seconds + difference, (before.uncertainty or 0.0) + half)
@@ -107,7 +99,7 @@ def read_recordings(folder: str | os.PathLike[str]) -> list[Recording]:
     """Recordings of all ranks in ``folder``: the files whose names the recorder gives, ``*rank*.json``.
 
     Raises:
-        VPipeConfigError: There is none, or a file is not a recording of one rank.
+        VPipeConfigError: there is none, or a file is not a recording of one rank.
     """
     recordings = []
     for path in sorted(Path(folder).glob("*rank*.json")):
@@ -128,16 +120,16 @@ def merge(recordings: Sequence[Recording], offsets: Sequence[float] | None = Non
     where all such ranks begin.
 
     Args:
-        recordings: One per rank of each replica, in any order.
-        offsets: Seconds to add to each rank's times. If not given, they are estimated from messages.
-        replica: Which data-parallel replica of the pipeline to take.
+        recordings: one per rank of each replica, in any order.
+        offsets: seconds to add to each rank's times. If not given, they are estimated from messages.
+        replica: which data-parallel replica of the pipeline to take.
 
     Returns:
         The timeline. Its ``meta`` has that of the lowest rank, ``clock_offsets_s`` and ``clock_uncertainty_s`` per
         rank (the latter None where offsets were given), and ``dropped`` spans per rank.
 
     Raises:
-        VPipeConfigError: A rank is missing or there twice, sizes differ, or clocks cannot be related.
+        VPipeConfigError: a rank is missing or there twice, sizes differ, or clocks cannot be related.
     """
     ranks = _one_per_rank(recordings, replica)
     origin: dict[str, int] = {}  # of each clock, so that differences of large numbers are taken in whole nanoseconds
@@ -155,7 +147,6 @@ def merge(recordings: Sequence[Recording], offsets: Sequence[float] | None = Non
     else:
         raise Refusal("offsets", list(offsets), f"one per rank, {len(ranks)}", "give all of them").error()
     ranks = [_shifted(rank, offset.seconds) for rank, offset in zip(ranks, found, strict=True)]
-    first = ranks[0]
     lossy = [min(span.start for span in rank.spans) for rank in ranks if rank.dropped and rank.spans]
     if lossy:
         ranks = [_cut(rank, max(lossy)) for rank in ranks]
@@ -163,16 +154,16 @@ def merge(recordings: Sequence[Recording], offsets: Sequence[float] | None = Non
     ranks = [_shifted(rank, -min(times, default=0.0)) for rank in ranks]
     staleness = tuple(pair for rank in ranks for pair in rank.staleness)
     timeline = Timeline(
-        title=first.title,
+        title=ranks[0].title,
         source="recording",
         num_ranks=len(ranks),
-        micro_batches=first.micro_batches,
+        micro_batches=ranks[0].micro_batches,
         spans=tuple(span for rank in ranks for span in rank.spans),
         memory=tuple(sample for rank in ranks for sample in rank.memory),
         losses=tuple(sorted({pair for rank in ranks for pair in rank.losses})),
         staleness=staleness if len(staleness) == len(ranks) else (),
         meta={
-            **first.meta,
+            **ranks[0].meta,
             "clock_offsets_s": [offset.seconds for offset in found],
             "clock_uncertainty_s": [offset.uncertainty for offset in found],
             "dropped": [rank.dropped for rank in ranks],
@@ -200,7 +191,7 @@ def _one_per_rank(recordings: Sequence[Recording], replica: int) -> list[Recordi
 
 
 def _shifted(recording: Recording, seconds: float) -> Recording:
-    spans = [Span(s.rank, s.action, s.start + seconds, s.end + seconds, s.version) for s in recording.spans]
+    spans = [span._replace(start=span.start + seconds, end=span.end + seconds) for span in recording.spans]
     memory = [MemorySample(m.rank, m.time + seconds, m.bytes) for m in recording.memory]
     return replace(recording, spans=spans, memory=memory)
 

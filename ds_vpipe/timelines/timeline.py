@@ -1,16 +1,15 @@
 """Timelines: when every rank of a pipeline runs which action, for plans, simulations and recordings alike.
 
 Pictures, traces, reports and summaries are made from a :class:`Timeline` alone, so that a plan, its simulation and the
-recording of the run can be laid side by side. There is one file format, a JSON object. Spans are arrays, because a run
-has hundreds of thousands of them::
+recording of the run can be laid side by side. There is one file format, a JSON object with the fields of the class.
+Spans are arrays, because a run has hundreds of thousands of them::
 
     {"format": "ds_vpipe.timelines.timeline", "version": 2, "title": "bert, 4 stages", "source": "simulation",
      "num_ranks": 4, "micro_batches": 2, "spans": [[rank, action, start, end, version], ...],
      "memory": [[rank, time, bytes], ...], "losses": [[batch, loss], ...], "staleness": [[mean, most], ...],
      "meta": {}}
 
-A recorder writes the same with the spans of its own rank and five further keys, those of :class:`Recording`.
-:mod:`.merge` makes one timeline of the recordings of all ranks.
+A recorder writes a :class:`Recording`, with the spans of its own rank; :mod:`.merge` makes one timeline of all ranks'.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -28,20 +27,15 @@ from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.schedules.actions import Action, Category, Kind
 
 FORMAT: Final = "ds_vpipe.timelines.timeline"
-VERSION: Final = 2
-SOURCES: Final = ("plan", "simulation", "recording")
+_VERSION: Final = 2
+_SOURCES: Final = ("plan", "simulation", "recording")
 _MAKE_ANEW = "write the file anew with this version of ds_vpipe"
 
 
 class Span(NamedTuple):
-    """One action of one rank, with its start and end.
+    """One action of one rank between two instants, in seconds from the timeline's start.
 
-    Attributes:
-        rank: Device of the pipeline, from 0.
-        action: The action. A receive lasts as long as its rank waits for the message.
-        start: Seconds from the timeline's start.
-        end: Seconds from the timeline's start, not before ``start``.
-        version: Version of the weights that a pass uses, where known.
+    A receive lasts as long as its rank waits for the message. ``version`` is that of a pass's weights, where known.
     """
 
     rank: int
@@ -84,17 +78,17 @@ class Timeline:
     """Actions of all ranks of one pipeline over time.
 
     Attributes:
-        title: One line for users.
+        title: one line for users.
         source: ``"plan"``, ``"simulation"`` or ``"recording"``.
-        num_ranks: Devices of the pipeline, K.
-        micro_batches: Micro-batches per batch, M.
-        spans: In any order. Spans of one rank may overlap (a transfer beside a pass).
-        memory: Samples of allocated bytes, in any order.
-        losses: Pairs of batch and its mean loss.
-        staleness: Per rank the mean and the largest number of updates applied between a micro-batch's forward
-            pass and the update with its gradient; empty if not known.
-        meta: Further facts, as JSON types. ``"time_unit"`` names, for users, the unit that one second stands for in
-            a timeline that is not in seconds, such as ``"forward passes"``.
+        num_ranks: devices of the pipeline, K.
+        micro_batches: micro-batches per batch, M.
+        spans: in any order. Spans of one rank may overlap (a transfer beside a pass).
+        memory: samples of allocated bytes, in any order.
+        losses: pairs of batch and its mean loss.
+        staleness: per rank the mean and the largest number of updates between a micro-batch's forward pass and the
+            update with its gradient; empty if not known.
+        meta: further facts, as JSON types. ``"time_unit"`` names the unit that one second stands for in a timeline that
+            is not in seconds, such as ``"forward passes"``.
     """
 
     title: str
@@ -135,10 +129,9 @@ class Timeline:
         return [sorted(row, key=lambda span: (span.start, span.end)) for row in rows]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that a file holds."""
+        """The object that a file holds."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        values["spans"] = [(s.rank, str(s.action), s.start, s.end, s.version) for s in self.spans]
-        return {"format": FORMAT, "version": VERSION, **values}
+        return {"format": FORMAT, "version": _VERSION, **values, "spans": [_row(span) for span in self.spans]}
 
     @staticmethod
     def from_json(data: object) -> Timeline:
@@ -147,19 +140,20 @@ class Timeline:
         Raises:
             VPipeConfigError: ``data`` is not a timeline. One line names the first fault.
         """
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            what = data.get("format") if isinstance(data, dict) else data
-            raise Refusal("timeline.format", what, f'an object with "format": "{FORMAT}"', _MAKE_ANEW).error()
-        if data.get("version") != VERSION:
-            raise Refusal("timeline.version", data.get("version"), str(VERSION), _MAKE_ANEW).error()
-        of = Recording if "rank" in data else Timeline
-        values = {entry.name: data[entry.name] for entry in fields(of) if entry.name in data}
+        content = data if isinstance(data, dict) else {"format": data}
+        if content.get("format") != FORMAT:
+            allowed = f'an object with "format": "{FORMAT}"'
+            raise Refusal("timeline.format", content.get("format"), allowed, _MAKE_ANEW).error()
+        if content.get("version") != _VERSION:
+            raise Refusal("timeline.version", content.get("version"), str(_VERSION), _MAKE_ANEW).error()
+        of = Recording if "rank" in content else Timeline
+        values = {entry.name: content[entry.name] for entry in fields(of) if entry.name in content}
         parse = cache(Action.parse)  # ranks share most texts
         try:
-            values["spans"] = tuple(Span(row[0], parse(row[1]), *row[2:]) for row in data["spans"])
-            values["memory"] = tuple(MemorySample(*row) for row in data.get("memory", ()))
-            values["losses"] = tuple((int(batch), float(loss)) for batch, loss in data.get("losses", ()))
-            values["staleness"] = tuple((float(mean), int(most)) for mean, most in data.get("staleness", ()))
+            values["spans"] = tuple(Span(row[0], parse(row[1]), *row[2:]) for row in values["spans"])
+            values["memory"] = tuple(MemorySample(*row) for row in values.get("memory", ()))
+            values["losses"] = tuple((int(batch), float(loss)) for batch, loss in values.get("losses", ()))
+            values["staleness"] = tuple((float(mean), int(most)) for mean, most in values.get("staleness", ()))
             timeline = of(**values)
             timeline.check()
         except VPipeConfigError:
@@ -170,31 +164,29 @@ class Timeline:
         return timeline
 
     def check(self) -> None:
-        """Check the ranges of all fields.
+        """Refuse a rank, time, action, source or number of bytes outside its range.
 
         Raises:
-            VPipeConfigError: A rank, time, action, source or number of bytes is outside its range.
+            VPipeConfigError: there is one.
         """
+        for key, value, allowed in self._faults():
+            raise Refusal(f"timeline.{key}", value, allowed, "correct it").error()
 
-        def expect(holds: bool, key: str, value: object, allowed: str) -> None:
-            if not holds:
-                raise Refusal(f"timeline.{key}", value, allowed, "correct it").error()
-
-        expect(self.source in SOURCES, "source", self.source, ", ".join(SOURCES))
+    def _faults(self) -> Iterator[tuple[str, object, str]]:
+        if self.source not in _SOURCES:
+            yield "source", self.source, ", ".join(_SOURCES)
         for key in ("num_ranks", "micro_batches"):
-            expect(getattr(self, key) >= 1, key, getattr(self, key), "an int >= 1")
-        ranks = self.ranks
-        few = len(self.staleness) in (0, len(ranks))
-        expect(few, "staleness", self.staleness, f"one pair per rank, {len(ranks)}, or none")
+            if getattr(self, key) < 1:
+                yield key, getattr(self, key), "an int >= 1"
+        if len(self.staleness) not in (0, len(self.ranks)):
+            yield "staleness", self.staleness, f"one pair per rank, {len(self.ranks)}, or none"
         for index, span in enumerate(self.spans):
-            if not (span.rank in ranks and 0 <= span.start <= span.end < math.inf):
-                row = [span.rank, str(span.action), span.start, span.end, span.version]
+            if not (span.rank in self.ranks and 0 <= span.start <= span.end < math.inf):
                 allowed = f"a rank below {self.num_ranks} and 0 <= start <= end, in seconds"
-                expect(False, f"spans[{index}]", row, allowed)
+                yield f"spans[{index}]", _row(span), allowed
         for index, sample in enumerate(self.memory):
-            holds = sample.rank in ranks and 0 <= sample.time < math.inf and sample.bytes >= 0
-            allowed = f"a rank below {self.num_ranks}, a time >= 0 and bytes >= 0"
-            expect(holds, f"memory[{index}]", list(sample), allowed)
+            if not (sample.rank in self.ranks and 0 <= sample.time < math.inf and sample.bytes >= 0):
+                yield f"memory[{index}]", sample, f"a rank below {self.num_ranks}, a time >= 0 and bytes >= 0"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline to the file ``path``, replacing what was there."""
@@ -205,15 +197,13 @@ class Timeline:
         """Read a file that :meth:`save` wrote.
 
         Raises:
-            VPipeConfigError: The file cannot be read or is not a timeline.
+            VPipeConfigError: the file cannot be read or is not a timeline.
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise Refusal(
-                "timeline", str(path), "a file that can be read", "correct the path", reason
-            ).error() from None
+            allowed, remedy, reason = "a file that can be read", "correct the path", error.strerror or str(error)
+            raise Refusal("timeline", str(path), allowed, remedy, reason).error() from None
         except ValueError as error:
             raise Refusal("timeline", str(path), "a JSON file", _MAKE_ANEW, str(error)).error() from None
         return Timeline.from_json(data)
@@ -228,11 +218,11 @@ class Recording(Timeline):
     must not start after its message is on its way.
 
     Attributes:
-        rank: Rank in the pipeline.
-        clock: Name of the clock, such as the host's.
-        origin_ns: Instant on that clock at which times begin, nanoseconds.
-        replica: Data-parallel replica of the pipeline.
-        dropped: Number of spans that a full ring buffer has lost, the oldest ones.
+        rank: rank in the pipeline.
+        clock: name of the clock, such as the host's.
+        origin_ns: instant on that clock at which times begin, nanoseconds.
+        replica: data-parallel replica of the pipeline.
+        dropped: number of spans that a full ring buffer has lost, the oldest ones.
     """
 
     rank: int = 0
@@ -245,3 +235,7 @@ class Recording(Timeline):
     def ranks(self) -> range:
         """The one rank."""
         return range(self.rank, self.rank + 1)
+
+
+def _row(span: Span) -> tuple[int, str, float, float, int | None]:
+    return span.rank, str(span.action), span.start, span.end, span.version

@@ -39,13 +39,8 @@ def configured_plan(
 ) -> Plan:
     """The plan of a block: its own numbers, whether they fit or not, or the planner's where it leaves a choice.
 
-    Args:
-        config: the block.
-        pipeline: what it says for these sizes.
-        devices: what is planned for.
-        profile: all layers of the model.
-        own_counts: layers per stage as the module was built, for a block without a partition; by default even
-            parameters, as DeepSpeed has them.
+    ``pipeline`` is what it says for these sizes. A block without a partition means ``own_counts``, layers per stage as
+    the module was built, or even parameters, as DeepSpeed has them.
 
     Raises:
         VPipeConfigError: a setting is wrong, or something was left to the planner and nothing fits.
@@ -80,14 +75,14 @@ def read_profile(config: VPipeConfig, json: DeepSpeedJson, num_layers: int) -> M
     if config.profile is None:
         raise Refusal("vpipe.profile", None, "a file", 'make one with "python -m ds_vpipe profile"').error()
     profile = ModelProfile.load(config.profile)
+    fix, reason = "make the profile anew with: python -m ds_vpipe profile", ""
     if len(profile) != num_layers:
-        reason = f"it has {len(profile)} layers but the model has {num_layers}"
-        fix = "make the profile anew with: python -m ds_vpipe profile"
-        raise Refusal("vpipe.profile", config.profile, "a profile of this model", fix, reason).error()
-    if profile.dtype != json.dtype:
-        reason = f"it is of {profile.dtype} and the JSON trains in {json.dtype}"
-        fix = f"make the profile anew with: python -m ds_vpipe profile, and layers in {json.dtype}"
-        raise Refusal("vpipe.profile", config.profile, f"a profile in {json.dtype}", fix, reason).error()
+        allowed, reason = "a profile of this model", f"it has {len(profile)} layers but the model has {num_layers}"
+    elif profile.dtype != json.dtype:
+        allowed, reason = f"a profile in {json.dtype}", f"it is of {profile.dtype} and the JSON trains in {json.dtype}"
+        fix += f", and layers in {json.dtype}"
+    if reason:
+        raise Refusal("vpipe.profile", config.profile, allowed, fix, reason).error()
     return profile
 
 
@@ -99,7 +94,7 @@ def plan(profile: ModelProfile, pipeline: Pipeline, devices: Devices, *, hide_tr
 
     Args:
         profile: all layers of the model.
-        pipeline: what to plan for; its partition and its ratios are chosen where they are None.
+        pipeline: its partition and its ratios are chosen where they are None.
         devices: what to plan for.
         hide_transfers: choose the smallest depths that hide transfers too, if that fits; for ``asp``.
 

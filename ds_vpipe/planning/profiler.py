@@ -50,7 +50,7 @@ def profile_layers(
     warm_up: int = 2,
     micro_batch_size: int | None = None,
 ) -> tuple[ModelProfile, Tree]:
-    """Profile consecutive layers.
+    """Profile of consecutive layers, and the last one's outputs as meta tensors, for the next rank's first layer.
 
     Args:
         layers: modules, functions, or specifications with a ``build()`` method. Modules keep their weights, buffers,
@@ -62,23 +62,19 @@ def profile_layers(
         dtype: of parameters that are floating-point; None leaves them.
         loss_fn: ``loss_fn(outputs, labels)``, if the model's last layer is among ``layers``; a part of that one then.
         labels: for ``loss_fn``.
-        micro_batches: passes to take the median of.
-        warm_up: passes before those.
+        micro_batches: passes to take the median of, after ``warm_up`` passes.
         micro_batch_size: samples in ``inputs``; by default the first dimension of its first tensor.
-
-    Returns:
-        The profile, and the outputs of the last layer as meta tensors: the input of the next rank's first layer.
 
     Raises:
         ValueError: ``layers`` or ``micro_batches`` is empty.
-        NotImplementedError, RuntimeError: computed, from a layer that looks at values, which the meta device has none
-            of.
+        NotImplementedError, RuntimeError: computed, from a layer that looks at values: the meta device has none.
     """
     if not layers or micro_batches < 1 or warm_up < 0:
         given = f"{len(layers)} layers, {micro_batches} micro-batches, {warm_up} to warm up"
         raise ValueError(f"profile: got {given}; allowed: at least 1 layer and 1 micro-batch")
     device = torch.device(device if roofline is None else "meta")
-    value, labels = _leave(_example(inputs, device)), _on(device, labels)
+    value = _as_leaves(inputs, functools.partial(_example, device=device))
+    labels = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), labels)
     size, input_bytes = micro_batch_size or _samples(value), _tree_bytes(value)
     found, types = [], []
     meta: AbstractContextManager[Any] = nullcontext() if roofline is None else device
@@ -107,23 +103,18 @@ def profile_layers(
 
 
 def outputs_before(layers: Sequence[Any], inputs: Tree, index: int) -> Tree:
-    """Inputs of layer ``index`` as meta tensors, found on the meta device without memory or computation.
-
-    Args:
-        layers: at least the first ``index`` layers of the model.
-        inputs: an example for layer 0.
-        index: of the layer.
+    """Inputs of layer ``index`` as meta tensors, from those of layer 0, without memory or computation.
 
     Raises:
-        NotImplementedError, RuntimeError: from a layer that looks at values, which the meta device has none of; profile
-            the ranks one after the other then.
+        NotImplementedError, RuntimeError: from a layer that looks at values, which the meta device has none of.
+            Profile the ranks one after the other then.
     """
     value = _as_meta(inputs)
     for spec in layers[:index]:
         layer, _ = _built(spec, meta=True)
         entered, _ = enter(value)
         with torch.device("meta"), _training(layer):
-            value = _leave(layer(entered))
+            value = _as_leaves(layer(entered))
     return value
 
 
@@ -143,8 +134,7 @@ def modules_of(layer: Layer) -> list[torch.nn.Module]:
 
 def parameters_of(layer: Layer) -> list[torch.nn.Parameter]:
     """A layer's parameters, each once."""
-    found = {id(p): p for module in modules_of(layer) for p in module.parameters()}
-    return list(found.values())
+    return list(dict.fromkeys(p for module in modules_of(layer) for p in module.parameters()))
 
 
 def _built(spec: Any, meta: bool) -> tuple[Layer, str]:
@@ -153,13 +143,14 @@ def _built(spec: Any, meta: bool) -> tuple[Layer, str]:
     A specification has a ``build()`` method and maybe a ``forward_fn``, as those of DeepSpeed have.
     """
     if isinstance(spec, torch.nn.Module) or not hasattr(spec, "build"):
-        name = type(spec).__name__ if isinstance(spec, torch.nn.Module) else getattr(spec, "__name__", "function")
-        return _on_meta(spec) if meta else spec, name
-    with torch.device("meta") if meta else nullcontext():
-        module = spec.build()
-    forward = getattr(spec, "forward_fn", None)
-    layer = module if forward is None else functools.partial(forward, module)
-    return _on_meta(layer) if meta else layer, type(module).__name__
+        layer, named = spec, spec
+    else:
+        with torch.device("meta") if meta else nullcontext():
+            layer = named = spec.build()
+        if getattr(spec, "forward_fn", None) is not None:
+            layer = functools.partial(spec.forward_fn, named)
+    name = type(named).__name__ if isinstance(named, torch.nn.Module) else getattr(named, "__name__", "function")
+    return _on_meta(layer) if meta else layer, name
 
 
 def _on_meta(layer: Layer) -> Layer:
@@ -180,10 +171,6 @@ def _scored(layer: Layer, loss_fn: Any, labels: Tree, inputs: Tree) -> Any:
 # Trees of tensors
 
 
-def _on(device: torch.device, tree: Tree) -> Tree:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tree)
-
-
 def _tensors(tree: Tree) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
@@ -198,26 +185,22 @@ def _samples(tree: Tree) -> int:
     return next((int(tensor.shape[0]) for tensor in _tensors(tree) if tensor.dim()), 1)
 
 
+def _as_leaves(tree: Tree, change: Callable[[torch.Tensor], torch.Tensor] = torch.detach) -> Tree:
+    """Its tensors without their graph, each as ``change`` makes it, with a gradient where it had one."""
+    return tree_map_only(torch.Tensor, lambda t: change(t.detach()).requires_grad_(t.requires_grad), tree)
+
+
 def _as_meta(tree: Tree) -> Tree:
-    def bare(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
-
-    return tree_map_only(torch.Tensor, bare, tree)
+    return _as_leaves(tree, lambda tensor: tensor.to("meta"))
 
 
-def _example(tree: Tree, device: torch.device) -> Tree:
-    """Values for meta tensors: random numbers, true for booleans, and 0 for integers, which is a valid index."""
-
-    def valued(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta or device.type == "meta":
-            return tensor.to(device)
-        if tensor.is_floating_point() or tensor.is_complex():
-            made = torch.randn(tensor.shape, device=device).to(tensor.dtype)
-        else:
-            made = torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype, device=device)
-        return made.requires_grad_(tensor.requires_grad)
-
-    return tree_map_only(torch.Tensor, valued, tree)
+def _example(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Values for a meta tensor: random numbers, true for booleans, and 0 for integers, which is a valid index."""
+    if not tensor.is_meta or device.type == "meta":
+        return tensor.to(device)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.randn(tensor.shape, device=device).to(tensor.dtype)
+    return torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype, device=device)
 
 
 # Passes
@@ -225,19 +208,8 @@ def _example(tree: Tree, device: torch.device) -> Tree:
 
 def enter(inputs: Tree) -> tuple[Tree, list[torch.Tensor]]:
     """Inputs of a stage's first layer, which it may change in place, and the leaves that collect the gradients."""
-    leaves: list[torch.Tensor] = []
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        leaf = tensor.detach().requires_grad_(tensor.requires_grad)
-        leaves.append(leaf)
-        return leaf.clone()
-
-    return tree_map_only(torch.Tensor, copied, inputs), leaves
-
-
-def _leave(outputs: Tree) -> Tree:
-    """Outputs as the next layer's inputs, without their graph."""
-    return tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
+    leaves = _as_leaves(inputs)
+    return tree_map_only(torch.Tensor, torch.clone, leaves), _tensors(leaves)
 
 
 def run_backward(outputs: Tree) -> None:
@@ -295,13 +267,10 @@ def _timed(run: Layer, inputs: Tree, device: torch.device, micro_batches: int, w
 
 
 def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -> tuple[LayerProfile, Tree]:
-    """Costs of a layer that runs forward and backward once, inside :func:`_training`.
-
-    Returns:
-        The costs, and the outputs as the next layer's inputs.
-    """
+    """Costs of a layer that runs forward and backward once, and its outputs as the next layer's inputs."""
     entered, leaves = enter(inputs)
-    parameters = {storage_key(parameter) for parameter in parameters_of(layer)}
+    weights = parameters_of(layer)
+    parameters = {storage_key(parameter) for parameter in weights}
     incoming = {storage_key(tensor) for tensor in _tensors(entered)}
     saved: dict[int, torch.Tensor] = {}
 
@@ -310,8 +279,8 @@ def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -
             saved[storage_key(tensor)] = tensor.detach()
         return tensor
 
-    gradients = [p.grad for p in parameters_of(layer) if p.grad is not None]
-    meter = OpMeter(roofline, outside=[*_tensors(entered), *leaves, *parameters_of(layer), *gradients])
+    gradients = [p.grad for p in weights if p.grad is not None]
+    meter = OpMeter(roofline, outside=[*_tensors(entered), *leaves, *weights, *gradients])
     with meter:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = layer(entered)
@@ -319,14 +288,13 @@ def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -
         sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in saved.items()}
         kept = sum(size for key, size in sizes.items() if key not in incoming)
         forward_peak, after, forward_s = meter.peak_bytes, meter.live_bytes, meter.seconds
-        following = tree_map_only(torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), outputs)
+        following = _as_leaves(outputs, torch.clone)
         boundary = _tree_bytes(outputs)
         copies = sum(tensor.untyped_storage().nbytes() for tensor in _tensors(following))
         saved.clear()
         meter.start_over()
         run_backward(outputs)
         workspace = max(forward_peak - kept, meter.peak_bytes - after - copies, 0)
-    weights = parameters_of(layer)
     costs = LayerProfile(
         name=name,
         forward_s=forward_s,

@@ -13,7 +13,7 @@ import io
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from ds_vpipe.schedules.actions import Category
 from ds_vpipe.timelines.timeline import Span, Timeline
@@ -44,6 +44,7 @@ _DIGIT_WIDTH = 6.6
 _NARROWEST, _WIDEST = 640.0, 6000.0
 _TICK_DISTANCE = 80.0
 _TINY = 0.5  # pixels; below that, a row gets at most one bar of a category per pixel
+_LABELLED = (Category.FORWARD, Category.BACKWARD, Category.UPDATE)
 _EDGED = 3.0  # pixels; narrower bars would vanish behind a white outline
 
 
@@ -67,13 +68,13 @@ def save_figure(
     width: float | None = None,
     window: tuple[float, float] | None = None,
 ) -> None:
-    """Draw ``timeline`` into the file ``path``, as SVG or PNG.
+    """Draw ``timeline`` into a file whose name ends in ``.svg`` or ``.png``.
 
     Args:
-        timeline: The timeline.
-        path: A name that ends in ``.svg`` or ``.png``.
-        width: Pixels of the time axis; :func:`default_width` if not given.
-        window: First and last second; everything if not given.
+        timeline: what to draw.
+        path: of the file.
+        width: pixels of the time axis; :func:`default_width` if not given.
+        window: first and last second; everything if not given.
     """
     import matplotlib
 
@@ -110,35 +111,35 @@ def timeline_figure(
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
 
-    bars = list(_bars(timeline, start, end, width))
     for rank in range(timeline.num_ranks):
         axes.axhspan(_PITCH * rank, _PITCH * rank + _BAR, color=IDLE, linewidth=0)
-    scale = (end - start) / width / unit_s
-    axes.add_collection(
-        PolyCollection(
-            [_corners(bar, start / unit_s, scale) for bar in bars],
-            facecolors=[bar.fill for bar in bars],
-            edgecolors=["white" if bar.width >= _EDGED and bar.height == _BAR else "none" for bar in bars],
-            linewidths=0.5,
-        )
-    )
-    for bar in bars:
-        if bar.label and len(bar.label) * _DIGIT_WIDTH < bar.width:
-            x, y = start / unit_s + (bar.x + bar.width / 2) * scale, bar.y + bar.height / 2 + 0.5
-            ink = ink_on(bar.fill)
-            axes.text(x, y, bar.label, ha="center", va="center_baseline", fontsize=11 * _POINT, color=ink)
+    corners, fills, edges = [], [], []
+    scale = width / (end - start)
+    drawn: dict[tuple[int, Category], int] = {}
+    for rank, span, fill, label in looks(timeline):
+        first, last = (min(max(time, start), end) for time in (span.start, span.end))
+        pixel, pixels = int((first - start) * scale), (last - first) * scale
+        if not pixels or (pixels < _TINY and drawn.get((rank, span.category)) == pixel):
+            continue
+        drawn[rank, span.category] = pixel
+        beside, top = span.category is Category.TRANSFER, _PITCH * rank
+        top, bottom = (top + _BAR + 1, top + _BAR + _STRIP) if beside else (top, top + _BAR)
+        x, right = first / unit_s, max(last, first + _TINY / scale) / unit_s
+        corners.append([(x, top), (right, top), (right, bottom), (x, bottom)])
+        fills.append(fill)
+        edges.append("white" if pixels >= _EDGED and not beside else "none")
+        if label and len(label) * _DIGIT_WIDTH < pixels:
+            middle = (x + right) / 2, (top + bottom) / 2 + 0.5
+            axes.text(*middle, label, ha="center", va="center_baseline", fontsize=11 * _POINT, color=ink_on(fill))
+    axes.add_collection(PolyCollection(corners, facecolors=fills, edgecolors=edges, linewidths=0.5))
 
     left = 16 / across
     figure.text(left, 1 - 18 / high, timeline.title, fontsize=11, weight="bold", va="center", parse_math=False)
     figure.text(left, 1 - 37 / high, _subtitle(timeline), color=_FAINT_INK, va="center", parse_math=False)
-    found = {span.category for span in timeline.spans}
-    entries = [Patch(color=COLOURS[category], label=category.value) for category in Category if category in found]
-    entries.append(Patch(color=IDLE, label="idle"))
+    entries, note = legend(timeline)
+    patches = [Patch(color=colour, label=word) for colour, word in entries]
     place = {"loc": "upper left", "bbox_to_anchor": (left, 46 / high), "borderaxespad": 0.0, "borderpad": 0.0}
-    figure.legend(handles=entries, ncols=len(entries), frameon=False, handlelength=1.1, columnspacing=1.2, **place)
-    note = "numbers: micro-batches; of updates: batches"
-    if timeline.holds_parts:
-        note += "; paler: later parts of the model on the same rank"
+    figure.legend(handles=patches, ncols=len(patches), frameon=False, handlelength=1.1, columnspacing=1.2, **place)
     figure.text(left, 14 / high, note, fontsize=8, color=_FAINT_INK, va="center")
     return figure
 
@@ -179,30 +180,22 @@ def _subtitle(timeline: Timeline) -> str:
     return f"{timeline.source}: {ranks}, {batch}, {timeline.duration / length:.4g} {unit}"
 
 
-class _Bar(NamedTuple):
-    """A filled rectangle; pixels from the upper left corner of the axes."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    fill: str
-    label: str
-
-
-def _bars(timeline: Timeline, start: float, end: float, width: float) -> Iterator[_Bar]:
-    scale = width / (end - start)
+def looks(timeline: Timeline) -> Iterator[tuple[int, Span, str, str]]:
+    """Rank, span, fill and label of all bars: the number of the micro-batch, or of an update's batch."""
     for rank, spans in enumerate(timeline.by_rank()):
         later = {part: index for index, part in enumerate(sorted({span.part for span in spans}))}
-        drawn: dict[Category, int] = {}
         for span in spans:
-            x, right = ((min(max(time, start), end) - start) * scale for time in (span.start, span.end))
-            if right <= x or (right - x < _TINY and drawn.get(span.category) == int(x)):
-                continue
-            drawn[span.category] = int(x)
-            beside = span.category is Category.TRANSFER
-            y, height = (_PITCH * rank + _BAR + 1, _STRIP - 1) if beside else (_PITCH * rank, _BAR)
-            yield _Bar(x, y, max(right - x, _TINY), height, colour_of(span, later[span.part]), label_of(span))
+            label = str(span.action.index) if span.category in _LABELLED else ""
+            yield rank, span, colour_of(span, later[span.part]), label
+
+
+def legend(timeline: Timeline) -> tuple[list[tuple[str, str]], str]:
+    """Colours with their words, and a line about the rest."""
+    found = {span.category for span in timeline.spans}
+    entries = [(COLOURS[category], category.value) for category in Category if category in found]
+    note = "numbers: micro-batches; of updates: batches"
+    paler = "; paler: later parts of the model on the same rank" if timeline.holds_parts else ""
+    return [*entries, (IDLE, "idle")], note + paler
 
 
 def colour_of(span: Span, later: int) -> str:
@@ -216,13 +209,3 @@ def colour_of(span: Span, later: int) -> str:
 def ink_on(fill: str) -> str:
     """Colour of text that is legible on ``fill``; only a forward pass is dark."""
     return "#ffffff" if fill == COLOURS[Category.FORWARD] else _INK
-
-
-def label_of(span: Span) -> str:
-    """Number that a bar carries: its micro-batch, or the batch of an update."""
-    return str(span.action.index) if span.category in (Category.FORWARD, Category.BACKWARD, Category.UPDATE) else ""
-
-
-def _corners(bar: _Bar, start: float, scale: float) -> list[tuple[float, float]]:
-    left, right, below = start + bar.x * scale, start + (bar.x + bar.width) * scale, bar.y + bar.height
-    return [(left, bar.y), (right, bar.y), (right, below), (left, below)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from ds_vpipe.schedules.actions import Category
 from ds_vpipe.tables import show_bytes
-from ds_vpipe.timelines.figure import COLOURS, IDLE, colour_of, default_width, ink_on, label_of, loss_svg, unit_for
+from ds_vpipe.timelines.figure import COLOURS, IDLE, default_width, ink_on, legend, looks, loss_svg, unit_for
 from ds_vpipe.timelines.summary import RankSummary, Summary, steady_window, summarize
 from ds_vpipe.timelines.timeline import Timeline
 
@@ -24,15 +24,10 @@ from ds_vpipe.timelines.timeline import Timeline
 def html_report(
     timelines: Sequence[Timeline], title: str = "Pipeline report", window: tuple[float, float] | None = None
 ) -> str:
-    """Return the page for ``timelines``: first a table that compares them, then each of them, then their losses.
+    """Page for ``timelines``: a table that compares them, then each of them, then their losses.
 
-    Timelines in the same unit of time are drawn to the same scale and zoom together.
-
-    Args:
-        timelines: The timelines, at least one.
-        title: Heading of the page.
-        window: First and last second to begin with; if not given as much from the start as can be read. Numbers are
-            those of all of each timeline.
+    Timelines in the same unit of time are drawn to the same scale and zoom together, from the first to the last second
+    of ``window``, or as much from the start as can be read. Numbers are those of all of each timeline.
 
     Raises:
         ValueError: there is no timeline.
@@ -74,29 +69,19 @@ def save_html_report(
 
 def _data(timeline: Timeline, longest: float) -> dict[str, Any]:
     """Bars and memory of a timeline for the script, by rank; a bar is start, end, text, label, colour and version."""
-    rows = []
-    for rank, spans in enumerate(timeline.by_rank()):
-        later = {part: index for index, part in enumerate(sorted({span.part for span in spans}))}
-        bars: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
-        for span in spans:
-            if span.end > span.start:
-                text = f"{'waits in ' if span.category is Category.WAIT else ''}{span.action}"
-                look = label_of(span), colour_of(span, later[span.part])
-                bar = span.start, span.end, text, *look, span.version
-                bars[span.category is Category.TRANSFER].append(bar)
+    ranks: list[dict[str, Any]] = []
+    for rank in range(timeline.num_ranks):
         samples = sorted((sample.time, sample.bytes) for sample in timeline.memory if sample.rank == rank)
         peak = max((size for _, size in samples), default=0)
-        rows.append(
-            {
-                "name": f"{timeline.rank_word} {rank}",
-                "spans": bars[False],
-                "transfers": bars[True],
-                "memory": samples if peak else [],
-                "peak": show_bytes(peak),
-            }
-        )
+        memory = {"memory": samples if peak else [], "peak": show_bytes(peak)}
+        ranks.append({"name": f"{timeline.rank_word} {rank}", "spans": [], "transfers": [], **memory})
+    for rank, span, fill, label in looks(timeline):
+        if span.end > span.start:
+            text = f"{'waits in ' if span.category is Category.WAIT else ''}{span.action}"
+            bars = ranks[rank]["transfers" if span.category is Category.TRANSFER else "spans"]
+            bars.append((span.start, span.end, text, label, fill, span.version))
     return {
-        "ranks": rows,
+        "ranks": ranks,
         "duration": timeline.duration,
         "unit": unit_for(timeline, longest),
         "width": default_width(timeline, timeline.duration),
@@ -106,15 +91,11 @@ def _data(timeline: Timeline, longest: float) -> dict[str, Any]:
 
 
 def _legend(timeline: Timeline) -> str:
-    found = {span.category for span in timeline.spans}
-    entries = [(COLOURS[category], category.value) for category in Category if category in found]
-    squares = [f'<i style="background:{colour}"></i> {word}' for colour, word in [*entries, (IDLE, "idle")]]
-    notes = ["numbers: micro-batches; of updates: batches"]
-    if timeline.holds_parts:
-        notes.append("paler: later parts of the model on the same rank")
+    entries, note = legend(timeline)
+    squares = "".join(f'<i style="background:{colour}"></i> {word}' for colour, word in entries)
     if any(sample.bytes for sample in timeline.memory):
-        notes.append("below: allocated memory, with its peak")
-    return f'<p class="legend">{"".join(squares)}<br><small>{"; ".join(notes)}</small></p>'
+        note += "; below: allocated memory, with its peak"
+    return f'<p class="legend">{squares}<br><small>{note}</small></p>'
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -128,34 +109,25 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _comparison(timelines: Sequence[Timeline], summaries: Sequence[Summary]) -> str:
-    pairs = list(zip(timelines, summaries, strict=True))
-
-    def row(name: str, value: Callable[[Timeline, Summary], str]) -> list[str]:
-        return [name, *(value(timeline, summary) for timeline, summary in pairs)]
-
-    def throughput(timeline: Timeline, summary: Summary) -> str:
-        unit = timeline.meta.get("time_unit")
-        return f"{summary.throughput:.4g} per {'s' if unit is None else f'unit of time ({unit})'}"
-
-    def steady_bubble(timeline: Timeline, _: Summary) -> str:
-        window = steady_window(timeline)
-        return "never full" if window is None else f"{summarize(timeline, window).bubble:.1%}"
-
-    def most_memory(_: Timeline, summary: Summary) -> str:
-        return _bytes(max((rank.peak_bytes for rank in summary.ranks if rank.peak_bytes is not None), default=None))
-
-    rows = [
-        row("ranks", lambda timeline, _: str(timeline.num_ranks)),
-        row("micro-batches per batch", lambda timeline, _: str(timeline.micro_batches)),
-        row("duration", lambda timeline, _: _time(timeline, timeline.duration)),
-        row("micro-batches trained", lambda _, summary: str(summary.micro_batches)),
-        row("throughput, micro-batches", throughput),
-        row("bubble, all of it", lambda _, summary: f"{summary.bubble:.1%}"),
-        row("bubble, without filling and draining", steady_bubble),
-        row("most memory of a rank", most_memory),
-        row("largest staleness", lambda timeline, _: str(max((m for _, m in timeline.staleness), default="not known"))),
-    ]
-    return _table(["", *(f"{timeline.source}: {timeline.title}" for timeline in timelines)], rows)
+    columns = []
+    for timeline, summary in zip(timelines, summaries, strict=True):
+        unit, steady = timeline.meta.get("time_unit"), steady_window(timeline)
+        bubble = f"{summarize(timeline, steady).bubble:.1%}" if steady else "never full"
+        column = {
+            "": f"{timeline.source}: {timeline.title}",
+            "ranks": str(timeline.num_ranks),
+            "micro-batches per batch": str(timeline.micro_batches),
+            "duration": _time(timeline, timeline.duration),
+            "micro-batches trained": str(summary.micro_batches),
+            "throughput, micro-batches": f"{summary.throughput:.4g} per {f'unit of time ({unit})' if unit else 's'}",
+            "bubble, all of it": f"{summary.bubble:.1%}",
+            "bubble, without filling and draining": bubble,
+            "most memory of a rank": _bytes(max(rank.peak_bytes or 0 for rank in summary.ranks)),
+            "largest staleness": str(max((most for _, most in timeline.staleness), default="not known")),
+        }
+        columns.append(column)
+    head, *rows = ([name, *(column[name] for column in columns)] for name in columns[0])
+    return _table(head, rows)
 
 
 def _ranks(timeline: Timeline, summary: Summary) -> str:

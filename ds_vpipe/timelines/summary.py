@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 from ds_vpipe.schedules.actions import Category
@@ -18,15 +21,15 @@ class RankSummary:
     """Numbers of one rank between two instants.
 
     Attributes:
-        rank: Device of the pipeline.
-        busy: Share of the window with passes, updates or reading, 0 to 1.
+        rank: device of the pipeline.
+        busy: share of the window with passes, updates or reading, 0 to 1.
         bubble: ``1 - busy``.
-        seconds: Seconds per category in which the rank did that and nothing before it in importance (passes and
-            updates, then waiting, then transfers beside nothing else). The rest of the window is idle.
-        idle_s: Seconds without any span.
-        wait_s: Seconds waited or receiving, by the kind of action waited for, such as ``RECV_ACT``; longest first.
-        peak_bytes: Most bytes allocated, or None if memory is not known.
-        staleness: Mean and largest staleness in updates, or None if not known.
+        seconds: of each category, in which the rank did nothing before it in importance (passes and updates, then
+            waiting, then transfers beside nothing else). The rest of the window is idle.
+        idle_s: seconds without any span.
+        wait_s: seconds waited or receiving, by the kind of action, such as ``RECV_ACT``; longest first.
+        peak_bytes: most bytes allocated, or None if memory is not known.
+        staleness: mean and largest in updates, or None if not known.
     """
 
     rank: int
@@ -44,12 +47,11 @@ class Summary:
     """Numbers of all ranks between two instants.
 
     Attributes:
-        start_s: Begin of the window.
-        end_s: End of the window.
-        micro_batches: Micro-batches whose last backward pass, the first part's, ended in the window.
-        throughput: Micro-batches per second, 0 for an empty window.
-        bubble: Mean of the ranks' bubble shares.
-        ranks: One summary per rank.
+        start_s, end_s: the window.
+        micro_batches: those whose last backward pass, the first part's, ended in the window.
+        throughput: micro-batches per second, 0 for an empty window.
+        bubble: mean of the ranks' bubbles.
+        ranks: one summary per rank.
     """
 
     start_s: float
@@ -60,12 +62,12 @@ class Summary:
     ranks: tuple[RankSummary, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary as JSON types, for scripts."""
+        """The summary as JSON types, for scripts."""
         return asdict(self)
 
 
 def summarize(timeline: Timeline, window: tuple[float, float] | None = None) -> Summary:
-    """Return the numbers of ``timeline`` between the two instants of ``window``, or of all of it.
+    """Numbers of ``timeline`` between the two instants of ``window``, or of all of it.
 
     Peak memory and staleness are always those of the whole timeline. O(n log n) for n spans.
 
@@ -79,7 +81,7 @@ def summarize(timeline: Timeline, window: tuple[float, float] | None = None) -> 
     ranks = []
     for rank, spans in enumerate(timeline.by_rank()):
         seconds = _seconds(spans, start, end)
-        busy = sum(seconds.get(category, 0.0) for category in Category if category.busy) / length if length else 0.0
+        busy = sum(spent for category, spent in seconds.items() if category.busy) / (length or 1.0)
         ranks.append(
             RankSummary(
                 rank=rank,
@@ -92,44 +94,35 @@ def summarize(timeline: Timeline, window: tuple[float, float] | None = None) -> 
                 staleness=timeline.staleness[rank] if timeline.staleness else None,
             )
         )
-    done = _completed(timeline, start, end)
-    bubble = sum(rank.bubble for rank in ranks) / len(ranks)
+    backward = [span for span in timeline.spans if span.category is Category.BACKWARD]
+    first_part = min((span.part for span in backward), default=0)
+    after = start if start > 0 else -1.0
+    done = len({span.action for span in backward if span.part == first_part and after < span.end <= end})
+    bubble = fmean(rank.bubble for rank in ranks)
     return Summary(start, end, done, done / length if length else 0.0, bubble, tuple(ranks))
 
 
 def steady_window(timeline: Timeline) -> tuple[float, float] | None:
-    """Return the time in which the pipeline neither fills nor drains, or None if there is no such time.
+    """Time in which the pipeline neither fills nor drains, or None if there is none.
 
     It begins when every rank has ended its first backward pass and ends when some rank starts its last forward
     pass. In a synchronous pipeline it still holds the drains between batches, as it should.
     """
-    first_backward: list[float] = []
-    last_forward: list[float] = []
+    start, end = 0.0, math.inf
     for spans in timeline.by_rank():
-        ends = [span.end for span in spans if span.category is Category.BACKWARD]
-        starts = [span.start for span in spans if span.category is Category.FORWARD]
-        if not ends or not starts:
-            return None
-        first_backward.append(min(ends))
-        last_forward.append(max(starts))
-    start, end = max(first_backward), min(last_forward)
+        backward = (span.end for span in spans if span.category is Category.BACKWARD)
+        forward = (span.start for span in spans if span.category is Category.FORWARD)
+        start, end = max(start, min(backward, default=math.inf)), min(end, max(forward, default=0.0))
     return (start, end) if start < end else None
 
 
-def _completed(timeline: Timeline, start: float, end: float) -> int:
-    backward = [span for span in timeline.spans if span.category is Category.BACKWARD]
-    first_part = min((span.part for span in backward), default=0)
-    after = start if start > 0 else -1.0
-    return len({span.action for span in backward if span.part == first_part and after < span.end <= end})
-
-
 def _waits(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
-    waits: dict[str, float] = {}
+    waits: Counter[str] = Counter()
     for span in spans:
         overlap = min(span.end, end) - max(span.start, start)
         if span.category is Category.WAIT and overlap > 0:
-            waits[span.kind.value] = waits.get(span.kind.value, 0.0) + overlap
-    return dict(sorted(waits.items(), key=lambda item: -item[1]))
+            waits[span.kind.value] += overlap  # type: ignore[assignment]
+    return dict(waits.most_common())
 
 
 def _seconds(spans: Sequence[Span], start: float, end: float) -> dict[Category, float]:
@@ -141,13 +134,12 @@ def _seconds(spans: Sequence[Span], start: float, end: float) -> dict[Category, 
             changes += [(begin, 1, span.category), (stop, -1, span.category)]
     changes.sort(key=lambda change: change[0])
     active = dict.fromkeys(_FIRST, 0)
-    seconds: dict[Category, float] = {}
+    seconds: dict[Category, float] = defaultdict(float)
     before = start
     for time, step, category in changes:
-        if time > before:
-            current = next((c for c in _FIRST if active[c]), None)
-            if current is not None:
-                seconds[current] = seconds.get(current, 0.0) + time - before
-            before = time
+        current = next((c for c in _FIRST if active[c]), None)
+        if time > before and current is not None:
+            seconds[current] += time - before
+        before = time
         active[category] += step
     return seconds

@@ -21,8 +21,8 @@ from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.actions import Category
 from ds_vpipe.timelines.timeline import Span, Timeline
 
-LETTERS: Final = {Category.FORWARD: "F", Category.BACKWARD: "B", Category.UPDATE: "S"}
-MOST_COLUMNS: Final = 2000
+_LETTERS: Final = {Category.FORWARD: "F", Category.BACKWARD: "B", Category.UPDATE: "S"}
+_MOST_COLUMNS: Final = 2000
 _PASSES = (Category.FORWARD, Category.BACKWARD)
 _REGULAR = 0.01  # of a column
 _ROUNDING = 1e-6  # of a column: sums of seconds are not exact
@@ -54,63 +54,58 @@ def text_grid(
     """Draw ``timeline`` as text, without a newline at the end.
 
     Args:
-        timeline: What to draw.
-        unit: Seconds per column; :func:`default_unit` if not given.
-        window: First and last second to draw; everything if not given.
-        line_width: Longest line, in characters; what is longer goes on in further blocks of rows.
+        timeline: what to draw.
+        unit: seconds per column; :func:`default_unit` if not given.
+        window: first and last second to draw; everything if not given.
+        line_width: longest line, in characters; what is longer goes on in further blocks of rows.
 
     Raises:
-        VPipeConfigError: ``unit`` is not positive, or there would be more than MOST_COLUMNS columns.
+        VPipeConfigError: ``unit`` is not positive, or there would be more than 2000 columns.
     """
     unit = default_unit(timeline) if unit is None else unit
     start, end = window if window is not None else (0.0, timeline.duration)
     if not 0 < unit < math.inf:
         raise Refusal("unit", unit, "seconds per column, above 0", "give the length of a forward pass").error()
     columns = max(1, math.ceil((end - start) / unit - _ROUNDING))
-    if columns > MOST_COLUMNS:
+    if columns > _MOST_COLUMNS:
         reason = f"{end - start:.6g} s take {columns} columns"
         fix = "give a larger unit or a smaller window"
-        raise Refusal("unit", unit, f"at most {MOST_COLUMNS} columns", fix, reason).error()
+        raise Refusal("unit", unit, f"at most {_MOST_COLUMNS} columns", fix, reason).error()
     with_part = timeline.holds_parts
     rows = [_cells(spans, unit, start, columns, with_part) for spans in timeline.by_rank()]
     width = max(2, max(len(cell) for row in rows for cell in row))
     name, digits = timeline.rank_word, len(str(timeline.num_ranks - 1))
-    per_block = columns
-    if line_width is not None:
-        per_block = max(1, (line_width - len(name) - digits - 4) // (width + 1))
-    blocks = []
-    for begin in range(0, columns, per_block):
-        blocks.append(
-            "\n".join(
-                f"{name} {rank:<{digits}} |"
-                + "".join(f"{cell:<{width}} " for cell in row[begin : begin + per_block])
-                + "|"
-                for rank, row in enumerate(rows)
-            )
-        )
-    return "\n\n".join(blocks)
+    per_block = columns if line_width is None else max(1, (line_width - len(name) - digits - 4) // (width + 1))
+
+    def line(rank: int, begin: int) -> str:
+        cells = "".join(f"{cell:<{width}} " for cell in rows[rank][begin : begin + per_block])
+        return f"{name} {rank:<{digits}} |{cells}|"
+
+    return "\n\n".join(
+        "\n".join(line(rank, begin) for rank in range(len(rows))) for begin in range(0, columns, per_block)
+    )
 
 
 def _cells(spans: Sequence[Span], unit: float, start: float, columns: int, with_part: bool) -> list[str]:
     """The texts of one row. ``best`` holds, per column, how much of it is filled by the span that fills most."""
     best: list[tuple[float, Span | None]] = [(0.0, None)] * columns
     for span in spans:
-        if span.category not in LETTERS:
+        if span.category not in _LETTERS:
             continue
-        first = (span.start - start) / unit
-        last = (span.end - start) / unit
+        first, last = (span.start - start) / unit, (span.end - start) / unit
         for column in range(max(0, math.floor(first)), min(columns, math.ceil(last))):
             share = min(last, column + 1) - max(first, column)
             if share > best[column][0] + _ROUNDING:
                 best[column] = (share, span)
     cells = []
     before: Span | None = None
-    for share, most in best:
-        if most is None or share < 0.5 - _ROUNDING:
+    for share, filling in best:
+        most = None if share < 0.5 - _ROUNDING else filling
+        if most is None:
             cells.append(".")
-            before = None
-            continue
-        part = str(most.part) if with_part else ""
-        cells.append("--" if most is before else f"{part}{LETTERS[most.category]}{most.action.index}")
+        elif most is before:
+            cells.append("--")
+        else:
+            cells.append(f"{most.part if with_part else ''}{_LETTERS[most.category]}{most.action.index}")
         before = most
     return cells

@@ -140,7 +140,7 @@ class Timeline:
         Raises:
             VPipeConfigError: ``data`` is not a timeline. One line names the first fault.
         """
-        content = data if isinstance(data, dict) else {"format": data}
+        content: dict[str, Any] = data if isinstance(data, dict) else {"format": data}
         if content.get("format") != FORMAT:
             allowed = f'an object with "format": "{FORMAT}"'
             raise Refusal("timeline.format", content.get("format"), allowed, _MAKE_ANEW).error()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -15,7 +15,8 @@ def show_bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table for a terminal, the cells of each column flush right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+def aligned(rows: Sequence[Mapping[str, object]]) -> str:
+    """A table for a terminal: a line of keys, and one for each row, the cells of a column flush right."""
+    lines = [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)

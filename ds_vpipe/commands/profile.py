@@ -132,11 +132,17 @@ def _profile(
 
 
 def _table(profile: ModelProfile) -> str:
-    rows: list[tuple[str, ...]] = [
-        ("layer", "name", "forward ms", "backward ms", "parameters", "activations", "boundary")
-    ]
-    for number, layer in enumerate(profile.layers, profile.first_layer):
-        seconds = (f"{layer.forward_s * 1e3:.3f}", f"{layer.backward_s * 1e3:.3f}")
-        sizes = (show_bytes(size) for size in (layer.parameter_bytes, layer.activation_bytes, layer.boundary_bytes))
-        rows.append((str(number), layer.name, *seconds, *sizes))
-    return aligned(rows)
+    return aligned(
+        [
+            {
+                "layer": number,
+                "name": layer.name,
+                "forward ms": f"{layer.forward_s * 1e3:.3f}",
+                "backward ms": f"{layer.backward_s * 1e3:.3f}",
+                "parameters": show_bytes(layer.parameter_bytes),
+                "activations": show_bytes(layer.activation_bytes),
+                "boundary": show_bytes(layer.boundary_bytes),
+            }
+            for number, layer in enumerate(profile.layers, profile.first_layer)
+        ]
+    )

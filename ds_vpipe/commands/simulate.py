@@ -140,13 +140,19 @@ def _numbers(simulation: Simulation) -> dict[str, object]:
 
 
 def _table(simulation: Simulation) -> str:
-    rows = [("rank", "bubble %", "steady %", "staleness", "in flight", "versions", "peak")]
     columns = zip(simulation.ranks, simulation.bubble, simulation.steady_bubble, simulation.staleness, strict=True)
-    for rank, bubble, steady, (mean, most) in columns:
-        shares = f"{bubble:.1%}", f"{max(0.0, steady):.1%}"
-        memory = show_bytes(rank.peak_bytes) if rank.peak_bytes else "-"
-        counts = str(rank.in_flight), str(rank.versions)
-        rows.append((str(rank.rank), *shares, f"{mean:.2f} (max {most})", *counts, memory))
+    rows = [
+        {
+            "rank": rank.rank,
+            "bubble %": f"{bubble:.1%}",
+            "steady %": f"{max(0.0, steady):.1%}",
+            "staleness": f"{mean:.2f} (max {most})",
+            "in flight": rank.in_flight,
+            "versions": rank.versions,
+            "peak": show_bytes(rank.peak_bytes) if rank.peak_bytes else "-",
+        }
+        for rank, bubble, steady, (mean, most) in columns
+    ]
     pace, overall = simulation.throughput, simulation.overall_throughput
     rates = f"throughput: {pace:.4g} micro-batches/s in the steady state, {overall:.4g} over everything"
     return f"{aligned(rows)}\n{rates}"

@@ -109,23 +109,21 @@ class Plan:
     def table(self) -> str:
         """Stages as rows: layers, seconds, bytes; for a terminal."""
         pipeline = self.pipeline
-        head = ["part" if pipeline.virtual_stages > 1 else "stage", "layers", "recompute", "compute ms", "transfer ms"]
         kinds = [name for name in StageMemory.__dataclass_fields__ if any(getattr(s.memory, name) for s in self.stages)]
-        rows = [[*head, *([] if not self.depths else ["depth"]), *kinds, "peak", "budget"]]
+        rows = []
         for number, stage in enumerate(self.stages):
-            rows.append(
-                [
-                    str(number),
-                    f"{stage.start}-{stage.stop - 1}",
-                    f"{stage.recomputed}/{stage.stop - stage.start}",
-                    f"{stage.compute_s * 1e3:.2f}",
-                    f"{stage.transfer_s * 1e3:.2f}",
-                    *([] if not self.depths else [str(self.depths[number])]),
-                    *(show_bytes(getattr(stage.memory, kind)) for kind in kinds),
-                    show_bytes(stage.memory.total),
-                    "-" if stage.budget is None else show_bytes(stage.budget),
-                ]
-            )
+            row = {
+                "part" if pipeline.virtual_stages > 1 else "stage": number,
+                "layers": f"{stage.start}-{stage.stop - 1}",
+                "recompute": f"{stage.recomputed}/{stage.stop - stage.start}",
+                "compute ms": f"{stage.compute_s * 1e3:.2f}",
+                "transfer ms": f"{stage.transfer_s * 1e3:.2f}",
+                **({"depth": self.depths[number]} if self.depths else {}),
+                **{kind: show_bytes(getattr(stage.memory, kind)) for kind in kinds},
+                "peak": show_bytes(stage.memory.total),
+                "budget": "-" if stage.budget is None else show_bytes(stage.budget),
+            }
+            rows.append(row)
         per_micro_batch, pace = self.seconds_per_micro_batch * 1e3, self.pace_s * 1e3
         summary = f"{pipeline.schedule}, M = {pipeline.micro_batches}: {per_micro_batch:.2f} ms per micro-batch"
         return "\n".join([aligned(rows), f"{summary}; pace {pace:.2f} ms", *self.notes])

@@ -22,7 +22,7 @@ from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.memory import StageMemory, stage_memory
 from ds_vpipe.planning.pace import batch_seconds, hiding_depths, pace
 from ds_vpipe.planning.plan import Plan, StagePlan, ratio_for
-from ds_vpipe.planning.search import UNLIMITED, Candidates, CandidateTable, SplitCosts, fastest_split
+from ds_vpipe.planning.search import Candidates, CandidateTable, SplitCosts, fastest_split
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.tables import show_bytes
 
@@ -128,32 +128,35 @@ def predict(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan
     """
     ratios = pipeline.recompute_ratio or (0.0,) * pipeline.num_parts
     counts = checked_counts(pipeline.partition or (), len(profile), pipeline.num_parts)
-    recomputed = [int(ratio * count) for ratio, count in zip(ratios, counts, strict=True)]
-    return _result(profile, pipeline, devices, counts, recomputed)
+    depths = pipeline.depths if pipeline.schedule == "asp" else None
+    pipeline = replace(pipeline, partition=counts, recompute_ratio=ratios, depth_map=depths)
+    edges, budgets, stages = bounds(counts), devices.budgets(pipeline), []
+    for part, load in enumerate(devices.loads(pipeline)):
+        start, stop, last = edges[part], edges[part + 1], int(ratios[part] * counts[part])
+        layers = profile.layers[start:stop]
+        stage = StagePlan(
+            start=start,
+            stop=stop,
+            recomputed=last,
+            forward_s=sum(layer.forward_s for layer in layers),
+            backward_s=sum(layer.backward_s for layer in layers),
+            recompute_s=sum(layer.forward_s for layer in layers[len(layers) - last :]),
+            transfer_s=0.0 if stop == len(profile) else devices.link.round_trip(layers[-1].boundary_bytes),
+            memory=stage_memory(profile, start, stop, load, devices.optimizer, last),
+            budget=budgets[part],
+        )
+        stages.append(stage)
+    return _timed(pipeline, stages)
 
 
 def _plan_for(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan:
-    if pipeline.partition is not None:
-        checked_counts(pipeline.partition, len(profile), pipeline.num_parts)
-    limits = [UNLIMITED if budget is None else budget for budget in devices.budgets(pipeline)]
-    fixed = pipeline.recompute_ratio, pipeline.partition
-    candidates = Candidates(profile, devices.loads(pipeline), limits, devices.optimizer, *fixed)
-    counts, table = _search(candidates, pipeline, devices)
-    if counts is None:
-        raise _nothing_fits(profile, pipeline, devices, table)
-    stops = bounds(counts)[1:]
-    recomputed = [int(table.recomputed[i, stop, counts[i] - 1]) for i, stop in enumerate(stops)]
-    return _result(profile, pipeline, devices, counts, recomputed)
-
-
-def _search(
-    candidates: Candidates, pipeline: Pipeline, devices: Devices
-) -> tuple[tuple[int, ...] | None, CandidateTable]:
-    """The fastest split and the table that it was found in.
+    """The fastest split for known depths.
 
     Stages that are slower than a known split cannot be part of a faster one, so only short stages are looked at first.
     """
-    layers = candidates.profile.layers
+    if pipeline.partition is not None:
+        checked_counts(pipeline.partition, len(profile), pipeline.num_parts)
+    candidates, layers = Candidates(profile, pipeline, devices), profile.layers
     total = float(candidates.passes[-1])
     trips = np.array([0.0, *(devices.link.round_trip(layer.boundary_bytes) for layer in layers)])
     longest = 2 * max(total / pipeline.num_parts, max(layer.forward_s + layer.backward_s for layer in layers))
@@ -161,40 +164,19 @@ def _search(
         table = candidates.table(longest)
         costs = SplitCosts(table.seconds, trips, _depths_that_count(pipeline))
         counts = fastest_split(costs)
-        if longest >= total or (counts is not None and costs.pace_of(counts) <= longest):
-            return counts, table
+        if counts is not None and (longest >= total or costs.pace_of(counts) <= longest):
+            break
+        if longest >= total:
+            raise _nothing_fits(profile, pipeline, devices, table)
         longest *= 2
+    recomputed = (int(table.recomputed[i, stop, counts[i] - 1]) for i, stop in enumerate(bounds(counts)[1:]))
+    ratios = pipeline.recompute_ratio or tuple(map(ratio_for, recomputed, counts))
+    return predict(profile, replace(pipeline, partition=counts, recompute_ratio=ratios), devices)
 
 
 def _depths_that_count(pipeline: Pipeline) -> tuple[int, ...] | None:
     """Depths of a 1F1B order, on which the pace depends."""
     return pipeline.depths if pipeline.schedule in ("asp", "1f1b") else None
-
-
-def _result(
-    profile: ModelProfile, pipeline: Pipeline, devices: Devices, counts: tuple[int, ...], recomputed: Sequence[int]
-) -> Plan:
-    edges, budgets = bounds(counts), devices.budgets(pipeline)
-    stages = []
-    for part, load in enumerate(devices.loads(pipeline)):
-        start, stop, last = edges[part], edges[part + 1], recomputed[part]
-        layers = profile.layers[start:stop]
-        stages.append(
-            StagePlan(
-                start=start,
-                stop=stop,
-                recomputed=last,
-                forward_s=sum(layer.forward_s for layer in layers),
-                backward_s=sum(layer.backward_s for layer in layers),
-                recompute_s=sum(layer.forward_s for layer in layers[len(layers) - last :]),
-                transfer_s=0.0 if stop == len(profile) else devices.link.round_trip(layers[-1].boundary_bytes),
-                memory=stage_memory(profile, start, stop, load, devices.optimizer, last),
-                budget=budgets[part],
-            )
-        )
-    ratios = pipeline.recompute_ratio or tuple(map(ratio_for, recomputed, counts))
-    depths = pipeline.depths if pipeline.schedule == "asp" else None
-    return _timed(replace(pipeline, partition=counts, recompute_ratio=ratios, depth_map=depths), stages)
 
 
 def _timed(pipeline: Pipeline, stages: Sequence[StagePlan]) -> Plan:

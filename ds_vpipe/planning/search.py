@@ -25,15 +25,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_vpipe.partition import bounds
-from ds_vpipe.planning.devices import OptimizerBytes
+from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.memory import Ints, MemoryModel
 from ds_vpipe.planning.pace import pace
-from ds_vpipe.schedules.counts import StageLoad
+from ds_vpipe.schedules.pipeline import Pipeline
 
 Floats = npt.NDArray[np.float64]
 
-UNLIMITED = 1 << 60
+_UNLIMITED = 1 << 60
 _CLOSE = 1e-12  # paces that differ by less are the same
 
 
@@ -53,30 +53,12 @@ class CandidateTable:
 
 
 class Candidates:
-    """Candidates for the stages of one model on given devices.
+    """Candidates for the stages of one model on given devices; any, where the pipeline leaves a choice."""
 
-    Args:
-        profile: the model's layers.
-        loads: most that the schedule holds on each stage.
-        budgets: bytes of each stage's device.
-        optimizer: what training needs per byte of weights.
-        ratios: recompute ratio of each stage, or None to find the smallest that fits.
-        partition: layer counts, or None for any.
-    """
-
-    def __init__(
-        self,
-        profile: ModelProfile,
-        loads: Sequence[StageLoad],
-        budgets: Sequence[int],
-        optimizer: OptimizerBytes,
-        ratios: Sequence[float] | None = None,
-        partition: Sequence[int] | None = None,
-    ) -> None:
-        self.profile = profile
-        self._loads, self._budgets = loads, budgets
-        self._ratios, self._partition = ratios, partition
-        self._memory = MemoryModel(profile, optimizer)
+    def __init__(self, profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> None:
+        self._size, self._partition, self._ratios = len(profile), pipeline.partition, pipeline.recompute_ratio
+        self._loads, self._memory = devices.loads(pipeline), MemoryModel(profile, devices.optimizer)
+        self._budgets = [_UNLIMITED if budget is None else budget for budget in devices.budgets(pipeline)]
         self.forward = _prefix([layer.forward_s for layer in profile.layers])
         self.passes = _prefix([layer.forward_s + layer.backward_s for layer in profile.layers])
 
@@ -86,7 +68,7 @@ class Candidates:
         With a partition given, just its stages, however long they take.
         """
         found = list(self._stops(longest_s))
-        shape = len(self._loads), len(self.profile) + 1, max(stop - int(starts[0]) for stop, starts, _ in found)
+        shape = len(self._loads), self._size + 1, max(stop - int(starts[0]) for stop, starts, _ in found)
         seconds, excess = np.full(shape, np.inf), np.full(shape, np.inf)
         recomputed = np.zeros(shape, dtype=np.int64)
         for stop, starts, stages in found:
@@ -99,7 +81,7 @@ class Candidates:
                     fits = inside & (over <= 0)
                     last = fits[:, ::-1].argmax(axis=1)  # from no segment on
                     found_one = fits.any(axis=1)
-                    best = np.where(inside, over, UNLIMITED).min(axis=1)
+                    best = np.where(inside, over, _UNLIMITED).min(axis=1)
                 else:
                     last = np.array([int(self._ratios[stage] * length) for length in lengths])
                     best = over[np.arange(len(starts)), stop - last - starts[0]]
@@ -112,7 +94,7 @@ class Candidates:
 
     def _stops(self, longest_s: float) -> Iterator[tuple[int, Ints, Sequence[int]]]:
         """Ends of stages with the starts and the stages that they may have."""
-        n, num_stages = len(self.profile), len(self._loads)
+        n, num_stages = self._size, len(self._loads)
         if self._partition is not None:
             for stage, (start, stop) in enumerate(pairwise(bounds(self._partition))):
                 yield stop, np.array([start]), [stage]

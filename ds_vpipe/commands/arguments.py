@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import Refusal
+from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline
 from ds_vpipe.schedules.program import Workload
 
@@ -105,21 +106,13 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that :func:`read_pipeline` reads."""
     group = parser.add_argument_group("the pipeline; what is not given comes from the DeepSpeed JSON")
     group.add_argument("--stages", type=count, metavar="K", help="ranks of the pipeline; default: entries of partition")
-    group.add_argument(
-        "--micro-batches", type=count, metavar="M", help="micro-batches per batch; default: what the batch sizes say"
-    )
-    group.add_argument(
-        "--replicas", type=count, default=1, metavar="N", help="data-parallel replicas, which share a batch and ZeRO-1"
-    )
+    group.add_argument("--micro-batches", type=count, metavar="M", help="per batch; default: what the batch sizes say")
+    group.add_argument("--replicas", type=count, default=1, metavar="N", help="data-parallel, sharing batch and ZeRO-1")
     group.add_argument("--schedule", choices=SCHEDULES, help="order of the passes")
     group.add_argument("--virtual-stages", type=count, metavar="V", help="parts of the model per rank, for interleaved")
-    group.add_argument(
-        "--depth", type=numbers(int), metavar="W,W,...", help="warm-up depth of every stage, for asp, such as 3,2,1,0"
-    )
+    group.add_argument("--depth", type=numbers(int), metavar="W,W,...", help="warm-up depths, for asp, such as 3,2,1,0")
     group.add_argument("--split", metavar="FILE", help="partition and recompute_ratio, a file that plan wrote")
-    group.add_argument(
-        "--batches", type=count, metavar="N", help="batches to train; default: enough to see the pattern"
-    )
+    group.add_argument("--batches", type=count, metavar="N", help="to train; default: enough to see the pattern")
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -146,10 +139,6 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     A JSON without a block is DeepSpeed's own 1F1B. The pipeline has schedule and sizes only: the partition in the JSON
     may be for another number of stages than is asked about here.
 
-    Args:
-        arguments: with the options of :func:`add_pipeline_arguments`.
-        path: of a DeepSpeed JSON, or None.
-
     Raises:
         VPipeConfigError: a size is not known, or the values are wrong or do not fit together.
     """
@@ -174,11 +163,8 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     config = config.model_copy(update=options)
     bare = config.model_copy(update={"partition": None, "recompute_ratio": 0.0})
     num_stages = arguments.stages or _num_stages(config)
-    return (
-        config,
-        ds_config,
-        bare.pipeline(num_stages, arguments.micro_batches or ds_config.micro_batches(arguments.replicas)),
-    )
+    micro_batches = arguments.micro_batches or ds_config.micro_batches(arguments.replicas)
+    return config, ds_config, bare.pipeline(num_stages, micro_batches)
 
 
 def _num_stages(config: VPipeConfig) -> int:
@@ -192,8 +178,8 @@ def _num_stages(config: VPipeConfig) -> int:
 
 def workload_from(arguments: argparse.Namespace, pipeline: Pipeline, beyond: int) -> Workload:
     """The batches asked for, or those that fill the pipeline and ``beyond`` more."""
-    filling = 0 if pipeline.synchronous else -(-pipeline.depths[0] // pipeline.micro_batches)
-    workload = Workload(filling + beyond if arguments.batches is None else arguments.batches)
+    filling = 0 if pipeline.synchronous else update_delay(pipeline.depths[0], pipeline.micro_batches)
+    workload = Workload(arguments.batches or filling + beyond)
     check_size(pipeline, workload)
     return workload
 
@@ -206,10 +192,9 @@ def check_size(pipeline: Pipeline, workload: Workload) -> None:
     """
     passes = 2 * pipeline.num_parts * pipeline.micro_batches * workload.batches
     if passes > _MOST_PASSES:
-        given = f"{pipeline.num_parts} parts, {pipeline.micro_batches} micro-batches, {workload.batches} batches"
-        allowed = f"at most {_MOST_PASSES} passes to look at"
-        remedy = "give fewer --batches, micro-batches or stages"
-        raise Refusal("schedule", passes, allowed, remedy, f"passes of {given}").error()
+        allowed, remedy = f"at most {_MOST_PASSES} passes to look at", "give fewer --batches, micro-batches or stages"
+        sizes = f"{pipeline.num_parts} parts, {pipeline.micro_batches} micro-batches, {workload.batches} batches"
+        raise Refusal("schedule", passes, allowed, remedy, f"passes of {sizes}").error()
 
 
 # Profile and devices
@@ -218,25 +203,14 @@ def check_size(pipeline: Pipeline, workload: Workload) -> None:
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that :func:`read_profiles` and :func:`devices_from` read."""
     group = parser.add_argument_group("costs; what is not given comes from the vpipe block of the DeepSpeed JSON")
-    group.add_argument(
-        "--profile",
-        action="append",
-        metavar="FILE",
-        help="what layers cost, from the command profile; give it for each file if ranks measured their own layers",
-    )
-    group.add_argument(
-        "--bandwidth",
-        type=size,
-        metavar="BYTES",
-        help="of a link between two stages, per second, such as 10GB; default: link_bandwidth, or transfers are free",
-    )
+    for name, of, what in (
+        ("bandwidth", size, "of a link, per second, such as 10GB; default: link_bandwidth, or transfers are free"),
+        ("memory", sizes, "per device, such as 16GB, or one for every rank; default: memory_budget"),
+    ):
+        group.add_argument(f"--{name}", type=of, metavar="BYTES", help=what)
+    what = "of layers, from the command profile; one for each file if ranks measured their own layers"
+    group.add_argument("--profile", action="append", metavar="FILE", help=what)
     group.add_argument("--latency", type=seconds, default=0.0, metavar="S", help="seconds of every transfer; default 0")
-    group.add_argument(
-        "--memory",
-        type=sizes,
-        metavar="BYTES",
-        help="per device, such as 16GB, or one for every rank; default: memory_budget",
-    )
 
 
 def profile_paths(arguments: argparse.Namespace, config: VPipeConfig) -> list[str]:

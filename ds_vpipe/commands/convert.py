@@ -27,12 +27,8 @@ from ds_vpipe.errors import show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("yaml", type=Path, metavar="YAML", help="the file that driver.py takes as --config_file")
-    parser.add_argument(
-        "--root", type=Path, metavar="DIR", help="folder in which driver.py was started; default: looked for"
-    )
-    parser.add_argument(
-        "--bert-config", metavar="SIZE|FILE", help="BERT to train; default: the size with as many layers as the split"
-    )
+    parser.add_argument("--root", type=Path, metavar="DIR", help="where driver.py was started; default: looked for")
+    parser.add_argument("--bert-config", metavar="SIZE|FILE", help="default: the size with as many layers as the split")
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens, not on data_dir")
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder to write to; default: the YAML's name")

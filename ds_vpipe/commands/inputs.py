@@ -29,12 +29,8 @@ _PLAN_UNIT = "forward passes"
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of :func:`timelines_from`."""
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        metavar="PATH",
-        help="a DeepSpeed JSON, a timeline, or a recording: the folder of a run, or the files in it",
-    )
+    what = "a DeepSpeed JSON, a timeline, or a recording: the folder of a run, or the files in it"
+    parser.add_argument("paths", nargs="*", metavar="PATH", help=what)
     add_pipeline_arguments(parser)
     group = parser.add_argument_group("length of things in a schedule drawn without a profile, in forward passes")
     group.add_argument("--backward", type=seconds, default=2.0, metavar="X", help="a backward pass; default 2")
@@ -42,20 +38,21 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--update", type=seconds, default=0.0, metavar="X", help="an update; default 0")
     group = parser.add_argument_group("recordings")
     group.add_argument("--replica", type=int, default=0, metavar="N", help="which data-parallel replica; default 0")
-    group.add_argument(
-        "--offsets",
-        type=numbers(float),
-        metavar="S,S,...",
-        help="seconds to add to each rank's clock; default: estimated from the messages between ranks",
-    )
+    what = "seconds to add to each rank's clock; default: estimated from the messages between ranks"
+    group.add_argument("--offsets", type=numbers(float), metavar="S,S,...", help=what)
 
 
 def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
     """The timelines that are named, in order; files of single ranks together are one recording.
 
     Raises:
-        VPipeConfigError: A file is none of the kinds allowed, or nothing is named.
+        VPipeConfigError: a file is none of the kinds allowed, or nothing is named.
     """
+    if not arguments.paths:
+        if arguments.stages is None or arguments.micro_batches is None:
+            allowed = "a path, or --stages K with --micro-batches M"
+            raise Refusal("input", None, allowed, "name what to draw").error()
+        return [_planned(arguments, None)]
     timelines: list[Timeline] = []
     recordings: list[Recording] = []
     place = 0  # of the first file of a single rank
@@ -72,11 +69,6 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
             timelines.append(timeline)
     if recordings:
         timelines.insert(place, merge(recordings, arguments.offsets, arguments.replica))
-    if not arguments.paths:
-        if arguments.stages is None or arguments.micro_batches is None:
-            allowed = "a path, or --stages K with --micro-batches M"
-            raise Refusal("input", None, allowed, "name what to draw").error()
-        timelines.append(_planned(arguments, None))
     return timelines
 
 

@@ -45,12 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_profile_arguments(parser)
     group = parser.add_argument_group("the plan")
     group.add_argument("--current", action="store_true", help="predict for the JSON's own split, do not search")
-    group.add_argument(
-        "--keep", action="append", default=[], choices=("partition", "recompute_ratio"), help="take it from the JSON"
-    )
-    group.add_argument(
-        "--checkpoint", choices=tuple(_CHECKPOINT), help="recompute as torchgpipe does, search the split"
-    )
+    keep = ("partition", "recompute_ratio")
+    group.add_argument("--keep", action="append", default=[], choices=keep, help="take it from the JSON")
+    group.add_argument("--checkpoint", choices=[*_CHECKPOINT], help="recompute as torchgpipe does, search the split")
     group.add_argument("--hide-transfers", action="store_true", help="choose depths too, for asp (more staleness)")
     group.add_argument("-o", "--output", metavar="FILE", help='write a split file, for "partition": "FILE"')
 

@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default report.html")
     group.add_argument("--title", default="Pipeline report", help="heading of the page")
-    group.add_argument(
-        "--window", type=window, metavar="A:B", help="the seconds to begin with; default: as many as can be read"
-    )
+    group.add_argument("--window", type=window, metavar="A:B", help="seconds to begin with; default: what can be read")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -17,13 +17,11 @@ import argparse
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from ds_vpipe.commands.arguments import Answer, pixels, rate, window
 from ds_vpipe.commands.inputs import add_input_arguments, timelines_from
 from ds_vpipe.errors import Refusal
 from ds_vpipe.timelines.text import text_grid
-from ds_vpipe.timelines.timeline import Timeline
 
 _SUFFIXES = (".txt", ".svg", ".png", ".json")
 
@@ -31,9 +29,8 @@ _SUFFIXES = (".txt", ".svg", ".png", ".json")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser)
     group = parser.add_argument_group("the picture")
-    group.add_argument(
-        "-o", "--output", action="append", default=[], metavar="FILE", help=f"write a {', '.join(_SUFFIXES)} file"
-    )
+    what = f"write a {', '.join(_SUFFIXES)} file"
+    group.add_argument("-o", "--output", action="append", default=[], metavar="FILE", help=what)
     group.add_argument("--unit", type=rate, metavar="S", help="seconds per column of the text; default: a forward pass")
     group.add_argument("--window", type=window, metavar="A:B", help="draw only these seconds")
     group.add_argument("--width", type=pixels, metavar="PIXELS", help="of the time axis in SVG and PNG")
@@ -49,7 +46,14 @@ def run(arguments: argparse.Namespace) -> Answer:
         remedy = "name one; report draws several"
         raise Refusal("input", arguments.paths, "one timeline, recording or DeepSpeed JSON", remedy).error()
     for path in arguments.output:
-        _write(timeline, path, arguments)
+        if path.endswith(".txt"):
+            Path(path).write_text(text_grid(timeline, arguments.unit, arguments.window) + "\n", encoding="utf-8")
+        elif path.endswith(".json"):
+            timeline.save(path)
+        else:
+            from ds_vpipe.timelines.figure import save_figure
+
+            save_figure(timeline, path, arguments.width, arguments.window)
 
     def text() -> str:
         if arguments.output:
@@ -58,15 +62,3 @@ def run(arguments: argparse.Namespace) -> Answer:
         return f"{timeline.title}\n{text_grid(timeline, arguments.unit, arguments.window, line_width)}"
 
     return Answer(timeline.to_json, text)
-
-
-def _write(timeline: Timeline, path: str, arguments: Any) -> None:
-    suffix = Path(path).suffix
-    if suffix == ".txt":
-        Path(path).write_text(text_grid(timeline, arguments.unit, arguments.window) + "\n", encoding="utf-8")
-    elif suffix == ".json":
-        timeline.save(path)
-    else:
-        from ds_vpipe.timelines.figure import save_figure
-
-        save_figure(timeline, path, arguments.width, arguments.window)

@@ -14,7 +14,6 @@ examples:
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from ds_vpipe.commands.arguments import (
     Answer,
@@ -30,14 +29,10 @@ from ds_vpipe.commands.arguments import (
 )
 from ds_vpipe.commands.inputs import entitled
 from ds_vpipe.errors import Refusal
+from ds_vpipe.simulation.costs import StageCost, planned_costs, recorded_costs
+from ds_vpipe.simulation.simulator import Simulation, simulate
 from ds_vpipe.tables import aligned, show_bytes
-
-if TYPE_CHECKING:
-    from ds_vpipe.config import VPipeConfig
-    from ds_vpipe.config.deepspeed_json import DeepSpeedJson
-    from ds_vpipe.schedules.pipeline import Pipeline
-    from ds_vpipe.simulation.costs import StageCost
-    from ds_vpipe.simulation.simulator import Simulation
+from ds_vpipe.timelines.merge import merge, read_recordings
 
 # Sources of costs, and the options with further seconds that each of them takes.
 _TAKES = {"--profile": ["update"], "--recording": [], "--forward": ["backward", "send", "update"]}
@@ -48,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
     add_pipeline_arguments(parser)
     add_profile_arguments(parser)
-    parser.add_argument(
-        "--recording", metavar="FOLDER", help="take the seconds from this recording of the same partition"
-    )
+    parser.add_argument("--recording", metavar="FOLDER", help="of the same partition, to take the seconds from")
     group = parser.add_argument_group("costs without both: a number for all parts, or one for each with commas")
     for name, what in (
         ("forward", "a forward pass"),
@@ -65,8 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Simulate."""
-    from ds_vpipe.simulation.simulator import simulate
-
     config, ds_config, pipeline = read_pipeline(arguments, arguments.config)
     given = [name for name in _TAKES if getattr(arguments, name[2:]) is not None]
     given = given or ["--profile"] * bool(profile_paths(arguments, config))
@@ -78,27 +69,26 @@ def run(arguments: argparse.Namespace) -> Answer:
         value = getattr(arguments, name)
         if value is not None and name not in _TAKES[given[0]]:  # it would be without effect
             raise Refusal(f"--{name}", value, "none", "leave it out", f"{given[0]} has the seconds").error()
-    if given[0] == "--profile":
-        costs, pipeline = _profiled(arguments, config, ds_config, pipeline)
+    if given[0] == "--forward":
+        costs = _given(arguments, pipeline.num_parts)
+    elif given[0] == "--recording":
+        costs = recorded_costs(merge(read_recordings(arguments.recording)), pipeline.num_parts)
     else:
-        find = _recorded if given[0] == "--recording" else _given
-        costs = find(arguments, pipeline.num_parts)
+        from ds_vpipe.planning.planner import configured_plan
+
+        profile = read_profiles(arguments, config)
+        devices = devices_from(arguments, config, ds_config, profile)
+        configured = config.pipeline(pipeline.num_stages, pipeline.micro_batches)
+        plan = configured_plan(config, configured, devices, profile)
+        pipeline, update_s = plan.pipeline, 0.0 if arguments.update is None else arguments.update[0]
+        costs = planned_costs(plan, devices.loads(pipeline), update_s)
     simulation = simulate(pipeline, costs, workload_from(arguments, pipeline, _BEYOND))
     if arguments.output is not None:
         entitled(simulation.timeline, arguments.config, arguments.split).save(arguments.output)
     return Answer(lambda: _numbers(simulation), lambda: _table(simulation))
 
 
-def _recorded(arguments: argparse.Namespace, parts: int) -> tuple[StageCost, ...]:
-    from ds_vpipe.simulation.costs import recorded_costs
-    from ds_vpipe.timelines.merge import merge, read_recordings
-
-    return recorded_costs(merge(read_recordings(arguments.recording)), parts)
-
-
 def _given(arguments: argparse.Namespace, parts: int) -> tuple[StageCost, ...]:
-    from ds_vpipe.simulation.costs import StageCost
-
     def spread(name: str, default: tuple[float, ...]) -> tuple[float, ...]:
         values: tuple[float, ...] = getattr(arguments, name) or default
         if len(values) not in (1, parts):
@@ -109,19 +99,6 @@ def _given(arguments: argparse.Namespace, parts: int) -> tuple[StageCost, ...]:
     backward = spread("backward", tuple(2 * seconds for seconds in forward))
     send, update = spread("send", (0.0,)), spread("update", (0.0,))
     return tuple(map(StageCost, forward, backward, send, send, update))
-
-
-def _profiled(
-    arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson, bare: Pipeline
-) -> tuple[tuple[StageCost, ...], Pipeline]:
-    from ds_vpipe.planning.planner import configured_plan
-    from ds_vpipe.simulation.costs import planned_costs
-
-    profile = read_profiles(arguments, config)
-    devices = devices_from(arguments, config, ds_config, profile)
-    plan = configured_plan(config, config.pipeline(bare.num_stages, bare.micro_batches), devices, profile)
-    update_s = 0.0 if arguments.update is None else arguments.update[0]
-    return planned_costs(plan, devices.loads(plan.pipeline), update_s), plan.pipeline
 
 
 def _numbers(simulation: Simulation) -> dict[str, object]:

@@ -64,28 +64,24 @@ class StageCost:
 def planned_costs(plan: Plan, loads: Sequence[StageLoad], update_s: float = 0.0) -> tuple[StageCost, ...]:
     """Costs of every part of ``plan``, one way of each transfer being half of its round trip.
 
-    Args:
-        plan: From :func:`ds_vpipe.planning.planner.plan` or :func:`ds_vpipe.planning.planner.predict`.
-        loads: Most that each part holds, for the same pipeline and devices.
-        update_s: Seconds of an update of all parts of a rank together, which plans do not count.
+    ``loads`` are the most that each part holds, ``update_s`` the seconds of an update of all parts of a rank together,
+    which plans do not count.
     """
-    costs = []
-    for part, (stage, load) in enumerate(zip(plan.stages, loads, strict=True)):
-        memory = stage.memory
-        costs.append(
-            StageCost(
-                forward_s=stage.forward_s,
-                backward_s=stage.backward_s + stage.recompute_s,
-                send_activation_s=stage.transfer_s / 2,
-                send_gradient_s=plan.stages[part - 1].transfer_s / 2 if part else 0.0,
-                update_s=update_s / plan.pipeline.virtual_stages,
-                activation_bytes=memory.activations // load.in_flight,
-                static_bytes=memory.static - memory.versions,
-                version_bytes=memory.versions // max(1, load.versions - 1),
-                recompute_bytes=memory.recompute + memory.workspace,
-            )
+    received = (0.0, *(stage.transfer_s / 2 for stage in plan.stages))
+    return tuple(
+        StageCost(
+            forward_s=stage.forward_s,
+            backward_s=stage.backward_s + stage.recompute_s,
+            send_activation_s=stage.transfer_s / 2,
+            send_gradient_s=gradient_s,
+            update_s=update_s / plan.pipeline.virtual_stages,
+            activation_bytes=stage.memory.activations // load.in_flight,
+            static_bytes=stage.memory.static - stage.memory.versions,
+            version_bytes=stage.memory.versions // max(1, load.versions - 1),
+            recompute_bytes=stage.memory.recompute + stage.memory.workspace,
         )
-    return tuple(costs)
+        for stage, load, gradient_s in zip(plan.stages, loads, received, strict=False)
+    )
 
 
 def recorded_costs(timeline: Timeline, num_parts: int) -> tuple[StageCost, ...]:
@@ -96,10 +92,6 @@ def recorded_costs(timeline: Timeline, num_parts: int) -> tuple[StageCost, ...]:
     that a script takes between batches, such as evaluating, counts with the update if more than a tenth of the batches
     have it. The length of a transfer is seen where its receiver is waiting already; it is 0 if that never happens, and
     one number for all links. Receiving tied weights and norms of other stages is not counted.
-
-    Args:
-        timeline: of a recording, by :func:`ds_vpipe.timelines.merge.merge`.
-        num_parts: parts of the model, K * v.
 
     Raises:
         VPipeConfigError: the timeline is no recording, is of another number of parts, or a rank has no update in it.
@@ -129,21 +121,19 @@ def recorded_costs(timeline: Timeline, num_parts: int) -> tuple[StageCost, ...]:
     if not all(update_s):
         rank = update_s.index(0.0)
         raise Refusal("recording", f"no update of rank {rank}", "whole batches", "record more batches").error()
-    send_s = {kind: _transfer(timeline.spans, kind) for kind in (Kind.SEND_ACT, Kind.SEND_GRAD)}
-    costs = []
-    for part in range(num_parts):
-        rank = part % timeline.num_ranks
-        costs.append(
-            StageCost(
-                forward_s=_typical(passes[part, Kind.FORWARD]) + _typical(passes[part, Kind.LOAD]),
-                backward_s=_typical(passes[part, Kind.BACKWARD]),
-                send_activation_s=max(0.0, send_s[Kind.SEND_ACT] - host_s[rank]),
-                send_gradient_s=max(0.0, send_s[Kind.SEND_GRAD] - host_s[rank]),
-                update_s=update_s[rank] * timeline.num_ranks / num_parts,
-                host_s=host_s[rank],
-            )
+    activation_s, gradient_s = (_transfer(timeline.spans, kind) for kind in (Kind.SEND_ACT, Kind.SEND_GRAD))
+    by_part = ((part, part % timeline.num_ranks) for part in range(num_parts))
+    return tuple(
+        StageCost(
+            forward_s=_typical(passes[part, Kind.FORWARD]) + _typical(passes[part, Kind.LOAD]),
+            backward_s=_typical(passes[part, Kind.BACKWARD]),
+            send_activation_s=max(0.0, activation_s - host_s[rank]),
+            send_gradient_s=max(0.0, gradient_s - host_s[rank]),
+            update_s=update_s[rank] * timeline.num_ranks / num_parts,
+            host_s=host_s[rank],
         )
-    return tuple(costs)
+        for part, rank in by_part
+    )
 
 
 def _transfer(spans: Sequence[Span], kind: Kind) -> float:

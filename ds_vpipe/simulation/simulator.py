@@ -12,6 +12,7 @@ number of actions; programs are generated while they run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,10 +31,8 @@ from ds_vpipe.timelines.timeline import MemorySample, Span, Timeline
 def simulate(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload) -> Simulation:
     """Simulate the training of ``workload``.
 
-    Args:
-        pipeline: the schedule and its sizes.
-        costs: of each of the ``K * v`` parts, in the order of the model.
-        workload: the batches to train. Ten batches or more beyond the depth show the steady state well.
+    ``costs`` are those of each of the ``K * v`` parts, in the order of the model. Ten batches or more beyond the depth
+    show the steady state well.
 
     Raises:
         VPipeConfigError: there is not one cost per part, or nothing takes any time.
@@ -63,13 +62,7 @@ def simulate(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload)
 
 @dataclass(frozen=True)
 class Simulation:
-    """Outcome of :func:`simulate`. Times are seconds, rates micro-batches per second.
-
-    Attributes:
-        pipeline: the simulated pipeline.
-        workload: the batches that it trained.
-        ranks: every rank with its spans, updates and memory.
-    """
+    """Outcome of :func:`simulate`. Times are seconds, rates micro-batches per second."""
 
     pipeline: Pipeline
     workload: Workload
@@ -209,7 +202,7 @@ class SimulatedRank:
         self._bytes = sum(cost.static_bytes for cost in mine)
         self._clock = self._busy = 0.0
         self._updates = self._next_version = 0
-        self._versions: dict[int, int] = {}  # how many micro-batches in flight use each version
+        self._versions: Counter[int] = Counter()  # how many micro-batches in flight use each version
         self._version_of: dict[tuple[int, int], int] = {}
         self._held = 1
         out = link_ends(send_link, rank, pipeline.num_stages)
@@ -282,7 +275,7 @@ class SimulatedRank:
         version = self._version(action.index)
         self._next_version = self._version(action.index + 1)
         self._version_of[part, action.index] = version
-        self._versions[version] = self._versions.get(version, 0) + 1
+        self._versions[version] += 1
         self._bytes += cost.activation_bytes
         self._sample()
         self.in_flight = max(self.in_flight, len(self._version_of))

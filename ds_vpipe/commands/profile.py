@@ -108,8 +108,8 @@ def _profile(
 ) -> ModelProfile:
     import torch
 
+    from ds_vpipe.planning.meters import Roofline
     from ds_vpipe.planning.profiler import outputs_before, profile_layers
-    from ds_vpipe.planning.roofline import Roofline
 
     if arguments.device == "cuda" and not (arguments.analytic or torch.cuda.is_available()):
         raise Refusal("--device", "cuda", "cpu here", "use a machine with a GPU, or --analytic", "no GPU").error()

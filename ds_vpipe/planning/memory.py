@@ -14,6 +14,7 @@ prefix sums, so that a planner can look at all splits of a model (:class:`Memory
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from operator import add
@@ -72,58 +73,6 @@ class StageMemory:
         return StageMemory(*map(add, vars(self).values(), vars(other).values()))
 
 
-@dataclass(frozen=True)
-class Alternatives:
-    """Stages that end at one layer, by their first layer and by where the recomputed segment begins.
-
-    Arrays ``[start, cut]``, the second dimension being 1 where the segment does not matter. Entries whose segment would
-    begin before the stage are meaningless.
-
-    Attributes:
-        weights: bytes of weights.
-        trained: those of them that are trained.
-        gradients: all gradients.
-        held: optimizer state and master weights.
-        update: what exists only during an update.
-        inputs: the stage's input.
-        outputs: the stage's output.
-        kept: activations of each micro-batch in flight.
-        recomputed: activations of the recomputed segment, once.
-        peak: most that a pass needs beyond ``kept`` of all in flight, if all gradients exist; at least ``recomputed``.
-        first_peak: the same for the first backward pass of a batch, less the gradients that do not exist yet.
-    """
-
-    weights: Ints
-    trained: Ints
-    gradients: Ints
-    held: Ints
-    update: Ints
-    inputs: Ints
-    outputs: Ints
-    kept: Ints
-    recomputed: Ints
-    peak: Ints
-    first_peak: Ints
-
-    def memory(self, load: StageLoad) -> StageMemory:
-        """Memory under the most that a schedule holds."""
-        # Beyond what all in flight keep and all gradients; negative if those never meet.
-        beyond = np.maximum(self.first_peak, self.update - (load.in_flight - load.at_update) * self.kept)
-        if load.with_gradients:
-            beyond = np.maximum(beyond, self.peak - (load.in_flight - load.with_gradients) * self.kept)
-        beyond = beyond - self.recomputed
-        return StageMemory(
-            weights=self.weights,
-            versions=(load.versions - 1) * self.trained,
-            gradients=self.gradients + np.minimum(0, beyond),
-            optimizer=self.held,
-            activations=load.in_flight * self.kept,
-            recompute=self.recomputed,
-            buffers=load.input_buffers * self.inputs + load.output_buffers * self.outputs,
-            workspace=np.maximum(0, beyond),
-        )
-
-
 class MemoryModel:
     """Memory of any stage of a model, in constant time per alternative.
 
@@ -153,10 +102,11 @@ class MemoryModel:
         self._trained = sums(column("parameter_bytes") - column("frozen_bytes"))
         self._largest = column("largest_weight_bytes")
 
-    def alternatives(self, starts: Ints, stop: int) -> Alternatives:
-        """Stages that begin at each of ``starts`` and end before layer ``stop``.
+    def alternatives(self, starts: Ints, stop: int) -> Callable[[StageLoad], StageMemory]:
+        """Memory, by what a schedule holds, of stages that begin at each of ``starts`` and end before layer ``stop``.
 
-        Column ``j`` is for a segment that begins at layer ``starts.min() + j``; the last one, at ``stop``, for none.
+        Arrays ``[start, cut]``: column ``j`` is for a recomputed segment that begins at layer ``starts.min() + j``, the
+        last one, at ``stop``, for none. Entries whose segment would begin before the stage are meaningless.
         """
         low = int(starts.min())
         cuts = np.arange(low, stop + 1)
@@ -182,27 +132,36 @@ class MemoryModel:
             found: Ints = np.maximum(segment + in_segment, begin[:, None] + before + output - kept)
             return found
 
-        ratio, trained = self._optimizer.gradient, (self._trained[stop] - self._trained[starts])[:, None]
-        gradients = self._trained * ratio.numerator // ratio.denominator
-        missing = (gradients[stop] - gradients[starts])[:, None]
+        optimizer, trained = self._optimizer, (self._trained[stop] - self._trained[starts])[:, None]
+        made = self._trained * optimizer.gradient.numerator // optimizer.gradient.denominator
+        missing = (made[stop] - made[starts])[:, None]
         # At a layer's highest moment its own gradients are being made: they are in its workspace, or exist at its end.
-        workspace = np.maximum(self._workspace[low:stop], np.diff(gradients)[low:stop]) - gradients[low + 1 : stop + 1]
-        first = np.maximum(peak(workspace) + gradients[starts][:, None], recomputed - missing)
+        workspace = np.maximum(self._workspace[low:stop], np.diff(made)[low:stop]) - made[low + 1 : stop + 1]
+        # Most that a pass needs beyond what is kept of all in flight: in the first backward pass of a batch, less the
+        # gradients that do not exist yet, and in others, where all exist; and what exists only during an update.
+        first = np.maximum(peak(workspace) + made[starts][:, None], recomputed - missing)
+        others = np.maximum(peak(self._workspace[low:stop]), recomputed)
         largest = np.maximum.accumulate(self._largest[low:stop][::-1])[::-1][starts - low, None]
-        update = _scaled(trained, self._optimizer.update) + _scaled(largest, self._optimizer.temporary)
-        return Alternatives(
-            weights=(self._weights[stop] - self._weights[starts])[:, None],
-            trained=trained,
-            gradients=_scaled(trained, ratio),
-            held=_scaled(trained, self._optimizer.held),
-            update=update + self._optimizer.bucket_bytes,
-            inputs=self._at_cut[starts][:, None],
-            outputs=output,
-            kept=kept,
-            recomputed=recomputed,
-            peak=np.maximum(peak(self._workspace[low:stop]), recomputed),
-            first_peak=first,
-        )
+        update = _scaled(trained, optimizer.update) + _scaled(largest, optimizer.temporary) + optimizer.bucket_bytes
+
+        def memory(load: StageLoad) -> StageMemory:
+            # Beyond what all in flight keep and all gradients; negative if those never meet.
+            beyond = np.maximum(first, update - (load.in_flight - load.at_update) * kept)
+            if load.with_gradients:
+                beyond = np.maximum(beyond, others - (load.in_flight - load.with_gradients) * kept)
+            beyond = beyond - recomputed
+            return StageMemory(
+                weights=(self._weights[stop] - self._weights[starts])[:, None],
+                versions=(load.versions - 1) * trained,
+                gradients=_scaled(trained, optimizer.gradient) + np.minimum(0, beyond),
+                optimizer=_scaled(trained, optimizer.held),
+                activations=load.in_flight * kept,
+                recompute=recomputed,
+                buffers=load.input_buffers * self._at_cut[starts][:, None] + load.output_buffers * output,
+                workspace=np.maximum(0, beyond),
+            )
+
+        return memory
 
 
 def stage_memory(
@@ -222,7 +181,7 @@ def stage_memory(
         raise ValueError(
             f"stage: got layers {start} to {stop} with {recomputed} recomputed; allowed: within 0 to {len(profile)}"
         )
-    table = MemoryModel(profile, optimizer).alternatives(np.array([start]), stop).memory(load)
+    table = MemoryModel(profile, optimizer).alternatives(np.array([start]), stop)(load)
     columns = np.broadcast_arrays(*vars(table).values())
     return StageMemory(*(int(column[0, stop - recomputed - start]) for column in columns))
 

@@ -3,7 +3,7 @@
 Layers are built one at a time from their specifications and dropped again, or are those that a rank has built already;
 no rank needs the whole model. Measured layers run on the device at hand. Computed ones run on the meta device, where
 tensors have shapes but no memory, for models and devices that are not there: bytes are those that autograd saves there,
-as on a real device, and seconds are a roofline's (:mod:`.roofline`). Attention and dropout run there as on the CPU,
+as on a real device, and seconds are a roofline's (:mod:`.meters`). Attention and dropout run there as on the CPU,
 which may keep more than fused kernels of an accelerator do.
 
 A layer keeps for its backward pass the distinct storages of all tensors that autograd saves, without parameters. They
@@ -29,7 +29,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.planning.roofline import OpMeter, Roofline, storage_key
+from ds_vpipe.planning.meters import OpMeter, Roofline, storage_key
 
 Layer = Callable[[Any], Any]
 Tree = Any

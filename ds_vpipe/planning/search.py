@@ -72,11 +72,11 @@ class Candidates:
         seconds, excess = np.full(shape, np.inf), np.full(shape, np.inf)
         recomputed = np.zeros(shape, dtype=np.int64)
         for stop, starts, stages in found:
-            alternatives = self._memory.alternatives(starts, stop)
+            memory = self._memory.alternatives(starts, stop)
             inside = np.arange(starts[0], stop + 1) >= starts[:, None]
             lengths = stop - starts
             for stage in stages:
-                over = alternatives.memory(self._loads[stage]).total - self._budgets[stage]
+                over = memory(self._loads[stage]).total - self._budgets[stage]
                 if self._ratios is None:
                     fits = inside & (over <= 0)
                     last = fits[:, ::-1].argmax(axis=1)  # from no segment on

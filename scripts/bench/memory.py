@@ -23,8 +23,8 @@ from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.models.bert.example import example
 from ds_vpipe.partition import uniform_partition
-from ds_vpipe.planning.allocations import count_allocations, watched
 from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.meters import count_allocations, watched
 from ds_vpipe.planning.planner import predict
 from ds_vpipe.planning.profiler import profile_layers
 from ds_vpipe.tables import show_bytes

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.updates.lamb import Lamb
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.planning.allocations import count_allocations, watched
 from ds_vpipe.planning.devices import (
     OptimizerBytes,
     configured_optimizer_bytes,
@@ -26,6 +25,7 @@ from ds_vpipe.planning.devices import (
 )
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.memory import MemoryModel, stage_memory
+from ds_vpipe.planning.meters import count_allocations, watched
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.counts import StageLoad, rank_counts, stage_loads
 from ds_vpipe.schedules.one_f_one_b import versions_alive
@@ -173,7 +173,7 @@ def test_prefix_sums_against_a_walk(profile: ModelProfile, data: st.DataObject) 
 def test_tables_and_single_stages_agree(profile: ModelProfile) -> None:
     model, load = MemoryModel(profile, optimizer_bytes()), StageLoad(3, 2, 1, 1, 2)
     for stop in range(1, len(profile) + 1):
-        table = model.alternatives(np.arange(stop), stop).memory(load)
+        table = model.alternatives(np.arange(stop), stop)(load)
         for start in range(stop):
             for cut in range(start, stop + 1):
                 one = stage_memory(profile, start, stop, load, optimizer_bytes(), stop - cut)

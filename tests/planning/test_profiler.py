@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile, merge_profiles
 from ds_vpipe.planning.memory import stage_memory
+from ds_vpipe.planning.meters import OpMeter, Roofline
 from ds_vpipe.planning.profiler import enter, modules_of, outputs_before, parameters_of, profile_layers, run_backward
-from ds_vpipe.planning.roofline import OpMeter, Roofline
 from ds_vpipe.schedules.counts import StageLoad
 
 analytic_profile = functools.partial(profile_layers, roofline=Roofline())

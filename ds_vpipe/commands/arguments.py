@@ -1,4 +1,4 @@
-"""Arguments that commands share, and the pipeline, profile and devices that they and a DeepSpeed JSON describe."""
+"""Arguments that commands share, and the pipeline, profile, devices and timelines that they name."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import json
 import math
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import Refusal
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.layer_profile import ModelProfile, merge_profiles
 from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline
 from ds_vpipe.schedules.program import Workload
-
-if TYPE_CHECKING:
-    from ds_vpipe.planning.devices import Devices
-    from ds_vpipe.planning.layer_profile import ModelProfile
+from ds_vpipe.simulation.costs import StageCost
+from ds_vpipe.simulation.simulator import simulate
+from ds_vpipe.timelines.merge import merge, read_recordings
+from ds_vpipe.timelines.summary import summarize
+from ds_vpipe.timelines.timeline import FORMAT, Recording, Timeline
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"([0-9.]+)\s*(|[kmgt]i?)b?")
@@ -201,7 +205,7 @@ def check_size(pipeline: Pipeline, workload: Workload) -> None:
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`read_profiles` and :func:`devices_from` read."""
+    """Add the options that :func:`read_costs` reads."""
     group = parser.add_argument_group("costs; what is not given comes from the vpipe block of the DeepSpeed JSON")
     for name, of, what in (
         ("bandwidth", size, "of a link, per second, such as 10GB; default: link_bandwidth, or transfers are free"),
@@ -218,32 +222,95 @@ def profile_paths(arguments: argparse.Namespace, config: VPipeConfig) -> list[st
     return arguments.profile or ([] if config.profile is None else [config.profile])
 
 
-def read_profiles(arguments: argparse.Namespace, config: VPipeConfig) -> ModelProfile:
-    """The profile that is named, or those of all ranks, merged.
+def read_costs(
+    arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson
+) -> tuple[ModelProfile, Devices]:
+    """The profile that is named, or those of all ranks merged, and the devices that training plans for by the JSON.
 
     Raises:
         VPipeConfigError: none is named, a file is not a profile, or layers are missing.
     """
-    from ds_vpipe.planning.layer_profile import ModelProfile, merge_profiles
-
     paths = profile_paths(arguments, config)
     if not paths:
         remedy = "make one with the command profile, and name it"
         raise Refusal("--profile", None, "a file, here or as profile in the vpipe block", remedy).error()
-    return merge_profiles([ModelProfile.load(path) for path in paths])
+    profile = merge_profiles([ModelProfile.load(path) for path in paths])
+    given = {"memory_budget": arguments.memory, "link_bandwidth": arguments.bandwidth}
+    config = config.model_copy(update={key: value for key, value in given.items() if value is not None})
+    options = {"replicas": arguments.replicas, "host_transfers": profile.on_host, "latency_s": arguments.latency}
+    return profile, Devices.of(config, ds_config, **options)
 
 
-def devices_from(
-    arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson, profile: ModelProfile
-) -> Devices:
-    """The devices that training plans for by the JSON, with the options in the place of its keys."""
-    from ds_vpipe.planning.devices import Devices
+# Timelines
 
-    options = {"memory_budget": arguments.memory, "link_bandwidth": arguments.bandwidth}
-    return Devices.of(
-        config.model_copy(update={key: value for key, value in options.items() if value is not None}),
-        ds_config,
-        replicas=arguments.replicas,
-        host_transfers=profile.on_host,
-        latency_s=arguments.latency,
-    )
+
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of :func:`timelines_from`."""
+    what = "a DeepSpeed JSON, a timeline, or a recording: the folder of a run, or the files in it"
+    parser.add_argument("paths", nargs="*", metavar="PATH", help=what)
+    add_pipeline_arguments(parser)
+    group = parser.add_argument_group("length of things in a schedule drawn without a profile, in forward passes")
+    group.add_argument("--backward", type=seconds, default=2.0, metavar="X", help="a backward pass; default 2")
+    group.add_argument("--transfer", type=seconds, default=0.0, metavar="X", help="a transfer; default 0")
+    group.add_argument("--update", type=seconds, default=0.0, metavar="X", help="an update; default 0")
+    group = parser.add_argument_group("recordings")
+    group.add_argument("--replica", type=int, default=0, metavar="N", help="which data-parallel replica; default 0")
+    what = "seconds to add to each rank's clock; default: estimated from the messages between ranks"
+    group.add_argument("--offsets", type=numbers(float), metavar="S,S,...", help=what)
+
+
+def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
+    """The timelines that are named, in order; files of single ranks together are one recording.
+
+    Raises:
+        VPipeConfigError: a file is none of the kinds allowed, or nothing is named.
+    """
+    if not arguments.paths:
+        if arguments.stages is None or arguments.micro_batches is None:
+            allowed = "a path, or --stages K with --micro-batches M"
+            raise Refusal("input", None, allowed, "name what to draw").error()
+        return [_planned(arguments, None)]
+    timelines: list[Timeline] = []
+    recordings: list[Recording] = []
+    place = 0  # of the first file of a single rank
+    for path in arguments.paths:
+        if Path(path).is_dir():
+            timelines.append(merge(read_recordings(path), arguments.offsets, arguments.replica))
+            continue
+        content = read_json(path)
+        timeline = Timeline.from_json(content) if content.get("format") == FORMAT else _planned(arguments, path)
+        if isinstance(timeline, Recording):
+            place = place if recordings else len(timelines)
+            recordings.append(timeline)
+        else:
+            timelines.append(timeline)
+    if recordings:
+        timelines.insert(place, merge(recordings, arguments.offsets, arguments.replica))
+    return timelines
+
+
+def planned_timeline(
+    pipeline: Pipeline, workload: Workload, backward: float = 2.0, transfer: float = 0.0, update: float = 0.0
+) -> Timeline:
+    """Plan of a pipeline with equal parts; lengths in forward passes of a part."""
+    cost = StageCost(1.0, backward, transfer, transfer, update)
+    timeline = simulate(pipeline, [cost] * pipeline.num_parts, workload).timeline
+    return replace(timeline, source="plan", meta={**timeline.meta, "time_unit": "forward passes"})
+
+
+def entitled(timeline: Timeline, *files: str | None) -> Timeline:
+    """``timeline`` with the names of the files that it comes from, if any, before its title."""
+    names = " with ".join(Path(file).stem for file in files if file is not None)
+    return replace(timeline, title=f"{names}: {timeline.title}") if names else timeline
+
+
+def summaries(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
+    """Numbers of timelines, for scripts."""
+    return [{"title": t.title, "source": t.source, "meta": dict(t.meta), **summarize(t).to_json()} for t in timelines]
+
+
+def _planned(arguments: argparse.Namespace, config: str | None) -> Timeline:
+    _, _, pipeline = read_pipeline(arguments, config)
+    workload = workload_from(arguments, pipeline, 1 if pipeline.synchronous else 4)
+    timeline = planned_timeline(pipeline, workload, arguments.backward, arguments.transfer, arguments.update)
+    return entitled(timeline, config, arguments.split)

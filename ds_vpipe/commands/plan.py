@@ -23,9 +23,8 @@ from ds_vpipe.commands.arguments import (
     Answer,
     add_pipeline_arguments,
     add_profile_arguments,
-    devices_from,
+    read_costs,
     read_pipeline,
-    read_profiles,
 )
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.pace import micro_batches_for
@@ -56,8 +55,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     """Plan."""
     config, ds_config, bare = read_pipeline(arguments, arguments.config)
     _check_choice(arguments)
-    profile = read_profiles(arguments, config)
-    devices = devices_from(arguments, config, ds_config, profile)
+    profile, devices = read_costs(arguments, config, ds_config)
     if arguments.current:
         configured = config.pipeline(bare.num_stages, bare.micro_batches)
         found = configured_plan(config, configured, devices, profile)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import argparse
 
-from ds_vpipe.commands.arguments import Answer, window
-from ds_vpipe.commands.inputs import add_input_arguments, summaries, timelines_from
+from ds_vpipe.commands.arguments import Answer, add_input_arguments, summaries, timelines_from, window
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

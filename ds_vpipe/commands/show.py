@@ -18,8 +18,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from ds_vpipe.commands.arguments import Answer, pixels, rate, window
-from ds_vpipe.commands.inputs import add_input_arguments, timelines_from
+from ds_vpipe.commands.arguments import Answer, add_input_arguments, pixels, rate, timelines_from, window
 from ds_vpipe.errors import Refusal
 from ds_vpipe.timelines.text import text_grid
 

@@ -19,15 +19,14 @@ from ds_vpipe.commands.arguments import (
     Answer,
     add_pipeline_arguments,
     add_profile_arguments,
-    devices_from,
+    entitled,
     numbers,
     profile_paths,
+    read_costs,
     read_pipeline,
-    read_profiles,
     seconds,
     workload_from,
 )
-from ds_vpipe.commands.inputs import entitled
 from ds_vpipe.errors import Refusal
 from ds_vpipe.simulation.costs import StageCost, planned_costs, recorded_costs
 from ds_vpipe.simulation.simulator import Simulation, simulate
@@ -76,8 +75,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     else:
         from ds_vpipe.planning.planner import configured_plan
 
-        profile = read_profiles(arguments, config)
-        devices = devices_from(arguments, config, ds_config, profile)
+        profile, devices = read_costs(arguments, config, ds_config)
         configured = config.pipeline(pipeline.num_stages, pipeline.micro_batches)
         plan = configured_plan(config, configured, devices, profile)
         pipeline, update_s = plan.pipeline, 0.0 if arguments.update is None else arguments.update[0]

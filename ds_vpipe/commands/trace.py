@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import argparse
 
-from ds_vpipe.commands.arguments import Answer
-from ds_vpipe.commands.inputs import add_input_arguments, summaries, timelines_from
+from ds_vpipe.commands.arguments import Answer, add_input_arguments, summaries, timelines_from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -78,15 +78,9 @@ def optimizer_bytes(
     replicas: int = 1,
     bucket_elements: int = 500_000_000,
 ) -> OptimizerBytes:
-    """Bytes that an optimizer needs.
+    """Bytes that an optimizer needs, which is named as in a DeepSpeed JSON; case does not count.
 
-    Args:
-        optimizer: its type, as in a DeepSpeed JSON; case does not count. Adam is DeepSpeed's fused one.
-        params: its parameters; ``torch_adam`` means torch's own.
-        dtype: of the weights.
-        zero_stage: 0 or 1.
-        replicas: data-parallel ranks of the stage.
-        bucket_elements: DeepSpeed's ``reduce_bucket_size``, for ZeRO-1.
+    Adam is DeepSpeed's fused one unless ``params`` have ``torch_adam``. ZeRO-1 has buckets of ``bucket_elements``.
 
     Raises:
         ValueError: weights cannot have that type.
@@ -154,21 +148,15 @@ class Devices:
         host_transfers: bool = False,
         latency_s: float = 0.0,
     ) -> Devices:
-        """Devices as the JSON that training reads describes them.
+        """Devices as the JSON that training reads, with its ``"vpipe"`` block, describes them.
 
-        Args:
-            config: the ``"vpipe"`` block. Transfers are free unless it has a ``link_bandwidth``.
-            json: the JSON around it.
-            replicas: data-parallel ranks per stage, among which ZeRO-1 divides.
-            device_bytes: budget per device if the block has none; None for no limit.
-            host_transfers: see above.
-            latency_s: seconds of every transfer.
+        ``device_bytes`` is the budget if the block has none. Transfers take no time but ``latency_s`` unless it has a
+        ``link_bandwidth``. ZeRO-1 divides among ``replicas``, data-parallel ranks per stage.
         """
-        free = FREE_LINK.bytes_per_s
         return cls(
             budget=device_bytes if config.memory_budget is None else config.memory_budget,
             optimizer=configured_optimizer_bytes(json, replicas),
-            link=Link(latency_s, free if config.link_bandwidth is None else config.link_bandwidth),
+            link=Link(latency_s, config.link_bandwidth or FREE_LINK.bytes_per_s),
             host_transfers=host_transfers,
             kept_weights=0 if config.staleness is None else config.staleness.kept_weights,
         )

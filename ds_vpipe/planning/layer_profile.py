@@ -7,7 +7,7 @@ some layers, so that every rank can measure its own; :func:`merge_profiles` puts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -153,15 +153,8 @@ def merge_profiles(parts: Sequence[ModelProfile]) -> ModelProfile:
             one, other = getattr(first, name), getattr(part, name)
             if one != other:
                 raise _wrong(name, other, f"{show(one)}, as in the part that begins at layer {first.first_layer}")
-    return ModelProfile(
-        layers=tuple(layer for part in ordered for layer in part.layers),
-        input_bytes=first.input_bytes,
-        micro_batch_size=first.micro_batch_size,
-        device=", ".join(dict.fromkeys(part.device for part in ordered)),
-        dtype=first.dtype,
-        source=first.source,
-        first_layer=first.first_layer,
-    )
+    device = ", ".join(dict.fromkeys(part.device for part in ordered))
+    return replace(first, layers=tuple(layer for part in ordered for layer in part.layers), device=device)
 
 
 def _wrong(key: str, value: object, allowed: str) -> VPipeConfigError:

@@ -165,7 +165,6 @@ class SimulatedRank:
     """One rank: its state on the way through its program, and its spans, updates and memory so far.
 
     Attributes:
-        rank: the rank.
         waiting_for: the receive whose message has not been sent yet, or None if the program is done.
         spans: passes, updates, receives, and transfers of its messages, which go on beside everything else.
         updates: end of each update, and the seconds that the rank has been busy by then.

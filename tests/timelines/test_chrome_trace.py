@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from timelines import TWO_PARTS, TWO_STAGES
 
-from ds_vpipe.commands.inputs import planned_timeline
+from ds_vpipe.commands.arguments import planned_timeline
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload
 from ds_vpipe.timelines.chrome_trace import Event, chrome_trace, save_chrome_trace

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from timelines import TWO_PARTS, TWO_STAGES, span
 
-from ds_vpipe.commands.inputs import planned_timeline
+from ds_vpipe.commands.arguments import planned_timeline
 from ds_vpipe.schedules.actions import Category
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload

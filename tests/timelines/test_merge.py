@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timelines import TWO_PARTS, TWO_STAGES, shifted, span
 
-from ds_vpipe.commands.inputs import planned_timeline
+from ds_vpipe.commands.arguments import planned_timeline
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.actions import Category, Kind
 from ds_vpipe.schedules.pipeline import Pipeline

@@ -7,7 +7,7 @@ import json
 import pytest
 from timelines import TWO_STAGES, span
 
-from ds_vpipe.commands.inputs import planned_timeline
+from ds_vpipe.commands.arguments import planned_timeline
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload
 from ds_vpipe.timelines.summary import steady_window, summarize

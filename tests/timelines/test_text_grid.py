@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 from timelines import TWO_PARTS, TWO_STAGES, span
 
-from ds_vpipe.commands.inputs import planned_timeline
+from ds_vpipe.commands.arguments import planned_timeline
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload

@@ -13,6 +13,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ds_vpipe.commands.arguments import Answer, add_input_arguments, summaries, timelines_from, window
 
@@ -27,8 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Write the page."""
-    from ds_vpipe.timelines.report import save_html_report
+    from ds_vpipe.timelines.report import html_report
 
     timelines = timelines_from(arguments)
-    save_html_report(timelines, arguments.output, arguments.title, arguments.window)
+    page = html_report(timelines, arguments.title, arguments.window)
+    Path(arguments.output).write_text(page, encoding="utf-8")
     return Answer(lambda: {"output": arguments.output, "timelines": summaries(timelines)}, lambda: arguments.output)

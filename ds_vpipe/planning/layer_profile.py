@@ -73,16 +73,10 @@ _PARTS = (
 
 @dataclass(frozen=True, config=_STRICT)
 class ModelProfile:
-    """Costs of consecutive layers of a model.
+    """Costs of consecutive layers of a model, from its layer ``first_layer`` on.
 
-    Attributes:
-        layers: in the order of the model.
-        input_bytes: input of the first of ``layers``, for one micro-batch.
-        micro_batch_size: samples per micro-batch.
-        device: where it was measured, or the name of the roofline.
-        dtype: of the parameters, such as ``float32`` or ``bfloat16``.
-        source: ``measured`` or ``analytic``.
-        first_layer: index in the model of the first of ``layers``.
+    ``input_bytes`` are those of the first one's input for one micro-batch, ``device`` is where it was measured or the
+    name of the roofline, ``dtype`` that of the parameters, such as ``bfloat16``.
     """
 
     layers: Annotated[tuple[LayerProfile, ...], Field(min_length=1)]

@@ -31,13 +31,8 @@ _RECORD, _WATCHED = "[memory]", "ds_vpipe: peak of interest"
 class Roofline:
     """Speed of a device.
 
-    An operation takes as long as its arithmetic or its memory traffic, whichever is longer (the roofline of Williams et
-    al., CACM 2009).
-
-    Attributes:
-        name: for profiles.
-        flops_per_s: arithmetic that matrix products reach.
-        bytes_per_s: memory bandwidth.
+    An operation takes as long as its arithmetic, as fast as matrix products reach, or its memory traffic, whichever is
+    longer (the roofline of Williams et al., CACM 2009). The name is for profiles.
     """
 
     name: str = "model of a device with 100 TFLOP/s and 1 TB/s"
@@ -112,12 +107,7 @@ class OpMeter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Allocations:
-    """Bytes, relative to what there was before.
-
-    Attributes:
-        peak: most that was allocated at once inside :func:`watched`.
-        kept: allocated at the end.
-    """
+    """Bytes, relative to what there was before: most at once inside :func:`watched`, and those at the end."""
 
     peak: int
     kept: int

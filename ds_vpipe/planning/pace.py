@@ -24,12 +24,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Link:
-    """What a transfer between two stages takes.
-
-    Attributes:
-        latency_s: seconds that each takes at least.
-        bytes_per_s: bandwidth.
-    """
+    """Latency and bandwidth of transfers between two stages."""
 
     latency_s: float = 0.0
     bytes_per_s: float = math.inf
@@ -54,10 +49,8 @@ FREE_LINK = Link()
 def pace(compute: Sequence[float], round_trips: Sequence[float], depths: Sequence[int] | None) -> float:
     """Seconds per micro-batch in steady state.
 
-    Args:
-        compute: forward and backward pass and recomputation of each of the K stages, in seconds.
-        round_trips: of each of the K-1 boundaries.
-        depths: W_s of each stage, or None for gpipe.
+    Given are the seconds of the passes and the recomputation of each stage, of a round trip over each boundary, and W_s
+    of each stage, or None for gpipe.
     """
     slowest = max(compute)
     if depths is None:

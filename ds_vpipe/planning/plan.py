@@ -20,18 +20,10 @@ from ds_vpipe.tables import aligned, show_bytes
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One virtual stage with predicted seconds and bytes.
+    """One virtual stage, layers ``start`` to ``stop - 1``, with predicted seconds and peak bytes.
 
-    Attributes:
-        start: first layer.
-        stop: layer after the last.
-        recomputed: how many of its last layers are recomputed.
-        forward_s: seconds of a forward pass.
-        backward_s: seconds of a backward pass, without recomputation.
-        recompute_s: seconds of recomputation.
-        transfer_s: seconds of a round trip over the cut after it.
-        memory: bytes at its peak.
-        budget: bytes that it may need, or None.
+    The last ``recomputed`` layers are recomputed, which ``backward_s`` does not count. ``transfer_s`` is a round trip
+    over the cut after the stage. Without a budget there is no limit.
     """
 
     start: int
@@ -59,7 +51,7 @@ class Plan:
         stages: its virtual stages, in the order of the model.
         pace_s: seconds per micro-batch in steady state.
         seconds_per_micro_batch: the same with filling and draining, where the schedule does that.
-        notes: what to know about the numbers, one line each.
+        notes: lines about the numbers.
     """
 
     pipeline: Pipeline

@@ -108,12 +108,10 @@ class Candidates:
 
 @dataclass(frozen=True)
 class SplitCosts:
-    """Seconds of all stages and cuts that a search may choose.
+    """Seconds of all stages, as in :class:`CandidateTable`, and cuts that a search may choose.
 
-    Attributes:
-        seconds: ``[stage, stop, length - 1]``, infinite where not allowed: layers ``stop - length`` to ``stop - 1``.
-        round_trips: seconds of a round trip over the cut before each layer, and after the last; ``[n + 1]``.
-        depths: W_s of each stage, or None if transfers and depths do not matter.
+    ``round_trips`` are those over the cut before each layer, and after the last, ``[n + 1]``. ``depths`` are None if
+    transfers and depths do not matter.
     """
 
     seconds: Floats

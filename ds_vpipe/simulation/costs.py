@@ -31,8 +31,7 @@ class StageCost:
     """Cost of one part of the model per micro-batch, in seconds and bytes.
 
     Attributes:
-        forward_s: one forward pass.
-        backward_s: one backward pass, recomputation included.
+        backward_s: recomputation included.
         send_activation_s: transfer of its output to the next part.
         send_gradient_s: transfer of its input's gradient to the previous part.
         update_s: reduction and update, once per batch.

@@ -81,11 +81,11 @@ class Simulation:
     @property
     def throughput(self) -> float:
         """Micro-batches per second in the steady state; overall if there are too few batches to see one."""
-        window = self.steady_batches
-        if window is None:
+        if self.steady_batches is None:
             return self.overall_throughput
+        first, last = self.steady_batches
         updates = self.ranks[0].updates
-        return (window[1] - window[0]) * self.pipeline.micro_batches / (updates[window[1]][0] - updates[window[0]][0])
+        return (last - first) * self.pipeline.micro_batches / (updates[last][0] - updates[first][0])
 
     @cached_property
     def steady_batches(self) -> tuple[int, int] | None:

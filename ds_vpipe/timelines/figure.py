@@ -10,13 +10,13 @@ Source of the hues: Okabe and Ito, "Color Universal Design" (2008): eight colour
 from __future__ import annotations
 
 import io
-import os
 import statistics
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ds_vpipe.schedules.actions import Category
-from ds_vpipe.timelines.timeline import Span, Timeline
+from ds_vpipe.timelines.timeline import Span, Timeline, Window
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,30 +62,19 @@ def default_width(timeline: Timeline, seconds: float) -> float:
     return min(_WIDEST, max(_NARROWEST, seconds / statistics.median(lengths) * _PASS_WIDTH)) if lengths else _NARROWEST
 
 
-def save_figure(
-    timeline: Timeline,
-    path: str | os.PathLike[str],
-    width: float | None = None,
-    window: tuple[float, float] | None = None,
-) -> None:
-    """Draw ``timeline`` into a file whose name ends in ``.svg`` or ``.png``.
-
-    Args:
-        timeline: what to draw.
-        path: of the file.
-        width: pixels of the time axis; :func:`default_width` if not given.
-        window: first and last second; everything if not given.
-    """
+def save_figure(timeline: Timeline, path: Path | str, width: float | None = None, window: Window | None = None) -> None:
+    """Draw :func:`timeline_figure` into a file whose name ends in ``.svg`` or ``.png``."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
-        _save(timeline_figure(timeline, width, window), path, "png" if os.fspath(path).endswith(".png") else "svg")
+        _save(timeline_figure(timeline, width, window), path, "png" if str(path).endswith(".png") else "svg")
 
 
-def timeline_figure(
-    timeline: Timeline, width: float | None = None, window: tuple[float, float] | None = None
-) -> Figure:
-    """Figure of a timeline, with the arguments of :func:`save_figure`."""
+def timeline_figure(timeline: Timeline, width: float | None = None, window: Window | None = None) -> Figure:
+    """Figure of a timeline, of all of it or of a window between two seconds.
+
+    ``width`` are the pixels of the time axis; :func:`default_width` if not given.
+    """
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

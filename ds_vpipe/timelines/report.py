@@ -6,24 +6,20 @@ Tables are written here; the timelines and their memory are data, which the scri
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from ds_vpipe.schedules.actions import Category
 from ds_vpipe.tables import show_bytes
 from ds_vpipe.timelines.figure import COLOURS, IDLE, default_width, ink_on, legend, looks, loss_svg, unit_for
 from ds_vpipe.timelines.summary import RankSummary, Summary, steady_window, summarize
-from ds_vpipe.timelines.timeline import Timeline
+from ds_vpipe.timelines.timeline import Timeline, Window
 
 
-def html_report(
-    timelines: Sequence[Timeline], title: str = "Pipeline report", window: tuple[float, float] | None = None
-) -> str:
+def html_report(timelines: Sequence[Timeline], title: str = "Pipeline report", window: Window | None = None) -> str:
     """Page for ``timelines``: a table that compares them, then each of them, then their losses.
 
     Timelines in the same unit of time are drawn to the same scale and zoom together, from the first to the last second
@@ -46,7 +42,8 @@ def html_report(
         ]
     if any(timeline.losses for timeline in timelines):
         body += ["<h2>Loss</h2>", loss_svg(timelines)]
-    data = {"idle": IDLE, "window": window, "timelines": [_data(timeline, longest) for timeline in timelines]}
+    colours = {"idle": IDLE, "dark": COLOURS[Category.FORWARD]}
+    data = {**colours, "window": window, "timelines": [_data(timeline, longest) for timeline in timelines]}
     page = resources.files("ds_vpipe.timelines").joinpath("report.html").read_text(encoding="utf-8")
     # A "<" in a title could end the script that the data stand in; a title that names a key is not one.
     values = {
@@ -55,16 +52,6 @@ def html_report(
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], page)
-
-
-def save_html_report(
-    timelines: Sequence[Timeline],
-    path: str | os.PathLike[str],
-    title: str = "Pipeline report",
-    window: tuple[float, float] | None = None,
-) -> None:
-    """Write :func:`html_report` to the file ``path``."""
-    Path(path).write_text(html_report(timelines, title, window), encoding="utf-8")
 
 
 def _data(timeline: Timeline, longest: float) -> dict[str, Any]:

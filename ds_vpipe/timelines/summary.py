@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from ds_vpipe.schedules.actions import Category
-from ds_vpipe.timelines.timeline import Span, Timeline
+from ds_vpipe.timelines.timeline import Span, Timeline, Window
 
 _FIRST = (*(category for category in Category if category.busy), Category.WAIT, Category.TRANSFER)
 """Precedence among several spans at one instant."""
@@ -46,12 +46,8 @@ class RankSummary:
 class Summary:
     """Numbers of all ranks between two instants.
 
-    Attributes:
-        start_s, end_s: the window.
-        micro_batches: those whose last backward pass, the first part's, ended in the window.
-        throughput: micro-batches per second, 0 for an empty window.
-        bubble: mean of the ranks' bubbles.
-        ranks: one summary per rank.
+    A micro-batch counts where its last backward pass, the first part's, ends. ``throughput`` is in micro-batches per
+    second, 0 for an empty window, and ``bubble`` the mean of the ranks'.
     """
 
     start_s: float
@@ -66,7 +62,7 @@ class Summary:
         return asdict(self)
 
 
-def summarize(timeline: Timeline, window: tuple[float, float] | None = None) -> Summary:
+def summarize(timeline: Timeline, window: Window | None = None) -> Summary:
     """Numbers of ``timeline`` between the two instants of ``window``, or of all of it.
 
     Peak memory and staleness are always those of the whole timeline. O(n log n) for n spans.

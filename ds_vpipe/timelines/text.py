@@ -19,7 +19,7 @@ from typing import Final
 
 from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.actions import Category
-from ds_vpipe.timelines.timeline import Span, Timeline
+from ds_vpipe.timelines.timeline import Span, Timeline, Window
 
 _LETTERS: Final = {Category.FORWARD: "F", Category.BACKWARD: "B", Category.UPDATE: "S"}
 _MOST_COLUMNS: Final = 2000
@@ -46,10 +46,7 @@ def default_unit(timeline: Timeline) -> float:
 
 
 def text_grid(
-    timeline: Timeline,
-    unit: float | None = None,
-    window: tuple[float, float] | None = None,
-    line_width: int | None = None,
+    timeline: Timeline, unit: float | None = None, window: Window | None = None, line_width: int | None = None
 ) -> str:
     """Draw ``timeline`` as text, without a newline at the end.
 

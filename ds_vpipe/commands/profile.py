@@ -24,16 +24,13 @@ import inspect
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_vpipe.commands.arguments import Answer, checked, count, ends, rate, read_json
 from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson
 from ds_vpipe.errors import Refusal
+from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.tables import aligned, show_bytes
-
-if TYPE_CHECKING:
-    from ds_vpipe.planning.layer_profile import ModelProfile
-
 
 layer_range = checked(ends(int), lambda ends: 0 <= ends[0] < ends[1], "A:B, layers A to B-1")
 
@@ -71,8 +68,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     ds_config = {} if arguments.config is None else read_json(arguments.config)
     size = arguments.micro_batch_size or ds_config.get(MICRO)
     if not isinstance(size, int) or size < 1:
-        remedy = "give --micro-batch-size B"
-        raise Refusal(MICRO, size, "a whole number >= 1", remedy).error()
+        raise Refusal(MICRO, size, "a whole number >= 1", "give --micro-batch-size B").error()
     profile = _profile(_example(arguments.model, size, dict(arguments.set)), arguments, size, ds_config)
     profile.save(arguments.output)
     return Answer(profile.to_json, lambda: f"{_table(profile)}\n{arguments.output}")
@@ -117,18 +113,17 @@ def _profile(
     start, stop = arguments.layers or (0, len(layers))
     if stop > len(layers):
         raise Refusal("--layers", [start, stop], f"within 0:{len(layers)}", "correct the range").error()
-    options: dict[str, Any] = {"first_layer": start, "micro_batch_size": size}
+    options: dict[str, Any] = {"first_layer": start, "micro_batch_size": size, "device": arguments.device}
     if stop == len(layers):
         options |= {"loss_fn": example.get("loss_fn"), "labels": example.get("labels")}
     dtype = DeepSpeedJson(ds_config).dtype
     if dtype != "float32":
         options["dtype"] = getattr(torch, dtype)
     inputs = outputs_before(layers, inputs, start) if start else inputs
-    options |= {"device": arguments.device, "micro_batches": arguments.repeat}
     if arguments.analytic:
         name = f"model of a device with {arguments.flops:.3g} FLOP/s and {arguments.memory_bandwidth:.3g} bytes/s"
         options["roofline"] = Roofline(name, arguments.flops, arguments.memory_bandwidth)
-    return profile_layers(layers[start:stop], inputs, **options)[0]
+    return profile_layers(layers[start:stop], inputs, micro_batches=arguments.repeat, **options)[0]
 
 
 def _table(profile: ModelProfile) -> str:

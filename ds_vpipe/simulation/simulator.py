@@ -21,7 +21,7 @@ from math import gcd
 from ds_vpipe.errors import PipelineProtocolError, Refusal
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.dry_run import Link, link_ends, posted_receives, receive_link, send_link
-from ds_vpipe.schedules.one_f_one_b import version_used
+from ds_vpipe.schedules.one_f_one_b import update_delay, version_used
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload, rank_program
 from ds_vpipe.simulation.costs import StageCost
@@ -101,12 +101,12 @@ class Simulation:
         )
         first, last = start, start + length - 1
         if not self.pipeline.synchronous:
-            ahead = -(-self.pipeline.depths[0] // self.pipeline.micro_batches)
+            ahead = update_delay(self.pipeline.depths[0], size)
             last -= ahead if drains else 0
             first = max(start + ahead, (start + last) // 2)
             # Micro-batches go round in a convoy as long as rank 0 has in flight: take whole convoys.
             in_flight = self.pipeline.depths[0] + 1
-            convoys = in_flight // gcd(in_flight, self.pipeline.micro_batches)
+            convoys = in_flight // gcd(in_flight, size)
             length = max(0, last - first)
             first = last - (length - length % convoys or length)
         return (first, last) if first < last else None
@@ -146,19 +146,12 @@ class Simulation:
 
 @dataclass(slots=True)
 class _Transfers:
-    """Messages of one link.
+    """Messages of one link."""
 
-    Attributes:
-        posted: receives that the other end keeps posted.
-        sent: of each message its action, when it was sent, the seconds it takes, and its sender.
-        taken: when the other end received each.
-        free: when the latest of them arrived.
-    """
-
-    posted: int
-    sent: list[tuple[Action, float, float, SimulatedRank]] = field(default_factory=list)
-    taken: list[float] = field(default_factory=list)
-    free: float = 0.0
+    posted: int  # receives that the other end keeps posted
+    sent: list[tuple[Action, float, float, SimulatedRank]] = field(default_factory=list)  # when, seconds, sender
+    taken: list[float] = field(default_factory=list)  # when the other end received each
+    free: float = 0.0  # when the latest of them arrived
 
 
 class SimulatedRank:

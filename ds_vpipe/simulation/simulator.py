@@ -196,12 +196,11 @@ class SimulatedRank:
         self._updates = self._next_version = 0
         self._versions: Counter[int] = Counter()  # how many micro-batches in flight use each version
         self._version_of: dict[tuple[int, int], int] = {}
-        self._held = 1
         out = link_ends(send_link, rank, pipeline.num_stages)
         into = link_ends(receive_link, rank, pipeline.num_stages)
         self._out = {kind: (links[link], link.target) for kind, link in out.items() if link in links}
         self._in = {kind: links[link] for kind, link in into.items() if link in links}
-        self._sample()
+        self._account()
 
     @property
     def peak_bytes(self) -> int:
@@ -269,66 +268,55 @@ class SimulatedRank:
         self._version_of[part, action.index] = version
         self._versions[version] += 1
         self._bytes += cost.activation_bytes
-        self._sample()
         self.in_flight = max(self.in_flight, len(self._version_of))
+        self._account()
         self._compute(action, cost.forward_s, version)
 
     def _backward(self, action: Action, part: int, cost: StageCost) -> None:
         self._forget_incomplete()
-        version = self._let_go(part, action.index)
+        version = self._version_of[part, action.index]
         if part == self.rank:
             self._completed = action.index + 1
         if cost.recompute_bytes:
-            self._sample(cost.recompute_bytes)
+            self._account(cost.recompute_bytes)
         self._compute(action, cost.backward_s, version)
-        self._bytes -= cost.activation_bytes
-        self._hold()
-        self._sample()
+        self._let_go(part, action.index)
+        self._account()
         self.staleness.append(self._updates - version)
 
     def _update(self, action: Action) -> None:
         self._compute(action, self._update_s)
         self._updates += 1
-        self._hold()
-        self._sample()
+        self._account()
         self.updates.append((self._clock, self._busy))
 
-    def _sample(self, more: int = 0) -> None:
-        size = self._bytes + more
-        if not self.memory or self.memory[-1].bytes != size:
-            self.memory.append(MemorySample(self.rank, self._clock, size))
-
-    def _let_go(self, part: int, index: int) -> int:
-        """Micro-batch ``index`` is no longer in flight; return the version that it used."""
+    def _let_go(self, part: int, index: int) -> None:
+        """Micro-batch ``index`` is no longer in flight."""
         version = self._version_of.pop((part, index))
         self._versions[version] -= 1
         if not self._versions[version]:
             del self._versions[version]
-        return version
+        self._bytes -= self._costs[part].activation_bytes
 
     def _forget_incomplete(self) -> None:
         """Let go of what belongs to no complete batch, as soon as the rank knows where the data end."""
         _, end, limit = self._filling
-        if self._forwarded != end or self._completed < end - self._pipeline.depths[self.rank]:
-            return
-        incomplete = [(part, index) for part, index in self._version_of if index >= limit]
-        for part, index in incomplete:
-            self._let_go(part, index)
-            self._bytes -= self._costs[part].activation_bytes
-        if incomplete:
-            self._hold()
-            self._sample()
+        if self._forwarded == end and self._completed >= end - self._pipeline.depths[self.rank]:
+            for part, index in [(part, index) for part, index in self._version_of if index >= limit]:
+                self._let_go(part, index)
+            self._account()
 
-    def _hold(self) -> None:
-        """Count the versions held: the newest, and those that micro-batches in flight use.
+    def _account(self, more: int = 0) -> None:
+        """Count the versions held, the newest and those that micro-batches in flight use, and all bytes.
 
         With vertical sync the next forward passes use versions that nothing in flight may use here yet.
         """
         used = self._versions.keys() | {self._updates}
         held = self._updates - min(min(used), self._next_version) + 1 if self._pipeline.vertical else len(used)
-        self._bytes += (held - self._held) * self._version_bytes
-        self._held = held
         self.versions = max(self.versions, held)
+        size = self._bytes + (held - 1) * self._version_bytes + more
+        if not self.memory or self.memory[-1].bytes != size:
+            self.memory.append(MemorySample(self.rank, self._clock, size))
 
     def _version(self, index: int) -> int:
         """The version of the weights that the forward pass of micro-batch ``index`` uses."""

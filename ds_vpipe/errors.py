@@ -1,4 +1,4 @@
-"""Exceptions of ds_vpipe, and the wording of refused settings.
+"""Exceptions of ds_vpipe, and the wording of refused settings and files.
 
 Every message is one line with the key, the value given, what is allowed and what to do: every rank prints it, and
 launchers interleave the output of ranks, so that a message of several lines cannot be read. Values are shown as JSON
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 _LONGEST_VALUE = 100
 
@@ -87,6 +90,24 @@ class Refusal:
     def error(self) -> VPipeConfigError:
         """Return the exception to raise."""
         return VPipeConfigError(str(self))
+
+
+def read_json(path: str | os.PathLike[str], key: str, allowed: str, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file, which the setting ``key`` names.
+
+    Raises:
+        VPipeConfigError: the file cannot be read or holds no JSON object.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        reason = "it holds no object"
+    except OSError as error:
+        content, reason = None, f"the file cannot be read: {error.strerror} (current directory {Path.cwd()})"
+    except (ValueError, RecursionError) as error:
+        content, reason = None, f"it is not JSON: {error}"
+    if not isinstance(content, dict):
+        raise Refusal(key, str(path), allowed, remedy, reason).error()
+    return content
 
 
 def raise_first(refusals: Sequence[Refusal]) -> None:

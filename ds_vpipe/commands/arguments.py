@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from argparse import ArgumentTypeError
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
-from ds_vpipe.errors import Refusal
+from ds_vpipe.errors import Refusal, read_json
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile, merge_profiles
 from ds_vpipe.schedules.one_f_one_b import update_delay
@@ -119,22 +118,9 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batches", type=count, metavar="N", help="to train; default: enough to see the pattern")
 
 
-def read_json(path: str) -> dict[str, Any]:
-    """Read the object in a JSON file.
-
-    Raises:
-        VPipeConfigError: the file cannot be read or holds no JSON object.
-    """
-    allowed, remedy = "a file with a JSON object", "correct the path or the file"
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refusal("file", path, allowed, remedy, error.strerror or str(error)).error() from None
-    except ValueError as error:
-        raise Refusal("file", path, allowed, remedy, f"it is not JSON: {error}").error() from None
-    if not isinstance(content, dict):
-        raise Refusal("file", path, allowed, remedy, "it holds no object").error()
-    return content
+def read_file(path: str) -> dict[str, Any]:
+    """The object in a JSON file."""
+    return read_json(path, "file", "a file with a JSON object", "correct the path or the file")
 
 
 def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPipeConfig, DeepSpeedJson, Pipeline]:
@@ -146,7 +132,7 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     Raises:
         VPipeConfigError: a size is not known, or the values are wrong or do not fit together.
     """
-    ds_config = DeepSpeedJson({} if path is None else read_json(path))
+    ds_config = DeepSpeedJson({} if path is None else read_file(path))
     for key in _OBJECTS:
         value = ds_config.content.get(key, {})
         if not isinstance(value, dict | bool if key == "zero_optimization" else dict):
@@ -277,7 +263,7 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
         if Path(path).is_dir():
             timelines.append(merge(read_recordings(path), arguments.offsets, arguments.replica))
             continue
-        content = read_json(path)
+        content = read_file(path)
         timeline = Timeline.from_json(content) if content.get("format") == FORMAT else _planned(arguments, path)
         if isinstance(timeline, Recording):
             place = place if recordings else len(timelines)

@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.commands.arguments import Answer, checked, count, ends, rate, read_json
+from ds_vpipe.commands.arguments import Answer, checked, count, ends, rate, read_file
 from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.layer_profile import ModelProfile
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Profile."""
-    ds_config = {} if arguments.config is None else read_json(arguments.config)
+    ds_config = {} if arguments.config is None else read_file(arguments.config)
     size = arguments.micro_batch_size or ds_config.get(MICRO)
     if not isinstance(size, int) or size < 1:
         raise Refusal(MICRO, size, "a whole number >= 1", "give --micro-batch-size B").error()

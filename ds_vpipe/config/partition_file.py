@@ -6,12 +6,11 @@ Planners write such files and several configs can share one. ``recompute_ratio``
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from typing_extensions import TypeIs
 
-from ds_vpipe.errors import Refusal, did_you_mean
+from ds_vpipe.errors import Refusal, did_you_mean, read_json
 
 _KEYS = ("partition", "recompute_ratio")
 _CONTENT = 'a JSON file {"partition": [counts], "recompute_ratio": [ratios]}'
@@ -36,13 +35,14 @@ def merge_partition_file(block: dict[Any, Any]) -> tuple[dict[Any, Any], dict[st
             different values of ``recompute_ratio``.
     """
     path: str = block["partition"]
-    content = _read(path)
+    remedy = "correct the path or the file"
+    content = read_json(path, "vpipe.partition", _CONTENT, remedy)
     for key in content:
         if key not in _KEYS:
             reason = f"unknown key {json.dumps(key)}{did_you_mean(key, _KEYS)}"
             raise Refusal("vpipe.partition", path, _CONTENT, "rename or remove the key in the file", reason).error()
     if "partition" not in content:
-        _refuse_file(path, 'the file has no key "partition"')
+        raise Refusal("vpipe.partition", path, _CONTENT, remedy, 'the file has no key "partition"').error()
     if not isinstance(content["partition"], list):
         name = f"vpipe.partition (file {path}, key partition)"
         allowed = "a list of layer counts > 0"
@@ -61,22 +61,6 @@ def merge_partition_file(block: dict[Any, Any]) -> tuple[dict[Any, Any], dict[st
             merged["recompute_ratio"] = in_file
             origin["recompute_ratio"] = path
     return merged, origin
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        _refuse_file(path, f"the file cannot be read: {error.strerror} (current directory {Path.cwd()})")
-    except (ValueError, RecursionError) as error:
-        _refuse_file(path, f"the file is not JSON: {error}")
-    if not isinstance(content, dict):
-        _refuse_file(path, "the file does not hold an object")
-    return content
-
-
-def _refuse_file(path: str, reason: str) -> NoReturn:
-    raise Refusal("vpipe.partition", path, _CONTENT, "correct the path or the file", reason).error()
 
 
 def _same(one: object, other: object) -> bool:

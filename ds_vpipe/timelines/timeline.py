@@ -23,7 +23,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ds_vpipe.errors import Refusal, VPipeConfigError
+from ds_vpipe.errors import Refusal, VPipeConfigError, read_json
 from ds_vpipe.schedules.actions import Action, Category, Kind
 
 FORMAT: Final = "ds_vpipe.timelines.timeline"
@@ -136,13 +136,12 @@ class Timeline:
         return {"format": FORMAT, "version": _VERSION, **values, "spans": [_row(span) for span in self.spans]}
 
     @staticmethod
-    def from_json(data: object) -> Timeline:
-        """The inverse of :meth:`to_json`; a :class:`Recording` if ``data`` is of one rank.
+    def from_json(content: Mapping[str, Any]) -> Timeline:
+        """The inverse of :meth:`to_json`; a :class:`Recording` if ``content`` is of one rank.
 
         Raises:
-            VPipeConfigError: ``data`` is not a timeline. One line names the first fault.
+            VPipeConfigError: ``content`` is not a timeline. One line names the first fault.
         """
-        content: dict[str, Any] = data if isinstance(data, dict) else {"format": data}
         if content.get("format") != FORMAT:
             allowed = f'an object with "format": "{FORMAT}"'
             raise Refusal("timeline.format", content.get("format"), allowed, _MAKE_ANEW).error()
@@ -201,14 +200,9 @@ class Timeline:
         Raises:
             VPipeConfigError: the file cannot be read or is not a timeline.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            allowed, remedy, reason = "a file that can be read", "correct the path", error.strerror or str(error)
-            raise Refusal("timeline", str(path), allowed, remedy, reason).error() from None
-        except ValueError as error:
-            raise Refusal("timeline", str(path), "a JSON file", _MAKE_ANEW, str(error)).error() from None
-        return Timeline.from_json(data)
+        return Timeline.from_json(
+            read_json(path, "timeline", "a JSON file of a timeline", f"correct it, or {_MAKE_ANEW}")
+        )
 
 
 @dataclass(frozen=True)

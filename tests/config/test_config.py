@@ -316,7 +316,7 @@ def test_partition_file_may_repeat_the_ratio_of_the_block(split_file: Path, rati
         (None, ["cannot be read", "No such file"]),
         ("{broken", ["is not JSON"]),
         (b"\xff\xfe\x00", ["is not JSON"]),
-        ("[1, 2]", ["does not hold an object"]),
+        ("[1, 2]", ["holds no object"]),
         ("{}", ['no key "partition"']),
         ('{"partition": [1], "recompute": [0]}', ['unknown key "recompute"', 'did you mean "recompute_ratio"?']),
         ('{"partition": "uniform"}', ["key partition", '"uniform"', "a list of layer counts"]),

@@ -32,10 +32,7 @@ _OBJECTS = ("optimizer", "zero_optimization", "fp16", "bf16")
 
 
 class Answer(NamedTuple):
-    """Outcome of a command: for scripts as JSON types, for people as text, and the exit status.
-
-    Only one of both is asked for.
-    """
+    """Outcome of a command: for scripts as JSON types or for people as text, and the exit status."""
 
     data: Callable[[], object]
     text: Callable[[], str]

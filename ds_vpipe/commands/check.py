@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Check."""
     from ds_vpipe.schedules.check import check_programs, typical_workload
     from ds_vpipe.schedules.one_f_one_b import update_delays
     from ds_vpipe.schedules.program import programs

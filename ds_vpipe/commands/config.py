@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Explain."""
     known = [name for name, _ in all_keys(VPipeConfig)]
     if arguments.key and arguments.key not in known:
         raise Refusal("key", arguments.key, ", ".join(known), "name one of them, or none").error()

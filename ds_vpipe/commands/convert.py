@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Convert."""
     from ds_vpipe.migration.vpipe import Conversion
     from ds_vpipe.migration.vpipe_files import read_split, read_stage_maps, read_vpipe_file
 

@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Look."""
     from dataclasses import asdict
 
     from ds_vpipe.doctor.checks import diagnose

@@ -52,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Plan."""
     config, ds_config, bare = read_pipeline(arguments, arguments.config)
     _check_choice(arguments)
     profile, devices = read_costs(arguments, config, ds_config)

@@ -64,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Profile."""
     ds_config = {} if arguments.config is None else read_file(arguments.config)
     size = arguments.micro_batch_size or ds_config.get(MICRO)
     if not isinstance(size, int) or size < 1:

@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Write the page."""
     from ds_vpipe.timelines.report import html_report
 
     timelines = timelines_from(arguments)

@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Draw."""
     for path in arguments.output:
         if Path(path).suffix not in _SUFFIXES:
             raise Refusal("--output", path, f"a name that ends in {', '.join(_SUFFIXES)}", "rename it").error()

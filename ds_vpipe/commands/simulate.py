@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Simulate."""
     config, ds_config, pipeline = read_pipeline(arguments, arguments.config)
     given = [name for name in _TAKES if getattr(arguments, name[2:]) is not None]
     given = given or ["--profile"] * bool(profile_paths(arguments, config))

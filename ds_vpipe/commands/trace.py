@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Write the trace."""
     from ds_vpipe.timelines.chrome_trace import save_chrome_trace
 
     timelines = timelines_from(arguments)

@@ -74,12 +74,7 @@ class StageMemory:
 
 
 class MemoryModel:
-    """Memory of any stage of a model, in constant time per alternative.
-
-    Args:
-        profile: the model's layers.
-        optimizer: what training needs per byte of weights.
-    """
+    """Memory of any stage of a model, in constant time per alternative."""
 
     def __init__(self, profile: ModelProfile, optimizer: OptimizerBytes = NO_OPTIMIZER) -> None:
         def column(name: str) -> Ints:

@@ -92,11 +92,8 @@ def plan(profile: ModelProfile, pipeline: Pipeline, devices: Devices, *, hide_tr
     With an interleaved schedule every virtual stage gets an even share of its rank's budget and the slowest one is made
     as fast as possible, so that the plan fits but may not be the best there is.
 
-    Args:
-        profile: all layers of the model.
-        pipeline: its partition and its ratios are chosen where they are None.
-        devices: what to plan for.
-        hide_transfers: choose the smallest depths that hide transfers too, if that fits; for ``asp``.
+    Chosen are the partition and the ratios of ``pipeline`` where they are None, and, to ``hide_transfers``, the
+    smallest depths of ``asp`` that do so, if they fit.
 
     Raises:
         VPipeConfigError: a setting is wrong, or nothing fits; the line says by how many bytes, where, and what helps.

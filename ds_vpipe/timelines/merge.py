@@ -65,9 +65,7 @@ def messages(spans: Iterable[Span]) -> Iterator[Message]:
 def estimate_offsets(found: Iterable[Message], clock_of_rank: Mapping[int, str]) -> dict[str, ClockOffset]:
     """Offsets of all clocks in ``clock_of_rank``, relative to that of the lowest rank.
 
-    Args:
-        found: messages, with the times of each end on the clock of its rank.
-        clock_of_rank: name of the clock of every rank.
+    The times of each end of a message are on the clock of its rank.
 
     Raises:
         VPipeConfigError: a clock is connected to the others by messages in one direction only, or not at all.
@@ -116,17 +114,12 @@ def read_recordings(folder: str | os.PathLike[str]) -> list[Recording]:
 def merge(recordings: Sequence[Recording], offsets: Sequence[float] | None = None, replica: int = 0) -> Timeline:
     """Bring the ranks' times onto one clock, let them begin at 0 and put them together.
 
-    A rank whose ring buffer has lost spans knows nothing of the time before its oldest one, so that the timeline begins
-    where all such ranks begin.
+    There has to be one per rank of the ``replica``. ``offsets`` are seconds to add to each rank's times; if not given,
+    they are estimated from messages. A rank whose ring buffer has lost spans knows nothing of the time before its
+    oldest one, so that the timeline begins where all such ranks begin.
 
-    Args:
-        recordings: one per rank of each replica, in any order.
-        offsets: seconds to add to each rank's times. If not given, they are estimated from messages.
-        replica: which data-parallel replica of the pipeline to take.
-
-    Returns:
-        The timeline. Its ``meta`` has that of the lowest rank, ``clock_offsets_s`` and ``clock_uncertainty_s`` per
-        rank (the latter None where offsets were given), and ``dropped`` spans per rank.
+    Its ``meta`` has that of the lowest rank, ``clock_offsets_s`` and ``clock_uncertainty_s`` per rank (the latter None
+    where offsets were given), and ``dropped`` spans per rank.
 
     Raises:
         VPipeConfigError: a rank is missing or there twice, sizes differ, or clocks cannot be related.

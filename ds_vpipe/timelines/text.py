@@ -50,11 +50,8 @@ def text_grid(
 ) -> str:
     """Draw ``timeline`` as text, without a newline at the end.
 
-    Args:
-        timeline: what to draw.
-        unit: seconds per column; :func:`default_unit` if not given.
-        window: first and last second to draw; everything if not given.
-        line_width: longest line, in characters; what is longer goes on in further blocks of rows.
+    ``unit`` are the seconds per column, :func:`default_unit` if not given, and ``line_width`` the characters of the
+    longest line; what is longer goes on in further blocks of rows.
 
     Raises:
         VPipeConfigError: ``unit`` is not positive, or there would be more than 2000 columns.

@@ -58,17 +58,11 @@ class LayerProfile:
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:
-        for part, whole in _PARTS:
+        kinds = ("output_kept", "activation"), ("frozen", "parameter"), ("largest_weight", "parameter")
+        for part, whole in ((f"{part}_bytes", f"{whole}_bytes") for part, whole in kinds):
             if getattr(self, part) > getattr(self, whole):
                 raise ValueError(f"{part} {getattr(self, part)} is more than {whole}, {getattr(self, whole)}")
         return self
-
-
-_PARTS = (
-    ("output_kept_bytes", "activation_bytes"),
-    ("frozen_bytes", "parameter_bytes"),
-    ("largest_weight_bytes", "parameter_bytes"),
-)
 
 
 @dataclass(frozen=True, config=_STRICT)

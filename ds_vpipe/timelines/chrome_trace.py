@@ -23,10 +23,8 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Return the JSON object of a trace of ``timelines``; times become microseconds."""
-    events: list[Event] = []
-    for process, timeline in enumerate(timelines):
-        events += _events(process, timeline)
+    """JSON object of a trace of ``timelines``; times become microseconds."""
+    events = [event for process, timeline in enumerate(timelines) for event in _events(process, timeline)]
     other = {"titles": [timeline.title for timeline in timelines]}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
@@ -37,40 +35,36 @@ def save_chrome_trace(timelines: Sequence[Timeline], path: str | os.PathLike[str
 
 
 def _events(process: int, timeline: Timeline) -> Iterator[Event]:
-    def about(what: str, thread: int, **values: object) -> Event:
-        return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": values}
+    def event(phase: str, name: str, thread: int, time: float | None = None, **values: Any) -> Event:
+        place = {} if time is None else {"ts": time * _MICROSECONDS}
+        return {"ph": phase, "name": name, "pid": process, "tid": thread, **place, **values}
 
-    yield about("process_name", 0, name=f"{timeline.source}: {timeline.title}")
-    yield about("process_sort_index", 0, sort_index=process)
+    yield event("M", "process_name", 0, args={"name": f"{timeline.source}: {timeline.title}"})
+    yield event("M", "process_sort_index", 0, args={"sort_index": process})
     threads: dict[Span, int] = {}
     for rank, spans in enumerate(timeline.by_rank()):
         lanes = _lanes(spans)
         for lane, members in enumerate(lanes):
             thread = lane * timeline.num_ranks + rank
             suffix = "" if lane == 0 else " transfers" if len(lanes) == 2 else f" transfers {lane}"
-            yield about("thread_name", thread, name=f"{timeline.rank_word} {rank}{suffix}")
-            yield about("thread_sort_index", thread, sort_index=rank * 1000 + lane)
+            yield event("M", "thread_name", thread, args={"name": f"{timeline.rank_word} {rank}{suffix}"})
+            yield event("M", "thread_sort_index", thread, args={"sort_index": rank * 1000 + lane})
             for span in members:
                 threads[span] = thread
-                yield _slice(process, thread, span)
+                counts = "batch" if span.kind.per_batch else "micro_batch"
+                about = {"part": span.part, counts: span.action.index}
+                if span.version is not None:
+                    about["version"] = span.version
+                look = {"cat": span.category.value, "dur": span.duration * _MICROSECONDS, "args": about}
+                yield event("X", str(span.action), thread, span.start, **look)
     for number, (send, receive) in enumerate(messages(timeline.spans)):
-        common = {"name": str(send.action), "cat": "message", "id": f"{process}.{number}", "pid": process}
-        yield {**common, "ph": "s", "tid": threads[send], "ts": send.start * _MICROSECONDS}
-        arrival = max(receive.start * _MICROSECONDS, receive.end * _MICROSECONDS - 1e-3)  # inside the slice
-        yield {**common, "ph": "f", "bp": "e", "tid": threads[receive], "ts": arrival}
+        name, common = str(send.action), {"cat": "message", "id": f"{process}.{number}"}
+        yield event("s", name, threads[send], send.start, **common)
+        arrival = max(receive.start, receive.end - 1e-9)  # inside the slice
+        yield event("f", name, threads[receive], arrival, bp="e", **common)
     for sample in timeline.memory:
         name = f"memory, {timeline.rank_word} {sample.rank}"
-        place = {"pid": process, "tid": sample.rank, "ts": sample.time * _MICROSECONDS}
-        yield {"ph": "C", "name": name, **place, "args": {"bytes": sample.bytes}}
-
-
-def _slice(process: int, thread: int, span: Span) -> Event:
-    counts = "batch" if span.kind.per_batch else "micro_batch"
-    values = {"part": span.part, counts: span.action.index}
-    if span.version is not None:
-        values["version"] = span.version
-    place = {"pid": process, "tid": thread, "ts": span.start * _MICROSECONDS, "dur": span.duration * _MICROSECONDS}
-    return {"ph": "X", "name": str(span.action), "cat": span.category.value, **place, "args": values}
+        yield event("C", name, sample.rank, sample.time, args={"bytes": sample.bytes})
 
 
 def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
@@ -79,10 +73,8 @@ def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
     for span in spans:
         if span.category is not Category.TRANSFER:
             lanes[0].append(span)
-            continue
-        free = next((lane for lane in lanes[1:] if lane[-1].end <= span.start), None)
-        if free is None:
-            free = []
-            lanes.append(free)
-        free.append(span)
+        elif (free := next((lane for lane in lanes[1:] if lane[-1].end <= span.start), None)) is not None:
+            free.append(span)
+        else:
+            lanes.append([span])
     return lanes

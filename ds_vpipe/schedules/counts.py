@@ -6,6 +6,7 @@ engine carries out and not computed beside them.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -119,7 +120,8 @@ def _rank_counts(pipeline: Pipeline, rank: int) -> RankCounts:
             elif kind is Kind.STEP:
                 update += 1
                 at_update = [max(pair) for pair in zip(at_update, now, strict=True)]
-                versions = max(versions, _versions_held(pipeline, update, set(version_of.values()), forwarded))
+                following = version_used(forwarded, depths[0], pipeline.micro_batches)
+                versions = max(versions, versions_held(pipeline, update, set(version_of.values()), following))
                 if pipeline.synchronous:
                     confirmed = list(sent)
         progress = after_batch(pipeline, rank, progress)
@@ -133,17 +135,14 @@ def _rank_counts(pipeline: Pipeline, rank: int) -> RankCounts:
     )
 
 
-def _versions_held(pipeline: Pipeline, update: int, used: set[int], forwarded: int) -> int:
-    """Weight versions that a rank holds after an update.
+def versions_held(pipeline: Pipeline, newest: int, used: Set[int], following: int) -> int:
+    """Weight versions that a rank holds: the newest and, unless none are stashed, those that are used in flight.
 
-    With vertical sync the next forward passes use versions that nothing in flight may use here yet.
+    With vertical sync the next forward pass uses version ``following``, which nothing in flight may use here yet.
     """
     if pipeline.weight_sync == "none":
         return 1
-    if not pipeline.vertical:
-        return len(used | {update})
-    following = version_used(forwarded, pipeline.depths[0], pipeline.micro_batches)
-    return update - min(used | {following}) + 1
+    return newest - min(used | {newest, following}) + 1 if pipeline.vertical else len(used | {newest})
 
 
 def _with_buffers(pipeline: Pipeline, part: int, counts: RankCounts, load: StageLoad) -> StageLoad:

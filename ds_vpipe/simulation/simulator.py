@@ -20,6 +20,7 @@ from math import gcd
 
 from ds_vpipe.errors import PipelineProtocolError, Refusal
 from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.counts import versions_held
 from ds_vpipe.schedules.dry_run import Link, link_ends, posted_receives, receive_link, send_link
 from ds_vpipe.schedules.one_f_one_b import update_delay, version_used
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -307,12 +308,8 @@ class SimulatedRank:
             self._account()
 
     def _account(self, more: int = 0) -> None:
-        """Count the versions held, the newest and those that micro-batches in flight use, and all bytes.
-
-        With vertical sync the next forward passes use versions that nothing in flight may use here yet.
-        """
-        used = self._versions.keys() | {self._updates}
-        held = self._updates - min(min(used), self._next_version) + 1 if self._pipeline.vertical else len(used)
+        """Count the versions and the bytes that are held."""
+        held = versions_held(self._pipeline, self._updates, self._versions.keys(), self._next_version)
         self.versions = max(self.versions, held)
         size = self._bytes + (held - 1) * self._version_bytes + more
         if not self.memory or self.memory[-1].bytes != size:

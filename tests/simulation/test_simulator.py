@@ -300,6 +300,12 @@ def test_timeline_of_parts() -> None:
     timeline.check()
 
 
+def test_without_stashing_one_version_is_held() -> None:
+    costs = StageCost(1.0, 2.0, static_bytes=7, version_bytes=100)
+    simulation = even(Pipeline("asp", 4, 1, weight_sync="none"), 8, costs)
+    assert [(rank.versions, rank.peak_bytes) for rank in simulation.ranks] == [(1, 7)] * 4
+
+
 def test_versions_of_passes() -> None:
     simulation = even(Pipeline("asp", 2, 1), 3, StageCost(1.0, 1.0))
     by_rank = [versions_of(rank) for rank in simulation.ranks]

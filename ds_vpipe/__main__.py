@@ -31,7 +31,7 @@ COMMANDS = {
     "doctor": "look for what keeps training from starting, here and on every host",
 }
 _DESCRIPTION = "Look at, check, time and plan pipelines before they run, and look at what they did afterwards."
-_EXAMPLES = """\
+_EPILOG = """\
 Show, check, profile, plan and simulate look ahead, trace and report back; convert is for those who come from vPipe or
 PipeDream, and doctor for wherever training does not start.
 
@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser; only the command ``chosen`` is imported; its help is its docstring."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="python -m ds_vpipe", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=form)
+    parser = _Parser(prog="python -m ds_vpipe", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=form)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         child = commands.add_parser(name, help=summary, formatter_class=form)

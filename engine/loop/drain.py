@@ -14,7 +14,8 @@ import atexit
 import gc
 import sys
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +35,9 @@ class LoopRestMixin(LoopRoundMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._resting = True  # nothing has been handed in since the last drain
         super().__init__(*args, **kwargs)
+        whole: Any = getattr(self.module, "user_module", self.module)
+        self._switched = tuple(dict.fromkeys((*self.modules(), *whole.modules())))
+        self._modes = [module.training for module in self._switched]
         atexit.register(serve_at_end, weakref.ref(self))
 
     def drain(self, what: str = "drain()") -> None:
@@ -114,11 +118,30 @@ class LoopRestMixin(LoopRoundMixin):
 
     # Parts of them
 
+    def _begin_round(self, packed: Any) -> int:
+        self._modes = [module.training for module in self._switched]
+        return super()._begin_round(packed)
+
     def _drain(self) -> None:
         # Wherever the script asks for it, these are passes and updates of training.
         plain = torch.autocast(self.device.type, enabled=False)
-        with torch.inference_mode(False), torch.enable_grad(), plain:
+        with torch.inference_mode(False), torch.enable_grad(), plain, self._as_in_training():
             self._finish_all()
+
+    @contextmanager
+    def _as_in_training(self) -> Iterator[None]:
+        """The modes of the latest round, for layers that are run again: eval() may have been called since."""
+        present = [module.training for module in self._switched]
+        self._switch(self._modes)
+        try:
+            yield
+        finally:
+            self._switch(present)
+
+    def _switch(self, modes: list[bool]) -> None:
+        for module, mode in zip(self._switched, modes, strict=True):
+            if module.training is not mode:
+                module.training = mode
 
     def _finish_all(self) -> None:
         state, neighbours = self.state, self.neighbours

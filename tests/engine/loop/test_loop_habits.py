@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections import ChainMap
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 from test_exactness import difference
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from worlds import CaseFailed, Worlds
 
 from ds_vpipe.engine.links.copies import as_bytes, digest, from_bytes
@@ -59,6 +61,22 @@ class Noisy(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.drawn = mask()
         return self.linear(hidden) * self.drawn.repeat(2)
+
+
+class Moody(nn.Module):
+    """A block that computes something else in evaluation, without a trace in what autograd saves."""
+
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        self.linear, self.checkpoints = nn.Linear(8, 8), checkpoints
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.checkpoints and self.training:
+            return checkpoint(self.transform, hidden, use_reentrant=False)
+        return self.transform(hidden)
+
+    def transform(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(hidden)) * (2.0 if self.training else 0.5)
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -410,3 +428,38 @@ def test_rates_wait_for_their_batch() -> None:
     groups[0]["lr"] = 4.0
     with rates.of_next_update(groups):
         assert groups[0]["lr"] == 4.0
+
+
+def evaluated_in_flight(ds_config: dict[str, Any], checkpoints: bool) -> dict[str, Any]:
+    """Train with an evaluation in between, before which micro-batches are in flight; one block is never trained."""
+    import ds_vpipe
+
+    torch.manual_seed(0)
+    model = Plain()
+    model.blocks = nn.ModuleList([Moody(checkpoints) for _ in range(4)])
+    engine = ds_vpipe.initialize(model=model, config=ds_config)[0]
+    for number in range(ROUNDS):
+        model.blocks[1].eval()
+        loss = engine(*batch(number))
+        engine.backward(loss)
+        engine.step()
+        if number % 3 == 2:
+            engine.eval()
+            with torch.no_grad():
+                engine(*batch(100))
+            assert not any(block.training for block in model.blocks)
+            engine.train()
+    engine.drain()
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.destroy()
+    cases.close_groups()
+    return found
+
+
+@pytest.mark.mp
+def test_what_is_run_again_after_eval_is_run_as_in_training(worlds: Worlds) -> None:
+    """The backward passes in flight come in the evaluation, when the script has set its mode."""
+    ways = [(config(1), False), (config(1), True), (config(1, recompute_ratio=1), False)]
+    wanted, *found = (dict(ChainMap(*worlds.run(STAGES, evaluated_in_flight, *way))) for way in ways)
+    for way, weights in zip(ways[1:], found, strict=True):
+        assert difference(weights, wanted) == 0, way

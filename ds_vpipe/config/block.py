@@ -6,7 +6,7 @@ DeepSpeed accepts unknown keys in silence, so everything is checked here.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import ValidationError, field_validator, model_validator
@@ -233,8 +233,12 @@ class VPipeConfig(Settings):
         return any(getattr(self, name) == word for name, word in _LEFT_TO_PLANNER.items())
 
     @classmethod
-    def parse(cls, block: object) -> VPipeConfig:
+    def parse(cls, block: object, origin: Mapping[str, str] | None = None) -> VPipeConfig:
         """Check ``block``, the value of the ``"vpipe"`` key, and read a partition file named in it.
+
+        Args:
+            block: the value; other objects than a dict are refused.
+            origin: files that keys come from, for those that do.
 
         Raises:
             VPipeConfigError: something is wrong. One line names the first key, the value given, what is
@@ -243,14 +247,12 @@ class VPipeConfig(Settings):
         if not isinstance(block, dict):
             remedy = 'write "vpipe": {} for the defaults, or remove the key for the stock engine'
             raise Refusal("vpipe", block, "an object of settings", remedy).error()
-        settings: dict[Any, Any] = block
-        origin: dict[str, str] = {}
-        if is_partition_file(settings.get("partition")):
-            settings, origin = merge_partition_file(settings)
+        if is_partition_file(block.get("partition")):
+            block, origin = merge_partition_file(block)
         try:
-            return cls.model_validate(settings)
+            return cls.model_validate(block)
         except ValidationError as error:
-            raise_first([refusal_of(detail, cls, origin) for detail in error.errors(include_url=False)])
+            raise_first([refusal_of(detail, cls, origin or {}) for detail in error.errors(include_url=False)])
             raise  # not reached: a ValidationError has at least one detail
 
     def settled(self, pipeline: Pipeline) -> VPipeConfig:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Hashable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.partition_file import merge_partition_file
 from ds_vpipe.errors import Refusal, did_you_mean
 
 # A host's name goes to ssh and, in the launcher's command, through the shells of other hosts: nothing that they read.
@@ -126,21 +128,6 @@ class VPipeFile(BaseModel):
 FIELDS = tuple(key for key in VPipeFile.model_fields if key not in ("path", "given"))
 
 
-class Split(BaseModel):
-    """vPipe's partition file: layers of every stage, and the share of them that is recomputed."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    partition: Annotated[
-        list[Annotated[int, Field(ge=1)]],
-        _field("a list of layer counts >= 1", "give one count per stage, such as [12, 13, 13, 11]", min_length=1),
-    ]
-    recompute_ratio: Annotated[
-        list[Annotated[int | float, Field(ge=0, le=1)]] | None,
-        _field("a list of numbers in [0, 1]", "give one such number per stage, such as [0.3, 0, 0, 0]"),
-    ] = None
-
-
 class StageMaps(BaseModel):
     """vPipe's ``mp_conf.json``; other keys are in ``model_extra``."""
 
@@ -205,19 +192,19 @@ def read_vpipe_file(path: str | Path) -> VPipeFile:
     return file
 
 
-def read_split(path: Path) -> Split:
-    """Read ``{"partition": [counts], "recompute_ratio": [ratios]}``; the ratios may be absent.
+def read_split(path: Path) -> VPipeConfig:
+    """Read ``{"partition": [counts], "recompute_ratio": [ratios]}``, a file that ``vpipe.partition`` may name too.
 
     Raises:
         VPipeConfigError: the file or a value in it is wrong.
     """
-    split = _validated(Split, _json(path), path)
-    counts, ratios = split.partition, split.recompute_ratio
-    if ratios is not None and len(ratios) != len(counts):
-        reason = f"partition has {len(counts)} entries and this has {len(ratios)}"
-        remedy = f"give {len(counts)}"
-        raise Refusal(f"{path}: recompute_ratio", ratios, "one number per stage", remedy, reason).error()
-    return split
+    settings, origin = merge_partition_file({"partition": str(path)})
+    block = VPipeConfig.parse(settings, origin)
+    count, ratios = len(settings["partition"]), block.recompute_ratio
+    if isinstance(ratios, tuple) and len(ratios) != count:
+        reason = f"partition has {count} entries and this has {len(ratios)}"
+        raise Refusal(f"{path}: recompute_ratio", ratios, "one number per stage", f"give {count}", reason).error()
+    return block
 
 
 def read_stage_maps(path: Path) -> StageMaps:
@@ -227,38 +214,36 @@ def read_stage_maps(path: Path) -> StageMaps:
         VPipeConfigError: the file or a value in it is wrong, or stages are replicated unevenly.
     """
     maps = _validated(StageMaps, _json(path), path)
+    for key, wrong, remedy, reason, allowed in _map_rules(maps):
+        if wrong:
+            title = StageMaps.model_fields[key].title or ""
+            raise Refusal(f"{path}: {key}", getattr(maps, key), allowed or title, remedy, reason).error()
+    return maps
 
-    def refusal(key: str, remedy: str, reason: str = "", allowed: str | None = None) -> Exception:
-        title = StageMaps.model_fields[key].title or ""
-        return Refusal(f"{path}: {key}", getattr(maps, key), allowed or title, remedy, reason).error()
 
-    stages = maps.module_to_stage_map
-    if stages[0]:
-        raise refusal("module_to_stage_map", "number the stages from 0")
+def _map_rules(maps: StageMaps) -> Iterator[tuple[str, bool, str, str, str]]:
+    """Rules for the maps: key, whether it breaks the rule, remedy, reason, and what is allowed if not as ever."""
+    key, stages = "module_to_stage_map", maps.module_to_stage_map
+    yield key, stages[0] != 0, "number the stages from 0", "", ""
     for before, stage in pairwise(stages):
-        if stage - before not in (0, 1):
-            raise refusal("module_to_stage_map", "order the modules by stage", f"{stage} follows {before}")
-    if stages[-2] != stages[-1]:
-        remedy = "put the criterion on the stage of the last module"
-        raise refusal("module_to_stage_map", remedy, "the criterion has a stage of its own")
+        yield key, stage - before not in (0, 1), "order the modules by stage", f"{stage} follows {before}", ""
+    remedy = "put the criterion on the stage of the last module"
+    yield key, stages[-2] != stages[-1], remedy, "the criterion has a stage of its own", ""
     count = stages[-1] + 1
     for key in ("stage_to_rank_map", "stage_to_depth_map"):
         value = getattr(maps, key)
-        if value is not None and value.keys() != {str(stage) for stage in range(count)}:
-            raise refusal(key, f'give the keys "0" to "{count - 1}"', f"module_to_stage_map has {count} stages")
-    everyone = sorted(rank for ranks in maps.ranks for rank in ranks)
-    if everyone != list(range(len(everyone))):
-        raise refusal("stage_to_rank_map", "number the ranks so", "the ranks are not 0, 1, 2, ... once each")
-    sizes = [len(ranks) for ranks in maps.ranks]
-    if len(set(sizes)) > 1:
-        reason = f"stages have {', '.join(map(str, sizes))} ranks, and uneven replication has no counterpart"
-        remedy = f"give every stage {max(sizes)} ranks, or one, and move layers instead: python -m ds_vpipe plan --help"
-        raise refusal("stage_to_rank_map", remedy, reason, "the same number of ranks at every stage")
-    depth = maps.depth
-    if depth is not None and (depth[-1] or sorted(depth, reverse=True) != depth):
-        usual = json.dumps({str(stage): count - 1 - stage for stage in range(count)})
-        raise refusal("stage_to_depth_map", f"write {usual}, or remove the key", "stage 0 runs furthest ahead")
-    return maps
+        wrong = value is not None and value.keys() != {str(stage) for stage in range(count)}
+        yield key, wrong, f'give the keys "0" to "{count - 1}"', f"module_to_stage_map has {count} stages", ""
+    key, sizes = "stage_to_rank_map", [len(ranks) for ranks in maps.ranks]
+    wrong = sorted(chain(*maps.ranks)) != list(range(sum(sizes)))
+    yield key, wrong, "number the ranks so", "the ranks are not 0, 1, 2, ... once each", ""
+    reason = f"stages have {', '.join(map(str, sizes))} ranks, and uneven replication has no counterpart"
+    remedy = f"give every stage {max(sizes)} ranks, or one, and move layers instead: python -m ds_vpipe plan --help"
+    yield key, len(set(sizes)) > 1, remedy, reason, "the same number of ranks at every stage"
+    depth = maps.depth or [0]
+    remedy = f"write {json.dumps({str(stage): count - 1 - stage for stage in range(count)})}, or remove the key"
+    wrong = depth[-1] != 0 or sorted(depth, reverse=True) != depth
+    yield "stage_to_depth_map", wrong, remedy, "stage 0 runs furthest ahead", ""
 
 
 def plain_yaml(text: str) -> str:

@@ -73,18 +73,7 @@ _CATEGORIES = {
     Kind.REDUCE: Category.UPDATE,
     Kind.STEP: Category.UPDATE,
 }
-_PER_MICRO_BATCH = frozenset(
-    (
-        Kind.LOAD,
-        Kind.RECV_ACT,
-        Kind.FORWARD,
-        Kind.SEND_ACT,
-        Kind.RECV_GRAD,
-        Kind.BACKWARD,
-        Kind.SEND_GRAD,
-        Kind.DROP_GRAD,
-    )
-)
+_PER_MICRO_BATCH = frozenset(list(Kind)[: list(Kind).index(Kind.REDUCE)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,19 +25,12 @@ from ds_vpipe.schedules.rank_order import RankOrder
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One action that is wrong.
+    """One action that is wrong."""
 
-    Attributes:
-        rank: the rank whose program it is in.
-        position: position in the program, from 0; the program's length if something is missing at its end.
-        action: the action there, or None at the end.
-        reason: what is wrong, in one line.
-    """
-
-    rank: int
-    position: int
-    action: Action | None
-    reason: str
+    rank: int  # whose program it is in
+    position: int  # in the program, from 0; the program's length if something is missing at its end
+    action: Action | None  # None at the end
+    reason: str  # in one line
 
     def __str__(self) -> str:
         return f"rank {self.rank}, position {self.position}, {self.action or 'end'}: {self.reason}"
@@ -54,10 +47,6 @@ def check_programs(
 
 def check_pipeline(pipeline: Pipeline, exchanges: Sequence[Exchanges] | None = None) -> None:
     """Check what the engine is about to carry out: enough batches to reach the steady state, a data end, a refill.
-
-    Args:
-        pipeline: the schedule and its sizes.
-        exchanges: what every rank exchanges around its updates, if anything.
 
     Raises:
         PipelineProtocolError: something is wrong; one line names the first fault.
@@ -87,10 +76,8 @@ def typical_workload(pipeline: Pipeline) -> Workload:
 def link_faults(programs: Programs, posted: Callable[[Link], int], last: Filling | None = None) -> list[Fault]:
     """Receives that meet another message than theirs, or else ranks that stand for ever, or else what nobody receives.
 
-    Args:
-        programs: of all ranks.
-        posted: the receives kept posted on a link.
-        last: the last filling; what is sent beyond its open end may be received later.
+    ``posted`` gives the receives kept posted on a link. What is sent beyond an open end of the ``last`` filling may be
+    received later.
     """
     run = dry_run(programs, posted)
     mixed, standing = [], []

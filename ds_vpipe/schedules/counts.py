@@ -19,23 +19,15 @@ from ds_vpipe.schedules.program import after_batch, rank_actions
 
 @dataclass(frozen=True)
 class StageLoad:
-    """Most that a virtual stage holds between two actions.
+    """Most that a virtual stage holds between two actions."""
 
-    Attributes:
-        in_flight: micro-batches between their forward and backward pass.
-        versions: weight versions, the newest included.
-        input_buffers: transfer buffers as large as its input.
-        output_buffers: transfer buffers as large as its output.
-        at_update: micro-batches in flight during an update; none if the pipeline drains before it.
-        with_gradients: micro-batches in flight during a backward pass that finds gradients of an earlier one of its
-            batch; none if a batch is one micro-batch. Default: as many as at other times.
-    """
-
-    in_flight: int
-    versions: int = 1
-    input_buffers: int = 0
-    output_buffers: int = 0
-    at_update: int = 0
+    in_flight: int  # micro-batches between their forward and backward pass
+    versions: int = 1  # weight versions, the newest included
+    input_buffers: int = 0  # transfer buffers as large as its input
+    output_buffers: int = 0  # transfer buffers as large as its output
+    at_update: int = 0  # micro-batches in flight during an update; none if the pipeline drains before it
+    # Micro-batches in flight during a backward pass that finds gradients of an earlier one of its batch; none if a
+    # batch is one micro-batch. Default: as many as at other times.
     with_gradients: int = -1
 
     def __post_init__(self) -> None:
@@ -45,32 +37,21 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Most that one rank holds, for each of its virtual stages in order.
-
-    Attributes:
-        in_flight: micro-batches in flight.
-        at_update: the same, during an update.
-        with_gradients: the same, during a backward pass that finds gradients of an earlier one of its batch.
-        unconfirmed: gradients sent and not known to have arrived.
-        versions: weight versions of the rank.
-        moments: micro-batches in flight at the same time, for all times before a backward pass.
-    """
+    """Most that one rank holds, for each of its virtual stages in order."""
 
     in_flight: tuple[int, ...]
-    at_update: tuple[int, ...]
-    with_gradients: tuple[int, ...]
-    unconfirmed: tuple[int, ...]
-    versions: int
-    moments: frozenset[tuple[int, ...]]
+    at_update: tuple[int, ...]  # in flight, during an update
+    with_gradients: tuple[int, ...]  # in flight, during a backward pass that finds gradients of its batch
+    unconfirmed: tuple[int, ...]  # gradients sent and not known to have arrived
+    versions: int  # of the rank
+    moments: frozenset[tuple[int, ...]]  # micro-batches in flight at the same time, before a backward pass
 
 
 def stage_loads(pipeline: Pipeline, host_transfers: bool = False) -> tuple[StageLoad, ...]:
     """Loads of all virtual stages, in the order of the model.
 
-    Args:
-        pipeline: schedule and sizes.
-        host_transfers: messages are packed and received in the memory that is planned, as on the CPU. On an
-            accelerator they pass through host memory.
+    With ``host_transfers`` messages are packed and received in the memory that is planned, as on the CPU. On an
+    accelerator they pass through host memory.
     """
     loads, ranks = [], pipeline.num_stages
     for part in range(pipeline.num_parts):
@@ -125,14 +106,8 @@ def _rank_counts(pipeline: Pipeline, rank: int) -> RankCounts:
                 if pipeline.synchronous:
                     confirmed = list(sent)
         progress = after_batch(pipeline, rank, progress)
-    return RankCounts(
-        in_flight=tuple(in_flight),
-        at_update=tuple(at_update),
-        with_gradients=tuple(with_gradients),
-        unconfirmed=tuple(unconfirmed),
-        versions=versions,
-        moments=frozenset(moments),
-    )
+    most = tuple(in_flight), tuple(at_update), tuple(with_gradients), tuple(unconfirmed)
+    return RankCounts(*most, versions, frozenset(moments))
 
 
 def versions_held(pipeline: Pipeline, newest: int, used: Set[int], following: int) -> int:

@@ -19,7 +19,7 @@ semantics of a simple language for parallel programming", 1974).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ds_vpipe.schedules.actions import Action, Kind
@@ -101,35 +101,21 @@ def posted_receives(pipeline: Pipeline, link: Link) -> int:
     return pipeline.depths[earlier] - pipeline.depths[later] + 1
 
 
+@dataclass(slots=True)
 class Messages:
-    """State of one link in the dry run.
+    """State of one link in the dry run."""
 
-    Attributes:
-        sent: the actions that have sent, with their positions in the sender's program.
-        received: messages received.
-        posted: receives kept posted.
-        wanted: the receiver stands at a receive, so that at least one is posted.
-    """
-
-    __slots__ = ("posted", "received", "sent", "wanted")
-
-    def __init__(self, posted: int) -> None:
-        self.sent: list[tuple[int, Action]] = []
-        self.received = 0
-        self.posted = posted
-        self.wanted = False
+    posted: int  # receives kept posted
+    received: int = 0
+    wanted: bool = False  # the receiver stands at a receive, so that at least one is posted
+    sent: list[tuple[int, Action]] = field(default_factory=list)  # with positions in the sender's program
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """How far each rank comes.
+    """How far each rank comes."""
 
-    Attributes:
-        positions: of each rank, the position in its program at which it stands for ever, or the program's length.
-        links: what has been sent and received.
-    """
-
-    positions: tuple[int, ...]
+    positions: tuple[int, ...]  # in its program, at which it stands for ever, or the program's length
     links: dict[Link, Messages]
 
 

@@ -32,11 +32,8 @@ def default_depths(num_stages: int) -> tuple[int, ...]:
 def version_used(micro_batch: int, depth: int, micro_batches: int, refill: int = 0) -> int:
     """Number of its own updates a stage has applied when it runs ``F(micro_batch)``.
 
-    Args:
-        micro_batch: index of the micro-batch.
-        depth: warm-up depth ``W`` of the stage (with vertical sync: of stage 0).
-        micro_batches: micro-batches per batch, ``M``.
-        refill: first micro-batch that was admitted after the pipeline last drained.
+    ``depth`` is the stage's warm-up depth ``W``, with vertical sync that of stage 0; ``refill`` the first micro-batch
+    that was admitted after the pipeline last drained.
     """
     return max(refill, micro_batch - depth) // micro_batches
 
@@ -44,36 +41,23 @@ def version_used(micro_batch: int, depth: int, micro_batches: int, refill: int =
 def news_delay(depth: int, depth_there: int, micro_batches: int) -> int:
     """Updates by which news of an earlier stage are late at a later one that does not wait for them.
 
-    When a stage completes ``B(i)``, an earlier one has completed ``B(i - (W' - W) - 1)``, because ``F(i + W)``
-    has come from it.
-
-    Args:
-        depth: warm-up depth ``W`` of the later stage.
-        depth_there: warm-up depth ``W'`` of the earlier stage.
-        micro_batches: micro-batches per batch, ``M``.
+    When a stage of depth ``W`` completes ``B(i)``, an earlier one of depth ``W'``, ``depth_there``, has completed
+    ``B(i - (W' - W) - 1)``, because ``F(i + W)`` has come from it.
     """
     return -(-(depth_there - depth + 1) // micro_batches)
 
 
 def updates_known(batch: int, delay: int, micro_batches: int, refill: int = 0) -> int:
-    """How many of an earlier stage's updates a stage knows of in its own update ``batch``.
+    """How many of an earlier stage's updates a stage knows of in its own update ``batch``, counted from 0.
 
-    Args:
-        batch: number of the update, from 0.
-        delay: :func:`news_delay` of the two stages.
-        micro_batches: micro-batches per batch, ``M``.
-        refill: first micro-batch that was admitted after the pipeline last drained, when everything was known.
+    ``delay`` is the :func:`news_delay` of the two stages. At ``refill``, the first micro-batch that was admitted after
+    the pipeline last drained, everything was known.
     """
     return max(refill // micro_batches, batch + 1 - delay)
 
 
 def update_delay(depth: int, micro_batches: int) -> int:
-    """Updates by which a gradient is late at most, in a pipeline that runs undisturbed: ceil(W / M).
-
-    Args:
-        depth: warm-up depth ``W`` of the stage (with vertical sync: of stage 0).
-        micro_batches: micro-batches per batch, ``M``.
-    """
+    """Updates by which a gradient is late at most, in a pipeline that runs undisturbed: ceil(W / M)."""
     return -(-depth // micro_batches)
 
 
@@ -103,13 +87,7 @@ class Exchanges:
 
 
 def exchanges_by_rank(num_stages: int, tied: Iterable[Sequence[int]] = (), news: bool = False) -> tuple[Exchanges, ...]:
-    """What every stage exchanges around its updates.
-
-    Args:
-        num_stages: K.
-        tied: for each tied weight the stages that have it, the owner first.
-        news: stages tell the previous one what their update told.
-    """
+    """What every stage exchanges around its updates; ``tied`` has the stages of each tied weight, the owner first."""
     owners = {owner for owner, *_ in tied}
     copies = {copy for _, *others in tied for copy in others}
     return tuple(Exchanges(stage in owners, stage in copies, news) for stage in range(num_stages))

@@ -96,11 +96,7 @@ class Workload:
 def batch_actions(pipeline: Pipeline, rank: int, progress: Progress) -> Iterator[Action]:
     """What is left of the current batch on ``rank``: forward and backward passes, one reduction and update.
 
-    Args:
-        pipeline: the schedule and its sizes.
-        rank: the rank within the pipeline.
-        progress: how far the rank has come. A synchronous pipeline drains at the end of the batch whatever the
-            limit; an interleaved one is interpreted from the start of a batch only.
+    A synchronous pipeline drains at the end of the batch whatever the limit.
 
     Raises:
         ValueError: the schedule is interleaved and micro-batches are in flight or a batch has begun.
@@ -142,13 +138,7 @@ def at_data_end(pipeline: Pipeline, rank: int, progress: Progress, limit: int, e
     """Where ``rank`` stands once it knows, in place of micro-batch ``end``, that the data have ended.
 
     It has run ``B(end - W - 1)`` before. The next rank sends gradients up to ``end - W' - 1`` before it learns of it.
-
-    Args:
-        pipeline: the schedule and its sizes.
-        rank: the rank within the pipeline.
-        progress: how far the rank has come.
-        limit: no micro-batch from here on belongs to a complete batch.
-        end: the first micro-batch that is not there.
+    No micro-batch from ``limit`` on belongs to a complete batch.
     """
     depths = pipeline.depths
     owed = range(max(limit, end - depths[rank]), end - depths[rank + 1]) if rank + 1 < len(depths) else range(0)

@@ -72,12 +72,6 @@ class RankOrder:
 
     It follows that a backward pass is at most ``ceil(W / M)`` versions behind, none if the pipeline is synchronous, and
     that with vertical sync the version that rank 0 used is there: its depth is the largest.
-
-    Args:
-        pipeline: the schedule and its sizes.
-        rank: the rank within the pipeline.
-        workload: what is trained.
-        exchanges: what the rank exchanges around its updates.
     """
 
     def __init__(self, pipeline: Pipeline, rank: int, workload: Workload, exchanges: Exchanges) -> None:

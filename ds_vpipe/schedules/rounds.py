@@ -47,14 +47,7 @@ class Round:
 
 
 def next_round(pipeline: Pipeline, rank: int, progress: Progress, exchanges: Exchanges = _NOTHING_ELSE) -> Round:
-    """The round in which ``rank`` is handed micro-batch ``progress.forwarded``.
-
-    Args:
-        pipeline: the schedule, with one part of the model per rank.
-        rank: the rank within the pipeline.
-        progress: where it stands between two rounds; without a limit.
-        exchanges: what it exchanges around updates.
-    """
+    """The round in which ``rank``, with one part of the model, is handed micro-batch ``progress.forwarded``."""
     forward, backward, step = list[Action](), list[Action](), list[Action]()
     for action in rank_actions(pipeline, rank, progress, exchanges):
         if action.kind in _FORWARD:

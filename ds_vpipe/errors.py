@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,19 +92,27 @@ class Refusal:
         return VPipeConfigError(str(self))
 
 
-def read_json(path: str | os.PathLike[str], key: str, allowed: str, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file, which the setting ``key`` names.
+def read_json(
+    path: str | os.PathLike[str],
+    key: str,
+    allowed: str,
+    remedy: str,
+    parse: Callable[[str], object] = json.loads,
+    form: str = "JSON",
+) -> dict[str, Any]:
+    """The object in a JSON file, which the setting ``key`` names, or in a file of another form.
 
     Raises:
-        VPipeConfigError: the file cannot be read or holds no JSON object.
+        VPipeConfigError: the file cannot be read or holds no object.
     """
+    content: object
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse(Path(path).read_text(encoding="utf-8-sig"))
         reason = "it holds no object"
     except OSError as error:
         content, reason = None, f"the file cannot be read: {error.strerror} (current directory {Path.cwd()})"
-    except (ValueError, RecursionError) as error:
-        content, reason = None, f"it is not JSON: {error}"
+    except (ValueError, TypeError, RecursionError) as error:
+        content, reason = None, f"it is not {form}: {error}"
     if not isinstance(content, dict):
         raise Refusal(key, str(path), allowed, remedy, reason).error()
     return content

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
+from ds_vpipe.config.deepspeed_json import checked_block
 from ds_vpipe.config.keys import Settings, checked_list, is_int, is_number, key, refusal_of, refuse
 from ds_vpipe.config.partition_file import is_partition_file, merge_partition_file
 from ds_vpipe.config.staleness import Staleness
@@ -244,9 +245,7 @@ class VPipeConfig(Settings):
             VPipeConfigError: something is wrong. One line names the first key, the value given, what is
                 allowed and what to do, and how many more keys are wrong.
         """
-        if not isinstance(block, dict):
-            remedy = 'write "vpipe": {} for the defaults, or remove the key for the stock engine'
-            raise Refusal("vpipe", block, "an object of settings", remedy).error()
+        block = checked_block(block)
         if is_partition_file(block.get("partition")):
             block, origin = merge_partition_file(block)
         try:
@@ -268,8 +267,7 @@ class VPipeConfig(Settings):
         """Check lengths of lists and the sum of ``partition`` for ``num_stages`` stages and ``num_layers`` layers.
 
         Raises:
-            VPipeConfigError: a list does not have one entry per stage, the counts of ``partition`` do not sum
-                to ``num_layers``, or there are fewer layers than stages.
+            VPipeConfigError: they do not fit, or there are fewer layers than stages.
         """
         refusals: list[Refusal] = []
         parts = num_stages * self.virtual_stages
@@ -305,10 +303,7 @@ class VPipeConfig(Settings):
     def pipeline(self, num_stages: int, micro_batches: int, partition: Sequence[int] | None = None) -> Pipeline:
         """The pipeline that the block asks for; None in it where the planner is to choose.
 
-        Args:
-            num_stages: K.
-            micro_batches: M.
-            partition: layers of every virtual stage; by default the list in the block, if it has one.
+        ``partition`` has the layers of every virtual stage; by default it is the list in the block, if there is one.
 
         Raises:
             VPipeConfigError: a list does not have one entry per stage.

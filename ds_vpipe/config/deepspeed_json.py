@@ -61,13 +61,7 @@ class DeepSpeedJson:
             if key != BLOCK and key.lower().replace("-", "").replace("_", "") == BLOCK:
                 why = f'unknown key, did you mean "{BLOCK}"?'
                 raise Refusal(key, value, f'the block under the key "{BLOCK}"', "rename the key", why).error()
-        if BLOCK not in self.content:
-            return None
-        block = self.content[BLOCK]
-        if not isinstance(block, dict):
-            remedy = f'write "{BLOCK}": {{}} for the defaults, or remove the key for the stock engine'
-            raise Refusal(BLOCK, block, "an object of settings", remedy).error()
-        return block
+        return checked_block(self.content[BLOCK]) if BLOCK in self.content else None
 
     @property
     def dtype(self) -> str:
@@ -155,6 +149,14 @@ class DeepSpeedJson:
         reason = f"{ranks} ranks in {num_stages} stages are {replicas} replicas"
         remedy = f"write {unit}, or remove the key" if all_given else f"change it, or {next(iter(given))}"
         raise Refusal(TOTAL, total, allowed, remedy, reason).error()
+
+
+def checked_block(block: object) -> dict[str, Any]:
+    """The value of the ``"vpipe"`` key, which has to be an object."""
+    if not isinstance(block, dict):
+        remedy = f'write "{BLOCK}": {{}} for the defaults, or remove the key for the stock engine'
+        raise Refusal(BLOCK, block, "an object of settings", remedy).error()
+    return block
 
 
 def _whole(value: object) -> int | None:

@@ -22,45 +22,32 @@ def is_partition_file(partition: object) -> TypeIs[str]:
 
 
 def merge_partition_file(block: dict[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
-    """Replace the path in ``block["partition"]`` by what the file says.
-
-    Args:
-        block: The ``"vpipe"`` block, with a path (relative to the current directory) as ``partition``.
+    """Replace the path in ``block["partition"]``, relative to the current directory, by what the file says.
 
     Returns:
         The new block, and for each key taken from the file the path of the file. Values are not checked.
 
     Raises:
-        VPipeConfigError: The file is missing or not JSON, its keys are wrong, or it and ``block`` give
-            different values of ``recompute_ratio``.
+        VPipeConfigError: The file cannot be read, its keys are wrong, or it and ``block`` give different values of
+            ``recompute_ratio``.
     """
     path: str = block["partition"]
-    remedy = "correct the path or the file"
-    content = read_json(path, "vpipe.partition", _CONTENT, remedy)
-    for key in content:
-        if key not in _KEYS:
-            reason = f"unknown key {json.dumps(key)}{did_you_mean(key, _KEYS)}"
-            raise Refusal("vpipe.partition", path, _CONTENT, "rename or remove the key in the file", reason).error()
-    if "partition" not in content:
-        raise Refusal("vpipe.partition", path, _CONTENT, remedy, 'the file has no key "partition"').error()
+    content = read_json(path, "vpipe.partition", _CONTENT, "correct the path or the file")
+    for key in (*content, "partition"):
+        if key not in _KEYS or key not in content:
+            unknown = f"unknown key {json.dumps(key)}{did_you_mean(key, _KEYS)}"
+            reason = 'the file has no key "partition"' if key in _KEYS else unknown
+            raise Refusal("vpipe.partition", path, _CONTENT, "correct the keys in the file", reason).error()
     if not isinstance(content["partition"], list):
-        name = f"vpipe.partition (file {path}, key partition)"
-        allowed = "a list of layer counts > 0"
+        name, allowed = f"vpipe.partition (file {path}, key partition)", "a list of layer counts > 0"
         raise Refusal(name, content["partition"], allowed, "write the counts in the file").error()
-
-    merged = {**block, "partition": content["partition"]}
-    origin = {"partition": path}
-    if "recompute_ratio" in content:
-        in_file = content["recompute_ratio"]
-        in_block = block.get("recompute_ratio", in_file)
-        if not _same(in_block, in_file):
-            reason = f"file {path} has {json.dumps(in_file)} under the same key"
-            allowed = "the ratios in one of the two places, or the same in both"
-            raise Refusal("vpipe.recompute_ratio", in_block, allowed, "remove one of them", reason).error()
-        if "recompute_ratio" not in block:
-            merged["recompute_ratio"] = in_file
-            origin["recompute_ratio"] = path
-    return merged, origin
+    merged = {**block, **content, **{key: block[key] for key in _KEYS[1:] if key in block}}
+    in_block, in_file = merged.get("recompute_ratio"), content.get("recompute_ratio")
+    if "recompute_ratio" in content and not _same(in_block, in_file):
+        reason = f"file {path} has {json.dumps(in_file)} under the same key"
+        allowed = "the ratios in one of the two places, or the same in both"
+        raise Refusal("vpipe.recompute_ratio", in_block, allowed, "remove one of them", reason).error()
+    return merged, {key: path for key in content if key == "partition" or key not in block}
 
 
 def _same(one: object, other: object) -> bool:

@@ -50,11 +50,7 @@ class LRRescheduling(Settings):
     )
 
     def factor(self, updates: int, delay: int) -> float:
-        """Factor of the learning rate: delay ** -(1 - min(updates / T, 1)).
-
-        Args:
-            updates: made asynchronously so far.
-            delay: that of the stage, in updates.
+        """Factor of the learning rate after ``updates`` asynchronous ones: delay ** -(1 - min(updates / T, 1)).
 
         Source: PipeMare (Yang et al., MLSys 2021), technique 1.
         """
@@ -102,10 +98,7 @@ class Staleness(Settings):
 
     @property
     def kept_weights(self) -> int:
-        """Copies of a stage's weights besides the versions, where gradients are late.
-
-        Error feedback holds the last change.
-        """
+        """Copies of a stage's weights besides the versions: error feedback holds the last change."""
         return int(self.error_feedback is not None)
 
     @field_validator("nadam", "error_feedback", mode="before")

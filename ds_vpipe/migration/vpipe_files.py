@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.partition_file import merge_partition_file
-from ds_vpipe.errors import Refusal, did_you_mean
+from ds_vpipe.errors import Refusal, did_you_mean, read_json
 
 # A host's name goes to ssh and, in the launcher's command, through the shells of other hosts: nothing that they read.
 Machine = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*:(0|[1-9][0-9]{0,3})$")]
@@ -46,6 +46,7 @@ _Machines = Annotated[
     AfterValidator(_different),
     _field("a list of different 'HOST:GPU'", "write one per rank, such as ['localhost:0']", min_length=1),
 ]
+_REMEDY = "correct the path or the file"
 _MODELS = "bert, translation, image_classification, speech_to_text"
 
 
@@ -213,7 +214,7 @@ def read_stage_maps(path: Path) -> StageMaps:
     Raises:
         VPipeConfigError: the file or a value in it is wrong, or stages are replicated unevenly.
     """
-    maps = _validated(StageMaps, _json(path), path)
+    maps = _validated(StageMaps, read_json(path, "file", "a file with a JSON object", _REMEDY), path)
     for key, wrong, remedy, reason, allowed in _map_rules(maps):
         if wrong:
             title = StageMaps.model_fields[key].title or ""
@@ -298,23 +299,9 @@ class _Loader(yaml.SafeLoader):
 
 def _yaml(path: Path) -> dict[Any, Any]:
     def parse(text: str) -> object:
-        return yaml.load(plain_yaml(text), Loader=_Loader)  # a safe loader
+        try:
+            return yaml.load(plain_yaml(text), Loader=_Loader)  # a safe loader
+        except yaml.YAMLError as error:
+            raise ValueError(error) from None
 
-    return _content(path, parse, "a YAML file with one 'key': value a line", "plain YAML", "mapping")
-
-
-def _json(path: Path) -> dict[Any, Any]:
-    return _content(path, json.loads, "a file with a JSON object", "JSON", "object")
-
-
-def _content(path: Path, parse: Callable[[str], object], allowed: str, form: str, kind: str) -> dict[Any, Any]:
-    try:
-        content = parse(path.read_text(encoding="utf-8-sig"))
-        reason = f"it holds no {kind}"
-    except OSError as error:
-        content, reason = None, error.strerror or str(error)
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
-        content, reason = None, f"it is not {form}: {error}"
-    if not isinstance(content, dict):
-        raise Refusal("file", str(path), allowed, "correct the path or the file", reason).error()
-    return content
+    return read_json(path, "file", "a YAML file with one 'key': value a line", _REMEDY, parse, "plain YAML")

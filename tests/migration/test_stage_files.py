@@ -42,8 +42,8 @@ def test_stage_maps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "the file is not JSON"),
-        ([1], "does not hold an object"),
+        ("{", "it is not JSON"),
+        ([1], "it holds no object"),
         ({"partitions": [1]}, 'unknown key "partitions", did you mean "partition"?'),
         ({}, 'the file has no key "partition"'),
         ({"partition": [1, 0]}, "f.json, key partition[1]): got 0; allowed: an int > 0"),

@@ -126,8 +126,8 @@ def test_wrong_values_are_refused_in_one_line(tmp_path: Path, changes: dict[str,
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "it holds no mapping"),
-        ("[1, 2]", "it holds no mapping"),
+        ("", "it holds no object"),
+        ("[1, 2]", "it holds no object"),
         ("'a': [1\n", "it is not plain YAML"),
         (SHIPPED + "'epochs': 3\n", "the key 'epochs' is there twice"),
         (SHIPPED.replace("0.05", "5e-2"), 'learning_rate: got "5e-2"; allowed: a number >= 0, without quotes'),

@@ -30,21 +30,13 @@ PADDINGS = "param_alignment_paddings"
 
 @dataclass(frozen=True)
 class Form:
-    """Layout of an optimizer's state dict.
+    """Layout of an optimizer's state dict."""
 
-    Attributes:
-        base: key of the inner optimizer's own state dict; None if there is no wrapper around it.
-        masters: key of the fp32 master weights per group; None if the weights themselves are trained.
-        flat: parameters of a group are one vector, master weights and state alike.
-        partitioned: the vectors are cut into equal partitions, one per replica.
-        scale: further keys that belong to training rather than to a parameter: loss scale, clipping.
-    """
-
-    base: str | None
-    masters: str | None
-    flat: bool
-    partitioned: bool
-    scale: tuple[str, ...]
+    base: str | None = None  # key of the inner optimizer's own state dict; None if there is no wrapper around it
+    masters: str | None = None  # key of the fp32 master weights per group; None if the weights themselves are trained
+    flat: bool = False  # parameters of a group are one vector, master weights and state alike
+    partitioned: bool = False  # the vectors are cut into equal partitions, one per replica
+    scale: tuple[str, ...] = ()  # keys that belong to training rather than to a parameter: loss scale, clipping
 
     def inner(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """The inner optimizer's own state dict."""
@@ -58,17 +50,12 @@ class Form:
 
 
 _SCALE = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+_ZERO_SCALE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 _FORMS = (
-    Form(
-        "base_optimizer_state",
-        "single_partition_of_fp32_groups",
-        flat=True,
-        partitioned=True,
-        scale=("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"),
-    ),
-    Form("optimizer_state_dict", "fp32_groups_flat", flat=True, partitioned=False, scale=(*_SCALE, "clip_grad")),
-    Form("optimizer_state_dict", "fp32_groups", flat=False, partitioned=False, scale=_SCALE),
-    Form(None, None, flat=False, partitioned=False, scale=()),
+    Form("base_optimizer_state", "single_partition_of_fp32_groups", flat=True, partitioned=True, scale=_ZERO_SCALE),
+    Form("optimizer_state_dict", "fp32_groups_flat", flat=True, scale=(*_SCALE, "clip_grad")),
+    Form("optimizer_state_dict", "fp32_groups", scale=_SCALE),
+    Form(),
 )
 
 
@@ -98,31 +85,18 @@ def carry_scale(target: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """Optimizer state of one parameter.
+    """Optimizer state of one parameter."""
 
-    Attributes:
-        master: fp32 master weight in the parameter's shape, or None where the optimizer keeps none.
-        state: by name: tensors in the parameter's shape such as ``exp_avg``, and numbers such as ``step``.
-        origin: stage and index of the parameter group it comes from.
-        options: that group's hyperparameters.
-    """
-
-    master: torch.Tensor | None
-    state: dict[str, Any]
-    origin: tuple[int, int]
-    options: Mapping[str, Any]
+    master: torch.Tensor | None  # fp32 master weight in its shape, or None where the optimizer keeps none
+    state: dict[str, Any]  # by name: tensors in its shape such as ``exp_avg``, and numbers such as ``step``
+    origin: tuple[int, int]  # stage and index of the parameter group it comes from
+    options: Mapping[str, Any]  # that group's hyperparameters
 
 
 def unpack(saved: Sequence[Mapping[str, Any]], groups: Groups, stage: int = 0) -> dict[str, ParameterState]:
-    """Take one stage's optimizer apart.
+    """States of one stage's optimizer by name of the parameter; tensors are views where the form allows it.
 
-    Args:
-        saved: state dicts of all replicas in order for a partitioned form, else the only one.
-        groups: the parameters that it is about.
-        stage: recorded as origin.
-
-    Returns:
-        By name of the parameter. Tensors are views where the form allows it.
+    ``saved`` has the state dicts of all replicas in order for a partitioned form, else the only one.
 
     Raises:
         VPipeError: ``groups`` do not fit, or a state cannot be cut into parameters.
@@ -154,7 +128,7 @@ def pack(
     replica: int = 0,
     warn: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Put a stage's optimizer together.
+    """State dict for an optimizer's ``load_state_dict``: the inverse of :func:`unpack`.
 
     Args:
         template: state dict of the optimizer that is to receive the states; gives form, sizes and keys.
@@ -162,9 +136,6 @@ def pack(
         groups: the receiving optimizer's parameters.
         replica: which partition to make of a partitioned form.
         warn: gets a line for each number that has to be the same within a group and is not.
-
-    Returns:
-        What the receiving optimizer's ``load_state_dict`` takes.
 
     Raises:
         VPipeError: parameter groups with other hyperparameters would be merged, or states do not fit.

@@ -12,6 +12,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ _LAYER_FILE = re.compile(r"layer_(\d+)-(?:.*-)?model_states\.pt")
 def checkpoint_folder(directory: str | Path, tag: str | None = None) -> Path:
     """Folder that holds a checkpoint's files, also after a save that was killed.
 
-    Args:
-        directory: what was given to ``save_checkpoint()``, or the checkpoint's own folder.
-        tag: which checkpoint; default: the one that the file ``latest`` names.
+    ``directory`` is what was given to ``save_checkpoint()``, or the checkpoint's own folder. Without a ``tag`` it is
+    the checkpoint that the file ``latest`` names.
 
     Raises:
         VPipeError: there is none.
@@ -155,11 +155,9 @@ class PipelineCheckpoint:
         """Stage of each parameter: a tied one's owner, which is the first; a loss function's is the last."""
         index: dict[str, int] = {}
         for stage, groups in enumerate(self.groups):
-            for group in groups:
-                for name, _ in group:
-                    if name not in index or _is_outside(name):
-                        index[name] = stage
-        index.pop(PLACEHOLDER, None)
+            for name, _ in chain(*groups):
+                if name != PLACEHOLDER and (name not in index or _is_outside(name)):
+                    index[name] = stage
         return index
 
     def unique_name(self, name: str) -> str:
@@ -201,13 +199,10 @@ class PipelineCheckpoint:
         """State dicts of a stage's optimizer: one per replica with ZeRO, else one, or none without an optimizer."""
         if stage not in self._optimizers:
             content = self.stages[stage]
-            if content.get("optimizer") is not None:
-                found = [content["optimizer"]]
-            elif content.get("param_shapes") is not None:
+            found = [] if content.get("optimizer") is None else [content["optimizer"]]
+            if not found and content.get("param_shapes") is not None:
                 files = [self._zero_file(stage, replica) for replica in range(content["dp_world_size"])]
                 found = [self._load(name)["optimizer_state_dict"] for name in files]
-            else:
-                found = []
             self._optimizers[stage] = found
         return self._optimizers[stage]
 
@@ -224,11 +219,11 @@ class PipelineCheckpoint:
                 f"checkpoint {str(self.folder)!r}: got no optimizer state of {lost[0]} (and {len(lost) - 1} more), "
                 f"allowed are models that train the same parameters; load with load_optimizer_states=False"
             )
-        stages = {
-            stage: unpack(self.optimizer(stage), self.groups[stage], stage)
-            for stage in sorted({self._index[own] for own in wanted.values()})
-        }
+        stages = {stage: self._unpacked(stage) for stage in sorted({self._index[own] for own in wanted.values()})}
         return {name: stages[self._index[own]][own] for name, own in wanted.items()}
+
+    def _unpacked(self, stage: int) -> dict[str, ParameterState]:
+        return unpack(self.optimizer(stage), self.groups[stage], stage)
 
     def masters(self) -> dict[str, torch.Tensor]:
         """fp32 master weights by name, of all parameters that have one.
@@ -236,15 +231,13 @@ class PipelineCheckpoint:
         Raises:
             VPipeError: see :attr:`groups`.
         """
-        result: dict[str, torch.Tensor] = {}
-        for stage in range(len(self.stages)):
-            saved = self.optimizer(stage)
-            if not saved or form_of(saved[0]).masters is None:
-                continue
-            for name, state in unpack(saved, self.groups[stage], stage).items():
-                if state.master is not None and self._index.get(name) == stage:
-                    result[name] = state.master
-        return result
+        kept = [s for s in range(len(self.stages)) if (o := self.optimizer(s)) and form_of(o[0]).masters is not None]
+        return {
+            name: state.master
+            for stage in kept
+            for name, state in self._unpacked(stage).items()
+            if state.master is not None and self._index.get(name) == stage
+        }
 
     def _zero_file(self, stage: int, replica: int) -> str:
         name = f"zero_pp_rank_{replica}_mp_rank_{self._numbers[stage]:02d}_optim_states.pt"
@@ -268,7 +261,7 @@ class PipelineCheckpoint:
         own: set[int] = set()
         tied: dict[str, dict[str, tuple[int, ...]]] = {}
         for groups in self.groups:
-            for name, shape in (member for group in groups for member in group):
+            for name, shape in chain(*groups):
                 head, _, rest = name.partition(".")
                 if head.isdecimal():
                     own.add(int(head))

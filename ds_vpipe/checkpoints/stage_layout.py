@@ -24,34 +24,22 @@ PLACEHOLDER = "vpipe_placeholder"
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Parameters of one stage, seen from one slice (tensor-parallel rank).
-
-    Attributes:
-        stage: index of the stage.
-        bounds: layer indices; part p holds layers ``bounds[p]`` to ``bounds[p + 1] - 1``. Stage s of K holds parts s,
-            s + K, ...; there is one for each unless the schedule is interleaved.
-        replicas: data-parallel ranks.
-        slice_index: tensor-parallel rank.
-        slices: tensor-parallel ranks.
-        groups: names and shapes of the optimizer's parameters, per parameter group; a stage with nothing to train
-            has :data:`PLACEHOLDER`.
-        ties: layers that are ``TiedLayerSpec``, with their key.
-        aliases: further names of shared parameters, with the name that ``groups`` has.
-        untied: untied parameters inside tied layers. Maps the layer-qualified name used in ``groups`` to the module's
-            name, which is the same on every stage of the tie.
-        copies: tied parameters of a plain module. Maps their names in later pieces to the first one's; None for a
-            ``PipelineModule``.
-    """
+    """Parameters of one stage, seen from one slice (tensor-parallel rank)."""
 
     stage: int
+    # Part p holds layers bounds[p] to bounds[p + 1] - 1. Stage s of K holds parts s, s + K, ...; there is one for each
+    # unless the schedule is interleaved.
     bounds: tuple[int, ...]
-    replicas: int
+    replicas: int  # data-parallel ranks
     slice_index: int
     slices: int
-    groups: Groups
-    ties: Mapping[int, str]
-    aliases: Mapping[str, str]
+    groups: Groups  # the optimizer's parameters; a stage with nothing to train has PLACEHOLDER
+    ties: Mapping[int, str]  # layers that are TiedLayerSpec, with their key
+    aliases: Mapping[str, str]  # further names of shared parameters, with the name that groups has
+    # Untied parameters inside tied layers: from the layer-qualified name used in groups to the module's name, which is
+    # the same on every stage of the tie.
     untied: Mapping[str, str]
+    # Tied parameters of a plain module: from their names in later pieces to the first one's; None for a PipelineModule.
     copies: Mapping[str, str] | None = None
 
     @property
@@ -66,15 +54,9 @@ class StageLayout:
 
     def plain(self) -> dict[str, Any]:
         """As a dict of numbers, strings, lists and dicts."""
-        return {
-            **asdict(self),
-            "bounds": list(self.bounds),
-            "groups": [[[name, list(shape)] for name, shape in group] for group in self.groups],
-            "ties": dict(self.ties),
-            "aliases": dict(self.aliases),
-            "untied": dict(self.untied),
-            "copies": None if self.copies is None else dict(self.copies),
-        }
+        mappings = {name: dict(value) for name, value in vars(self).items() if isinstance(value, Mapping)}
+        groups = [[[name, list(shape)] for name, shape in group] for group in self.groups]
+        return {**asdict(self), **mappings, "bounds": list(self.bounds), "groups": groups}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> StageLayout:
@@ -99,11 +81,8 @@ def infer_groups(
 
     With ZeRO the files say it. Else it is clear if each stage trains all of its layers' parameters in one
     group and none are tied: then the order is that of the layers, and the number of parameters, or of
-    elements in a flat vector, tells where a stage ends.
-
-    Args:
-        model_states: content of the ``mp_rank`` file of every stage.
-        layers: shapes by name of the tensors in each layer's file, in order.
+    elements in a flat vector, tells where a stage ends. ``model_states`` are the contents of the ``mp_rank`` files,
+    ``layers`` the shapes by name in each layer's file, in order.
 
     Raises:
         VPipeError: it is not clear.
@@ -141,12 +120,10 @@ def _size(optimizer: Mapping[str, Any] | None) -> int:
     if optimizer is None:
         return -1
     form = form_of(optimizer)
-    base = form.inner(optimizer)
-    if len(base["param_groups"]) != 1:
+    groups = form.inner(optimizer)["param_groups"]
+    if len(groups) != 1:
         return -1
-    if form.flat and form.masters is not None:
-        return int(optimizer[form.masters][0].numel())
-    return len(base["param_groups"][0]["params"])
+    return int(optimizer[form.masters][0].numel()) if form.flat and form.masters else len(groups[0]["params"])
 
 
 def _fits(optimizer: Mapping[str, Any], members: Sequence[tuple[str, tuple[int, ...]]]) -> bool:

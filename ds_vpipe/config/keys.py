@@ -26,8 +26,15 @@ class Settings(BaseModel):
 
 
 def key(default: object, allowed: str, meaning: str, example: object, *, entry: str = "", **limits: Any) -> Any:
-    """The field of a key: its default (``...`` for none), the values it accepts, in words, its effect, in Markdown, and a
-    value that is often right; for lists the values that an entry accepts; and pydantic's limits, such as ``ge``.
+    """The field of a key.
+
+    Args:
+        default: its value if it is not given; ``...`` if it has to be.
+        allowed: the values that it accepts, in words.
+        meaning: its effect, in Markdown.
+        example: a value that is often right, for the remedy.
+        entry: the values that an entry accepts, for lists.
+        limits: pydantic's, such as ``ge``.
     """
     extra: dict[str, Any] = {"allowed": allowed, "entry": entry}
     return Field(default, description=meaning, examples=[example], json_schema_extra=extra, **limits)

@@ -6,6 +6,7 @@ engine is loaded when it is first asked for.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "StageStatistics": "ds_vpipe.engine.observe.statistics",
+    "VPipeEngine": "ds_vpipe.engine.engine",
+    "VPipeModule": "ds_vpipe.engine.modules.partitioned",
+    "WeightStashingOptimizer": "ds_vpipe.engine.weights.stashing",
+    "initialize": "ds_vpipe.initialization",
+}
 __all__ = [
     "PipelinePeerError",
     "PipelineProtocolError",
@@ -33,24 +41,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "initialize":
-        from ds_vpipe.initialization import initialize
-
-        return initialize
-    if name == "VPipeEngine":
-        from ds_vpipe.engine.engine import VPipeEngine
-
-        return VPipeEngine
-    if name == "VPipeModule":
-        from ds_vpipe.engine.modules.partitioned import VPipeModule
-
-        return VPipeModule
-    if name == "WeightStashingOptimizer":
-        from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
-
-        return WeightStashingOptimizer
-    if name == "StageStatistics":
-        from ds_vpipe.engine.observe.statistics import StageStatistics
-
-        return StageStatistics
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

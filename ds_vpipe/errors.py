@@ -66,21 +66,13 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Refusal:
-    """One setting that is refused.
+    """One setting that is refused."""
 
-    Attributes:
-        key: Full name of the key, such as ``vpipe.recompute_ratio[1]``.
-        value: The value given.
-        allowed: What the key accepts.
-        remedy: What to do, as an imperative.
-        reason: Why the value is refused, where "it is not among the allowed" does not say it.
-    """
-
-    key: str
+    key: str  # full name, such as vpipe.recompute_ratio[1]
     value: object
     allowed: str
-    remedy: str
-    reason: str = ""
+    remedy: str  # as an imperative
+    reason: str = ""  # where "it is not among the allowed" does not say it
 
     def __str__(self) -> str:
         reason = f"{self.reason}; " if self.reason else ""

@@ -38,10 +38,6 @@ def balanced_partition(weights: Sequence[float], num_stages: int) -> tuple[int, 
     layers of total weight S. The second is a dynamic program over the last cut: O(K n^2). Weights are
     turned into integers exactly, so the result does not depend on rounding.
 
-    Args:
-        weights: Cost of each layer, finite and >= 0, in any unit.
-        num_stages: K.
-
     Raises:
         VPipeConfigError: There are fewer layers than stages.
         ValueError: A weight is negative or not finite.

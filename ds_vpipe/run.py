@@ -30,9 +30,11 @@ def main(argv: list[str]) -> int:
     before, named = argv[:position], argv[position:]
     as_module = named[0] == "-m"
     name, *arguments = (named[1:] or [""]) if as_module else named
-    wrong = _wrong_module(name) if as_module else _wrong_script(name)
-    if wrong:
-        print(f"ds_vpipe.run: got {wrong}; {USAGE}", file=sys.stderr)
+    if not (_is_module(name) if as_module else Path(name).is_file()):
+        lacks = (
+            f"which is not found from {sys.path[0] or 'the current folder'!r}" if as_module else "which is not a file"
+        )
+        print(f"ds_vpipe.run: got {'module' if as_module else 'script'} {name!r}, {lacks}; {USAGE}", file=sys.stderr)
         return 2
 
     import deepspeed
@@ -72,16 +74,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _wrong_script(name: str) -> str:
-    return "" if Path(name).is_file() else f"script {name!r}, which is not a file"
-
-
-def _wrong_module(name: str) -> str:
+def _is_module(name: str) -> bool:
     try:
-        found = importlib.util.find_spec(name)
+        return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # no such package; no name
-        found = None
-    return "" if found else f"module {name!r}, which is not found from {sys.path[0] or 'the current folder'!r}"
+        return False
 
 
 if __name__ == "__main__":

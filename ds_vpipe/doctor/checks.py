@@ -86,19 +86,12 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding, in one line.
+    """One finding, in one line."""
 
-    Attributes:
-        level: ``error`` if training will not start or be wrong, ``warning`` if it may.
-        check: what was looked at.
-        text: what was found.
-        remedy: what to do about it; empty if it is ok.
-    """
-
-    level: Level
-    check: str
-    text: str
-    remedy: str = ""
+    level: Level  # error if training will not start or be wrong, warning if it may
+    check: str  # what was looked at
+    text: str  # what was found
+    remedy: str = ""  # empty if it is ok
 
     def __str__(self) -> str:
         remedy = f"; {self.remedy}" if self.remedy else ""

@@ -57,21 +57,13 @@ Row = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Remark:
-    """One field of the files that were read, and its counterpart.
+    """One field of the files that were read, and its counterpart."""
 
-    Attributes:
-        kind: ``kept`` if it means the same, ``changed`` if it does not quite, ``dropped`` if it has no counterpart.
-        field: its name, with the file's where it is not the YAML.
-        value: as written; None if it is absent.
-        becomes: the new setting; empty if there is none.
-        why: the difference, or what to do instead.
-    """
-
-    kind: Kind
-    field: str
-    value: object
-    becomes: str
-    why: str = ""
+    kind: Kind  # kept if it means the same, changed if it does not quite, dropped if it has no counterpart
+    field: str  # with the file's name where it is not the YAML
+    value: object  # as written; None if it is absent
+    becomes: str  # the new setting; empty if there is none
+    why: str = ""  # the difference, or what to do instead
 
     def __str__(self) -> str:
         value = "absent" if self.value is None else show(self.value)

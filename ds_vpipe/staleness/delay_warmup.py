@@ -23,24 +23,14 @@ from ds_vpipe.config.staleness import Staleness
 
 @dataclass(frozen=True)
 class DelayWarmup:
-    """Drain intervals: the batches between two drains.
+    """Drain intervals: the batches between two drains. Batches count from 0 since the start of training."""
 
-    Attributes:
-        synchronous: number of one-batch intervals at the start, N.
-        starts: first batch of each later interval; the last interval has no end.
-    """
-
-    synchronous: int
-    starts: tuple[int, ...]
+    synchronous: int  # one-batch intervals at the start, N
+    starts: tuple[int, ...]  # first batch of each later interval; the last interval has no end
 
     @classmethod
     def of(cls, settings: Staleness | None, delay: int) -> Self:
-        """Intervals for ``synchronous_updates`` and ``delay_warmup_updates``.
-
-        Args:
-            settings: the ``"staleness"`` object, if there is one.
-            delay: largest delay of all stages in updates, D.
-        """
+        """Intervals for the ``"staleness"`` object, if there is one, and the largest delay of all stages, D."""
         first, warmup = (0, 0) if settings is None else (settings.synchronous_updates, settings.delay_warmup_updates)
         starts = [first]
         while delay > 0 and starts[-1] < first + warmup:
@@ -48,23 +38,14 @@ class DelayWarmup:
         return cls(first, tuple(starts))
 
     def drain_interval(self, batch: int) -> tuple[int, int | None]:
-        """First batches of the interval around a batch and of the next one, None without a next drain.
-
-        Args:
-            batch: from 0 since the start of training.
-        """
+        """First batches of the interval around a batch and of the next one, None without a next drain."""
         if batch < self.synchronous:
             return batch, batch + 1
         after = bisect_right(self.starts, batch)
         return self.starts[after - 1], self.starts[after] if after < len(self.starts) else None
 
     def delay(self, batch: int, largest: int) -> int:
-        """Largest delay in updates within the interval around a batch.
-
-        Args:
-            batch: from 0 since the start of training.
-            largest: delay of a stage in a pipeline that is not drained.
-        """
+        """Largest delay in updates within the interval around a batch; ``largest`` without drains."""
         start, end = self.drain_interval(batch)
         return largest if end is None else min(largest, end - start - 1)
 

@@ -88,15 +88,8 @@ class StalenessMitigation:
 
     @torch.no_grad()
     def _extrapolate(self, parameters: list[torch.Tensor], before: list[torch.Tensor], scale: float) -> None:
-        """Error feedback on top of the base update.
-
-        Args:
-            parameters: the updated ones.
-            before: their values before the update; used up.
-            scale: share of the change between the last two updates that is added.
-        """
+        """Error feedback on top of the base update, which began at the values ``before``."""
         changes = list(torch._foreach_sub(parameters, before))
-        del before
         late = self.updates > self.warmup.drain_interval(self.updates)[0]
         for parameter, change in zip(parameters, changes, strict=True):
             state = self._optimizer.state[parameter]

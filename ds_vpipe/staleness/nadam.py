@@ -17,16 +17,8 @@ from ds_vpipe.config.staleness import NAdam
 from ds_vpipe.errors import VPipeConfigError
 
 _ADAM = {"lr", "betas", "eps", "weight_decay"}
-_ADAM_OPTIONS = {
-    "amsgrad",
-    "bias_correction",
-    "capturable",
-    "decoupled_weight_decay",
-    "differentiable",
-    "foreach",
-    "fused",
-    "maximize",
-}
+_ADAM_FORMS = {"amsgrad", "bias_correction", "decoupled_weight_decay", "maximize"}
+_IMPLEMENTATIONS = {"capturable", "differentiable", "foreach", "fused"}
 _TRUST_RATIO = {"min_coeff", "max_coeff"}
 
 
@@ -48,7 +40,7 @@ class NAdamStep:
         self._product = (0, 1.0)
         keys = set(optimizer.defaults)
         is_lamb = keys >= _TRUST_RATIO
-        known = _ADAM | _ADAM_OPTIONS | ({"max_grad_norm", *_TRUST_RATIO} if is_lamb else set())
+        known = _ADAM | _ADAM_FORMS | _IMPLEMENTATIONS | ({"max_grad_norm", *_TRUST_RATIO} if is_lamb else set())
         if not keys >= _ADAM or not keys & {"amsgrad", "bias_correction"} or keys - known:
             raise VPipeConfigError(
                 f"vpipe.staleness.nadam: got an optimizer of type {type(optimizer).__name__}, allowed are Adam, AdamW "
@@ -76,8 +68,7 @@ class NAdamStep:
             state["step"] = torch.full_like(state["step"], step) if torch.is_tensor(state["step"]) else step
         beta1, beta2 = self._settings.betas
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        means = [state["exp_avg"] for state in states]
-        squares = [state["exp_avg_sq"] for state in states]
+        means, squares = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
@@ -104,8 +95,8 @@ class NAdamStep:
         state: dict[str, Any] = self._optimizer.state[parameter]
         if "exp_avg" not in state:
             state["step"] = torch.zeros(()) if isinstance(self._optimizer, torch.optim.Adam) else 0
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
     def _momentum(self, step: int) -> float:

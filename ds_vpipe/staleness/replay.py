@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import accumulate, islice, pairwise
 from typing import Any
 
@@ -25,23 +24,16 @@ from torch import nn
 
 from ds_vpipe.config.staleness import Staleness, refuse_delays
 from ds_vpipe.schedules.one_f_one_b import default_depths, update_delays, version_used
-from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
+from ds_vpipe.staleness.delay_warmup import DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class ReplayedStage:
-    """Weight versions of one stage, and its optimizer.
+    """Weight versions of one stage, and its optimizer; see :class:`Replay`.
 
-    Args:
-        parameters: the stage's trainable parameters.
-        make_optimizer: their base optimizer.
-        delay: updates between the version that a batch's first micro-batch uses and the newest.
-        staleness: what is done about that delay.
-        clip: largest norm of the stage's gradient; 0 for no limit.
-        factor: what the optimizer's learning rates are multiplied with in an update, numbered from 1.
-        warmup: drain intervals.
+    ``delay`` is the number of updates between the version that a batch's first micro-batch uses and the newest.
     """
 
     def __init__(
@@ -49,10 +41,10 @@ class ReplayedStage:
         parameters: list[nn.Parameter],
         make_optimizer: MakeOptimizer,
         delay: int,
-        staleness: Staleness | None = None,
-        clip: float = 0.0,
-        factor: Callable[[int], float] | None = None,
-        warmup: DelayWarmup = NO_WARMUP,
+        staleness: Staleness | None,
+        clip: float,
+        factor: Callable[[int], float] | None,
+        warmup: DelayWarmup,
     ) -> None:
         self.parameters = parameters
         self.optimizer = make_optimizer(parameters)
@@ -65,7 +57,7 @@ class ReplayedStage:
         self._mitigation = None if late is None else StalenessMitigation(self.optimizer, late, delay, warmup)
         self._newest = [parameter.data for parameter in parameters]
         self._versions: deque[list[torch.Tensor]] = deque(maxlen=delay + 1)  # the last is the newest
-        self._versions.append(self._copy([]))
+        self._versions.append(self._copy())
 
     def point_to(self, version: int) -> None:
         """Make the parameters refer to a version.
@@ -94,17 +86,11 @@ class ReplayedStage:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
-        full = len(self._versions) == self._versions.maxlen
-        self._versions.append(self._copy(self._versions.popleft() if full else []))
+        self._versions.append(self._copy())
 
-    def _copy(self, into: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy of the newest weights, into the tensors of an old version where given."""
-        if self._delay == 0:
-            return self._newest
-        into = into or [torch.empty_like(value) for value in self._newest]
-        if into:
-            torch._foreach_copy_(into, self._newest)
-        return into
+    def _copy(self) -> list[torch.Tensor]:
+        """The newest weights as a version, copied if a later update may find it in use."""
+        return [value.clone() for value in self._newest] if self._delay else self._newest
 
     def _clip_gradients(self) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -210,21 +196,16 @@ class Replay:
     @torch.no_grad()
     def evaluate(self, data: Iterable[tuple[Any, Any]]) -> float:
         """Mean loss of ``data`` under the newest weights, with the layers in evaluation mode."""
-        with self._evaluating():
-            losses = [float(self.loss_fn(self._forward(inputs), labels)) for inputs, labels in data]
-        return sum(losses) / len(losses)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
         modes = [layer.training for layer in self.layers]
         for stage in self.stages:
             stage.point_to_newest()
         self.layers.eval()
         try:
-            yield
+            losses = [float(self.loss_fn(self._forward(inputs), labels)) for inputs, labels in data]
         finally:
             for layer, mode in zip(self.layers, modes, strict=True):
                 layer.train(mode)
+        return sum(losses) / len(losses)
 
     def _forward(self, value: Any) -> Any:
         for layer in self.layers:

@@ -13,7 +13,7 @@ from pydantic import ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
 from ds_vpipe.config.deepspeed_json import checked_block
-from ds_vpipe.config.keys import Settings, checked_list, is_int, is_number, key, refusal_of, refuse
+from ds_vpipe.config.keys import Settings, checked_list, is_number, key, refusal_of, refuse
 from ds_vpipe.config.partition_file import is_partition_file, merge_partition_file
 from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.errors import Refusal, raise_first
@@ -157,7 +157,7 @@ class VPipeConfig(Settings):
             if value == "type:":
                 refuse(value, reason="REGEX is empty", remedy='name a layer type, such as "type:Block"')
             return value
-        return checked_list(value, lambda count: is_int(count) and count > 0)
+        return checked_list(value, lambda count: type(count) is int and count > 0)
 
     @field_validator("recompute_ratio", mode="before")
     @classmethod
@@ -173,7 +173,7 @@ class VPipeConfig(Settings):
     def _check_depth(cls, value: object) -> str | tuple[int, ...]:
         if isinstance(value, str) and value in ("default", "auto"):
             return value
-        depths = checked_list(value, lambda depth: is_int(depth) and depth >= 0)
+        depths = checked_list(value, lambda depth: type(depth) is int and depth >= 0)
         for index in range(1, len(depths)):
             if depths[index] > depths[index - 1]:
                 refuse(depths[index], index, reason=f"it rises from {depths[index - 1]} at stage {index - 1}")
@@ -184,14 +184,9 @@ class VPipeConfig(Settings):
     @field_validator("memory_budget", mode="before")
     @classmethod
     def _check_memory_budget(cls, value: object) -> object:
-        if value is None or (is_int(value) and value > 0):  # type: ignore[operator]
+        if value is None or (type(value) is int and value > 0):
             return value
-        return checked_list(value, lambda size: is_int(size) and size > 0)
-
-    @field_validator("peer_timeout_s", "link_bandwidth", mode="before")
-    @classmethod
-    def _check_number(cls, value: object) -> object:
-        return refuse(value) if isinstance(value, bool) else value
+        return checked_list(value, lambda size: type(size) is int and size > 0)
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:

@@ -57,14 +57,9 @@ def checked_list(value: object, accepts: Callable[[Any], bool]) -> tuple[Any, ..
     return tuple(value)
 
 
-def is_int(value: object) -> bool:
-    """True for an int that is no bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def is_number(value: object) -> bool:
     """True for an int or a float that is no bool."""
-    return is_int(value) or isinstance(value, float)
+    return type(value) in (int, float)
 
 
 def refusal_of(detail: ErrorDetails, model: type[Settings], origin: Mapping[str, str]) -> Refusal:

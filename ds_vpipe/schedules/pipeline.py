@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -48,42 +49,37 @@ class Pipeline:
     recompute_ratio: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            names = ", ".join(f'"{name}"' for name in SCHEDULES)
-            raise Refusal("schedule", self.schedule, names, "choose one of them").error()
-        for name, least in (("num_stages", 1), ("micro_batches", 1), ("virtual_stages", 1)):
-            value = getattr(self, name)
-            if not _is_int(value) or value < least:
-                raise Refusal(name, value, f"a whole number >= {least}", "change it").error()
-        if (self.schedule == "interleaved") != (self.virtual_stages > 1):
-            allowed = '2 or more with schedule "interleaved", 1 with every other'
-            reason = f'schedule is "{self.schedule}"'
-            raise Refusal("virtual_stages", self.virtual_stages, allowed, "change one of them", reason).error()
-        if self.schedule != "asp":
-            if self.depth_map is not None:
-                reason = f'schedule "{self.schedule}" has depths of its own'
-                raise Refusal("depth_map", self.depth_map, 'none, or schedule "asp"', "remove it", reason).error()
-            if self.weight_sync != "stash":
-                reason = f'schedule "{self.schedule}" uses one version at a time'
-                given, remedy = self.weight_sync, "remove it"
-                raise Refusal("weight_sync", given, '"stash", or schedule "asp"', remedy, reason).error()
-        elif self.depth_map is not None:
-            self._check_depth_map(self.depth_map)
-        ratios = self.recompute_ratio
-        if self.partition is not None and (len(self.partition) != self.num_parts or min(self.partition) < 1):
-            allowed = f"{self.num_parts} counts >= 1"
-            raise Refusal("partition", list(self.partition), allowed, "correct the counts").error()
-        if ratios is not None and (len(ratios) != self.num_parts or not all(0 <= ratio <= 1 for ratio in ratios)):
-            allowed = f"{self.num_parts} numbers in [0, 1]"
-            raise Refusal("recompute_ratio", list(ratios), allowed, "correct the ratios").error()
+        for name, wrong, allowed, remedy, reason in self._rules():
+            if wrong:
+                value = getattr(self, name)
+                raise Refusal(name, list(value) if isinstance(value, tuple) else value, allowed, remedy, reason).error()
 
-    def _check_depth_map(self, depths: tuple[int, ...]) -> None:
-        falls = all(_is_int(depth) and depth >= 0 for depth in depths) and list(depths) == sorted(depths, reverse=True)
-        if len(depths) != self.num_stages or not falls or depths[-1] != 0:
+    def _rules(self) -> Iterator[tuple[str, bool, str, str, str]]:
+        """Rules: the attribute, whether it breaks the rule, what is allowed, a remedy, and why."""
+        names = ", ".join(f'"{name}"' for name in SCHEDULES)
+        yield "schedule", self.schedule not in SCHEDULES, names, "choose one of them", ""
+        for name in ("num_stages", "micro_batches", "virtual_stages"):
+            value = getattr(self, name)
+            yield name, type(value) is not int or value < 1, "a whole number >= 1", "change it", ""
+        allowed, why = '2 or more with schedule "interleaved", 1 with every other', f'schedule is "{self.schedule}"'
+        mixed = (self.schedule == "interleaved") != (self.virtual_stages > 1)
+        yield "virtual_stages", mixed, allowed, "change one of them", why
+        why, depths = f'schedule "{self.schedule}" has depths of its own', self.depth_map
+        yield "depth_map", self.synchronous and depths is not None, 'none, or schedule "asp"', "remove it", why
+        why = f'schedule "{self.schedule}" uses one version at a time'
+        given = self.synchronous and self.weight_sync != "stash"
+        yield "weight_sync", given, '"stash", or schedule "asp"', "remove it", why
+        if depths is not None:
+            falls = all(type(depth) is int and depth >= 0 for depth in depths) and sorted(depths)[::-1] == list(depths)
             allowed = f"{self.num_stages} whole numbers >= 0, each no larger than the one before, the last 0"
-            example = list(default_depths(self.num_stages))
-            remedy = f"change it, such as to {example if self.num_stages <= 8 else 'the default'}"
-            raise Refusal("depth_map", list(depths), allowed, remedy).error()
+            example = list(default_depths(self.num_stages)) if self.num_stages <= 8 else "the default"
+            wrong = len(depths) != self.num_stages or not falls or depths[-1] != 0
+            yield "depth_map", wrong, allowed, f"change it, such as to {example}", ""
+        counts, ratios, parts = self.partition, self.recompute_ratio, self.num_parts
+        wrong = counts is not None and (len(counts) != parts or min(counts) < 1)
+        yield "partition", wrong, f"{parts} counts >= 1", "correct the counts", ""
+        wrong = ratios is not None and (len(ratios) != parts or not all(0 <= ratio <= 1 for ratio in ratios))
+        yield "recompute_ratio", wrong, f"{parts} numbers in [0, 1]", "correct the ratios", ""
 
     @property
     def synchronous(self) -> bool:
@@ -127,7 +123,3 @@ class Pipeline:
         """Most micro-batches that are between their passes on ``rank``; with several parts, summed over them."""
         most = self.depths[rank] + 1
         return min(most, self.micro_batches * self.virtual_stages) if self.synchronous else most
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

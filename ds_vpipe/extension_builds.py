@@ -93,12 +93,17 @@ class BuildLock(FileBaton):
                     if state == UNUSED == before:
                         self._take_over()
                         return True
-                idle = idle_s(self._lock) or 0.0
+                idle, lock = idle_s(self._lock) or 0.0, f"lock {self._lock}, "
                 if state != UNUSED and idle > self._limit_s and now - start >= NAMED_AFTER_S:
-                    raise VPipeError(_ended(self._lock, idle, state))
+                    raise VPipeError(
+                        f"extension build: got a {lock}{state}, beside which nothing has changed for {idle / 60:.1f} "
+                        f"minutes; allowed is one of a build that goes on; end the process or delete the file, and "
+                        f"start again"
+                    )
                 if now - named >= NAMED_EVERY_S:
-                    named = now
-                    _say(_waiting(self._lock, now - start, state))
+                    named, busy = now, state in (HELD, BUILDING)
+                    remedy = "nothing to do" if busy else "if no build is going on, delete the file"
+                    _say(f"waiting for {now - start:.0f} s for the {lock}{_age(self._lock)} old, {state}; {remedy}")
             time.sleep(self.wait_seconds)
         return False
 
@@ -126,15 +131,3 @@ def _age(lock: Path) -> str:
     with suppress(OSError):
         return f"{(time.time() - lock.stat().st_mtime) / 60:.1f} minutes"
     return "0 minutes"
-
-
-def _waiting(lock: Path, waited_s: float, state: str) -> str:
-    remedy = "nothing to do" if state in (HELD, BUILDING) else "if no build is going on, delete the file"
-    return f"waiting for {waited_s:.0f} s for the lock {lock}, {_age(lock)} old, {state}; {remedy}"
-
-
-def _ended(lock: Path, idle: float, state: str) -> str:
-    return (
-        f"extension build: got a lock {lock}, {state}, beside which nothing has changed for {idle / 60:.1f} minutes; "
-        "allowed is one of a build that goes on; end the process or delete the file, and start again"
-    )

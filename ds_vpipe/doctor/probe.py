@@ -46,29 +46,31 @@ LOCAL_FILE_SYSTEMS = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "over
 
 def observe(packages):  # type: ignore[no-untyped-def] # runs on other hosts, under whatever Python they have
     """The facts, as JSON types."""
+    shm = _attempt(lambda: os.statvfs("/dev/shm"))
     return {
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in packages},
+        "packages": {name: _attempt(lambda n=name: importlib.metadata.version(n)) for name in packages},
         "apex": _apex(),
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "cpus": _cpus(),
-        "shm_bytes": _shm_bytes(),
+        "cpus": _attempt(lambda: len(os.sched_getaffinity(0)), os.cpu_count() or 1),
+        "shm_bytes": shm and shm.f_frsize * shm.f_blocks,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "compiler": shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"),
         "ninja": shutil.which("ninja", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])),
-        "address": _address(),
+        "address": _attempt(lambda: socket.gethostbyname(socket.gethostname())),
         "build_locks": _build_locks(),
         "interfaces": [name for _, name in socket.if_nameindex()],
         **_gpus(),
     }
 
 
-def _address():  # type: ignore[no-untyped-def]
+def _attempt(look, otherwise=None):  # type: ignore[no-untyped-def]
+    """What a look at something finds, or ``otherwise`` where there is no such thing."""
     try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return None
+        return look()
+    except (AttributeError, ImportError, OSError, ValueError):
+        return otherwise
 
 
 class Claim:
@@ -145,37 +147,12 @@ def _build_locks():  # type: ignore[no-untyped-def]
     return locks
 
 
-def _version(package):  # type: ignore[no-untyped-def]
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _apex():  # type: ignore[no-untyped-def]
-    try:
-        spec = importlib.util.find_spec("apex")
-    except (ImportError, ValueError):
-        spec = None
+    spec = _attempt(lambda: importlib.util.find_spec("apex"))
     if spec is None:
         return "none"
     folders = list(spec.submodule_search_locations or [])
     return "nvidia" if any(os.path.isdir(os.path.join(folder, "optimizers")) for folder in folders) else "other"
-
-
-def _cpus():  # type: ignore[no-untyped-def]
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-
-
-def _shm_bytes():  # type: ignore[no-untyped-def]
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    return found.f_frsize * found.f_blocks
 
 
 def _gpus():  # type: ignore[no-untyped-def]

@@ -127,9 +127,11 @@ class RankOrder:
         if reason is None:
             self._next[step] = index + 1
             self._in_flight += (kind is Kind.FORWARD) - (kind is Kind.BACKWARD)
-            if kind in _SENT_AS or action == self._unsent:
-                sent = Action(_SENT_AS.get(kind, kind), index, action.part)
-                self._unsent = sent if kind in _SENT_AS and (sent.kind, step[1]) in self._needs else None
+            if kind in _SENT_AS:
+                sent = Action(_SENT_AS[kind], index, action.part)
+                self._unsent = sent if (sent.kind, step[1]) in self._needs else None
+            elif action == self._unsent:
+                self._unsent = None
         return reason
 
     def end(self) -> str | None:

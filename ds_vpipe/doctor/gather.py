@@ -30,13 +30,9 @@ _TORCH = (
 
 
 def gather(hostfile: Path | None, limit_s: float, port: int | None = None, ssh_port: int | None = None) -> Facts:
-    """Look at this machine and at the hosts of ``hostfile``.
+    """Look at this machine and at the hosts of ``hostfile``, with a limit for each command and each connection.
 
-    Args:
-        hostfile: DeepSpeed's; None for this machine alone.
-        limit_s: seconds for each command, and for each connection.
-        port: where ranks will meet; default: ``MASTER_PORT`` or the launcher's own.
-        ssh_port: of the hosts, None for ssh's own.
+    ``port`` is where ranks will meet, by default ``MASTER_PORT`` or the launcher's own, ``ssh_port`` that of the hosts.
 
     Raises:
         VPipeConfigError: the hostfile cannot be read.

@@ -246,9 +246,9 @@ class ForwardSplit:
 
     def _hidden(self, start: int, stop: int) -> tuple[list[ParameterSlot], ExitStack]:
         """Slots without their parameters at first, and what puts back those that the run has from its first piece."""
-        hidden, before_start = [], ExitStack()
+        hidden, before_start, run = [], ExitStack(), set(range(start, stop))
         for slot in self._slots:
-            here = slot.parameter is not None and any(start <= piece < stop for piece in slot.pieces)
+            here = slot.parameter is not None and not run.isdisjoint(slot.pieces)
             if not here or (start and (id(slot.module) not in self._inside or slot.pieces[0] < start)):
                 hidden.append(slot)
                 if here:

@@ -31,10 +31,12 @@ class CallForm:
     Attributes:
         fingerprint: the same on all ranks, and for no other form.
         num_tensors: how many travel, two for each number.
+        written: those of them that the forward writes to.
     """
 
     def __init__(self, spec: TreeSpec, plain: list[Any]) -> None:
         self._spec, self._plain = spec, plain
+        self.written: set[int] = set()
         text = repr((spec, [repr(value) for value in plain]))
         self.fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _BITS)
         self.num_tensors = sum(2 if value.number else 1 for value in plain if isinstance(value, _Travels))

@@ -26,12 +26,8 @@ _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _DERIVED = "what is computed from"
 _UNIFORM = "a random number between 0 and 1"
 _VALUE_FREE = {
-    torch.ops.aten.zeros_like.default,
-    torch.ops.aten.ones_like.default,
-    torch.ops.aten.full_like.default,
-    torch.ops.aten.new_zeros.default,
-    torch.ops.aten.new_ones.default,
-    torch.ops.aten.new_full.default,
+    getattr(torch.ops.aten, name).default
+    for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 }
 
 

@@ -109,7 +109,6 @@ class StageModel:
         self._split, self._slots = split, slots
         self._forms = CallForms()
         self._tried: set[Any] = set()
-        self._written: dict[int, set[int]] = {}
         self._kept: frozenset[int] = frozenset()
         self._released = False
         self._last_output: Any = None
@@ -270,8 +269,7 @@ class StageModel:
         copies = [tensor.to(device).clone() for tensor in given if tensor is not None]
         marks = [tensor._version for tensor in copies]
         dry = split.try_out(form, form.rebuild(tuple(copies)))
-        written = {at for at, copy in enumerate(copies) if dry.cut_short or copy._version != marks[at]}
-        self._written.setdefault(form.fingerprint, set()).update(written)
+        form.written |= {at for at, copy in enumerate(copies) if dry.cut_short or copy._version != marks[at]}
         for slot in self._slots:
             known = slot.pieces
             for piece in dry.touched.get(str(slot.meta.slot), set()) - set(known):
@@ -300,12 +298,11 @@ class StageModel:
         """
         form = self._forms.form_of(value)
         behind = 1 + form.num_tensors
-        written = self._written.get(form.fingerprint, ())
         holder = f"the stage with pieces {start} to {stop - 1}"
         if self._split.mode(form) not in self._tried:
             self._try_out(form, value[1:behind])
         for again in (False, True):
-            given = (t.clone() if at in written and t is not None else t for at, t in enumerate(value[1:behind]))
+            given = (t.clone() if at in form.written and t is not None else t for at, t in enumerate(value[1:behind]))
             call = form.rebuild(tuple(given))
             try:
                 output = self._split.run(form, call, value[behind:], start, stop, holder)  # type: ignore[arg-type]

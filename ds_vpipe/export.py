@@ -33,7 +33,7 @@ def full_state_dict(
 
     Args:
         checkpoint: where from.
-        dtype: of floating-point tensors; others stay as they are.
+        dtype: of floating-point tensors.
         by_layer: name tied layers ``LAYER.NAME`` like any other, once per layer, instead of ``tied_modules.KEY.NAME``
             once. Names that mean the same parameter have the same tensor.
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -61,11 +60,7 @@ def from_pretrained(
 
 
 def read_config(folder: Path, **changes: Any) -> Any:
-    """The configuration in a folder, or in a JSON file.
-
-    Raises:
-        VPipeConfigError: there is none, or it is not readable.
-    """
+    """The configuration in a folder, or in a JSON file, or a refusal if it cannot be read."""
     path = folder if folder.is_file() else folder / "config.json"
     if not path.is_file():
         remedy = "correct the path; a model of the hub has to be downloaded before: hf download NAME --local-dir DIR"
@@ -80,11 +75,7 @@ def read_config(folder: Path, **changes: Any) -> Any:
 
 
 def model_class(config: Any, where: str) -> Callable[[Any], PreTrainedModel]:
-    """The class that a configuration names.
-
-    Raises:
-        VPipeConfigError: it names none that transformers has.
-    """
+    """The class that a configuration names, or a refusal if transformers has none of that name."""
     found: Any = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
     if found is None:
         remedy = "save the model with save_pretrained(), which writes it down, or pass the class"
@@ -94,11 +85,7 @@ def model_class(config: Any, where: str) -> Callable[[Any], PreTrainedModel]:
 
 
 def build_meta(make: Callable[[Any], PreTrainedModel], config: Any, where: str) -> PreTrainedModel:
-    """The model without values.
-
-    Raises:
-        VPipeConfigError: it cannot be built from the configuration.
-    """
+    """The model without values, or a refusal if it cannot be built from the configuration."""
     try:
         with torch.device("meta"):
             return make(config)
@@ -107,8 +94,7 @@ def build_meta(make: Callable[[Any], PreTrainedModel], config: Any, where: str) 
         raise Refusal(_KEY, where, allowed, "correct config.json", str(error)).error() from error
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor's place in a file, and its shape."""
 
     file: Path
@@ -120,14 +106,8 @@ class StoredWeights:
     """The tensors of a Hugging Face folder under the names of a model.
 
     Names may lack the prefix of the part without heads or have it in addition, or be those of older checkpoints. A
-    tensor that the model ties may have any of its names.
-
-    Args:
-        folder: with safetensors. Only headers are read.
-        model: on the meta device.
-
-    Raises:
-        VPipeConfigError: a tensor is missing or of another shape, or a file is broken.
+    tensor that the model ties may have any of its names. Headers of files are read first; a tensor that is missing or
+    of another shape is refused.
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:

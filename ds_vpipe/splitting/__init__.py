@@ -12,11 +12,9 @@ output_specs       what skipped blocks return
 parameter_slots    the places of parameters in a model, which hold a parameter or a meta tensor
 guards             random generators, buffers, counters and saved tensors around a pass
 blocks             which modules a model is split between
-example            examples of a call
-split              from a model to its pieces: tries blocks and examples in turn
+split              from a model to its pieces: tries blocks and examples of a call in turn
 call               calls as flat tuples that travel, and the loss that comes back
-stage_model        the model as one stage has it, its pieces' parameters, one call
-piece              one piece as a module, the layer that a pipeline sees
+stage_model        the model as one stage has it, its pieces as layers of a pipeline, one call
 model_hooks        whole state dicts, and refusal of direct calls
 =================  ====================================================================================
 """

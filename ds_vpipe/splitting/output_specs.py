@@ -59,14 +59,6 @@ class MadeUpValues(TorchDispatchMode):
         result = func(*found_args, **found_kwargs)
         return target if target is not None else tree_map_only(torch.Tensor, self._hidden, result)
 
-    def __enter__(self) -> Any:
-        self._log.guessing = True
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._log.guessing = False
-        super().__exit__(*error)
-
     def _hidden(self, value: torch.Tensor) -> MetaTensor:
         made = MetaTensor.like(value, self._log, _MADE_UP)
         made.guess = value

@@ -45,10 +45,8 @@ class Piece(nn.Module):
 
         Modules that are members with everything they have are taken as they are; of others their names remain.
         """
-        self._modules.clear()
-        self._parameters.clear()
-        self._buffers.clear()
-        self._non_persistent_buffers_set.clear()
+        for store in (self._modules, self._parameters, self._buffers, self._non_persistent_buffers_set):
+            store.clear()
         if model is not None:
             _take(self, model, members)
 

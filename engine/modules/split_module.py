@@ -216,18 +216,10 @@ def split_model(
     training_data: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> SplitModule:
-    """Make a pipeline of a plain module; all ranks call this.
+    """Make a pipeline of a plain module whose forward returns the loss; all ranks call this.
 
     The module becomes part of the result and keeps the parameters of this rank's stage only, once
-    :meth:`SplitModule.release` has been called.
-
-    Args:
-        model: whose forward returns the loss.
-        num_stages: K.
-        partition: pieces per stage, or a method, as in the ``"vpipe"`` block.
-        example: positional and keyword arguments of a call of the model.
-        training_data: a data set from which an example is taken, if none is given.
-        collate_fn: makes a batch of its samples.
+    :meth:`SplitModule.release` has been called. An example of a call is taken from ``training_data`` if none is given.
 
     Raises:
         SplitError: the model cannot be split; one line says why, where, and what to do.
@@ -245,11 +237,7 @@ def split_model(
 
 
 def stages_in(ds_config: Mapping[str, Any], partition: Any, virtual_stages: int = 1) -> int:
-    """Number of stages for a plain module: ``"pipeline": {"stages": K}`` in the DeepSpeed JSON, or by ``partition``.
-
-    Raises:
-        VPipeConfigError: neither says it, or the number is none.
-    """
+    """Number of stages for a plain module: ``"pipeline": {"stages": K}`` in the DeepSpeed JSON, or by ``partition``."""
     pipeline = ds_config.get("pipeline")
     given = pipeline.get("stages") if isinstance(pipeline, Mapping) else None
     remedy = 'write "pipeline": {"stages": 4} into the DeepSpeed JSON'

@@ -27,12 +27,7 @@ class SplitModule(VPipeModule):
     forward computes the loss.
     """
 
-    def __init__(
-        self,
-        stage: StageModel,
-        num_stages: int,
-        partition_method: str | Sequence[int] = "parameters",
-    ) -> None:
+    def __init__(self, stage: StageModel, num_stages: int, partition_method: str | Sequence[int]) -> None:
         # PipelineModule's constructor registers layers, which needs these and comes before attributes can be set.
         self.__dict__["stage_model"] = stage
         super().__init__(layers=stage.pieces, num_stages=num_stages, partition_method=partition_method)

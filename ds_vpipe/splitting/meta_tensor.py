@@ -221,7 +221,7 @@ class MetaTensor(torch.Tensor):
             kwargs["device"] = torch.device("meta")
         kwargs.pop("pin_memory", None)
         try:
-            made = _computed_bare(func, args, kwargs, log.bare_results if target is None else None)
+            made = _computed_bare(func, args, kwargs, log.bare_results if target is None else {})
         except (RuntimeError, NotImplementedError) as error:
             if not _needs_values(func, error):
                 raise
@@ -277,21 +277,18 @@ def _bare(value: Any) -> Any:
     return value
 
 
-def _computed_bare(func: Any, args: Any, kwargs: dict[str, Any], known: dict[Any, Any] | None) -> Any:
+def _computed_bare(func: Any, args: Any, kwargs: dict[str, Any], known: dict[Any, Any]) -> Any:
     """What ``func`` gives on the meta device; the same is not computed twice.
 
     Shapes repeat from micro-batch to micro-batch, and operations on the meta device take longer than a look-up.
     """
     leaves, spec = tree_flatten((args, kwargs))
-    key = None if known is None else (func, spec, *map(_outline, leaves))
-    if known is not None and key in known:
-        return known[key]
-    made = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
-    if known is not None:
+    key = (func, spec, *map(_outline, leaves))
+    if key not in known:
         if len(known) == _MOST_RESULTS:
             known.clear()
-        known[key] = made
-    return made
+        known[key] = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
+    return known[key]
 
 
 def _outline(value: Any) -> Any:

@@ -70,6 +70,10 @@ class UpdateMixin(OptimizerMixin):
             self.loss_scaling.scale = self.state.report.loss_scale
         if self.mitigation is not None:
             self.mitigation.updates = self.stashing_optimizer.latest_version
+        if isinstance(self.optimizer, FP16_UnfusedOptimizer) and not self.asynchronous:
+            for group in self.optimizer.fp16_groups:  # its norm is summed over stages, which wait for each other
+                if all(parameter.grad is None for parameter in group):
+                    group[0].grad = torch.zeros_like(group[0])
         with self.stashing_optimizer.update():
             super()._take_model_step(lr_kwargs)
             if self.ties is not None:

@@ -171,3 +171,27 @@ def test_weights_that_several_stages_have_count_once_in_bsp(worlds: Worlds) -> N
     for report in worlds.run(2, norms_of_all, ways):
         for way, (norm, wanted) in zip(ways, report, strict=True):
             assert norm == pytest.approx(wanted, rel=1e-5), way
+
+
+def trained_last_stage(sync_mode: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Half precision without ZeRO, where DeepSpeed sums norms group by group; the first stage is frozen."""
+    from deepspeed.pipe import PipelineModule
+
+    block = {"partition": "uniform", "sync_mode": sync_mode, "peer_timeout_s": 10}
+    ds_config = cases.config(2, OPTIMIZERS["SGD"][0], block, gradient_clipping=CLIP, bf16={"enabled": True})
+    net = PipelineModule(toy.layer_specs(), 2, loss_fn=toy.float_cross_entropy, partition_method="uniform")
+    net.requires_grad_(net.stage_id == 1)
+    trained, iterator = ds_vpipe.initialize(model=net, config=ds_config)[0], toy.data()
+    losses = [float(trained.train_batch(iterator)) for _ in range(4)]
+    found = losses, cases.parameters(trained)
+    trained.destroy()
+    cases.close_groups()
+    return found
+
+
+@pytest.mark.mp
+def test_a_stage_without_gradients_keeps_nobody_waiting_in_bsp(worlds: Worlds) -> None:
+    (losses, _), (_, last) = worlds.run(2, trained_last_stage, "bsp")
+    (wanted, _), (_, of_asp) = worlds.run(2, trained_last_stage, "asp")  # the last stage is never late
+    assert losses == wanted
+    assert difference(last, of_asp) == 0

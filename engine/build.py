@@ -26,18 +26,34 @@ from deepspeed.utils import logger
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.config.unsupported import refuse_unsupported
-from ds_vpipe.engine.links.consensus import Agreement
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, StageLocalGrid
+from ds_vpipe.engine.execution.batch_loss import BatchLoss
+from ds_vpipe.engine.execution.data import MicroBatchFeed
+from ds_vpipe.engine.execution.drain_watch import DrainWatch
+from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.groups import Groups
 from ds_vpipe.engine.links.link import Peer
+from ds_vpipe.engine.links.stage_links import StageLinks
+from ds_vpipe.engine.modules.activation_checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, recompute_parts
 from ds_vpipe.engine.modules.partitioned import repartition, stage_counts
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import apply_recompute
 from ds_vpipe.engine.modules.split_module import SplitModule
-from ds_vpipe.engine.stage_grid import StageLocalGrid
+from ds_vpipe.engine.stage import Stage
+from ds_vpipe.engine.updates.clipping import GradientClipping
+from ds_vpipe.engine.updates.loss_scale import LossScaling
+from ds_vpipe.engine.updates.peer_updates import PeerUpdates
+from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
+from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.schedules.check import check_pipeline
+from ds_vpipe.schedules.one_f_one_b import exchanges_by_rank, update_delays
 from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.staleness.delay_warmup import DelayWarmup
+from ds_vpipe.staleness.mitigation import StalenessMitigation
 
 if TYPE_CHECKING:
     from ds_vpipe.planning.plan import Plan
@@ -57,7 +73,7 @@ class Prepared:
         plan: where the block left something to the planner.
         random_states: what recomputation restores.
         groups: makes the engine's process groups.
-        agreement: of all ranks.
+        consensus: of all ranks.
     """
 
     model_parameters: Any
@@ -66,7 +82,7 @@ class Prepared:
     plan: Plan | None
     random_states: RandomStates
     groups: Groups
-    agreement: Agreement
+    consensus: Consensus
 
 
 def use_local_device() -> None:
@@ -108,8 +124,8 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     use_local_device()
     grid = model.mpu()
     groups = Groups(Peer(grid.get_stage_id(), grid.get_global_rank()), config.peer_timeout_s)
-    agreement = Agreement(grid, groups)
-    _refuse_moe(model, config, agreement)
+    consensus = Consensus(grid, groups)
+    _refuse_moe(model, config, consensus)
     config.check_sizes(model.num_stages, model._num_layers)
     pipeline = config.pipeline(model.num_stages, json.micro_batches(replicas))
     plan = None
@@ -132,13 +148,13 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     else:
         apply_recompute(model, ratios[0], random_states)
     _limit_cpu_threads()
-    return Prepared(parameters, config, pipeline, plan, random_states, groups, agreement)
+    return Prepared(parameters, config, pipeline, plan, random_states, groups, consensus)
 
 
-def _refuse_moe(model: PipelineModule, config: VPipeConfig, agreement: Agreement) -> None:
+def _refuse_moe(model: PipelineModule, config: VPipeConfig, consensus: Consensus) -> None:
     """On every rank: DeepSpeed's groups of experts, which all ranks would have to make, are not made without them."""
     has_experts = any(isinstance(module, MoE) for module in model.modules())
-    if config.sync_mode == "asp" and agreement.lowest(-int(has_experts), "all ranks to look for MoE layers") < 0:
+    if config.sync_mode == "asp" and consensus.lowest(-int(has_experts), "all ranks to look for MoE layers") < 0:
         raise VPipeConfigError(
             'vpipe.sync_mode: got "asp" for a model with MoE layers, whose experts are reduced over ranks of '
             'several stages; allowed: "bsp"; write "bsp" or remove the vpipe block'
@@ -173,6 +189,90 @@ def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[d
     )
     parameters = prepared.model_parameters
     return {**given, "config": ds_config, "model_parameters": parameters, "mpu": model.mpu()}, prepared
+
+
+def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
+    """The stage of an engine that DeepSpeed has built around the prepared module; all ranks make one.
+
+    Raises:
+        VPipeConfigError: the schedule cannot be carried out, or the settings do not work with the model, the optimizer
+            or the delays; on every rank.
+    """
+    config, module, grid, groups = prepared.config, engine.module, engine.grid, prepared.groups
+    pipeline = replace(prepared.pipeline, micro_batches=engine.micro_batches)
+    asynchronous = not pipeline.synchronous
+    pipelined = asynchronous and pipeline.num_stages > 1
+    clips_globally = _clips_globally(engine, pipeline, config)
+    tied = tied_stages(module) if asynchronous else {}
+    exchanges = exchanges_by_rank(pipeline.num_stages, tied.values(), clips_globally)
+    check_pipeline(pipeline, exchanges)
+    number = engine.stage_id
+    links = StageLinks(grid, pipeline, groups, engine.device)
+    delays = update_delays(pipeline.depths, pipeline.micro_batches, pipeline.vertical)
+    delay_warmup = DelayWarmup.of(config.staleness, max(delays))
+    mitigation: StalenessMitigation | None = None
+    if config.staleness is not None and engine.optimizer is not None:
+        refuse_delays(config.staleness, delays)
+        # Made on all stages, so that all refuse what cannot be; around the base optimizer, wherever DeepSpeed has it.
+        mitigation = StalenessMitigation(engine.basic_optimizer, config.staleness, delays[number], delay_warmup)
+    stash = config.weight_sync != "none"
+    weights = WeightStashingOptimizer(engine.optimizer, module.parameters(), stash=stash, version=engine.global_steps)
+    use_sound_checkpointing(module, asynchronous, prepared.random_states)
+    if tied and engine.using_bf16_optimizer:
+        raise VPipeConfigError(
+            'data_types.grad_accum_dtype: got "fp32" for a model with weights tied across stages, whose gradients '
+            'travel before DeepSpeed\'s optimizer adds them in fp32; allowed: "bf16", or "fp32" in "bsp"; remove '
+            "the key"
+        )
+    scaled = engine.optimizer is not None and engine.fp16_enabled()
+    dynamic = scaled and engine.dynamic_loss_scale()
+    return Stage(
+        pipeline=pipeline,
+        number=number,
+        exchanges_by_rank=exchanges,
+        module=module,
+        device=engine.device,
+        groups=groups,
+        consensus=prepared.consensus,
+        links=links,
+        ties=TiedWeights(module, tied, grid, pipeline.depths, groups, engine.device),
+        feed=MicroBatchFeed(engine.device, inputs=number == 0, labels=number == pipeline.num_stages - 1),
+        weights=weights,
+        loss_scaling=LossScaling(engine.optimizer) if scaled else None,
+        peers=PeerUpdates(pipeline.num_stages, number) if pipelined and (clips_globally or dynamic) else None,
+        mitigation=mitigation if delays[number] > 0 else None,
+        delay_warmup=delay_warmup,
+        random_states=prepared.random_states,
+        drains=DrainWatch(engine.global_rank == 0),
+        batch_loss=lambda: BatchLoss(engine.micro_batches, engine.mpu.get_data_parallel_group(), engine.dp_world_size),
+        sets_back=pipelined,
+    )
+
+
+def clipping_of(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig) -> GradientClipping:
+    """Gradient clipping of a stage, by the scope that the block names."""
+    peers = stage.peers if _clips_globally(engine, stage.pipeline, config) else None
+    return GradientClipping(engine, stage.pipeline.synchronous, peers, stage.loss_scaling)
+
+
+def _clips_globally(engine: PatchedPipelineEngine, pipeline: Pipeline, config: VPipeConfig) -> bool:
+    pipelined = pipeline.num_stages > 1 and not pipeline.synchronous
+    return pipelined and config.gradient_clipping_scope == "delayed_global" and engine.gradient_clipping() > 0
+
+
+def replan(stage: Stage, config: VPipeConfig, micro_batches: int) -> None:
+    """Go on with another number of micro-batches per batch; only while nothing is in flight.
+
+    Raises:
+        VPipeConfigError: the schedule cannot be carried out with it.
+    """
+    stage.pipeline = replace(stage.pipeline, micro_batches=micro_batches)
+    check_pipeline(stage.pipeline, stage.exchanges_by_rank)
+    delays = stage.delays()
+    stage.delay_warmup = DelayWarmup.of(config.staleness, max(delays))
+    if stage.mitigation is not None:
+        stage.mitigation.delay, stage.mitigation.warmup = delays[stage.number], stage.delay_warmup
+        stage.weights.restart(stage.weights.latest_version)
 
 
 def _planned(

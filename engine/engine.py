@@ -17,101 +17,97 @@ ABORT on all its links, in place of whatever its neighbours wait for.
 from __future__ import annotations
 
 import atexit
-import dataclasses
+import os
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
-from deepspeed.runtime.pipe.schedule import PipeSchedule
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 
+from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
+from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.engine.backend_threads import outlive_backend_threads
-from ds_vpipe.engine.build import Prepared, prepared_arguments
-from ds_vpipe.engine.checkpoint.saving import SavingMixin
-from ds_vpipe.engine.execution import instructions as instr
-from ds_vpipe.engine.execution.batch_loss import BatchLoss
-from ds_vpipe.engine.execution.data import MicroBatchFeed
-from ds_vpipe.engine.execution.drain_watch import RestWatch
-from ds_vpipe.engine.execution.draining import EndOfData
-from ds_vpipe.engine.execution.evaluation import EvaluationMixin
-from ds_vpipe.engine.execution.executor import ExecutionMixin
-from ds_vpipe.engine.execution.in_flight import StageState
-from ds_vpipe.engine.handshake import without_handshake
+from ds_vpipe.engine.build import Prepared, clipping_of, prepared_arguments, replan, stage_of
+from ds_vpipe.engine.checkpoint.parameter_states import checkpoint_layout
+from ds_vpipe.engine.checkpoint.save_load import Checkpoints
+from ds_vpipe.engine.checkpoint.whole_model import WholeModel
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.execution.drain import quiesce, restart_at
+from ds_vpipe.engine.execution.evaluation import Evaluation, or_no_data
+from ds_vpipe.engine.execution.executor import Executor
 from ds_vpipe.engine.links.groups import collective_groups
 from ds_vpipe.engine.links.link import is_of_collective
-from ds_vpipe.engine.links.sender import Sender, abort_all
-from ds_vpipe.engine.links.stage_links import Neighbours
-from ds_vpipe.engine.modules.activation_checkpointing import use_sound_checkpointing
+from ds_vpipe.engine.links.sender import abort_all
 from ds_vpipe.engine.modules.fast_walks import training_by_list
-from ds_vpipe.engine.observe.observers import Observation, ObservationMixin
-from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
+from ds_vpipe.engine.observe.observers import Observation
+from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
+from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
-from ds_vpipe.schedules.check import check_pipeline
-from ds_vpipe.schedules.one_f_one_b import exchanges_by_rank
-from ds_vpipe.staleness.delay_warmup import DelayWarmup
+from ds_vpipe.schedules.pipeline import Pipeline
 
 _EXIT_GRACE_S = 60.0
 
 
-class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin):
+class VPipeEngine(PatchedPipelineEngine):
     """DeepSpeed's pipeline engine with an asynchronous 1F1B schedule and weight stashing.
 
     Built by :func:`ds_vpipe.initialize`, or in the place of ``PipelineEngine`` with its arguments.
     ``train_batch()``, ``eval_batch()`` and the rest of the interface are ``PipelineEngine``'s.
 
     Args:
-        prepared: what :func:`ds_vpipe.engine.build.prepare` has made of the arguments, if they have been there.
+        prepared: results of :func:`ds_vpipe.engine.build.prepare`, if the arguments have been there.
 
     Attributes:
-        stashing_optimizer: the versions of this stage's weights, around ``optimizer``.
-        depth: this stage's warm-up depth.
-        state: how far this stage has come, and its micro-batches in flight.
-        plan: what the planner has found, with predicted bytes of every stage, where the block left something to it.
+        vpipe_config: the ``"vpipe"`` block.
+        plan: result of the planner, with predicted bytes of every stage, where the block left something to it.
+        stage: everything that this rank owns.
+        executor: carries out the stage's actions.
     """
 
     def __init__(self, *args: Any, prepared: Prepared | None = None, **kwargs: Any) -> None:
         if prepared is None:
             kwargs, prepared = prepared_arguments(args, kwargs)
             args = ()
-        with without_handshake():
-            super().__init__(*args, **kwargs)
-        self._list_modules()
-        self.vpipe_config = prepared.config
-        self.pipeline = prepared.pipeline
-        self.plan = prepared.plan
-        self.random_states = prepared.random_states
-        self.asynchronous = self.vpipe_config.sync_mode == "asp"
-        self.groups, self._agreement = prepared.groups, prepared.agreement
-        self._plan()
-        self.state = StageState()
-        self.neighbours = Neighbours(self.grid, self.pipeline, self.groups, self.device)
-        self.mitigation = self._make_mitigation()
-        self.stashing_optimizer = self._make_stashing_optimizer()
-        self._vertical = self.pipeline.vertical
-        use_sound_checkpointing(self.module, self.asynchronous, self.random_states)
-        self.ties = self._make_ties()
-        self._prepare_updates()
-        self._feed = MicroBatchFeed(self.device, inputs=self.is_first_stage(), labels=self.is_last_stage())
-        self._sets_back = self.asynchronous and self.num_stages > 1
-        self._rests = RestWatch(self.global_rank == 0)
-        self._make_states_whole()
-        self._observation = Observation(self)
+        super().__init__(*args, **kwargs)
+        self.vpipe_config, self.plan = prepared.config, prepared.plan
+        self.stage = stage_of(self, prepared)
+        self.clipping = clipping_of(self, self.stage, prepared.config)
+        self.executor = Executor(self, self.stage, COLUMNS)
+        self.evaluation = Evaluation(self, self.stage)
+        self.checkpoints = Checkpoints(self, self.stage)
+        self.whole_model = WholeModel(self, self.stage)
+        self.observation = Observation(self, self.stage, prepared.config, prepared.plan)
+        self.executor.watchers += self.observation.watchers
         for group in collective_groups(self.grid, self.module):
-            self.groups.failures.breaks(group)
+            self.stage.groups.failures.breaks(group)
         outlive_backend_threads()
         atexit.register(_at_exit, weakref.ref(self))
 
-    def _broadcast_model(self) -> None:
-        # DeepSpeed 0.19.8 sends views as bytes, which tensors without dimensions do not have.
-        scalars = [parameter for parameter in self.module.parameters() if parameter.dim() == 0]
-        for parameter in scalars:
-            parameter.data = parameter.data.view(1)
-        super()._broadcast_model()
-        for parameter in scalars:
-            parameter.data = parameter.data.view(())
+    @property
+    def pipeline(self) -> Pipeline:
+        """Schedule, sizes and split of the model."""
+        return self.stage.pipeline
+
+    @property
+    def depth(self) -> int:
+        """Warm-up depth of this stage."""
+        return self.pipeline.depths[self.stage_id]
+
+    @property
+    def stashing_optimizer(self) -> WeightStashingOptimizer:
+        """Versions of this stage's weights, around ``optimizer``."""
+        return self.stage.weights
+
+    @property
+    def consumed_micro_batches(self) -> int:
+        """Micro-batches that this pipeline has trained, look-ahead not counted: where a resumed run's data begin."""
+        return self.global_samples // (self.train_micro_batch_size_per_gpu() * self.dp_world_size)
 
     # Batches
 
@@ -135,118 +131,71 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
                 "optimizer: got none, allowed is one that initialize() is given or that the DeepSpeed JSON names; "
                 'add "optimizer": {"type": ..., "params": {...}} to the JSON'
             )
-        if self.state.failure is not None:
-            raise VPipeError(f"train_batch() after a failure: {self.state.failure}; restart from a checkpoint")
-        self._refuse_half_loaded("train_batch()")
-        reads = self.is_first_stage() or self.is_last_stage()
-        self._feed.next_call(
-            self._or_no_data(self.data_iterator if data_iter is None else data_iter) if reads else None,
-            self._agreement.all_have,
-        )
+        self._refuse_unfit("train_batch()")
+        reads = self.stage.is_first or self.stage.is_last
+        data = or_no_data(self.data_iterator if data_iter is None else data_iter, self.batch_fn)
+        self.stage.feed.next_call(data if reads else None, self.stage.consensus.all_have)
         try:
-            with training_by_list(self.module, self._parts):
+            with self._aborting(), training_by_list(self.module, self.switched_modules):
                 loss: torch.Tensor = super().train_batch(data_iter)
-            self._publish_statistics()
-            return loss
+                self.observation.publish()
+                return loss
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()
             raise
-        except BaseException as error:
-            self._abort(error)
-            raise
 
-    def _train_schedule(self) -> PipeSchedule:
-        progress, drain = self.state.progress, self._next_drain(self.global_steps)
-        if drain is not None and progress.limit is None:
-            end = progress.completed // self.micro_batches + drain - self.global_steps
-            self.state.progress = dataclasses.replace(progress, limit=end * self.micro_batches)
-        return instr.StageSchedule(self.pipeline, self.stage_id, self.state.progress, self._exchanges)
+    def eval_batch(self, data_iter: Iterator[Any] | None, *args: Any, **kwargs: Any) -> Any:
+        """As ``PipelineEngine.eval_batch()``; all ranks call it, between any two ``train_batch()`` calls.
 
-    def _next_drain(self, batch: int) -> int | None:
-        """The first batch after a given one before which the pipeline is to be empty; None if there is none.
+        Returns:
+            The mean loss over ``num_micro_batches`` (default: those of a training batch), on every rank with
+            ``bcast_loss``, else on the last stage and None before it. With ``reduce_output=None`` the list of the
+            micro-batches' losses in place of their mean. With ``compute_loss=False``, or a module without
+            ``loss_fn``, outputs in place of losses; without losses nothing is handed to other stages. With
+            ``return_logits`` a pair: that, and the last micro-batch's output, None before the last stage.
 
-        Batches are numbered from 0 since the start of training.
+        Raises:
+            StopIteration: on every rank, if ``data_iter`` holds too few micro-batches.
+            PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        return self.delay_warmup.drain_interval(batch)[1] if self.asynchronous else batch + 1
+        self._refuse_unfit("eval_batch()")
+        with self._aborting():
+            return self.evaluation.eval_batch(super().eval_batch, data_iter, *args, **kwargs)
 
-    def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
-        if not isinstance(pipe_schedule, instr.StageSchedule):
-            super()._exec_schedule(pipe_schedule)
-            return
-        state = self.state
-        state.report = None
-        if self.is_last_stage():
-            state.batch_loss = BatchLoss(self.micro_batches, self.mpu.get_data_parallel_group(), self.dp_world_size)
-        end = (state.progress.completed // self.micro_batches + 1) * self.micro_batches
-        try:
-            while True:
-                known = self._carry_out_all(pipe_schedule)
-                if state.progress.completed == end:
-                    break
-                if known:
-                    self._refill()
-                pipe_schedule = self._train_schedule()
-        finally:
-            self.stashing_optimizer.load_new_params()
-        if self.ties is not None and state.progress.completed == state.progress.limit:
-            self.ties.catch_up(state.progress.completed // self.micro_batches)
+    def quiesce(self, what: str = "quiesce()") -> None:
+        """Leave one version of the weights and nothing in flight; all ranks call it, between two batches.
 
-    def _carry_out_all(self, pipe_schedule: PipeSchedule) -> bool:
-        """Carry out a schedule; False if the data have ended meanwhile, which changes the rest of it."""
-        try:
-            for step in pipe_schedule:
-                for instruction in step:
-                    self.state.doing = instruction
-                    self._carry_out(instruction)
-        except EndOfData:
-            return False
-        return True
+        Copies of tied weights are then equal to their owner's, and overflows and norms of all stages are known.
 
-    def _aggregate_total_loss(self) -> torch.Tensor:
-        if self.state.report is None:
-            raise PipelineProtocolError(f"{self.neighbours.me}: batch without a loss")
-        losses = torch.from_numpy(self.state.report.losses).to(self.device, torch.float32)
-        self.dp_group_loss, mean, *additional = losses.unbind()
-        names = self.module.get_additional_losses()
-        if names is None and len(losses) == 2:
-            self.agg_additional_losses = None
-        elif len(names or ()) == len(losses) - 2:
-            self.agg_additional_losses = OrderedDict(zip(names, additional, strict=True))
-        else:
-            raise VPipeError(
-                f"get_additional_losses(): got {sorted(names or ())} on {self.neighbours.me}, {len(losses) - 2} losses "
-                f"on the last stage; return the same names on every stage, with zeros where they are not computed"
-            )
-        return mean
+        Args:
+            what: the call that needs it, for a warning if that comes in every batch.
 
-    def _plan(self) -> None:
-        """What all stages do from here on, and whether it can be done."""
-        config = self.vpipe_config
-        self.pipeline = dataclasses.replace(self.pipeline, micro_batches=self.micro_batches)
-        self._clips_globally = (
-            self.asynchronous
-            and self.num_stages > 1
-            and config.gradient_clipping_scope == "delayed_global"
-            and self.gradient_clipping() > 0
-        )
-        tied = tied_stages(self.module).values() if self.asynchronous else ()
-        exchanges = exchanges_by_rank(self.num_stages, tied, self._clips_globally)
-        check_pipeline(self.pipeline, exchanges)
-        self._exchanges = exchanges[self.stage_id]
-        self.depths = self.pipeline.depths
-        self.depth = self.depths[self.stage_id]
-        self.delay_warmup = DelayWarmup.of(config.staleness, max(self._delays(self.micro_batches)))
+        Raises:
+            VPipeError: the pipeline has failed before.
+            PipelinePeerError: a neighbour is lost or did not answer in time.
+        """
+        self._refuse_failed("pipeline at rest")
+        if self.stage.in_flight:
+            self.stage.drains.emptied(what, "call it less often", self.global_steps, sum(self.pipeline.depths))
+        self.stage.action = "QUIESCE"
+        with self._aborting():
+            quiesce(self.stage)
 
-    def _make_ties(self) -> TiedWeights | None:
-        if not self.asynchronous or not tied_stages(self.module):
-            return None
-        if self.using_bf16_optimizer:
-            raise VPipeConfigError(
-                'data_types.grad_accum_dtype: got "fp32" for a model with weights tied across stages, whose gradients '
-                'travel before DeepSpeed\'s optimizer adds them in fp32; allowed: "bf16", or "fp32" in "bsp"; remove '
-                "the key"
-            )
-        return TiedWeights(self.module, self.grid, self.depths, self.groups, self.device)
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As DeepSpeed's; all ranks call it, between any two batches. The size that it is already changes nothing.
+
+        Raises:
+            ValueError: the size is not a multiple of micro-batch size and replicas.
+            VPipeConfigError: a mitigation of staleness does not work with the delay that it gives.
+        """
+        if train_batch_size == self.train_batch_size():
+            return  # scripts with a ramp-up call it before every batch
+        replicas_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        refuse_delays(self.vpipe_config.staleness, self.stage.delays(max(1, train_batch_size // replicas_batch)))
+        self.quiesce("set_train_batch_size()")
+        super().set_train_batch_size(train_batch_size)
+        replan(self.stage, self.vpipe_config, self.micro_batches)
+        restart_at(self.stage, self.stage.weights.latest_version)
 
     def register_random_state(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Let recomputation, evaluation and checkpoints put back a random state that is not torch's own.
@@ -258,71 +207,265 @@ class VPipeEngine(EvaluationMixin, ExecutionMixin, SavingMixin, ObservationMixin
             get: returns the state, which later draws do not change.
             put: makes such a state the current one.
         """
-        self.random_states.register(name, get, put)
+        self.stage.random_states.register(name, get, put)
+
+    # Checkpoints and weights
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeed's; all ranks call it, between any two batches.
+
+        Micro-batches in flight are set back and trained afterwards. The folder appears under its name, and
+        ``latest`` names it, only when it is complete. It is the first rank's: scripts that put the time into the name
+        of a folder have another one on a rank that started a second later.
+
+        Raises:
+            VPipeError: files cannot be written; the checkpoint before is still there, and training may go on.
+            PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
+        """
+        if not save_dir:
+            raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
+        self._refuse_half_loaded("save_checkpoint()")
+        self.quiesce("save_checkpoint()")
+        self.checkpoints.save(
+            super().save_checkpoint, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """As DeepSpeed's; all ranks call it, between any two batches.
+
+        Data go on at :attr:`consumed_micro_batches`, where the caller's iterator has to begin. Micro-batches
+        read ahead before are trained only if the same iterator is passed on, as if nothing had been read.
+
+        Raises:
+            VPipeError: the checkpoint is of another model, or files are lost. Load another one before anything else.
+            PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
+        """
+        self.quiesce("load_checkpoint()")
+        return self.checkpoints.load(
+            super().load_checkpoint,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+
+    def full_state_dict(
+        self, rank0_only: bool = False, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """A copy of the whole model's state dict in host memory; all ranks call it, where ``save_checkpoint()`` may be.
+
+        Weights are the newest ones, with the types that they have in the model. Names are those of the plain model that
+        the script has made, or ``LAYER.NAME`` and ``tied_modules.KEY.NAME`` as in ``PipelineModule.state_dict()``.
+
+        Args:
+            rank0_only: only the first stage's ranks get it, others an empty one, and need no memory for it.
+            exclude_frozen_parameters: leave out what is not trained.
+
+        Raises:
+            VPipeError: other ranks do something else.
+            PipelinePeerError: a rank is lost or did not answer in time.
+        """
+        return self.whole_model.gather("full_state_dict()", rank0_only, exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """As DeepSpeed's; all ranks call it. The file appears when it is complete.
+
+        Raises:
+            VPipeError: it cannot be written; or other ranks do something else.
+            PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
+        """
+        self.whole_model.save(save_dir, save_filename, exclude_frozen_parameters)
+        return True
+
+    def come_to_rest(self, what: str) -> None:
+        """Finish what is in flight, together with the other stages that do the same, before ``what``."""
+        self.quiesce()
+
+    def weights_were_set(self) -> None:
+        """At rest, the script has given the parameters other values, on all stages."""
+        self.stage.ties.restart(self.stage.progress.completed // self.micro_batches)
+
+    # Observation, and the end
+
+    def statistics(self) -> list[StageStatistics]:
+        """Measurements of the latest batch: every stage's record on the first stage, elsewhere the stage's own.
+
+        The records are those of this rank's pipeline; other replicas have their own. Empty before the first batch.
+        """
+        return self.observation.statistics()
+
+    def save_timeline(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
+        """Write this rank's recording; with ``timeline.enabled`` it is also done when the engine ends.
+
+        Args:
+            folder: where to; default: ``timeline.path``.
+
+        Returns:
+            The file of this rank, or None if nothing is recorded.
+        """
+        return self.observation.save_timeline(folder)
 
     def destroy(self) -> None:
         """Leave the pipeline: let the neighbours have what was sent, and drop the micro-batches in flight."""
-        if "state" in self.__dict__:
-            self._finish_sends()
-            self._end_observation()
-            self._leave()
+        if "observation" in self.__dict__:
+            self._end()
             # Their graphs refer to the engine through hooks, in cycles that Python cannot see.
-            self.state.flights.clear()
+            self.stage.in_flight.clear()
+            self.whole_model.leave()
         super().destroy()
 
-    def _abort(self, error: BaseException) -> None:
-        """Tell all ranks why this one stops.
+    def _end(self) -> None:
+        self._finish_sends()
+        self.observation.end()
+        self.stage.links.send_thread.stop()
+        self.stage.groups.failures.stop()
+
+    def _finish_sends(self) -> None:
+        """Stay until the neighbours have what they still need of this stage."""
+        stage, links = self.stage, self.stage.links
+        if stage.failure is not None:
+            return
+        deadline = time.monotonic() + _EXIT_GRACE_S
+        needed = [*([links.previous.gradients] if links.has_previous else []), *stage.ties.gradients_out]
+        if stage.progress.drained:  # the end of the data, and the final tied weights
+            needed += [*([links.next.activations] if links.has_next else []), *stage.ties.weights_out]
+        for sender in needed:
+            sender.wait_for_all(deadline)
+
+    # Failures and refusals
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """A block that ends training on every rank if it fails; the end of the data is no failure."""
+        try:
+            yield
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.abort(error)
+            raise
+
+    def abort(self, error: BaseException) -> None:
+        """Let all ranks know why this one stops.
 
         Raises:
             PipelinePeerError: the error is that of a collective of DeepSpeed's which another rank's failure has ended.
         """
-        failures, me = self.groups.failures, self.neighbours.me
+        stage, failures, me = self.stage, self.stage.groups.failures, self.stage.links.me
         reason = error.reason if isinstance(error, PipelinePeerError) else None
         elsewhere = None
         if reason is None and is_of_collective(error):
             elsewhere = reason = failures.reason()
         if reason is None:
             text = " ".join(str(error).split())
-            reason = f"{me} failed in {self.state.doing}: {type(error).__name__}: {text}"
-        self.state.failure = reason
+            reason = f"{me} failed in {stage.action}: {type(error).__name__}: {text}"
+        stage.failure = reason
         failures.tell(reason)
-        abort_all(tuple(self._links_to_abort()), reason)
+        abort_all(stage.senders, reason)
         failures.wait_until_seen()
-        self._end_observation()
+        self.observation.end()
         if elsewhere is not None:
-            raise PipelinePeerError(f"{me} stopped waiting in {self.state.doing}: {reason}", reason) from error
+            raise PipelinePeerError(f"{me} stopped waiting in {stage.action}: {reason}", reason) from error
 
-    def _links_to_abort(self) -> Iterable[Sender]:
-        """The sending ends on whose other ends somebody may wait."""
-        links = () if self.ties is None else (*self.ties.weights_out, *self.ties.gradients_out)
-        return (*self.neighbours.senders, *links)
+    def _refuse_failed(self, call: str) -> None:
+        if self.stage.failure is not None:
+            raise VPipeError(f"{call} after a failure: {self.stage.failure}; restart from a checkpoint")
 
-    def _leave(self) -> None:
-        self.neighbours.courier.stop()
-        self.groups.failures.stop()
+    def _refuse_half_loaded(self, call: str) -> None:
+        self.checkpoints.refuse_half_loaded(call)
+        if self.whole_model.states is not None:
+            self.whole_model.states.refuse_written(call)
 
-    def _finish_sends(self) -> None:
-        """A stage that is done stays until its neighbours have what they still need of it."""
-        if self.state.failure is not None:
-            return
-        deadline = time.monotonic() + _EXIT_GRACE_S
-        needed = [self.neighbours.gradients_out, *(() if self.ties is None else self.ties.gradients_out)]
-        if self.state.progress.drained:  # the news that the data have ended, and the final tied weights
-            needed += [self.neighbours.activations_out, *(() if self.ties is None else self.ties.weights_out)]
-        for sender in needed:
-            if sender is not None:
-                sender.wait_for_all(deadline)
+    def _refuse_unfit(self, call: str) -> None:
+        self._refuse_failed(call)
+        self._refuse_half_loaded(call)
 
-    _INSTRUCTION_MAP = {  # noqa: RUF012 - the name and the form are DeepSpeed's
-        **PipelineEngine._INSTRUCTION_MAP,
-        **EvaluationMixin.EVALUATION_MAP,
-        **ExecutionMixin.EXECUTION_MAP,
-    }
+    # DeepSpeed's hooks
+
+    def _train_schedule(self) -> Callable[[], None]:
+        return self.executor.train_batch
+
+    def _inference_schedule(self, micro_batches: int) -> Callable[[], None]:
+        return partial(self.evaluation.run, micro_batches)
+
+    def _exec_schedule(self, pipe_schedule: Callable[[], None]) -> None:
+        pipe_schedule()
+
+    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        with self.executor.updating():
+            super()._take_model_step(lr_kwargs)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip gradients; DeepSpeed's own counts only the first stage's."""
+        self._global_grad_norm = self.clipping.clip(self.gradient_clipping())
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        report, me = self.stage.report, self.stage.links.me
+        if report is None:
+            raise PipelineProtocolError(f"{me}: batch without a loss")
+        losses = torch.from_numpy(report.losses).to(self.device, torch.float32)
+        self.dp_group_loss, mean, *additional = losses.unbind()
+        names = self.module.get_additional_losses()
+        if names is None and len(losses) == 2:
+            self.agg_additional_losses = None
+        elif len(names or ()) == len(losses) - 2:
+            self.agg_additional_losses = OrderedDict(zip(names, additional, strict=True))
+        else:
+            raise VPipeError(
+                f"get_additional_losses(): got {sorted(names or ())} on {me}, {len(losses) - 2} losses "
+                f"on the last stage; return the same names on every stage, with zeros where they are not computed"
+            )
+        return mean
+
+    def _reduce_outputs(
+        self, outputs: list[Any], reduce: str | None = "avg", reduce_dp: bool = True, micro_batches: int | None = None
+    ) -> Any:
+        return self.evaluation.reduced(outputs, reduce, self.dp_world_size if reduce_dp else 1)
+
+    def _bcast_pipe_scalar(self, data: Any, src_rank: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
+        return self.evaluation.broadcast(data, dtype)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.checkpoints.write(super()._save_checkpoint, *args, **kwargs)
+
+    def _save_zero_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.checkpoints.write(super()._save_zero_checkpoint, *args, **kwargs)
+
+    def _common_checkpoint_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**super()._common_checkpoint_state(*args, **kwargs), LAYOUT_KEY: checkpoint_layout(self)}
+
+    def load_module_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's, on all ranks or on none."""
+        self.checkpoints.load_module(super().load_module_state_dict, *args, **kwargs)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        found = self.whole_model.gather("_consolidated_16bit_state_dict()", True, exclude_frozen_parameters)
+        return found if self.global_rank == 0 else None
 
 
 def _at_exit(engine: weakref.ref[VPipeEngine]) -> None:
     alive = engine()
     if alive is not None:
-        alive._finish_sends()
-        alive._end_observation()
-        alive._leave()
+        alive._end()

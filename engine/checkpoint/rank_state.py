@@ -1,4 +1,4 @@
-"""What a rank adds to DeepSpeed's checkpoint, so that going on from it is going on: one small file per rank."""
+"""Each rank's small file beside DeepSpeed's checkpoint, which makes resuming exact."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.stage import Stage
 
-def save(engine: Any, folder: Path) -> None:
+
+def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
     """Write this rank's file into the checkpoint's folder."""
     torch.save(
         {
             "parts": _parts(engine),
             "micro_offset": engine.module.micro_offset,
-            "news": None if engine.news is None else engine.news.state(),
+            "news": None if stage.peers is None else stage.peers.state(),
             "outside": {name: tensor.cpu() for name, tensor in _outside_of_layers(engine.module).items()},
-            "random": _random_states(engine),
+            "random": _random_states(stage),
         },
         _file(engine, folder, engine.grid.data_parallel_id),
     )
 
 
-def restore_outside(engine: Any, folder: Path) -> None:
+def restore_outside(engine: PatchedPipelineEngine, folder: Path) -> None:
     """Parameters that are in no layer's file, as the last stage of the saving run had them, which trains them."""
     outside = _outside_of_layers(engine.module)
     files = sorted(folder.glob(_file(engine, folder, 0).name.replace(f"stage_{engine.stage_id:02d}", "stage_*")))
@@ -36,7 +39,7 @@ def restore_outside(engine: Any, folder: Path) -> None:
                 tensor.copy_(state["outside"][name])
 
 
-def restore(engine: Any, folder: Path) -> None:
+def restore(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
     """Read what :func:`save` wrote, but for weights.
 
     Replicas that the saving run did not have get everything but the random states from the first one: what
@@ -44,26 +47,26 @@ def restore(engine: Any, folder: Path) -> None:
     stages, this starts as in a new run.
     """
     engine.module.micro_offset = 0
-    if engine.news is not None:
-        engine.news.forget()
+    if stage.peers is not None:
+        stage.peers.forget()
     own, first = (_file(engine, folder, replica) for replica in (engine.grid.data_parallel_id, 0))
     state = torch.load(first, weights_only=False) if first.is_file() else None
     if state is None or state["parts"] != _parts(engine):
         return
     engine.module.micro_offset = state["micro_offset"]
-    if engine.news is not None and state["news"] is not None:
-        engine.news.restore(state["news"])
+    if stage.peers is not None and state["news"] is not None:
+        stage.peers.restore(state["news"])
     if own.is_file():
         states = state if own == first else torch.load(own, weights_only=False)
-        _restore_random_states(states["random"], engine)
+        _restore_random_states(states["random"], stage)
 
 
-def _parts(engine: Any) -> list[int]:
-    """What tells whose file it is: the number of stages, and where the parts of the model begin and end."""
+def _parts(engine: PatchedPipelineEngine) -> list[int]:
+    """Layout that a rank file belongs to: stage count and part bounds."""
     return [engine.num_stages, *engine.module.parts]
 
 
-def _file(engine: Any, folder: Path, replica: int) -> Path:
+def _file(engine: PatchedPipelineEngine, folder: Path, replica: int) -> Path:
     slice_index = engine.grid.get_slice_parallel_rank()
     return folder / f"vpipe-stage_{engine.stage_id:02d}-replica_{replica:02d}-slice_{slice_index:02d}.pt"
 
@@ -79,16 +82,16 @@ def _outside_of_layers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _random_states(engine: Any) -> dict[str, Any]:
+def _random_states(stage: Stage) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
-        "accelerator": get_accelerator().get_rng_state() if engine.device.type != "cpu" else None,
-        **engine.random_states.read(),
+        "accelerator": get_accelerator().get_rng_state() if stage.device.type != "cpu" else None,
+        **stage.random_states.read(),
     }
 
 
-def _restore_random_states(states: dict[str, Any], engine: Any) -> None:
+def _restore_random_states(states: dict[str, Any], stage: Stage) -> None:
     torch.set_rng_state(states["torch"])
-    if states["accelerator"] is not None and engine.device.type != "cpu":
+    if states["accelerator"] is not None and stage.device.type != "cpu":
         get_accelerator().set_rng_state(states["accelerator"])
-    engine.random_states.put_back(states)
+    stage.random_states.put_back(states)

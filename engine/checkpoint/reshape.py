@@ -9,6 +9,7 @@ stage's first trained parameter.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +18,34 @@ from deepspeed.utils import log_dist
 
 from ds_vpipe.checkpoints.optimizer_states import form_of
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
-from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
-from ds_vpipe.engine.checkpoint.parameter_states import checkpoint_layout, stage_layout, write_states
+from ds_vpipe.engine.checkpoint.parameter_states import stage_layout, write_states
 from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.errors import VPipeError
 
 _RESTORED = ("module", "optimizer", "lr_scheduler", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
 
 
-class ReshapingMixin(PipelineEngine):
-    """``load_checkpoint()`` whatever the stages and replicas were that saved it."""
+def load(engine: PipelineEngine, deepspeed_load: Callable[..., Any], load_dir: str, tag: str | None, *args: Any) -> Any:
+    """``load_checkpoint()`` as DeepSpeed's, and also for checkpoints of other splits, numbers of stages or replicas.
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's, and also for checkpoints of other splits, numbers of stages or replicas.
+    Args:
+        engine: that loads.
+        deepspeed_load: DeepSpeed's, for checkpoints of the same layout.
+        load_dir: as DeepSpeed's.
+        tag: likewise.
+        args: likewise, see :func:`load_reshaped`.
 
-        Raises:
-            VPipeError: the checkpoint is of another model, or does not tell whose states it holds.
-        """
-        if (tag is None and not (Path(load_dir) / "latest").is_file()) or self.load_universal_checkpoint():
-            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
-        folder = checkpoint_folder(load_dir, tag)
-        checkpoint = open_checkpoint(self, folder)
-        if same_layout(self, checkpoint):
-            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
-        log_dist(f"ds_vpipe: {folder} has other stages or replicas; loading by parameter", ranks=[0])
-        return str(folder), load_reshaped(self, checkpoint, *args, **kwargs)
-
-    def _common_checkpoint_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**super()._common_checkpoint_state(*args, **kwargs), LAYOUT_KEY: checkpoint_layout(self)}
+    Raises:
+        VPipeError: the checkpoint is of another model, or does not tell whose states it holds.
+    """
+    if (tag is None and not (Path(load_dir) / "latest").is_file()) or engine.load_universal_checkpoint():
+        return deepspeed_load(load_dir, tag, *args)
+    folder = checkpoint_folder(load_dir, tag)
+    checkpoint = open_checkpoint(engine, folder)
+    if same_layout(engine, checkpoint):
+        return deepspeed_load(load_dir, tag, *args)
+    log_dist(f"ds_vpipe: {folder} has other stages or replicas; loading by parameter", ranks=[0])
+    return str(folder), load_reshaped(engine, checkpoint, *args)
 
 
 def open_checkpoint(engine: PipelineEngine, folder: Path) -> PipelineCheckpoint:

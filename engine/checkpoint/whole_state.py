@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 
-from ds_vpipe.engine.links.consensus import Agreement
+from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
 
 _PATIENCE_S = 5.0
@@ -70,7 +70,7 @@ class WholeStates:
     """
 
     def __init__(
-        self, agreement: Agreement, engine: Engine, stage: int, homes: Callable[[], Mapping[str, tuple[str, int]]]
+        self, agreement: Consensus, engine: Engine, stage: int, homes: Callable[[], Mapping[str, tuple[str, int]]]
     ) -> None:
         self._agreement, self._stage, self._homes = agreement, stage, homes
         self._engine: Engine | None = engine

@@ -1,14 +1,18 @@
-"""The mean losses of a batch, summed on the last stage as DeepSpeed sums them, bit for bit."""
+"""The mean losses of a batch, summed on the last stage, and the report that carries them back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import comm as dist
 
 from ds_vpipe.errors import VPipeError
+
+_HEAD = 3  # loss scale, number of losses, statistics of a stage
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class BatchLoss:
@@ -68,6 +72,51 @@ class BatchLoss:
             self._work.wait()
             self._means[1:] /= self._replicas
         return self._means.double()
+
+
+class BatchReport:
+    """Losses and statistics of one batch, on the way from the last stage to the first with its last gradient.
+
+    Args:
+        losses: mean loss of this pipeline, of all replicas, then the model's additional losses; ``[2 + n]``.
+        loss_scale: factor of the batch's losses.
+        num_stages: K.
+        columns: statistics of each stage.
+
+    Attributes:
+        losses: as given, fp64.
+        statistics: one row per stage, ``[K, columns]``; a stage fills in its own before it passes the report on.
+    """
+
+    __slots__ = ("_numbers", "losses", "statistics")
+
+    def __init__(self, losses: torch.Tensor, loss_scale: float, num_stages: int, columns: int) -> None:
+        numbers = np.zeros(_HEAD + losses.numel() + num_stages * columns)
+        numbers[:_HEAD] = (loss_scale, losses.numel(), columns)
+        numbers[_HEAD : _HEAD + losses.numel()] = losses.tolist()
+        self._refer_to(numbers)
+
+    def _refer_to(self, numbers: Numbers) -> None:
+        end = _HEAD + int(numbers[1])
+        self._numbers = numbers
+        self.losses: Numbers = numbers[_HEAD:end]
+        self.statistics: Numbers = numbers[end:].reshape(-1, int(numbers[2]))
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the batch's losses."""
+        return float(self._numbers[0])
+
+    def pack(self) -> torch.Tensor:
+        """One fp64 vector on the host, which shares the report's memory."""
+        return torch.from_numpy(self._numbers)
+
+    @classmethod
+    def unpack(cls, numbers: torch.Tensor) -> BatchReport:
+        """A report with a copy of a packed one."""
+        report = cls.__new__(cls)
+        report._refer_to(numbers.numpy().copy())
+        return report
 
 
 def _scalar(what: str, value: Any) -> torch.Tensor:

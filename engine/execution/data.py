@@ -30,6 +30,22 @@ NO_DATA: Iterator[Item] = itertools.repeat(None)
 """Iterator of a rank that has none, for ``batch_fn``."""
 
 
+class EndOfData(Exception):  # noqa: N818 - no error: like StopIteration
+    """The first stage has no more micro-batches, so the rest of the current batch's program is another.
+
+    Attributes:
+        limit: no micro-batch from here on belongs to a complete batch.
+        read: the first stage has sent micro-batches up to here all the same.
+        call: number of the ``train_batch()`` call in which the first stage found out.
+        unlabelled: micro-batches that the first stage has read and sent to nobody.
+        asked: the first stage has asked its iterator for one more, and the last one has yet to do the same.
+    """
+
+    def __init__(self, limit: int, read: int, call: int, unlabelled: int = 0, asked: bool = True) -> None:
+        super().__init__(limit, read)
+        self.limit, self.read, self.call, self.unlabelled, self.asked = limit, read, call, unlabelled, asked
+
+
 class MicroBatchFeed:
     """Reads items, one a micro-batch, from the iterators of successive ``train_batch()`` calls.
 

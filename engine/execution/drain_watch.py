@@ -7,7 +7,7 @@ from deepspeed.utils import logger
 _IN_A_ROW = 3
 
 
-class RestWatch:
+class DrainWatch:
     """Count of batches in a row after each of which the pipeline was emptied.
 
     Args:

@@ -1,252 +1,383 @@
-"""One stage's instructions, carried out: what each action of the schedule means inside DeepSpeed."""
+"""One stage's actions, carried out: the meaning of each kind of action inside DeepSpeed."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_vpipe.engine.execution import instructions as instr
-from ds_vpipe.engine.execution.batch_loss import BatchLoss
-from ds_vpipe.engine.execution.data import MicroBatch, labels_to_device, own_copy, to_device
-from ds_vpipe.engine.execution.draining import DrainingMixin
-from ds_vpipe.engine.execution.in_flight import Flight
-from ds_vpipe.engine.execution.report import BatchReport
-from ds_vpipe.engine.links.consensus import Agreement
-from ds_vpipe.engine.links.message import Message, copied_to
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.execution import drain
+from ds_vpipe.engine.execution.batch_loss import BatchReport
+from ds_vpipe.engine.execution.data import EndOfData, MicroBatch, labels_to_device, own_copy, to_device
+from ds_vpipe.engine.execution.in_flight import InFlight
+from ds_vpipe.engine.links.message import Message, Received, copied_to
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
 from ds_vpipe.engine.modules.recompute import one_way
 from ds_vpipe.engine.modules.split_module import SplitModule
-from ds_vpipe.engine.updates.batch_end import BatchEndMixin
-from ds_vpipe.errors import VPipeError
-from ds_vpipe.schedules.actions import Action
+from ds_vpipe.engine.stage import Stage
+from ds_vpipe.engine.updates.peer_updates import PeerUpdates
+from ds_vpipe.errors import PipelineProtocolError, VPipeError
+from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import version_used
+from ds_vpipe.schedules.program import rank_actions
+
+Methods = Mapping[Kind, Callable[[int, int], None]]
+"""The meaning of each kind: a function of the action's index and its part of the model."""
 
 
-class ExecutionMixin(DrainingMixin, BatchEndMixin):
-    """Forward and backward passes and transfers of one stage."""
+class Watcher(Protocol):
+    """Observer of every action of a stage; it changes none."""
 
-    _agreement: Agreement
-    _vertical: bool
-    _sets_back: bool
+    def before(self, action: Action) -> None:
+        """The action begins."""
 
-    # Instructions
+    def after(self, action: Action) -> None:
+        """The action has ended, or was given up."""
 
-    def _exec_load(self, index: int, part: int) -> None:
+
+def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watchers: Sequence[Watcher] = ()) -> None:
+    """Carry out actions in order, as training, evaluation and looping scripts do.
+
+    Raises:
+        EndOfData: the first stage has no more micro-batches.
+        PipelinePeerError: another rank failed, is lost, or did not answer in time.
+    """
+    for action in actions:
+        stage.action = action
+        stage.groups.check(action)
+        stage.links.wait_for_copies(action.kind)  # no part of the action: on an accelerator that is what computes
+        for watcher in watchers:
+            watcher.before(action)
+        try:
+            methods[action.kind](*stage.key(action))
+        finally:
+            for watcher in reversed(watchers):
+                watcher.after(action)
+
+
+class Executor:
+    """Training of one stage.
+
+    Args:
+        engine: DeepSpeed's, which runs passes and updates.
+        stage: changes with every action.
+        statistics: numbers of each stage in the report of a batch.
+
+    Attributes:
+        methods: what each kind of action does.
+        watchers: observers of every action, in the order in which they begin.
+    """
+
+    def __init__(self, engine: PatchedPipelineEngine, stage: Stage, statistics: int) -> None:
+        self._engine, self._stage, self._statistics = engine, stage, statistics
+        self._several_parts = stage.pipeline.virtual_stages > 1
+        self.watchers: list[Watcher] = []
+        self.methods: dict[Kind, Callable[[int, int], None]] = {
+            Kind.LOAD: self.load,
+            Kind.RECV_ACT: self.receive_activation,
+            Kind.FORWARD: self.forward,
+            Kind.SEND_ACT: self.send_activation,
+            Kind.RECV_GRAD: self.receive_gradient,
+            Kind.DROP_GRAD: self.drop_gradient,
+            Kind.BACKWARD: self.backward,
+            Kind.SEND_GRAD: self.send_gradient,
+            Kind.REDUCE: self.reduce,
+            Kind.STEP: self.step,
+            Kind.SEND_TIED_GRAD: self.send_tied_gradients,
+            Kind.RECV_TIED_GRAD: self.receive_tied_gradients,
+            Kind.SEND_TIED: self.send_tied_weights,
+            Kind.RECV_TIED: self.receive_tied_weights,
+        }
+        if stage.peers is not None:
+            self.methods[Kind.SEND_NEWS] = partial(self.send_peer_updates, stage.peers)
+            self.methods[Kind.RECV_NEWS] = partial(self.receive_peer_updates, stage.peers)
+
+    def run(self, actions: Iterable[Action]) -> None:
+        """Carry out training actions under observation."""
+        carry_out(self._stage, actions, self.methods, self.watchers)
+
+    def train_batch(self) -> None:
+        """Carry out the program up to the stage's next update, past ends of the data.
+
+        Raises:
+            StopIteration: the data do not suffice for the batch.
+        """
+        stage = self._stage
+        batch, size = self._engine.global_steps, stage.pipeline.micro_batches
+        end = (stage.progress.completed // size + 1) * size
+        stage.report = None
+        if stage.is_last:
+            stage.losses = stage.batch_loss()
+        try:
+            while True:
+                drain.limit_to_drain(stage, batch)
+                try:
+                    self.run(rank_actions(stage.pipeline, stage.number, stage.progress, stage.exchanges))
+                except EndOfData as data_end:
+                    drain.end_data(stage, data_end, batch)
+                    continue  # the rest of the batch's program is another
+                if stage.progress.completed == end:
+                    break
+                drain.refill(stage)
+        finally:
+            stage.weights.load_new_params()
+        if stage.progress.completed == stage.progress.limit:
+            stage.ties.catch_up(stage.progress.completed // size)
+
+    # Passes and transfers
+
+    def load(self, index: int, part: int) -> None:
+        """Read inputs (first stage) and labels (last stage)."""
+        stage, feed = self._stage, self._stage.feed
         if part != 0:
-            flight = self.state.flights[self._key(index, part)]
+            record = stage.in_flight[index, part]
             try:
-                item = self._feed.read(flight.call)
+                item = feed.read(record.call)
             except StopIteration:
                 raise VPipeError(
                     f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
                     f"give both stages iterators over the same data"
                 ) from None
-            flight.labels = labels_to_device(self._feed.take(item, self.batch_fn)[1], self.device)
-            self._feed.forget_before(flight.call)
+            record.labels = labels_to_device(feed.take(item, self._engine.batch_fn)[1], stage.device)
+            feed.forget_before(record.call)
             return
-        if self.pipeline.virtual_stages > 1 and index % self.micro_batches == 0:
+        if self._several_parts and index % stage.pipeline.micro_batches == 0:
             self._read_batch(index)
-        call, taken = self._feed.next_again() or self._first_time(index)
-        if taken is None:  # the data ended here before a rest, which the stages after this one forgot
-            self._end_of_data(index - index % self.micro_batches, index, call)
-        self._feed.forget_before(call)
-        inputs = to_device(taken[0], self.device, copy=self._sets_back)
-        flight = Flight(call, inputs, labels_to_device(taken[1], self.device))
-        if self._sets_back:
-            flight.taken = taken
-        self.state.flights[self._key(index, part)] = flight
+        call, taken = feed.next_again() or self._admit(index)
+        if taken is None:  # the data ended here before a quiesce, which the stages after this one forgot
+            raise EndOfData(index - index % stage.pipeline.micro_batches, index, call)
+        feed.forget_before(call)
+        inputs = to_device(taken[0], stage.device, copy=stage.sets_back)
+        record = InFlight(call, inputs, labels_to_device(taken[1], stage.device))
+        if stage.sets_back:
+            record.taken = taken
+        stage.in_flight[index, part] = record
 
     def _read_batch(self, index: int) -> None:
-        """Make sure of a whole batch before it begins: parts of it could not be undone on all ranks."""
+        """Read a whole batch before it begins: parts of it could not be undone on all ranks."""
+        feed, size = self._stage.feed, self._stage.pipeline.micro_batches
         items: list[Any] = []
-        call = self._feed.call
+        call = feed.call
         with suppress(StopIteration):
-            while len(items) < self.micro_batches:
-                items.append(own_copy(self._feed.read(call)))
-        if not self._agreement.all_have(len(items) == self.micro_batches):
-            self._end_of_data(index, index, call, unlabelled=len(items), asked=len(items) < self.micro_batches)
-        self._feed.read_again([(call, self._feed.take(item, self.batch_fn)) for item in items])
+            while len(items) < size:
+                items.append(own_copy(feed.read(call)))
+        if not self._stage.consensus.all_have(len(items) == size):
+            raise EndOfData(index, index, call, unlabelled=len(items), asked=len(items) < size)
+        feed.read_again([(call, feed.take(item, self._engine.batch_fn)) for item in items])
 
-    def _first_time(self, index: int) -> tuple[int, MicroBatch]:
+    def _admit(self, index: int) -> tuple[int, MicroBatch]:
         """Admit a new micro-batch, if all ranks of the stage have one."""
-        call, item, there = self._feed.call, None, False
-        known = self._feed.has_ended(call)
+        stage, feed = self._stage, self._stage.feed
+        call, item, there = feed.call, None, False
+        known = feed.has_ended(call)
         with suppress(StopIteration):
-            item = self._feed.read(call)
+            item = feed.read(call)
             there = True
-        if not self._agreement.all_have(there):
+        if not stage.consensus.all_have(there):
             if there:
-                self._feed.give_back(call, item)
-            limit = index - index % self.micro_batches
-            if not there and limit > self.state.progress.refill:
-                self._feed.end_again(call)
-            self._end_of_data(limit=limit, read=index, call=call, asked=not known)
-        return call, self._feed.take(item, self.batch_fn)
+                feed.give_back(call, item)
+            limit = index - index % stage.pipeline.micro_batches
+            if not there and limit > stage.progress.refill:
+                feed.end_again(call)
+            raise EndOfData(limit, index, call, asked=not known)
+        return call, feed.take(item, self._engine.batch_fn)
 
-    def _exec_recv_activation(self, index: int, part: int) -> None:
-        assert self.neighbours.activations_in is not None
-        assert self.neighbours.gradients_out is not None
-        message = self.neighbours.activations_in.receive(str(self.state.doing))
+    def receive_activation(self, index: int, part: int) -> None:
+        """Wait for the input of a micro-batch, or for the end of the data."""
+        stage, links = self._stage, self._stage.links.previous
+        message = links.activations.receive(str(stage.action))
         if message.kind is Message.END:
             limit, read, unlabelled, asked = message.tree.tolist()
-            self._end_of_data(limit, read, message.note, unlabelled, bool(asked))
-        self._expect(message.kind is Message.ACTIVATION and message.micro_batch == self._number(index, part), message)
-        inputs, news = message.tree
-        self.state.flights[self._key(index, part)] = Flight(message.note, self._arrived(inputs))
-        if self.news is not None:
-            self.news.from_earlier(news)
-        if self.pipeline.virtual_stages == 1:
+            raise EndOfData(limit, read, message.note, unlabelled, bool(asked))
+        self._expect(message, Message.ACTIVATION, self._number(index, part))
+        inputs, table = message.tree
+        stage.in_flight[index, part] = InFlight(message.note, arrived(inputs, stage.device))
+        if stage.peers is not None:
+            stage.peers.from_earlier(table)
+        if not self._several_parts:
             # The previous stage runs F(index) after B(index - W - 1), for which it has had our gradient.
-            self.neighbours.gradients_out.release(index - self.depths[self.stage_id - 1] - 1)
+            links.gradients.release(index - stage.pipeline.depths[stage.number - 1] - 1)
 
-    def _exec_forward(self, index: int, part: int) -> None:
-        key, last = self._key(index, part), part == self.pipeline.num_parts - 1
-        flight = self.state.flights[key]
-        if isinstance(self.module, InterleavedMixin):
-            self.module.chunk = part // self.num_stages
-        with self.stashing_optimizer.forward(key, self._vertical_version(index)):
-            outputs = self._run_stage(flight, last)
-        flight.labels = None
-        if self.state.batch_loss is not None and last:
-            flight.loss = self.state.batch_loss.add(outputs, self.module.get_additional_losses())
+    def forward(self, index: int, part: int) -> None:
+        """Forward pass with the weights of the micro-batch's version."""
+        stage, record = self._stage, self._stage.in_flight[index, part]
+        last = part == stage.pipeline.num_parts - 1
+        choose_part(stage, part)
+        with stage.weights.forward((index, part), self._vertical_version(index)):
+            output = self._run_stage(record, last)
+        record.labels = None
+        if last and stage.losses is not None:
+            record.loss = stage.losses.add(output, stage.module.get_additional_losses())
         else:
-            self.state.sending = outputs
-            flight.keep_outputs(outputs)
-        if part == self.stage_id:
-            self.state.progress = dataclasses.replace(self.state.progress, forwarded=index + 1)
-        if self._vertical:
-            self.stashing_optimizer.keep_from(self._vertical_version(index + 1) or 0)
+            record.keep_output(output)
+        if part == stage.number:
+            stage.progress = replace(stage.progress, forwarded=index + 1)
+        if stage.pipeline.vertical:
+            stage.weights.keep_from(self._vertical_version(index + 1) or 0)
 
-    def _exec_send_activation(self, index: int, part: int) -> None:
-        assert self.neighbours.activations_out is not None
-        outputs, self.state.sending = self.state.sending, None
-        news = None if self.news is None else self.news.table
-        call = self.state.flights[self._key(index, part)].call
+    def _run_stage(self, record: InFlight, last: bool) -> Any:
+        module = self._stage.module
+        try:
+            output = self._engine.run_forward(record.enter(as_made=isinstance(module, SplitModule)))
+            if not last or module.loss_fn is None:
+                return output
+            return module.loss_fn(output, record.labels)
+        except StopIteration as error:
+            raise VPipeError("a layer or the loss function raised StopIteration") from error
+
+    def _vertical_version(self, index: int) -> int | None:
+        pipeline = self._stage.pipeline
+        if not pipeline.vertical:
+            return None
+        return version_used(index, pipeline.depths[0], pipeline.micro_batches, self._stage.progress.refill)
+
+    def send_activation(self, index: int, part: int) -> None:
+        """Start sending the output to the next stage."""
+        stage, record = self._stage, self._stage.in_flight[index, part]
+        output, record.output = record.output, None
+        table = None if stage.peers is None else stage.peers.table
         number = self._number(index, part + 1)
-        self.neighbours.activations_out.send(Message.ACTIVATION, number, (outputs, news), note=call)
+        stage.links.next.activations.send(Message.ACTIVATION, number, (output, table), note=record.call)
 
-    def _exec_recv_gradient(self, index: int, part: int) -> None:
-        assert self.neighbours.activations_out is not None
-        assert self.neighbours.gradients_in is not None
-        message = self.neighbours.gradients_in.receive(str(self.state.doing))
-        self._expect(message.kind is Message.GRADIENT and message.micro_batch == self._number(index, part), message)
-        # It has come the other way round, and so has everything that was sent before.
-        self.neighbours.activations_out.release_through(self._number(index, part + 1))
-        gradients, report, told = message.tree
-        flight = self.state.flights[self._key(index, part)]
-        flight.gradients, flight.told = list(self._arrived(gradients)), told
+    def receive_gradient(self, index: int, part: int) -> None:
+        """Wait for the gradient of the output."""
+        stage, record = self._stage, self._stage.in_flight[index, part]
+        gradients, report, record.script_loss = self._gradient_message(index, part).tree
+        record.gradients = list(arrived(gradients, stage.device))
         if report is not None:
-            self.state.report = BatchReport.unpack(report)
+            stage.report = BatchReport.unpack(report)
 
-    def _exec_drop_gradient(self, index: int, part: int) -> None:
-        assert self.neighbours.activations_out is not None
-        assert self.neighbours.gradients_in is not None
-        message = self.neighbours.gradients_in.receive(str(self.state.doing))
-        self._expect(message.kind is Message.GRADIENT and message.micro_batch == index, message)
-        self.neighbours.activations_out.release_through(index)
+    def drop_gradient(self, index: int, part: int) -> None:
+        """Wait for a gradient of a batch that the data leave incomplete, and forget it."""
+        self._gradient_message(index, part)
 
-    def _exec_backward(self, index: int, part: int) -> None:
-        key = self._key(index, part)
-        flight = self.state.flights[key]
-        self.stashing_optimizer.load_old_params(key)
+    def _gradient_message(self, index: int, part: int) -> Received:
+        links = self._stage.links.next
+        message = links.gradients.receive(str(self._stage.action))
+        self._expect(message, Message.GRADIENT, self._number(index, part))
+        # It has come the other way round, and so has everything that was sent before.
+        links.activations.release_through(self._number(index, part + 1))
+        return message
+
+    def backward(self, index: int, part: int) -> None:
+        """Backward pass with the weights that the forward pass used."""
+        stage, record = self._stage, self._stage.in_flight[index, part]
+        scaling = stage.loss_scaling
+        stage.weights.load_old_params((index, part))
         with one_way():
-            if flight.loss is not None:
-                loss = flight.loss if self.loss_scaling is None else self.loss_scaling.apply(flight.loss)
-                flight.loss = None
-                DeepSpeedEngine.backward(self, loss)
+            if record.loss is not None:
+                loss, record.loss = record.loss, None
+                self._engine.run_backward(loss if scaling is None else scaling.apply(loss))
             else:
-                self._backward_from_gradients(flight)
+                self._engine.run_backward_from(record.outputs, record.gradients)
+                record.outputs, record.gradients = [], []
         # The next pass or update points the parameters to what it needs, and the end of the batch to the newest.
-        self.stashing_optimizer.release(key)
+        stage.weights.release((index, part))
         if part == 0:
-            del self.state.flights[key]
-        if part == self.stage_id:
-            self.state.progress = dataclasses.replace(self.state.progress, completed=index + 1)
-        ends_batch = (index + 1) % self.micro_batches == 0
-        if self.state.batch_loss is not None and part == self.pipeline.num_parts - 1 and ends_batch:
-            self.state.report = self._new_report(self.state.batch_loss)
+            del stage.in_flight[index, part]
+        if part == stage.number:
+            stage.progress = replace(stage.progress, completed=index + 1)
+        if stage.losses is not None and part == stage.pipeline.num_parts - 1 and self._ends_batch(index):
+            scale = 1.0 if scaling is None else scaling.scale
+            stage.report = BatchReport(stage.losses.means(), scale, stage.pipeline.num_stages, self._statistics)
 
-    def _exec_send_gradient(self, index: int, part: int) -> None:
-        assert self.neighbours.gradients_out is not None
-        flight = self.state.flights.pop(self._key(index, part))
-        report = self.state.report if (index + 1) % self.micro_batches == 0 else None
-        words = None if report is None else report.pack()
-        number = self._number(index, part - 1)
-        self.neighbours.gradients_out.send(Message.GRADIENT, number, (flight.input_gradients(), words, flight.told))
+    def send_gradient(self, index: int, part: int) -> None:
+        """Start sending the gradient of the input to the previous stage."""
+        stage, record = self._stage, self._stage.in_flight.pop((index, part))
+        report = stage.report.pack() if stage.report is not None and self._ends_batch(index) else None
+        tree = record.input_gradients(), report, record.script_loss
+        stage.links.previous.gradients.send(Message.GRADIENT, self._number(index, part - 1), tree)
+
+    # Once per batch
+
+    def reduce(self, index: int, part: int) -> None:
+        """Average a batch's gradients over the stage's replicas."""
+        self._engine.reduce_gradients(together=not self._stage.asynchronous)
+
+    def step(self, index: int, part: int) -> None:
+        """One optimizer update of the stage; DeepSpeed asks for :meth:`updating` around the step itself."""
+        if self._several_parts:  # all activations have come back, and nobody waits for gradients any more
+            self._stage.links.flush()
+        self._engine.run_update()
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Surroundings of an optimizer step: loss scale, versions, tied weights, updates of other stages."""
+        stage, scaling = self._stage, self._stage.loss_scaling
+        if scaling is not None and stage.report is not None:
+            scaling.scale = stage.report.loss_scale
+        if stage.mitigation is not None:
+            stage.mitigation.updates = stage.weights.latest_version
+        if not stage.asynchronous:
+            self._engine.fill_groups()
+        with stage.weights.update():
+            yield
+            stage.ties.overwrite()
+        overflow = bool(getattr(self._engine.optimizer, "overflow", False))
+        if stage.peers is not None:
+            overflow = stage.peers.after_update(overflow)
+        if scaling is not None and (stage.is_last or not stage.asynchronous):
+            scaling.after_update(overflow)
+
+    def send_tied_gradients(self, index: int, part: int) -> None:
+        """Start sending the gradients of copies of tied weights to their owners."""
+        self._stage.ties.send_gradients(index)
+
+    def receive_tied_gradients(self, index: int, part: int) -> None:
+        """Wait for the copies' gradients and add them to the owner's."""
+        self._stage.ties.add_gradients(index)
+
+    def send_tied_weights(self, index: int, part: int) -> None:
+        """Start sending updated tied weights to the stages that hold copies."""
+        self._stage.ties.send_weights(index + 1, self._stage.pipeline.micro_batches, self._stage.progress.refill)
+
+    def receive_tied_weights(self, index: int, part: int) -> None:
+        """Wait for the owner's weights of the version that is due."""
+        self._stage.ties.receive_weights(index, self._stage.pipeline.micro_batches, self._stage.progress.refill)
+
+    def send_peer_updates(self, peers: PeerUpdates, index: int, part: int) -> None:
+        """Start sending overflows and norms of this and later stages' updates to the previous stage."""
+        last_of_batch = self._stage.progress.completed - 1
+        self._stage.links.previous.gradients.send(Message.NEWS, last_of_batch, peers.table)
+
+    def receive_peer_updates(self, peers: PeerUpdates, index: int, part: int) -> None:
+        """Wait for overflows and norms of later stages' updates."""
+        message = self._stage.links.next.gradients.receive(str(self._stage.action))
+        self._expect(message, Message.NEWS)
+        peers.from_later(message.tree)
 
     # Parts of them
 
-    def key_of(self, action: Action) -> int:
-        """Number of the micro-batch that a pass is of, among those in flight."""
-        return self._key(action.index, self.stage_id if action.part is None else action.part)
-
-    def _key(self, index: int, part: int) -> int:
-        """Number of a micro-batch in flight through ``part``; its own where the stage has one part."""
-        return index * self.pipeline.virtual_stages + part // self.num_stages
+    def _ends_batch(self, index: int) -> bool:
+        return (index + 1) % self._stage.pipeline.micro_batches == 0
 
     def _number(self, index: int, receiver: int) -> int:
         """Number of a micro-batch's message to the part ``receiver``."""
-        return index if self.pipeline.virtual_stages == 1 else index * self.pipeline.num_parts + receiver
+        return index * self._stage.pipeline.num_parts + receiver if self._several_parts else index
 
-    def _run_stage(self, flight: Flight, last: bool) -> Any:
-        try:
-            outputs = DeepSpeedEngine.forward(self, flight.enter(as_made=isinstance(self.module, SplitModule)))
-            if not last:
-                return outputs
-            loss_fn = self.module.loss_fn
-            loss = outputs if loss_fn is None else loss_fn(outputs, flight.labels)
-        except StopIteration as error:
-            raise VPipeError("a layer or the loss function raised StopIteration") from error
-        return loss
+    def _expect(self, message: Received, kind: Message, number: int | None = None) -> None:
+        if message.kind is not kind or number not in (None, message.micro_batch):
+            raise PipelineProtocolError(
+                f"{self._stage.links.me} expected {self._stage.action}, got {message.kind.name}{message.micro_batch}: "
+                f"do all ranks run the same script with the same configuration?"
+            )
 
-    def _new_report(self, batch_loss: BatchLoss) -> BatchReport:
-        scale = 1.0 if self.loss_scaling is None else self.loss_scaling.scale
-        return BatchReport(batch_loss.means(), scale, self.num_stages)
 
-    def _vertical_version(self, index: int) -> int | None:
-        if not self._vertical:
-            return None
-        return version_used(index, self.depths[0], self.micro_batches, self.state.progress.refill)
+def choose_part(stage: Stage, part: int) -> None:
+    """Let the module run the layers of ``part``, where it has several."""
+    if isinstance(stage.module, InterleavedMixin):
+        stage.module.chunk = part // stage.pipeline.num_stages
 
-    def _backward_from_gradients(self, flight: Flight) -> None:
-        pairs = [(o, g) for o, g in zip(flight.outputs, flight.gradients, strict=True) if g is not None]
-        self._running_engine_backward = True  # DeepSpeed's hooks take it for engine.backward()
-        if self.using_bf16_optimizer:
-            self.optimizer.clear_lp_grads()  # it adds them up in fp32, and on the last stage does this by itself
-        try:
-            if pairs:
-                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        finally:
-            self._running_engine_backward = False
-        if self.using_bf16_optimizer:
-            self.optimizer.update_hp_grads()
-        flight.outputs, flight.gradients = [], []
 
-    def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        # DeepSpeed divides by M what enters the last stage's graphs, if it is no loss; what arrives here has been.
-        return grad
-
-    def _arrived(self, tree: Any) -> Any:
-        """Move a received tree to the stage's device; on the CPU it is there already."""
-        if self.device.type == "cpu":
-            return tree
-        if isinstance(tree, torch.Tensor):
-            return copied_to(tree.detach(), self.device).requires_grad_(tree.requires_grad)
-        return type(tree)(self._arrived(item) for item in tree) if isinstance(tree, (tuple, list)) else tree
-
-    EXECUTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
-        **BatchEndMixin.BATCH_END_MAP,
-        instr.LoadMicroBatch: _exec_load,
-        instr.RecvActivation: _exec_recv_activation,
-        instr.Forward: _exec_forward,
-        instr.SendActivation: _exec_send_activation,
-        instr.RecvGradient: _exec_recv_gradient,
-        instr.DropGradient: _exec_drop_gradient,
-        instr.Backward: _exec_backward,
-        instr.SendGradient: _exec_send_gradient,
-    }
+def arrived(tree: Any, device: torch.device) -> Any:
+    """A received tree on the stage's device; on the CPU it is there already."""
+    if device.type == "cpu":
+        return tree
+    if isinstance(tree, torch.Tensor):
+        return copied_to(tree.detach(), device).requires_grad_(tree.requires_grad)
+    return type(tree)(arrived(item, device) for item in tree) if isinstance(tree, (tuple, list)) else tree

@@ -15,7 +15,7 @@ from ds_vpipe.errors import PipelinePeerError, VPipeError
 _FILES_LIMIT_S = 30 * 60.0  # slow file systems are ordinary; DeepSpeed's own default
 
 
-class Agreement:
+class Consensus:
     """Minima over the ranks of a stage or over all ranks, and what one rank decides for others.
 
     Args:
@@ -24,7 +24,7 @@ class Agreement:
     """
 
     def __init__(self, grid: Any, groups: Groups) -> None:
-        self._told: weakref.ref[VPipeError] | None = None
+        self._raised: weakref.ref[VPipeError] | None = None
         self._me = groups.me
         replicas = next(ranks for ranks in grid.dp_groups if groups.me.rank in ranks)
         self._replicas = self._stage = groups.of("replicas", replicas)
@@ -121,7 +121,7 @@ class Agreement:
         return self._everyone.gather(value, "the first rank to name the folder of a checkpoint")[0]
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def all_or_none(self, what: str) -> Iterator[None]:
         """A block of work with files that all ranks do, between batches: if it fails on one it fails on all.
 
         Blocks may be nested; a failure is told once. A rank that fails between the block's own collectives tells
@@ -139,14 +139,14 @@ class Agreement:
         except PipelinePeerError:
             raise  # everyone has it
         except Exception as error:
-            if self._told is not None and error is self._told():
+            if self._raised is not None and error is self._raised():
                 raise
             text = _flat(error) if isinstance(error, VPipeError) else f"{type(error).__name__}: {_flat(error)}"
             line = f"{what}: {self._me} failed: {text}"
             with suppress(RuntimeError):  # what happened here matters more than who cannot be told
                 self._lines(line, what)
             told = error if isinstance(error, VPipeError) else VPipeError(line)
-            self._told = weakref.ref(told)  # a reference would keep all frames of the traceback
+            self._raised = weakref.ref(told)  # a reference would keep all frames of the traceback
             if told is error:
                 raise
             raise told from error

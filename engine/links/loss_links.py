@@ -49,7 +49,7 @@ class LossLinks:
             elif groups.me.stage == stage:
                 self._receiver = Receiver(groups.of("losses", pair), Peer(last, ranks[last]), _PREFETCH)
 
-    def tell(self, micro_batch: int, loss: torch.Tensor, stages: Iterable[int]) -> None:
+    def send(self, micro_batch: int, loss: torch.Tensor, stages: Iterable[int]) -> None:
         """Start sending the loss of ``micro_batch``, a tensor without dimensions, to ``stages``."""
         for stage in stages:
             self.senders[stage].send(Message.LOSS, micro_batch, loss)

@@ -47,7 +47,7 @@ class Immediate:
         """Tasks have raised where they were submitted."""
 
 
-class Courier:
+class SendThread:
     """Does tasks in a thread of its own, which ends with the last reference to the courier or with :meth:`stop`.
 
     Args:

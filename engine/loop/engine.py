@@ -9,20 +9,23 @@ pipeline first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from deepspeed.utils import logger
 
+from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.loop.call_order import check_loss
-from ds_vpipe.engine.loop.evaluation import LoopEvaluationMixin
-from ds_vpipe.engine.loop.optimizer import LoopOptimizerMixin
+from ds_vpipe.engine.loop.evaluation import ScriptEvaluation
+from ds_vpipe.engine.loop.rounds import Rounds
+from ds_vpipe.engine.loop.script_end import ScriptEnd
 from ds_vpipe.engine.loop.script_loss import check_graph
+from ds_vpipe.engine.updates.parameter_groups import by_identity, follow, restricted
 from ds_vpipe.errors import CallOrderError, VPipeConfigError
 
 
-class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
+class VPipeLoopEngine(VPipeEngine):
     """DeepSpeed's engine of a plain module, as a pipeline.
 
     Built by :func:`ds_vpipe.initialize` from a module that is no ``PipelineModule``. The pipeline module has
@@ -33,6 +36,8 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
     Attributes:
         micro_steps, global_steps, global_samples: as the script counts, alike on all ranks at the same line. The
             stage's own updates are ``stashing_optimizer.latest_version``.
+        rounds: passes and updates in the portions in which the script asks for them.
+        script_end: what is left to do when the script ends.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,6 +47,9 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
                 f'vpipe.schedule: got "{self.pipeline.schedule}" for a module that is called micro-batch by '
                 f'micro-batch; allowed: "1f1b" and "gpipe"; write "1f1b" and remove vpipe.virtual_stages'
             )
+        self.rounds = Rounds(self)
+        self.script_evaluation = ScriptEvaluation(self, self.rounds)
+        self.script_end = ScriptEnd(self)
         self._boundary: bool | None = None  # what the script has said
         self._stepped = False  # a round that the script has said is no boundary may have its step() or not
         self._compared = self.num_stages == 1  # what the stages are handed
@@ -65,20 +73,22 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
             CallOrderError: ``backward()`` or ``step()`` is due.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        self._refuse_after_failure("engine(...)")
-        self._refuse_half_loaded("engine(...)")
+        self._refuse_unfit("engine(...)")
         model: Any = getattr(self.module, "user_module", self.module)  # scripts set its mode, too
         if not (model.training and torch.is_grad_enabled()):
-            return self._evaluate(args, kwargs)
-        self._order.expect("engine(...)")
+            self.drain("evaluation")  # the first evaluation after a round does so, others find it drained
+            with self._aborting():
+                return self.script_evaluation.run(args, kwargs)
+        self.rounds.order.expect("engine(...)")
         self._stepped = False
         with self._aborting():
-            self.state.doing = "engine(...)"
+            self.stage.action = "engine(...)"
             packed = self.module.pack(args, kwargs)
             self._compare_once(packed)
-            self._await_end()
-            loss = self._run_forward(self._begin_round(packed))
-        self._order.done("engine(...)")
+            self.script_end.expect()
+            self.script_evaluation.round_begins()
+            loss = self.rounds.run_forward(packed)
+        self.rounds.order.done("engine(...)")
         return loss
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -99,7 +109,7 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
                 the stage other than by what ``engine(...)`` returned.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        self._refuse_after_failure("backward()")
+        self._refuse_failed("backward()")
         if self.optimizer is None:
             raise CallOrderError(
                 "backward(): got no optimizer; name one in the DeepSpeed JSON, or pass one to initialize()"
@@ -107,19 +117,19 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
         if retain_graph:
             raise CallOrderError("backward(retain_graph): got True, allowed in a pipeline is False; leave it out")
         check_loss(loss)
-        self._order.expect("backward()")
+        self.rounds.order.expect("backward()")
         ends_batch = self.is_gradient_accumulation_boundary()
         if self._boundary not in (None, ends_batch):
             raise CallOrderError(
                 f"set_gradient_accumulation_boundary({self._boundary}): the micro-batch in backward() is number "
-                f"{self._in_batch + 1} of {self.micro_batches} of its batch, allowed is {ends_batch}; batches end by "
-                f"gradient_accumulation_steps in the DeepSpeed JSON, so set it as those do"
+                f"{self.rounds.in_batch + 1} of {self.micro_batches} of its batch, allowed is {ends_batch}; batches "
+                f"end by gradient_accumulation_steps in the DeepSpeed JSON, so set it as those do"
             )
         if self.num_stages > 1:
             check_graph(loss, self.module.parameters())
         with self._aborting():
-            self._run_backward(loss if scale_wrt_gas else loss * self.micro_batches)
-        self._order.done("backward()")
+            self.rounds.run_backward(loss if scale_wrt_gas else loss * self.micro_batches)
+        self.rounds.order.done("backward()")
         if self._boundary is False:
             self.step()
             self._stepped = True
@@ -132,15 +142,132 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
             CallOrderError: another call is due, or gradients have been changed since ``backward()``.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        self._refuse_after_failure("step()")
+        self._refuse_failed("step()")
         if self._stepped:
             self._stepped = False
             return
-        self._order.expect("step()")
-        self._lr_kwargs = lr_kwargs
+        self.rounds.order.expect("step()")
+        self.lr_kwargs = lr_kwargs
         with self._aborting():
-            self._run_step()
-        self._order.done("step()")
+            self.rounds.run_step()
+            if self.rounds.is_drain_due():
+                self._drain()
+        self.rounds.order.done("step()")
+
+    # Drains, and calls that need one
+
+    def drain(self, what: str = "drain()") -> None:
+        """Train everything handed in on every stage; all ranks call it, between two rounds.
+
+        Args:
+            what: begins the line of a refusal.
+
+        Raises:
+            CallOrderError: in the middle of a round.
+            PipelineProtocolError: the stages have been handed different numbers of micro-batches.
+            PipelinePeerError: another stage failed, is lost, or did not answer in time.
+        """
+        self._refuse_failed(what)
+        self.rounds.order.expect_between(what)
+        if not self.script_end.idle:
+            if self.stage.asynchronous and self.stage.in_flight:
+                self.stage.drains.emptied(what, "do that less often", self.global_steps, 0)
+            with self._aborting():
+                self._drain()
+
+    def come_to_rest(self, what: str) -> None:
+        """Drain, and meet the other stages even if nothing is in flight: one that goes on instead ends with a line."""
+        self._refuse_failed(what)
+        self.rounds.order.expect_between(what)
+        with self._aborting():
+            self._drain()
+
+    def quiesce(self, what: str = "quiesce()") -> None:
+        """Drains: what has been handed in cannot be set back."""
+        self.drain(what)
+        super().quiesce(what)
+
+    def _drain(self) -> None:
+        self.rounds.drain()
+        self.script_end.forget()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """As DeepSpeed's; all ranks call it, after ``step()``. Drains."""
+        self.drain("save_checkpoint()")
+        return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's; all ranks call it, after ``step()``. Drains; a batch that is not complete is forgotten."""
+        self.drain("load_checkpoint()")
+        found = super().load_checkpoint(*args, **kwargs)
+        if found[0] is not None:
+            self.rounds.loaded()
+        return found
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As DeepSpeed's; all ranks call it, between two batches. Drains, if the size is another one.
+
+        Raises:
+            CallOrderError: in the middle of a batch.
+        """
+        if train_batch_size == self.train_batch_size():
+            return
+        if self.rounds.in_batch:
+            raise CallOrderError(
+                f"set_train_batch_size({train_batch_size}): called after {self.rounds.in_batch} of a batch's "
+                f"{self.micro_batches} micro-batches; call it where a batch has ended"
+            )
+        self.drain("set_train_batch_size()")
+        super().set_train_batch_size(train_batch_size)
+        self.rounds.forget_batch()
+
+    def destroy(self) -> None:
+        """Train what has been handed in, if the script is between two rounds, and leave the pipeline."""
+        if "rounds" in self.__dict__:
+            if self.rounds.order.between_rounds and self.stage.failure is None:
+                self.drain("destroy()")
+            self.script_end.forget()
+        super().destroy()
+
+    def abort(self, error: BaseException) -> None:
+        """As without rounds; nothing is left to do when the script ends."""
+        self.script_end.forget()
+        super().abort(error)
+
+    # What DeepSpeed and scripts ask of the engine
+
+    def zero_grad(self) -> None:
+        """Nothing: ``step()`` drops the gradients of a batch when it ends on this stage, not where it does so for the
+        script, which would lose those of the next batch."""
+        if self._is_inside():
+            super().zero_grad()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the script's micro-batch ends a batch, on all ranks alike."""
+        if "rounds" not in self.__dict__ or self.rounds.inside:
+            return bool(super().is_gradient_accumulation_boundary())
+        return self.rounds.ends_batch
+
+    def _is_inside(self) -> bool:
+        return "rounds" in self.__dict__ and self.rounds.inside
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        own = getattr(self.module, "own_parameters", None) or by_identity(self.module.parameters())
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            follow(client_optimizer, own, self.placeholder)
+        else:
+            model_parameters = restricted(model_parameters, own, self.placeholder)
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        holders = (self.optimizer, self.basic_optimizer, self.module, getattr(self.module, "user_module", None))
+        for holder in {id(found): found for found in holders if found is not None}.values():
+            holder.zero_grad = self._if_inside(holder.zero_grad)
+
+    def _if_inside(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+        def zero_grad_of_stage(*args: Any, **kwargs: Any) -> None:
+            if self._is_inside():
+                zero_grad(*args, **kwargs)
+
+        return zero_grad_of_stage
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -179,7 +306,7 @@ class VPipeLoopEngine(LoopOptimizerMixin, LoopEvaluationMixin):
         if self._compared:
             return
         self._compared = True
-        if not self._alike(packed) and self.global_rank == 0:
+        if not self.script_evaluation.alike(packed) and self.global_rank == 0:
             world, replicas = self.num_stages * self.dp_world_size, self.dp_world_size
             logger.warning(
                 f"ds_vpipe: the {self.num_stages} stages of a pipeline were handed different micro-batches; those of "

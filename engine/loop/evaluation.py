@@ -14,62 +14,67 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.links.copies import as_bytes, digest, from_bytes
-from ds_vpipe.engine.loop.drain import LoopRestMixin
+from ds_vpipe.engine.loop.rounds import Rounds
 from ds_vpipe.errors import VPipeError
 
 
-class LoopEvaluationMixin(LoopRestMixin):
-    """Evaluation between two rounds."""
+class ScriptEvaluation:
+    """Evaluation between two rounds.
 
-    fwd_outputs: list[Any]
-    _evaluations = 0  # since the last round
+    Args:
+        engine: drained before each evaluation.
+        rounds: gives random numbers.
+    """
 
-    def _begin_round(self, packed: Any) -> int:
+    def __init__(self, engine: VPipeEngine, rounds: Rounds) -> None:
+        self._engine, self._stage, self._rounds = engine, engine.stage, rounds
+        self._evaluations = 0  # since the last round
+
+    def round_begins(self) -> None:
+        """Evaluations are counted from here on."""
         self._evaluations = 0
-        return super()._begin_round(packed)
 
-    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a micro-batch through all stages with their newest weights, in the mode that the module is in.
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's output for this rank's micro-batch, by the newest weights of all stages.
 
-        The pipeline drains before; the first evaluation after a round does so, others find it drained. In a pipeline
-        random states are put back afterwards.
-
-        Returns:
-            What the module's forward returns for this rank's micro-batch.
+        In a pipeline random states are put back afterwards.
         """
-        self.drain("evaluation")
         self._evaluations += 1
         # Buffers and weights that an evaluation touches are used in training afterwards.
-        with torch.inference_mode(False), torch.no_grad(), self._aborting():
-            self.state.doing = "evaluation"
-            packed = self.module.pack(args, kwargs)
-            if self._alike(packed):
+        with torch.inference_mode(False), torch.no_grad():
+            stage = self._stage
+            stage.action = "evaluation"
+            packed = stage.module.pack(args, kwargs)
+            if self.alike(packed):
                 return self._evaluated(packed)
-            calls = self._of_all_stages(as_bytes((args, kwargs)), "the micro-batches of all ranks to evaluate")
-            given = [from_bytes(call, self.device) for call in calls]
-            return [self._evaluated(self.module.pack(*call)) for call in given][self.stage_id]
+            what = "the micro-batches of all ranks to evaluate"
+            calls = self._engine.evaluation.of_all_stages(as_bytes((args, kwargs)), what)
+            given = [from_bytes(call, stage.device) for call in calls]
+            return [self._evaluated(stage.module.pack(*call)) for call in given][stage.number]
 
-    def _alike(self, packed: Any) -> bool:
+    def alike(self, packed: Any) -> bool:
         """Whether all stages of this pipeline have been handed the same micro-batch; all of them ask."""
-        if self.num_stages == 1:
+        if self._stage.pipeline.num_stages == 1:
             return True
-        first, *others = self._of_all_stages(digest(packed), "all stages to compare what they are handed")
+        what = "all stages to compare what they are handed"
+        first, *others = self._engine.evaluation.of_all_stages(digest(packed), what)
         return all(torch.equal(first, other) for other in others)
 
     def _evaluated(self, packed: Any) -> Any:
-        micro_offset, iterator = self.module.micro_offset, self.data_iterator
-        self._compute_loss, self.eval_return_logits = True, False
+        engine, evaluation = self._engine, self._engine.evaluation
+        iterator = engine.data_iterator
+        engine._compute_loss, engine.eval_return_logits = True, False
         try:
-            with self._states_kept(), self._newest_ties(), torch.no_grad():
-                self.data_iterator = iter([(packed, None)])
-                self._exec_schedule(self._inference_schedule(1))
-                output = self._everywhere(self._output() if self.is_last_stage() else None)
-            if self.neighbours.eval_out is not None:
-                self.neighbours.eval_out.flush()
+            with self._states_kept(), evaluation.newest_weights(), torch.no_grad():
+                engine.data_iterator = iter([(packed, None)])
+                evaluation.run(1)
+                output = self._everywhere(self._output() if self._stage.is_last else None)
+            evaluation.flush()
         finally:
-            self.module.micro_offset, self.data_iterator = micro_offset, iterator
-            self.fwd_outputs = []
+            engine.data_iterator = iterator
+            engine.fwd_outputs = []
         return output
 
     @contextmanager
@@ -78,22 +83,24 @@ class LoopEvaluationMixin(LoopRestMixin):
 
         Without other stages they are the script's, as with DeepSpeed.
         """
-        if self.num_stages == 1:
+        if self._stage.pipeline.num_stages == 1:
             yield
             return
-        with self.random_states.kept(self.device), self._random_numbers("evaluation", self._evaluations):
+        kept = self._stage.random_states.kept(self._stage.device)
+        with kept, self._rounds.random_numbers("evaluation", self._evaluations):
             yield
 
     def _output(self) -> Any:
-        take_output = getattr(self.module, "take_output", None)
-        return self.fwd_outputs[0] if take_output is None else take_output()
+        take_output = getattr(self._stage.module, "take_output", None)
+        return self._engine.fwd_outputs[0] if take_output is None else take_output()
 
     def _everywhere(self, output: Any) -> Any:
         """The last stage's ``output`` on all stages."""
-        if self.num_stages == 1:
+        stage, evaluation = self._stage, self._engine.evaluation
+        if stage.pipeline.num_stages == 1:
             return output
-        if not self.is_last_stage():
-            return from_bytes(self._handed_back(None), self.device)
+        if not stage.is_last:
+            return from_bytes(evaluation.from_last_stage(None), stage.device)
         try:
             copied = as_bytes(output)
         except Exception as error:  # whatever pickle makes of classes of the user's
@@ -102,5 +109,5 @@ class LoopEvaluationMixin(LoopRestMixin):
                 f"evaluation: forward returned a {type(output).__name__} that cannot be copied to the other stages "
                 f"({type(error).__name__}: {reason}); allowed is what pickle copies; return tensors, tuples and dicts"
             ) from error
-        self._handed_back(copied)
+        evaluation.from_last_stage(copied)
         return output

@@ -1,111 +1,147 @@
-"""One round of a script that loops over forward, backward and step, carried out: passes, updates, losses."""
+"""Rounds of a script that loops over forward, backward and step: passes, updates, losses, and drains between them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from ds_vpipe.engine.engine import VPipeEngine
-from ds_vpipe.engine.execution import instructions as instr
-from ds_vpipe.engine.execution.batch_loss import BatchLoss
+from ds_vpipe.engine.execution.data import EndOfData
+from ds_vpipe.engine.execution.drain import next_drain
 from ds_vpipe.engine.links.loss_links import LossLinks
-from ds_vpipe.engine.links.sender import Sender
+from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.loop.call_order import CallOrder
-from ds_vpipe.engine.loop.script_loss import HandedLoss
+from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.modules.stage_random import own_random_numbers
-from ds_vpipe.errors import CallOrderError, VPipeError
+from ds_vpipe.errors import CallOrderError, PipelineProtocolError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Progress
-from ds_vpipe.schedules.rounds import Round, next_round, waits_for_loss
+from ds_vpipe.schedules.rounds import Round, drain_actions, next_round, waits_for_loss
 
-_NOTHING = Round((), (), ())
+_SAME_ROUNDS = "every rank has to run the same number of rounds before it evaluates, saves or ends"
 
 
-class LoopRoundMixin(VPipeEngine):
+class Rounds:
     """The rounds of one stage, under two counts: the script's, alike on all ranks, and inside an update the stage's.
 
+    Args:
+        engine: its ``global_steps`` and ``global_samples`` are the script's, but inside an update.
+
     Attributes:
-        global_steps, global_samples: outside of an update, what the script has handed in.
+        order: the call that is due.
+        inside: an action is being carried out: DeepSpeed asks, not the script.
+        in_batch: micro-batches of the script's batch that have had their ``step()``.
+        own_counts: ``global_steps`` and ``global_samples`` of this stage's updates.
     """
 
-    global_steps: int
-    global_samples: int
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._inside = False  # an instruction is being carried out: DeepSpeed asks, not the script
-        super().__init__(*args, **kwargs)
-        self._sets_back = False  # a drain finishes what is in flight
-        self._order = CallOrder()
-        self._round = _NOTHING
+    def __init__(self, engine: VPipeEngine) -> None:
+        self._engine, self._stage = engine, engine.stage
+        self.order = CallOrder()
+        self.inside = False
+        self.in_batch = 0
+        self.own_counts = (0, 0)
+        self._round = Round((), (), ())
         self._waits = False  # for the loss of the round's own micro-batch
-        self._handed: dict[int, HandedLoss] = {}  # on the last stage, by micro-batch
-        self._newest: tuple[int, torch.Tensor] | None = None  # loss that is known here, and whose
-        self._in_batch = 0  # micro-batches of the script's batch that have had their step()
-        self._own_counts = (0, 0)
-        self._lr_kwargs: dict[str, Any] | None = None
+        self._losses: dict[int, ScriptLoss] = {}  # on the last stage, by micro-batch
+        self._newest: tuple[int, torch.Tensor] | None = None  # loss that is known here, and of which micro-batch
         self._rates = ScriptRates()
         self._written: list[tuple[torch.Tensor, int]] = []
-        self._loss_links = LossLinks(self.grid, self.groups, self.device)
-        self._feed.next_call(itertools.repeat((None, None)))  # labels travel with the inputs
+        stage = self._stage
+        whole: Any = getattr(stage.module, "user_module", stage.module)
+        self._switched = tuple(dict.fromkeys((*engine.modules(), *whole.modules())))
+        self._modes = [module.training for module in self._switched]
+        self._loss_links = LossLinks(engine.grid, stage.groups, stage.device)
+        stage.script_senders = tuple(self._loss_links.senders.values())
+        stage.sets_back = False  # a drain finishes what is in flight
+        stage.feed.next_call(itertools.repeat((None, None)))  # labels travel with the inputs
+        engine.executor.methods |= {
+            Kind.FORWARD: self._forward,
+            Kind.RECV_GRAD: self._receive_gradient,
+            Kind.BACKWARD: self._backward,
+        }
 
-    def is_gradient_accumulation_boundary(self) -> bool:
+    @property
+    def ends_batch(self) -> bool:
         """Whether the script's micro-batch ends a batch, on all ranks alike."""
-        if self._inside:
-            return bool(super().is_gradient_accumulation_boundary())
-        return self._in_batch + 1 == self.micro_batches
+        return self.in_batch + 1 == self._stage.pipeline.micro_batches
 
     # A round
 
-    def _begin_round(self, packed: Any) -> int:
-        """Begin the round of the next micro-batch, of which the first stage has the inputs, and return its number."""
-        progress = self.state.progress
-        self._round = next_round(self.pipeline, self.stage_id, progress, self._exchanges)
-        self._waits = waits_for_loss(self.pipeline, self.stage_id, progress)
-        if self.is_last_stage() and progress.forwarded % self.micro_batches == 0:
-            group = self.mpu.get_data_parallel_group()
-            self.state.batch_loss = BatchLoss(self.micro_batches, group, self.dp_world_size)
-        if self.is_first_stage():
-            self._feed.read_again([(self._feed.call, self._feed.take((packed, None), None))])
-        return progress.forwarded
+    def run_forward(self, packed: Any) -> torch.Tensor:
+        """The forward portion of the round of the next micro-batch.
 
-    def _run_forward(self, micro_batch: int) -> torch.Tensor:
-        """The forward portion of the round, and the loss that the script gets."""
-        self._carry_out_actions("forward", self._round.forward)
-        if self.is_last_stage():
-            loss = self.state.flights[micro_batch].loss
+        Args:
+            packed: its inputs, on the first stage.
+
+        Returns:
+            The loss for the script.
+        """
+        stage, engine = self._stage, self._engine
+        self._modes = [module.training for module in self._switched]
+        progress, micro_batch = stage.progress, stage.progress.forwarded
+        self._round = next_round(stage.pipeline, stage.number, progress, stage.exchanges)
+        self._waits = waits_for_loss(stage.pipeline, stage.number, progress)
+        if stage.is_last and micro_batch % stage.pipeline.micro_batches == 0:
+            stage.losses = stage.batch_loss()
+        if stage.is_first:
+            stage.feed.read_again([(stage.feed.call, stage.feed.take((packed, None), None))])
+        self._carry_out("forward", self._round.forward)
+        if stage.is_last:
+            loss = stage.in_flight[micro_batch, stage.number].loss
             assert loss is not None
-            return self._handed[micro_batch].gated(loss)
+            return self._losses[micro_batch].gated(loss)
         if self._waits:
             self._newest = (micro_batch, self._loss_links.wait(micro_batch))
         assert self._newest is not None
-        return HandedLoss().gated(self._newest[1].to(self.device))
+        return ScriptLoss().gated(self._newest[1].to(engine.device))
 
-    def _run_backward(self, loss: torch.Tensor) -> None:
-        """The backward portion of the round; ``loss`` is what the script makes of the loss."""
-        if self.is_last_stage():
-            self.state.flights[self.state.progress.forwarded - 1].loss = loss
-        self._carry_out_actions("backward", self._round.backward)
-        if self.num_stages > 1:
-            gradients = (parameter.grad for parameter in self.module.parameters())
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """The backward portion of the round, from what the script has made of the loss."""
+        stage = self._stage
+        if stage.is_last:
+            stage.in_flight[stage.progress.forwarded - 1, stage.number].loss = loss
+        self._carry_out("backward", self._round.backward)
+        if stage.pipeline.num_stages > 1:
+            gradients = (parameter.grad for parameter in stage.module.parameters())
             self._written = [(gradient, gradient._version) for gradient in gradients if gradient is not None]
 
-    def _run_step(self) -> None:
+    def run_step(self) -> None:
         """The update of the stage that is due in the round, if there is one, and the script's counts."""
+        engine, stage = self._engine, self._stage
         self._refuse_other_gradients()
-        ends_batch = self.is_gradient_accumulation_boundary()
-        if ends_batch and self.lr_scheduler is None and self.optimizer is not None:
-            self._rates.hand_in(self.optimizer.param_groups)
-        self._carry_out_actions("step", self._round.step)
+        ends_batch = self.ends_batch
+        if ends_batch and engine.lr_scheduler is None and engine.optimizer is not None:
+            self._rates.hand_in(engine.optimizer.param_groups)
+        self._carry_out("step", self._round.step)
         if ends_batch:
-            self.global_steps += 1
-            self.global_samples += self.train_batch_size()
-        self._in_batch = (self._in_batch + 1) % self.micro_batches
-        self.micro_steps += 1
+            engine.global_steps += 1
+            engine.global_samples += engine.train_batch_size()
+        self.in_batch = (self.in_batch + 1) % stage.pipeline.micro_batches
+        engine.micro_steps += 1
+
+    def is_drain_due(self) -> bool:
+        """Whether the pipeline is to be empty before the next batch."""
+        steps = self._engine.global_steps
+        return self._stage.asynchronous and not self.in_batch and next_drain(self._stage, steps - 1) == steps
+
+    def forget_batch(self) -> None:
+        """Forget a batch that is not complete."""
+        if self._engine.optimizer is not None:
+            with self.acting():
+                self._stage.weights.drop_gradients()
+        self.in_batch = 0
+        self._newest = None
+
+    def loaded(self) -> None:
+        """A checkpoint has been loaded: go on from its counts."""
+        self._rates.forget()
+        self.forget_batch()
+        self.own_counts = self._engine.global_steps, self._engine.global_samples
 
     def _refuse_other_gradients(self) -> None:
         """Nobody but the engine writes into gradients, which are of another batch on every stage, and in part."""
@@ -116,109 +152,146 @@ class LoopRoundMixin(VPipeEngine):
             )
         self._written = []
 
-    def _carry_out_actions(self, portion: str, actions: Iterable[Action]) -> None:
+    # A drain
+
+    def drain(self) -> None:
+        """Run the backward passes that are left; every rank comes to it at the same line.
+
+        Between two rounds the stages are at different micro-batches. A mark goes from the first stage to the last, in
+        the place of an activation, and back at the end: a rank that ran a different number of micro-batches receives
+        it out of order and raises. A batch that is not complete keeps the gradients of its micro-batches and no update
+        is made of them. Afterwards the pipeline is filled again, with the versions that follow from where it was empty.
+
+        Raises:
+            PipelineProtocolError: the stages have been handed different numbers of micro-batches.
+            PipelinePeerError: another stage failed, is lost, or did not answer in time.
+        """
+        # Wherever the script asks for it, these are passes and updates of training.
+        plain = torch.autocast(self._stage.device.type, enabled=False)
+        with torch.inference_mode(False), torch.enable_grad(), plain, self._as_in_training():
+            self._finish_all()
+
+    @contextmanager
+    def _as_in_training(self) -> Iterator[None]:
+        """The modes of the latest round, for layers that are run again: eval() may have been called since."""
+        present = [module.training for module in self._switched]
+        self._switch(self._modes)
+        try:
+            yield
+        finally:
+            self._switch(present)
+
+    def _switch(self, modes: list[bool]) -> None:
+        for module, mode in zip(self._switched, modes, strict=True):
+            if module.training is not mode:
+                module.training = mode
+
+    def _finish_all(self) -> None:
+        stage, links = self._stage, self._stage.links
+        stage.action = "DRAIN"
+        given = stage.progress.forwarded
+        if not stage.is_first:
+            message = links.previous.activations.receive("the mark of a drain from the first stage on")
+            if message.kind is not Message.END or message.micro_batch != given:
+                before = f"{message.micro_batch} micro-batches" if message.kind is Message.END else "more"
+                raise PipelineProtocolError(
+                    f"{links.me} drains after {given} micro-batches, stage {stage.number - 1} has been handed "
+                    f"{before}; {_SAME_ROUNDS}"
+                )
+        if not stage.is_last:
+            links.next.activations.send(Message.END, given, torch.tensor([given, given, 0, False]))
+        self._carry_out("drain", drain_actions(stage.pipeline, stage.number, stage.progress, stage.exchanges))
+        if not stage.is_last:
+            links.next.gradients.receive("the mark of a drain from the last stage on")
+        if not stage.is_first:
+            links.previous.gradients.send(Message.END, given, None)
+        stage.progress = Progress(given, given, None, refill=given)
+        stage.ties.catch_up(given // stage.pipeline.micro_batches)
+        for sender in stage.script_senders:
+            sender.flush()
+
+    # Actions
+
+    def _carry_out(self, portion: str, actions: Iterable[Action]) -> None:
         """Carry out a portion; afterwards the parameters are the newest, as the script expects them."""
+        stage, run = self._stage, self._engine.executor.run
         try:
-            with self._random_numbers(portion):
+            with self.random_numbers(portion):
                 for action in actions:
-                    instruction = instr.INSTRUCTIONS[action.kind](action, self.stage_id)
-                    self.state.doing = instruction
-                    with self._inside_instruction():
-                        if action.kind is Kind.STEP:
-                            self._carry_out_update(instruction)
-                        else:
-                            self._carry_out(instruction)
+                    with self.acting():
+                        self._update(action) if action.kind is Kind.STEP else run([action])
+        except EndOfData as end:
+            raise PipelineProtocolError(
+                f"{stage.links.me} was handed micro-batch {end.read}, before which stage {stage.number - 1} drains; "
+                f"{_SAME_ROUNDS}"
+            ) from None
         finally:
-            self.stashing_optimizer.load_new_params()
+            stage.weights.load_new_params()
 
-    def _random_numbers(self, *what: int | str) -> AbstractContextManager[None]:
+    def random_numbers(self, *what: int | str) -> AbstractContextManager[None]:
         """The stage's own random numbers; without other stages the script's, as with DeepSpeed."""
-        if self.num_stages == 1:
+        stage = self._stage
+        if stage.pipeline.num_stages == 1:
             return nullcontext()
-        return own_random_numbers(self.device, self.stage_id, self.global_samples, self._in_batch, *what)
-
-    def _carry_out_update(self, instruction: instr.StageInstruction) -> None:
-        """An update and what is told of it, under the stage's own counts."""
-        seen_by_script = self.global_steps, self.global_samples
-        self.global_steps, self.global_samples = self._own_counts
-        try:
-            with self._rates.of_next_update(self.optimizer.param_groups):
-                self._carry_out(instruction)
-            self.agg_train_loss = self._aggregate_total_loss()
-            if self.global_rank == 0 and self.monitor.enabled:
-                event = ("Train/Samples/train_loss", self.agg_train_loss.item(), self.global_samples)
-                self.monitor.write_events([event])
-            self._publish_statistics()
-            self.state.report = None
-        finally:
-            self._own_counts = self.global_steps, self.global_samples
-            self.global_steps, self.global_samples = seen_by_script
+        return own_random_numbers(stage.device, stage.number, self._engine.global_samples, self.in_batch, *what)
 
     @contextmanager
-    def _inside_instruction(self) -> Iterator[None]:
-        self._inside = True
+    def acting(self) -> Iterator[None]:
+        """A block in which DeepSpeed asks the engine, and not the script."""
+        self.inside = True
         try:
             yield
         finally:
-            self._inside = False
+            self.inside = False
 
-    @contextmanager
-    def _aborting(self) -> Iterator[None]:
-        """What fails inside ends training on every rank."""
+    def _update(self, action: Action) -> None:
+        """An update and its log lines, under the stage's own counts."""
+        engine = self._engine
+        seen_by_script = engine.global_steps, engine.global_samples
+        engine.global_steps, engine.global_samples = self.own_counts
         try:
-            yield
-        except BaseException as error:
-            self._abort(error)
-            raise
+            with self._rates.of_next_update(engine.optimizer.param_groups):
+                engine.executor.run([action])
+            engine.agg_train_loss = engine._aggregate_total_loss()
+            if engine.global_rank == 0 and engine.monitor.enabled:
+                event = ("Train/Samples/train_loss", engine.agg_train_loss.item(), engine.global_samples)
+                engine.monitor.write_events([event])
+            engine.observation.publish()
+            self._stage.report = None
+        finally:
+            self.own_counts = engine.global_steps, engine.global_samples
+            engine.global_steps, engine.global_samples = seen_by_script
 
-    def _links_to_abort(self) -> Iterable[Sender]:
-        return (*super()._links_to_abort(), *self._loss_links.senders.values())
-
-    def _refuse_after_failure(self, call: str) -> None:
-        if self.state.failure is not None:
-            raise VPipeError(f"{call} after a failure: {self.state.failure}; restart from a checkpoint")
-
-    # Instructions
-
-    def _exec_forward_of_round(self, index: int, part: int) -> None:
-        self._exec_forward(index, part)
-        if not self.is_last_stage():
+    def _forward(self, index: int, part: int) -> None:
+        stage = self._stage
+        self._engine.executor.forward(index, part)
+        if not stage.is_last:
             return
-        flight, refill = self.state.flights[index], self.state.progress.refill
-        assert flight.loss is not None
-        flight.told = flight.loss.detach().float()
-        self._handed[index] = HandedLoss()
-        there = Progress(index, index, None, refill)
-        waiting = (stage for stage in range(self.num_stages - 1) if waits_for_loss(self.pipeline, stage, there))
-        self._loss_links.tell(index, flight.told, waiting)
+        record, stages = stage.in_flight[index, part], range(stage.pipeline.num_stages - 1)
+        assert record.loss is not None
+        record.script_loss = record.loss.detach().float()
+        self._losses[index] = ScriptLoss()
+        there = Progress(index, index, None, stage.progress.refill)
+        waiting = (number for number in stages if waits_for_loss(stage.pipeline, number, there))
+        self._loss_links.send(index, record.script_loss, waiting)
 
-    def _exec_recv_gradient_and_loss(self, index: int, part: int) -> None:
-        self._exec_recv_gradient(index, part)
-        told = self.state.flights[index].told
-        assert told is not None
+    def _receive_gradient(self, index: int, part: int) -> None:
+        self._engine.executor.receive_gradient(index, part)
+        loss = self._stage.in_flight[index, part].script_loss
+        assert loss is not None
         if self._newest is None or index > self._newest[0]:
-            self._newest = (index, told)
+            self._newest = (index, loss)
 
-    def _exec_backward_of_handed(self, index: int, part: int) -> None:
-        if not self.is_last_stage():
-            self._exec_backward(index, part)
+    def _backward(self, index: int, part: int) -> None:
+        if not self._stage.is_last:
+            self._engine.executor.backward(index, part)
             return
-        handed = self._handed.pop(index)
-        handed.open = True
-        self._exec_backward(index, part)
-        handed.open = False
-        if not handed.used:
+        loss = self._losses.pop(index)
+        loss.open = True
+        self._engine.executor.backward(index, part)
+        loss.open = False
+        if not loss.used:
             raise CallOrderError(
                 f"backward(loss): got a tensor that is not made of the loss of micro-batch {index}; allowed is what "
                 f"engine(...) returned last, or what is computed from it"
             )
-
-    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        super()._exec_optimizer_step(self._lr_kwargs if lr_kwargs is None else lr_kwargs)
-
-    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., None]]] = {
-        **VPipeEngine._INSTRUCTION_MAP,
-        instr.Forward: _exec_forward_of_round,
-        instr.RecvGradient: _exec_recv_gradient_and_loss,
-        instr.Backward: _exec_backward_of_handed,
-    }

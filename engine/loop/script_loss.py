@@ -93,7 +93,7 @@ def check_graph(loss: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) ->
         )
 
 
-class HandedLoss:
+class ScriptLoss:
     """What becomes of one micro-batch's loss between ``engine(...)`` and its backward pass.
 
     Attributes:

@@ -11,14 +11,12 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
+from ds_vpipe.engine.stage import Stage
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.timelines.timeline import MemorySample, Recording, Span
 
@@ -28,28 +26,15 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # host names may be the same
 
 
 class Recorder:
-    """Observes the actions of one stage.
+    """Watcher of one stage that keeps the span of every action.
 
     Args:
-        stage: number of the stage.
-        num_stages: K.
+        stage: the stage. On CUDA the allocated bytes are sampled after every pass.
         replica: number of the pipeline's replica.
-        optimizer: gives the stashing optimizer, which loading a checkpoint replaces.
-        key_of: key of a pass's micro-batch among those in flight.
-        device: device of the stage. On CUDA the allocated bytes are sampled after every pass.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        num_stages: int,
-        replica: int,
-        optimizer: Callable[[], WeightStashingOptimizer],
-        key_of: Callable[[Action], int],
-        device: torch.device,
-    ) -> None:
-        self._stage, self._num_stages, self._replica = stage, num_stages, replica
-        self._optimizer, self._key_of, self._device = optimizer, key_of, device
+    def __init__(self, stage: Stage, replica: int) -> None:
+        self._stage, self._replica = stage, replica
         self._origin = time.monotonic_ns()
         self._spans: deque[tuple[Action, int, int, int | None]] = deque(maxlen=SPANS_KEPT)
         self._memory: deque[tuple[int, int]] = deque(maxlen=SPANS_KEPT)
@@ -63,9 +48,9 @@ class Recorder:
         """Note the start of an action and the version of a backward pass."""
         self._version = None
         if action.kind is Kind.BACKWARD:
-            optimizer = self._optimizer()
-            self._version = optimizer.version_of(self._key_of(action))
-            stale = optimizer.latest_version - self._version
+            weights = self._stage.weights
+            self._version = weights.version_of(self._stage.key(action))
+            stale = weights.latest_version - self._version
             total, count, most = self._staleness
             self._staleness = (total + stale, count + 1, max(most, stale))
         self._begin = time.monotonic_ns()
@@ -75,34 +60,36 @@ class Recorder:
         end = time.monotonic_ns()
         if action.kind is Kind.FORWARD:
             with suppress(KeyError):  # the pass has failed
-                self._version = self._optimizer().version_of(self._key_of(action))
+                self._version = self._stage.weights.version_of(self._stage.key(action))
         self._spans.append((action, self._begin, end, self._version))
         self._recorded += 1
-        if self._device.type == "cuda" and action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP):
-            self._memory.append((end, torch.cuda.memory_allocated(self._device)))
+        device = self._stage.device
+        if device.type == "cuda" and action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP):
+            self._memory.append((end, torch.cuda.memory_allocated(device)))
 
     def loss(self, batch: int, value: float) -> None:
         """Keep the mean loss of ``batch``."""
         self._losses.append((batch, value))
 
-    def recording(self, micro_batches: int, meta: dict[str, Any]) -> Recording:
+    def recording(self) -> Recording:
         """The recording so far."""
+        pipeline, number = self._stage.pipeline, self._stage.number
         total, count, most = self._staleness
 
         def seconds(instant: int) -> float:
             return round((instant - self._origin) * _NANO, 9)
 
         return Recording(
-            title=f"{self._num_stages} stages",
+            title=f"{pipeline.num_stages} stages",
             source="recording",
-            num_ranks=self._num_stages,
-            micro_batches=micro_batches,
-            spans=[Span(self._stage, action, seconds(begin), seconds(end), v) for action, begin, end, v in self._spans],
-            memory=[MemorySample(self._stage, seconds(at), size) for at, size in self._memory],
+            num_ranks=pipeline.num_stages,
+            micro_batches=pipeline.micro_batches,
+            spans=[Span(number, action, seconds(begin), seconds(end), v) for action, begin, end, v in self._spans],
+            memory=[MemorySample(number, seconds(at), size) for at, size in self._memory],
             losses=tuple(self._losses),
             staleness=((total / count, most),) if count else (),
-            meta=meta,
-            rank=self._stage,
+            meta={"schedule": pipeline.schedule, "depths": list(pipeline.depths), "device": str(self._stage.device)},
+            rank=number,
             clock=_clock(),
             origin_ns=self._origin,
             replica=self._replica,
@@ -117,20 +104,20 @@ class Recorder:
         with suppress(OSError):  # there is no folder, or it cannot be written to: saving will say so
             for path in list(folder.iterdir()):
                 name = re.fullmatch(rf"{self._prefix}(\d{{3,}})\.json", path.name)
-                gone = name is not None and self._stage == 0 and int(name[1]) >= self._num_stages
-                if gone or (name is not None and int(name[1]) == self._stage):
+                gone = name is not None and self._stage.is_first and int(name[1]) >= self._stage.pipeline.num_stages
+                if gone or (name is not None and int(name[1]) == self._stage.number):
                     path.unlink(missing_ok=True)
 
-    def save(self, folder: Path, micro_batches: int, meta: dict[str, Any]) -> Path:
+    def save(self, folder: Path) -> Path:
         """Write the recording to ``folder``, which is made if need be, and return the file's path.
 
         Raises:
             OSError: the file cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self._prefix}{self._stage:03d}.json"
+        path = folder / f"{self._prefix}{self._stage.number:03d}.json"
         unfinished = path.with_suffix(".part")  # a launcher may kill this rank while it writes
-        self.recording(micro_batches, meta).save(unfinished)
+        self.recording().save(unfinished)
         return unfinished.replace(path)
 
     @property

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from ds_vpipe.engine.links.receiver import Receiver
 from ds_vpipe.engine.links.sender import Sender
 from ds_vpipe.engine.observe.memory import peak_memory
-from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
+from ds_vpipe.engine.stage import Stage
 from ds_vpipe.schedules.actions import Action, Kind
 
 Rows = np.ndarray[Any, np.dtype[np.float64]]
@@ -108,25 +107,15 @@ COLUMNS = len(_FIELDS)
 
 
 class StageMeter:
-    """Observes the actions of one stage and makes a record of each batch.
+    """Watcher of one stage that makes a record of each batch.
 
     Args:
-        stage: number of the stage.
+        stage: the stage.
         links: the links that actions of each kind use; they count bytes and waiting time.
-        optimizer: gives what knows which micro-batch uses which version; loading a checkpoint replaces it.
-        key_of: number of the micro-batch that a pass is of, among those in flight.
-        device: where the stage computes.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        links: Mapping[Kind, Sequence[Sender | Receiver]],
-        optimizer: Callable[[], WeightStashingOptimizer],
-        key_of: Callable[[Action], int],
-        device: torch.device,
-    ) -> None:
-        self._stage, self._optimizer, self._device = stage, optimizer, device
+    def __init__(self, stage: Stage, links: Mapping[Kind, Sequence[Sender | Receiver]]) -> None:
+        self._stage = stage
         waits = ((Kind.RECV_ACT,), (Kind.RECV_GRAD,), (Kind.RECV_TIED, Kind.RECV_TIED_GRAD))
         self._waits = [
             [link for kind in kinds for link in links[kind] if isinstance(link, Receiver)] for kinds in waits
@@ -134,7 +123,6 @@ class StageMeter:
         every = {id(link): link for found in links.values() for link in found}.values()
         self._senders = [link for link in every if isinstance(link, Sender)]
         self._receivers = [link for link in every if isinstance(link, Receiver)]
-        self._key_of = key_of
         self._seconds = dict.fromkeys(Kind, 0.0)
         self._staleness = self._versions = 0
         self._counted = self._counters()
@@ -142,17 +130,16 @@ class StageMeter:
         self._peak = (float("-inf"), 0)
 
     def before(self, action: Action) -> None:
-        """An action begins."""
+        """Note the time, and before a backward pass versions and staleness."""
         if action.kind is Kind.BACKWARD:
-            optimizer = self._optimizer()
-            self._staleness = max(
-                self._staleness, optimizer.latest_version - optimizer.version_of(self._key_of(action))
-            )
-            self._versions = max(self._versions, optimizer.num_versions)
+            weights = self._stage.weights
+            stale = weights.latest_version - weights.version_of(self._stage.key(action))
+            self._staleness = max(self._staleness, stale)
+            self._versions = max(self._versions, weights.num_versions)
         self._begin = time.perf_counter()
 
     def after(self, action: Action) -> None:
-        """It has ended, or was given up because the data have."""
+        """Add its seconds to those of its kind."""
         self._seconds[action.kind] += time.perf_counter() - self._begin
 
     def close(self, batch: int) -> StageStatistics:
@@ -162,7 +149,7 @@ class StageMeter:
             now - before for now, before in zip(counters, self._counted, strict=True)
         )
         record = StageStatistics(
-            stage=self._stage,
+            stage=self._stage.number,
             batch=batch,
             load_s=seconds[Kind.LOAD],
             forward_s=seconds[Kind.FORWARD],
@@ -189,7 +176,7 @@ class StageMeter:
         """The peak, which never falls, looked up ten times a second at most: that is a file on the CPU."""
         now = time.monotonic()
         if now - self._peak[0] >= _PEAK_INTERVAL_S:
-            self._peak = (now, peak_memory(self._device))
+            self._peak = (now, peak_memory(self._stage.device))
         return self._peak[1]
 
     def _counters(self) -> tuple[float, ...]:

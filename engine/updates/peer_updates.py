@@ -16,29 +16,40 @@ import torch
 _OVERFLOWS, _SQUARED_NORM = range(2)
 
 
-class StageNews:
+class PeerUpdates:
     """The table: updates skipped for an overflow, and squared gradient norm of the latest update; by stage.
 
     Args:
         num_stages: K.
         stage: the stage that keeps the table.
+
+    Attributes:
+        own_norm: unscaled gradient norm of the stage's update that is under way.
     """
 
     def __init__(self, num_stages: int, stage: int) -> None:
         self._stage = stage
         self._table = torch.zeros(num_stages, 2, dtype=torch.float64)
         self._overflows_heard = 0.0
+        self.own_norm = 0.0
 
     @property
     def table(self) -> torch.Tensor:
         """A copy, ``[K, 2]``, fp64: it is on its way to a neighbour while the next update changes the table."""
         return self._table.clone()
 
-    def tell(self, *, overflow: bool, norm: float) -> None:
-        """Enter this stage's own update: whether it was skipped, its unscaled gradient norm."""
+    def after_update(self, overflow: bool) -> bool:
+        """Enter this stage's own update, which an overflow has skipped or not.
+
+        Returns:
+            Whether any stage is now known to have skipped more updates than after the update before.
+        """
         row = self._table[self._stage]
         row[_OVERFLOWS] += overflow
-        row[_SQUARED_NORM] = 0.0 if overflow else norm**2
+        row[_SQUARED_NORM] = 0.0 if overflow else self.own_norm**2
+        overflows = float(self._table[:, _OVERFLOWS].sum())
+        new, self._overflows_heard = overflows > self._overflows_heard, overflows
+        return new
 
     def from_earlier(self, table: torch.Tensor) -> None:
         """Take the rows of earlier stages from the previous stage's table."""
@@ -52,12 +63,6 @@ class StageNews:
         """Sum of the other stages' squared gradient norms; a stage that nothing is known of yet counts as 0."""
         norms = self._table[:, _SQUARED_NORM]
         return float(norms[: self._stage].sum() + norms[self._stage + 1 :].sum())
-
-    def new_overflow(self) -> bool:
-        """True if any stage is now known to have skipped more updates than at the last call."""
-        overflows = float(self._table[:, _OVERFLOWS].sum())
-        new, self._overflows_heard = overflows > self._overflows_heard, overflows
-        return new
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -15,7 +15,7 @@ use for them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -97,6 +97,7 @@ class TiedWeights:
 
     Args:
         module: the pipeline module.
+        tied: stages of every tied key, owner first; see :func:`tied_stages`.
         grid: DeepSpeed's process grid.
         depths: warm-up depth of every stage.
         groups: makes the two groups of each owner and copy.
@@ -104,7 +105,13 @@ class TiedWeights:
     """
 
     def __init__(
-        self, module: PipelineModule, grid: Any, depths: Sequence[int], groups: Groups, device: torch.device
+        self,
+        module: PipelineModule,
+        tied: Mapping[str, Sequence[int]],
+        grid: Any,
+        depths: Sequence[int],
+        groups: Groups,
+        device: torch.device,
     ) -> None:
         stage = grid.get_stage_id()
         pin = device.type == "cuda"
@@ -112,7 +119,7 @@ class TiedWeights:
         self._copies: list[_Copies] = []
         self._owned: list[_Owned] = []
         pairs: dict[tuple[int, int], list[str]] = {}
-        for key, (owner, *others) in tied_stages(module).items():
+        for key, (owner, *others) in tied.items():
             for other in others:
                 pairs.setdefault((owner, other), []).append(key)
         for (owner, other), keys in sorted(pairs.items()):

@@ -7,7 +7,7 @@ weights, as in PipeDream (Narayanan et al., SOSP 2019, section 3.3).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -22,6 +22,9 @@ class Stepper(Protocol):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Update the parameters in place."""
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
 
 
 class WeightStashingOptimizer:
@@ -48,8 +51,13 @@ class WeightStashingOptimizer:
         self._stash = stash
         self._parameters = list(parameters)
         self._begin(version)
-        self._in_flight: dict[int, int] = {}
+        self._in_flight: dict[Hashable, int] = {}
         self._keep_from: int | None = None
+
+    def restart(self, version: int) -> None:
+        """Go on with one version, the weights as they are now; only while nothing is in flight."""
+        self._keep_from = None
+        self._begin(version)
 
     def _begin(self, version: int) -> None:
         self._versions = WeightVersions(self._parameters, holders=[self.base_optimizer], version=version)
@@ -75,7 +83,7 @@ class WeightStashingOptimizer:
         """The versions themselves, for inspection."""
         return self._versions
 
-    def version_of(self, micro_batch: int) -> int:
+    def version_of(self, micro_batch: Hashable) -> int:
         """Version that the forward pass of a micro-batch in flight used.
 
         Raises:
@@ -84,7 +92,7 @@ class WeightStashingOptimizer:
         return self._in_flight[micro_batch]
 
     @contextmanager
-    def forward(self, micro_batch: int, version: int | None = None) -> Iterator[None]:
+    def forward(self, micro_batch: Hashable, version: int | None = None) -> Iterator[None]:
         """Run the forward pass of ``micro_batch`` with ``version``, by default the newest, and keep that version.
 
         Raises:
@@ -112,7 +120,7 @@ class WeightStashingOptimizer:
         self.load_new_params()
         self._begin(self.latest_version)
 
-    def load_old_params(self, micro_batch: int) -> None:
+    def load_old_params(self, micro_batch: Hashable) -> None:
         """Point the parameters to the weights that the forward pass of ``micro_batch`` used."""
         if self._stash:
             self._versions.point_to(self._in_flight[micro_batch])
@@ -121,10 +129,16 @@ class WeightStashingOptimizer:
         """Point the parameters to the newest weights."""
         self._versions.point_to_newest()
 
-    def release(self, micro_batch: int) -> None:
+    def release(self, micro_batch: Hashable) -> None:
         """The micro-batch is done or dropped: its version may go."""
         del self._in_flight[micro_batch]
         self._recycle()
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of all parameters, also those that the base optimizer keeps."""
+        self.base_optimizer.zero_grad()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def keep_from(self, version: int) -> None:
         """Hold on to ``version`` and newer ones for forward passes that are still to come (vertical sync)."""

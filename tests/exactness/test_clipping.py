@@ -15,7 +15,7 @@ from torch import nn
 from worlds import Worlds
 
 import ds_vpipe
-from ds_vpipe.engine.updates.update import fp32_norms
+from ds_vpipe.engine.updates.clipping import fp32_norms
 from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.actions import Action, Kind

@@ -94,7 +94,7 @@ def train_two_parts(ds_config: dict[str, Any]) -> dict[str, Any]:
             while True:
                 losses.append(float(engine.train_batch(iterator)))
     report = {"parameters": cases.parameters(engine), "losses": losses, "steps": engine.global_steps}
-    report["warned"] = engine._rests.warned
+    report["warned"] = engine.stage.drains.warned
     engine.destroy()
     return report
 

@@ -229,7 +229,7 @@ def other_batch_size(config: dict[str, Any]) -> list[Any]:
             found.append(str(error).split(":")[0])
         for _ in range(2):
             engine.train_batch(iterator)
-        found.append(0 if engine.mitigation is None else engine.mitigation.delay)
+        found.append(0 if engine.stage.mitigation is None else engine.stage.mitigation.delay)
     engine.destroy()
     return found
 

@@ -101,9 +101,10 @@ def told(folder: str) -> dict[str, Any]:
         counts = []
         for _ in range(8):
             engine.train_batch(iterator)
-            senders = (*engine.neighbours.senders, *engine.ties.weights_out, *engine.ties.gradients_out)
-            receivers = (engine.neighbours.activations_in, engine.neighbours.gradients_in)
-            received = [*(link for link in receivers if link), *engine.ties.weights_in, *engine.ties.gradients_in]
+            links, ties, senders = engine.stage.links, engine.stage.ties, engine.stage.senders
+            received = [*ties.weights_in, *ties.gradients_in]
+            received += [links.previous.activations] if links.has_previous else []
+            received += [links.next.gradients] if links.has_next else []
             counts.append((sum(s.bytes_sent for s in senders), sum(r.bytes_received for r in received)))
         reports["per batch"] = tuple(now - before for now, before in zip(counts[-1], counts[-2], strict=True))
         reports["statistics"] = engine.statistics()

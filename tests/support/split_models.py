@@ -26,7 +26,7 @@ from transformers import (
     RobertaModel,
 )
 
-from ds_vpipe.engine.execution.in_flight import Flight
+from ds_vpipe.engine.execution.in_flight import InFlight
 from ds_vpipe.engine.links.message import Message, Packer, Tree, unpack
 from ds_vpipe.engine.modules.recompute import alias_free, recomputed_layers
 from ds_vpipe.splitting.split import split_in_process
@@ -399,7 +399,7 @@ class Stages:
         packed = [model.pack(args, kwargs) for model in self.models]
         value, self.flights = packed[0], []
         for model, (start, stop) in zip(self.models, pairwise(self.bounds), strict=True):
-            flight = Flight(0, value if start == 0 else sent(value))
+            flight = InFlight(0, value if start == 0 else sent(value))
             value = self._run(model, flight.enter(as_made=True), start, stop)
             flight.keep_outputs(value)
             self.flights.append(flight)

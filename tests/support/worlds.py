@@ -104,12 +104,12 @@ def _let_go() -> None:
     from ds_vpipe.engine.loop.engine import VPipeLoopEngine
 
     for found in gc.get_objects():
-        if issubclass(type(found), VPipeEngine) and "state" in vars(found):
-            found.state.flights.clear()
-            if isinstance(found, VPipeLoopEngine) and "_handed" in vars(found):  # it has been built to the end
-                found._handed.clear()
-                found._newest = None
-                found._forget_end()
+        if issubclass(type(found), VPipeEngine) and "stage" in vars(found):
+            found.stage.in_flight.clear()
+            if isinstance(found, VPipeLoopEngine) and "script_end" in vars(found):  # it has been built to the end
+                found.rounds._losses.clear()
+                found.rounds._newest = None
+                found.script_end.forget()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import BertForMaskedLM, GPT2LMHeadModel
 from worlds import CaseFailed, Worlds, free_port
 
-from ds_vpipe.engine.loop.drain import serve_at_end
+from ds_vpipe.engine.loop.script_end import serve_at_end
 from ds_vpipe.errors import VPipeError
 
 STAGES, ROUNDS = 2, 5
@@ -409,10 +409,10 @@ def ended(folder: Path | None, rest: bool) -> dict[str, Any]:
     if folder is not None and engine.global_rank == 0:
         torch.save(model.state_dict(), folder / "model.pt")
         torch.save(model.encoder.state_dict(), folder / "encoder.pt")
-    if engine._resting:
+    if engine.script_end.idle:
         serve_at_end(weakref.ref(engine))
     else:
-        engine._at_end_of_script()
+        engine.script_end.at_end()
     return {"own": own(engine)}
 
 
@@ -441,7 +441,7 @@ def copy_on_one_rank(both: bool) -> str:
             (average if engine.global_rank == 0 else model).state_dict()
         serve_at_end(weakref.ref(engine))
     else:
-        engine._at_end_of_script()
+        engine.script_end.at_end()
     return str(refused.value) if engine.global_rank == 0 else ""
 
 

@@ -14,7 +14,7 @@ import toy
 from test_exactness import OPTIMIZERS, difference
 from worlds import Worlds
 
-from ds_vpipe.engine.execution.drain_watch import RestWatch
+from ds_vpipe.engine.execution.drain_watch import DrainWatch
 
 CONFIG = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
 BATCHES = 6
@@ -26,7 +26,7 @@ BATCHES = 6
 )
 def test_three_batches_in_a_row(batches: tuple[int, ...], warned: bool) -> None:
     with mock.patch("ds_vpipe.engine.execution.drain_watch.logger.warning") as said:
-        watch = RestWatch(speaks=True)
+        watch = DrainWatch(speaks=True)
         for batch in batches:
             watch.emptied("save_checkpoint()", "call it less often", batch, 6)
     assert watch.warned == warned
@@ -36,7 +36,7 @@ def test_three_batches_in_a_row(batches: tuple[int, ...], warned: bool) -> None:
 def test_said_once_with_cause_and_cost_on_one_rank() -> None:
     with mock.patch("ds_vpipe.engine.execution.drain_watch.logger.warning") as said:
         for speaks in (True, False):
-            watch = RestWatch(speaks)
+            watch = DrainWatch(speaks)
             for batch in range(10):
                 watch.emptied("save_checkpoint()", "call it less often", batch, 6)
     ((line,), _), = said.call_args_list  # fmt: skip

@@ -12,7 +12,7 @@ from ds_vpipe.engine.links import groups
 from ds_vpipe.engine.links.groups import Group
 from ds_vpipe.engine.links.link import Peer
 from ds_vpipe.engine.links.message import Message, unpack
-from ds_vpipe.engine.links.send_thread import Courier
+from ds_vpipe.engine.links.send_thread import SendThread
 from ds_vpipe.engine.links.sender import Sender, abort_all
 
 
@@ -27,7 +27,7 @@ class Backend:
         return SimpleNamespace(wait=lambda limit: True)
 
 
-def sender(backend: Any, courier: Courier, pin: bool = False) -> Sender:
+def sender(backend: Any, courier: SendThread, pin: bool = False) -> Sender:
     failures: Any = None
     group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
     return Sender(group, Peer(1, 1), 2, pin=pin, runner=courier)
@@ -38,7 +38,7 @@ def reasons(backend: Backend) -> list[str]:
 
 
 def test_abort_leaves_on_every_link_though_a_message_could_not_be_copied() -> None:
-    courier, backends = Courier(), [Backend(), Backend()]
+    courier, backends = SendThread(), [Backend(), Backend()]
     senders = [sender(backend, courier) for backend in backends]
 
     def fail(*_: Any) -> None:
@@ -63,7 +63,7 @@ def test_messages_of_the_host_leave_after_the_device_has_failed(monkeypatch: pyt
         monkeypatch.setattr(torch.cuda, name, broken)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: broken() if pin_memory else empty(*a, **k))
-    courier, backend = Courier(), Backend()
+    courier, backend = SendThread(), Backend()
     link = sender(backend, courier, pin=True)
     with pytest.raises(RuntimeError, match="device-side assert"):
         link.send(Message.ACTIVATION, 0, torch.ones(3))

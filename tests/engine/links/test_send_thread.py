@@ -10,11 +10,11 @@ import weakref
 import pytest
 import torch
 
-from ds_vpipe.engine.links.send_thread import Courier, Immediate
+from ds_vpipe.engine.links.send_thread import Immediate, SendThread
 
 
 def test_tasks_are_done_in_order_in_another_thread() -> None:
-    courier, done = Courier(), []
+    courier, done = SendThread(), []
     for number in range(200):
         courier.submit(lambda number=number: done.append((number, threading.get_ident())))
     courier.settle()
@@ -24,7 +24,7 @@ def test_tasks_are_done_in_order_in_another_thread() -> None:
 
 
 def test_who_submits_does_not_wait() -> None:
-    courier, gate = Courier(), threading.Event()
+    courier, gate = SendThread(), threading.Event()
     courier.submit(gate.wait)
     courier.submit(lambda: None)
     gate.set()
@@ -33,7 +33,7 @@ def test_who_submits_does_not_wait() -> None:
 
 
 def test_settling_waits() -> None:
-    courier, done = Courier(), []
+    courier, done = SendThread(), []
     courier.submit(lambda: (time.sleep(0.05), done.append(1)))
     courier.settle()
     assert done == [1]
@@ -41,7 +41,7 @@ def test_settling_waits() -> None:
 
 
 def test_after_its_end_tasks_are_done_at_once() -> None:
-    courier, done = Courier(), []
+    courier, done = SendThread(), []
     courier.submit(lambda: done.append(1))
     courier.stop()
     assert done == [1]
@@ -52,7 +52,7 @@ def test_after_its_end_tasks_are_done_at_once() -> None:
 
 
 def test_an_error_is_told_and_nobody_waits_for_ever() -> None:
-    courier, done = Courier(), []
+    courier, done = SendThread(), []
     courier.submit(lambda: done[0])
     with pytest.raises(IndexError):
         courier.settle()
@@ -64,7 +64,7 @@ def test_an_error_is_told_and_nobody_waits_for_ever() -> None:
 
 def test_the_thread_ends_with_the_courier() -> None:
     before = threading.active_count()
-    courier = Courier()
+    courier = SendThread()
     assert threading.active_count() == before + 1
     thread = courier._thread
     del courier
@@ -77,7 +77,7 @@ def test_a_task_is_forgotten_once_it_is_done() -> None:
     class Held:
         pass
 
-    courier, held = Courier(), Held()
+    courier, held = SendThread(), Held()
     there = weakref.ref(held)
     courier.submit(lambda held=held: None)
     courier.settle()
@@ -95,7 +95,7 @@ def test_immediate() -> None:
 
 def test_only_the_first_of_several_errors_is_told() -> None:
     """The others follow from it, and would be raised where a stage tells its neighbours of the first."""
-    courier, gate = Courier(), threading.Event()
+    courier, gate = SendThread(), threading.Event()
 
     def fail(text: str) -> None:
         gate.wait()
@@ -111,7 +111,7 @@ def test_only_the_first_of_several_errors_is_told() -> None:
 
 
 def test_a_stored_error_does_not_keep_a_task_from_being_done() -> None:
-    courier, done = Courier(), []
+    courier, done = SendThread(), []
 
     def fail() -> None:
         raise ValueError("copy")
@@ -130,7 +130,7 @@ def test_a_stored_error_does_not_keep_a_task_from_being_done() -> None:
 def test_the_thread_takes_its_device_first(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[object] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append((device, threading.get_ident())))
-    courier, device = Courier(torch.device("cuda", 1)), torch.device("cuda", 1)
+    courier, device = SendThread(torch.device("cuda", 1)), torch.device("cuda", 1)
     courier.submit(lambda: taken.append(threading.get_ident()))
     courier.settle()
     assert taken == [(device, taken[1]), taken[1]]

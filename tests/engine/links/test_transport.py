@@ -29,11 +29,11 @@ def link(prefetch: int, timeout_s: float = TIMEOUT_S, courier: bool = False) -> 
     """The sending end of a link on rank 0, the receiving end on rank 1."""
     from ds_vpipe.engine.links.link import Peer
     from ds_vpipe.engine.links.receiver import Receiver
-    from ds_vpipe.engine.links.send_thread import Courier, Immediate
+    from ds_vpipe.engine.links.send_thread import Immediate, SendThread
     from ds_vpipe.engine.links.sender import Sender
 
     group, here, there = group_of_two(timeout_s), Peer(3, 0), Peer(4, 1)
-    runner = Courier() if courier else Immediate()
+    runner = SendThread() if courier else Immediate()
     if rank() == 0:
         return Sender(group, there, prefetch, runner=runner)
     return Receiver(group, here, prefetch, runner=runner)
@@ -348,11 +348,11 @@ def through_a_fake_accelerator() -> list[str]:
         setattr(place, name, fake)
     try:
         here, there = Peer(3, 0), Peer(4, 1)
-        from ds_vpipe.engine.links.send_thread import Courier
+        from ds_vpipe.engine.links.send_thread import SendThread
 
         group = group_of_two()
         if rank() == 0:
-            end = sender.Sender(group, there, 1, pin=True, runner=Courier())
+            end = sender.Sender(group, there, 1, pin=True, runner=SendThread())
             assert end._packer.asked_to_pin
             start, end._start = end._start, lambda *message: log.append("send") or start(*message)
             end.send(Message.ACTIVATION, 0, torch.ones(3))

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from worlds import CaseFailed, Worlds
 
 from ds_vpipe.engine.links.copies import as_bytes, digest, from_bytes
-from ds_vpipe.engine.loop.evaluation import LoopEvaluationMixin
-from ds_vpipe.engine.loop.script_loss import HandedLoss
+from ds_vpipe.engine.loop.evaluation import ScriptEvaluation
+from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.modules.split_module import split_model
 from ds_vpipe.engine.updates.parameter_groups import by_identity, follow
@@ -361,7 +361,7 @@ def test_recomputation_with_dropout_is_exact(worlds: Worlds) -> None:
 
 def test_a_loss_alone_answers_for_the_outputs() -> None:
     """As scripts take it out of what their model returns; what else that is has a remedy in place of torch's errors."""
-    loss = HandedLoss().gated(torch.tensor(2.0))
+    loss = ScriptLoss().gated(torch.tensor(2.0))
     assert loss.loss is loss[0] is loss["loss"] is loss
     assert "loss" in loss
     assert "logits" not in loss
@@ -387,9 +387,10 @@ def test_values_on_their_way_to_another_rank() -> None:
 
 
 def test_outputs_that_cannot_be_copied_are_refused() -> None:
-    last = SimpleNamespace(num_stages=2, is_last_stage=lambda: True)
+    stage = SimpleNamespace(pipeline=SimpleNamespace(num_stages=2), is_last=True)
+    last: Any = SimpleNamespace(_stage=stage, _engine=SimpleNamespace(evaluation=None))
     with pytest.raises(VPipeError, match=r"^evaluation: forward returned a dict that cannot be copied to the other .*"):
-        LoopEvaluationMixin._everywhere(last, {"loss": torch.ones(()), "call": lambda: None})  # type: ignore[arg-type]
+        ScriptEvaluation._everywhere(last, {"loss": torch.ones(()), "call": lambda: None})
 
 
 def test_digests_are_of_types_shapes_and_values() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -81,10 +82,8 @@ def test_recordings_of_an_earlier_run_are_removed_and_nothing_else(tmp_path: Pat
         (tmp_path / name).write_text("of an earlier run", encoding="utf-8")
 
     def forget(stage: int) -> None:
-        def nothing() -> Any:
-            raise AssertionError("no pass was recorded")
-
-        recorder = Recorder(stage, 2, 0, nothing, lambda action: 0, torch.device("cpu"))
+        of: Any = SimpleNamespace(number=stage, is_first=stage == 0, pipeline=Pipeline("asp", 2, MICRO_BATCHES))
+        recorder = Recorder(of, 0)
         recorder.forget_earlier(tmp_path)
         recorder.forget_earlier(tmp_path / "nowhere")
 

@@ -188,8 +188,8 @@ def train_with_late_copies(batches: int) -> Any:
     with contextlib.ExitStack() as patched:
         for module in (sender, receiver, statistics):
             patched.enter_context(mock.patch.object(module, "time", clock))
-        if trained.neighbours.activations_out is not None:
-            trained.neighbours.activations_out._runner = late
+        if trained.stage.links.has_next:
+            trained.stage.links.next.activations._runner = late
         iterator = toy.data()
         for _ in range(batches):
             trained.train_batch(iterator)

@@ -1,0 +1,231 @@
+"""DeepSpeed's pipeline engine, patched and made callable pass by pass; read in DeepSpeed 0.19.8 and torch 2.13.
+
+Everything here relies on private names of DeepSpeed, or mends what is wrong in it for a pipeline whose stages update at
+different times. Each entry says why it is there; ``tests/engine/test_deepspeed_internals.py`` lists them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.constants import BFLOAT16, DDP_BFLOAT16
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
+from ds_vpipe.engine.modules.fast_walks import parts_to_switch
+from ds_vpipe.engine.updates.lamb import Lamb
+from ds_vpipe.engine.updates.optimizer import APEX_OPTIMIZERS, own_optimizer
+from ds_vpipe.engine.updates.placeholder import has_trainable, with_placeholder
+
+_PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
+_BUILDING = threading.Lock()  # what without_handshake() replaces belongs to the process
+
+
+class PatchedPipelineEngine(PipelineEngine):
+    """DeepSpeed's engine of one stage, with each pass and the update as a call of its own.
+
+    Attributes:
+        stage_parameters: all parameters of this stage, each once.
+        lr_kwargs: for the learning-rate scheduler of the next update.
+    """
+
+    stage_parameters: tuple[nn.Parameter, ...]
+    lr_kwargs: dict[str, Any] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with _without_handshake():
+            super().__init__(*args, **kwargs)
+        # Walking the tree of modules takes longer than everything else that an engine does in a batch with hundreds of
+        # parameter tensors. Its structure does not change once there is an optimizer.
+        self.stage_parameters = tuple(self.module.parameters())
+        self.switched_modules = parts_to_switch(self.module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # An engine is a module, whose attributes are looked through for parameters; a count or a loss is none.
+        if type(value) in _PLAIN and name in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.stage_parameters:
+            parameter.grad = None
+
+    # Passes and updates
+
+    def run_forward(self, inputs: Any) -> Any:
+        """Forward pass of the stage's module; ``PipelineEngine.forward()`` refuses to be called."""
+        return DeepSpeedEngine.forward(self, inputs)
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """Backward pass from the loss, on the last stage."""
+        DeepSpeedEngine.backward(self, loss)
+
+    def run_backward_from(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Backward pass from received gradients, which DeepSpeed has in the body of an instruction only.
+
+        Args:
+            outputs: of the forward pass.
+            gradients: of each; None for an output that was not used.
+        """
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+        self._running_engine_backward = True  # DeepSpeed's hooks take it for engine.backward()
+        if self.using_bf16_optimizer:
+            self.optimizer.clear_lp_grads()  # it adds them up in fp32, and on the last stage does this by itself
+        try:
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        finally:
+            self._running_engine_backward = False
+        if self.using_bf16_optimizer:
+            self.optimizer.update_hp_grads()
+
+    def reduce_gradients(self, *, together: bool) -> None:
+        """Average gradients over replicas, and add those of tied weights over stages that update ``together``."""
+        if together and self.module.tied_comms:
+            for weight, _ in self.module.get_tied_weights_and_groups():
+                if weight.grad is None and not self.using_bf16_optimizer:
+                    weight.grad = torch.zeros_like(weight)  # DeepSpeed would leave it out, and the other stages wait
+            self._exec_reduce_tied_grads()
+        if self.is_data_parallel or self.zero_optimization():
+            self._exec_reduce_grads()
+            return
+        for parameter in self.stage_parameters:  # zeros where there is no gradient, as a reduction makes them
+            if parameter.grad is None and parameter.requires_grad and parameter.numel():
+                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+
+    def run_update(self) -> None:
+        """Optimizer step with DeepSpeed's timers and events; calls :meth:`_take_model_step`."""
+        self._exec_optimizer_step(self.lr_kwargs)
+
+    def fill_groups(self) -> None:
+        """Give every group of a half-precision optimizer a gradient: its norm is a sum over stages, which wait."""
+        if isinstance(self.optimizer, FP16_UnfusedOptimizer):
+            for group in self.optimizer.fp16_groups:
+                if all(parameter.grad is None for parameter in group):
+                    group[0].grad = torch.zeros_like(group[0])
+
+    # What DeepSpeed's own code asks of its methods
+
+    def _backward_prologue_per_tensor(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        # DeepSpeed divides by M what enters the last stage's graphs, if it is no loss; what arrives here has been.
+        return grad
+
+    def _broadcast_model(self) -> None:
+        # DeepSpeed sends views as bytes, which tensors without dimensions do not have.
+        scalars = [parameter for parameter in self.module.parameters() if parameter.dim() == 0]
+        for parameter in scalars:
+            parameter.data = parameter.data.view(1)
+        super()._broadcast_model()
+        for parameter in scalars:
+            parameter.data = parameter.data.view(())
+
+    def placeholder(self) -> nn.Parameter:
+        """A parameter for an optimizer that would have none."""
+        found = nn.Parameter(torch.zeros(1, dtype=self.get_data_types()[0], device=self.device))
+        self.param_names[found] = PLACEHOLDER
+        return found
+
+    def _is_supported_optimizer(self, optimizer_name: str) -> bool:
+        return optimizer_name in APEX_OPTIMIZERS or bool(super()._is_supported_optimizer(optimizer_name))
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        if not isinstance(client_optimizer, torch.optim.Optimizer):
+            model_parameters = list(model_parameters)
+            for group in model_parameters:
+                if isinstance(group, dict):
+                    group["params"] = list(group["params"])
+            if not has_trainable(model_parameters):
+                model_parameters = with_placeholder(model_parameters, self.placeholder())
+        super()._configure_optimizer(client_optimizer, model_parameters)
+
+    def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
+        params = dict(self.optimizer_params() or {})
+        optimizer = own_optimizer(self.optimizer_name(), params, model_parameters)
+        return super()._configure_basic_optimizer(model_parameters) if optimizer is None else optimizer
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        wrapper = super()._do_optimizer_sanity_check(basic_optimizer)
+        if wrapper == BFLOAT16 and not self.zero_optimization():
+            # What DeepSpeed takes in pipelines cannot load its own checkpoints; this is what it takes elsewhere.
+            return DDP_BFLOAT16
+        return wrapper
+
+    def _configure_fp16_optimizer(self, optimizer: torch.optim.Optimizer, low_precision_dtype: torch.dtype) -> Any:
+        # DeepSpeed makes the optimizer's state by an update with zero gradients, which applies weight decay and
+        # counts in Adam's bias correction. The state makes itself at the first real update.
+        with _standing_still(optimizer):
+            wrapped = super()._configure_fp16_optimizer(optimizer, low_precision_dtype)
+        if isinstance(optimizer, Lamb):
+            wrapped.fused_lamb_legacy = False  # which needs a kernel of its own
+        return wrapped
+
+
+class StageLocalGrid:
+    """The process grid, for optimizers of an asynchronous pipeline.
+
+    DeepSpeed's wrappers reduce overflow flags and gradient norms over the model-parallel group, which
+    spans all stages of a pipeline. Stages reach an update at different times, so such a collective would
+    make every stage wait for every other, or dead-lock. Here that group is the stage's tensor-parallel
+    slice; everything else, rank and size of the model-parallel group among it (they name checkpoint
+    files), is the grid's own.
+    """
+
+    def __init__(self, grid: Any) -> None:
+        self._grid = grid
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_grid":  # not there yet, while a copy is being made
+            raise AttributeError(name)
+        return getattr(self._grid, name)
+
+    def get_model_parallel_group(self) -> Any:
+        """The ranks that hold slices of this stage's tensors."""
+        return self._grid.get_slice_parallel_group()
+
+
+@contextmanager
+def _without_handshake() -> Iterator[None]:
+    """Let this thread build an engine that sends nothing to its neighbours; others send as ever.
+
+    ``PipelineEngine`` sends a number to its neighbours when it is built, over the default group. Our engine has links
+    of its own: the exchange would only make NCCL build communicators that nobody uses, and where stages compute on
+    accelerators but the default group is gloo it fails.
+    """
+    me = threading.get_ident()
+
+    def unless_building(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return None if threading.get_ident() == me else function(*args, **kwargs)
+
+        return call
+
+    with _BUILDING:
+        kept = p2p.send, p2p.recv
+        p2p.send, p2p.recv = map(unless_building, kept)
+        try:
+            yield
+        finally:
+            p2p.send, p2p.recv = kept
+
+
+@contextmanager
+def _standing_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let ``optimizer.step()`` do nothing for a while."""
+    patched = vars(optimizer).get("step")  # by a learning-rate scheduler that has been made already
+    optimizer.step = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if patched is not None:
+            optimizer.step = patched  # type: ignore[method-assign]

@@ -1,0 +1,97 @@
+"""The end of a looping script: micro-batches still in flight are trained, and other ranks get what they still need."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import sys
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+from deepspeed.utils import logger
+
+from ds_vpipe.engine.modules.split_module import SplitModule
+from ds_vpipe.errors import VPipeError
+
+if TYPE_CHECKING:
+    from ds_vpipe.engine.loop.engine import VPipeLoopEngine
+
+
+class ScriptEnd:
+    """Work that the end of the interpreter brings, while micro-batches are in flight.
+
+    Args:
+        engine: the engine.
+
+    Attributes:
+        idle: nothing has been handed in since the last drain.
+    """
+
+    def __init__(self, engine: VPipeLoopEngine) -> None:
+        self._engine = engine
+        self.idle = True
+        atexit.register(serve_at_end, weakref.ref(engine))
+
+    def expect(self) -> None:
+        """Something is in flight from now on. Until it is not, the interpreter keeps the engine for its end."""
+        if self.idle:
+            self.idle = False
+            atexit.register(self.at_end)
+
+    def forget(self) -> None:
+        """Nothing is in flight any more."""
+        self.idle = True
+        atexit.unregister(self.at_end)
+
+    def serve(self, at_rest: bool) -> None:
+        """Take part in what ranks still call whose scripts have not come to their end."""
+        whole_model, split = self._engine.whole_model, self._engine.module
+        if whole_model.states is None or not isinstance(split, SplitModule):
+            return
+        with suppress(VPipeError):  # they have a line of their own
+            whole_model.states.serve(split.own_state, at_rest)
+        whole_model.leave()
+        whole_model.states = None
+
+    def at_end(self) -> None:
+        """Train what is still in flight, if the script has come to its end between two rounds."""
+        engine = self._engine
+        if not torch.distributed.is_initialized():
+            logger.warning(
+                "ds_vpipe: the process group was destroyed with micro-batches in flight, which are not trained on all "
+                "stages; call engine.destroy() before"
+            )
+            gc.freeze()  # collected while the interpreter goes down, graphs in flight would end it with torch's abort
+            return
+        failed = _error_of_script()
+        if failed is not None:
+            engine.stage.action = "the script"
+            engine.abort(failed)
+        elif engine.rounds.order.between_rounds:
+            try:
+                engine.drain("the end of the script")
+                self.serve(True)
+            except Exception as error:
+                logger.error(f"ds_vpipe: the last micro-batches are not trained on all stages: {error}")
+        else:
+            logger.warning(
+                "ds_vpipe: the script ended between engine(...) and engine.step(), so that the micro-batches in flight "
+                "are not trained on all stages; call engine.backward(loss) and engine.step() first"
+            )
+            gc.freeze()
+
+
+def _error_of_script() -> BaseException | None:
+    failed: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return failed
+
+
+def serve_at_end(engine: weakref.ref[VPipeLoopEngine]) -> None:
+    """At the end of the script, let ranks have what they need whose scripts are still saving."""
+    alive = engine()
+    if alive is None or alive.stage.failure is not None or not torch.distributed.is_initialized():
+        return
+    if _error_of_script() is None and alive.rounds.order.between_rounds and alive.script_end.idle:
+        alive.script_end.serve(False)

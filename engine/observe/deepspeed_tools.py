@@ -1,0 +1,212 @@
+"""DeepSpeed's wall clock breakdown, communication log and flops profiler, for one stage of a pipeline.
+
+DeepSpeed starts its timers and its profiler in hooks on the module, twice for a stage that is not the last, and never
+stops some of them; it logs what goes through ``deepspeed.comm``, as links between stages do not. Here all three are
+watchers of the stage's actions, and write under the names that DeepSpeed's log lines use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from deepspeed.comm import comm as ds_comm
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
+from deepspeed.runtime.engine import EngineTimers
+from deepspeed.runtime.pipe.engine import (
+    BATCH_INPUT_TIMER,
+    PIPE_RECV_GRAD_TIMER,
+    PIPE_RECV_INPUT_TIMER,
+    PIPE_SEND_GRAD_TIMER,
+    PIPE_SEND_OUTPUT_TIMER,
+)
+from deepspeed.utils.timer import (
+    BACKWARD_GLOBAL_TIMER,
+    BACKWARD_INNER_GLOBAL_TIMER,
+    BACKWARD_INNER_MICRO_TIMER,
+    BACKWARD_MICRO_TIMER,
+    BACKWARD_REDUCE_GLOBAL_TIMER,
+    BACKWARD_REDUCE_MICRO_TIMER,
+    FORWARD_GLOBAL_TIMER,
+    FORWARD_MICRO_TIMER,
+)
+
+from ds_vpipe.engine.links.receiver import Receiver
+from ds_vpipe.engine.links.sender import Sender
+from ds_vpipe.engine.stage import Stage
+from ds_vpipe.schedules.actions import Action, Kind
+
+Links = Mapping[Kind, Sequence[Sender | Receiver]]
+
+TIMERS: dict[Kind, tuple[str, ...]] = {
+    Kind.LOAD: (BATCH_INPUT_TIMER,),
+    Kind.RECV_ACT: (PIPE_RECV_INPUT_TIMER,),
+    Kind.FORWARD: (FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER),
+    Kind.SEND_ACT: (PIPE_SEND_OUTPUT_TIMER,),
+    Kind.RECV_GRAD: (PIPE_RECV_GRAD_TIMER,),
+    Kind.DROP_GRAD: (PIPE_RECV_GRAD_TIMER,),
+    Kind.BACKWARD: (
+        BACKWARD_MICRO_TIMER,
+        BACKWARD_GLOBAL_TIMER,
+        BACKWARD_INNER_MICRO_TIMER,
+        BACKWARD_INNER_GLOBAL_TIMER,
+    ),
+    Kind.SEND_GRAD: (PIPE_SEND_GRAD_TIMER,),
+    Kind.REDUCE: (BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER),
+}  # DeepSpeed's own step starts its timers; it has none for exchanges around updates
+
+
+def links_by_kind(stage: Stage) -> dict[Kind, list[Sender | Receiver]]:
+    """The links that an action of each kind uses."""
+    links, ties = stage.links, stage.ties
+    activations: list[list[Sender | Receiver]] = [[], []]
+    gradients: list[list[Sender | Receiver]] = [[], []]
+    if links.has_next:
+        activations[0], gradients[1] = [links.next.activations], [links.next.gradients]
+    if links.has_previous:
+        activations[1], gradients[0] = [links.previous.activations], [links.previous.gradients]
+    return {
+        Kind.SEND_ACT: activations[0],
+        Kind.RECV_ACT: activations[1],
+        Kind.SEND_GRAD: gradients[0],
+        Kind.RECV_GRAD: gradients[1],
+        Kind.DROP_GRAD: gradients[1],
+        Kind.SEND_NEWS: gradients[0],
+        Kind.RECV_NEWS: gradients[1],
+        Kind.SEND_TIED: [*ties.weights_out],
+        Kind.RECV_TIED: [*ties.weights_in],
+        Kind.SEND_TIED_GRAD: [*ties.gradients_out],
+        Kind.RECV_TIED_GRAD: [*ties.gradients_in],
+    }
+
+
+class WallClock:
+    """DeepSpeed's wall clock breakdown of one stage.
+
+    Args:
+        timers: the engine's ``SynchronizedWallClockTimer``.
+        ranks: whose log lines are printed: one pipeline, so that there is a line for every stage.
+    """
+
+    def __init__(self, timers: Any, ranks: Sequence[int]) -> None:
+        self._timers = timers
+        timers.log = partial(timers.log, ranks=list(ranks))  # DeepSpeed prints those of rank 0 only
+
+    def before(self, action: Action) -> None:
+        """Start the timers of the action's kind."""
+        for name in TIMERS.get(action.kind, ()):
+            self._timers(name).start()
+
+    def after(self, action: Action) -> None:
+        """Stop them."""
+        for name in TIMERS.get(action.kind, ()):
+            self._timers(name).stop()
+
+
+def unhooked_timers() -> EngineTimers:
+    """Empty timers for DeepSpeed's hooks on the module."""
+    return EngineTimers(enable_micro_timers=False, enable_global_timers=False)
+
+
+class CommsRecord:
+    """The pipeline's messages in DeepSpeed's communication log (``comms_logger``); nothing while that is off.
+
+    Sends are listed as ``isend``, since they only start, and receives as ``recv``, with the time that the stage waited.
+
+    Args:
+        links: the links that actions of each kind use.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._bytes = 0
+        self._begin = 0.0
+
+    def before(self, action: Action) -> None:
+        """Note time and bytes so far."""
+        if self._operation(action) is not None:
+            self._bytes, self._begin = self._moved(action), time.perf_counter()
+
+    def after(self, action: Action) -> None:
+        """Log the difference."""
+        operation = self._operation(action)
+        if operation is None:
+            return
+        size = self._moved(action) - self._bytes
+        if size:
+            milliseconds = max(1e-6, 1e3 * (time.perf_counter() - self._begin))
+            ds_comm.comms_logger.append(operation, operation, milliseconds, size)
+
+    def _operation(self, action: Action) -> str | None:
+        """The log's name of ``action``; None if it is not to be logged."""
+        logger = ds_comm.comms_logger
+        if not logger.enabled or action.kind not in self._links:
+            return None
+        operation = "isend" if action.kind.value.startswith("SEND") else "recv"
+        return operation if logger.prof_all or operation in logger.prof_ops else None
+
+    def _moved(self, action: Action) -> int:
+        """Bytes so far on the links that ``action`` uses."""
+        return sum(
+            link.bytes_sent if isinstance(link, Sender) else link.bytes_received for link in self._links[action.kind]
+        )
+
+
+class _Untimed:
+    """The engine as the profiler sees it: without timers, which hold several micro-batches and not the profiled one."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def wall_clock_breakdown(self) -> bool:
+        return False
+
+
+class StageProfile(FlopsProfiler):
+    """DeepSpeed's flops profile of a stage's first forward pass from ``profile_step`` on.
+
+    Args:
+        engine: the stage's engine; its ``flops_profiler`` settings hold.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine.module, _Untimed(engine), engine.flops_profiler_recompute_fwd_factor())
+        self._engine = engine
+        self._done = False
+
+    def start_profile(self, ignore_list: list[type] | None = None) -> None:
+        """Nothing: DeepSpeed's hook calls this within the forward pass, which has been timed already."""
+
+    def stop_profile(self) -> None:
+        """Nothing, likewise."""
+
+    def before(self, action: Action) -> None:
+        """Start the profile, if the action is the pass to profile."""
+        if self._profiles(action):
+            super().start_profile()
+
+    def after(self, action: Action) -> None:
+        """Print it."""
+        if not self._profiles(action):
+            return
+        self._done = True
+        super().stop_profile()
+        engine = self._engine
+        self.print_model_profile(
+            profile_step=engine.global_steps,
+            module_depth=engine.flops_profiler_module_depth(),
+            top_modules=engine.flops_profiler_top_modules(),
+            detailed=engine.flops_profiler_detailed(),
+            output_file=engine.flops_profiler_output_file(),
+        )
+        self.end_profile()
+
+    def _profiles(self, action: Action) -> bool:
+        if self._done or action.kind is not Kind.FORWARD:
+            return False
+        return bool(self._engine.global_steps >= self._engine.flops_profiler_profile_step())

@@ -1,0 +1,138 @@
+"""Everything that one rank owns of a pipeline: what it is, how it reaches others, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.pipe import PipelineModule
+
+from ds_vpipe.engine.execution.batch_loss import BatchLoss, BatchReport
+from ds_vpipe.engine.execution.data import MicroBatchFeed
+from ds_vpipe.engine.execution.drain_watch import DrainWatch
+from ds_vpipe.engine.execution.in_flight import InFlight, Key
+from ds_vpipe.engine.links.consensus import Consensus
+from ds_vpipe.engine.links.groups import Groups
+from ds_vpipe.engine.links.sender import Sender
+from ds_vpipe.engine.links.stage_links import StageLinks
+from ds_vpipe.engine.modules.random_states import RandomStates
+from ds_vpipe.engine.updates.loss_scale import LossScaling
+from ds_vpipe.engine.updates.peer_updates import PeerUpdates
+from ds_vpipe.engine.updates.tied import TiedWeights
+from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
+from ds_vpipe.schedules.actions import Action
+from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress, update_delays
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.staleness.delay_warmup import DelayWarmup
+from ds_vpipe.staleness.mitigation import StalenessMitigation
+
+
+class DataEnd(NamedTuple):
+    """End of the data that the first stage has met, until the pipeline is filled again.
+
+    Attributes:
+        call: number of the ``train_batch()`` call in which it was met.
+        left_over: micro-batches of an incomplete batch before it, each with the call that it was read in.
+    """
+
+    call: int
+    left_over: list[tuple[int, Any]]
+
+
+@dataclass(slots=True)
+class Stage:
+    """One rank's share of a pipeline.
+
+    Attributes:
+        pipeline: its schedule and sizes; another one after ``set_train_batch_size()``.
+        number: of the stage, from 0.
+        exchanges_by_rank: messages around updates, of every stage.
+        module: its layers.
+        device: where it computes.
+        groups: its process groups, with the failures of other ranks.
+        consensus: of its replicas, its pipeline, and all ranks.
+        links: to the neighbouring stages.
+        ties: weights tied to other stages; of an asynchronous pipeline only.
+        feed: the micro-batches.
+        weights: their versions, around the optimizer.
+        loss_scaling: with fp16, else None.
+        peers: overflows and norms of other stages, in an asynchronous pipeline that needs them, else None.
+        mitigation: of staleness, at stages with a delay if the block asks for it, else None.
+        delay_warmup: drain intervals.
+        random_states: restored by recomputation and evaluation.
+        drains: how often the pipeline is emptied.
+        batch_loss: starts the sum of a batch's losses, on the last stage.
+        sets_back: whether micro-batches in flight may be taken back and admitted again.
+        script_senders: links on which the last stage sends losses to scripts.
+        progress: micro-batches forwarded and completed.
+        in_flight: micro-batches in flight.
+        action: carried out now, for messages.
+        losses: of the current batch, on the last stage.
+        report: losses and statistics of the current batch, once known here.
+        data_end: end of the data, once known here and until the pipeline is filled again.
+        failure: why training cannot go on, or None.
+    """
+
+    pipeline: Pipeline
+    number: int
+    exchanges_by_rank: tuple[Exchanges, ...]
+    module: PipelineModule
+    device: torch.device
+    groups: Groups
+    consensus: Consensus
+    links: StageLinks
+    ties: TiedWeights
+    feed: MicroBatchFeed
+    weights: WeightStashingOptimizer
+    loss_scaling: LossScaling | None
+    peers: PeerUpdates | None
+    mitigation: StalenessMitigation | None
+    delay_warmup: DelayWarmup
+    random_states: RandomStates
+    drains: DrainWatch
+    batch_loss: Callable[[], BatchLoss]
+    sets_back: bool
+    script_senders: Sequence[Sender] = ()
+    progress: Progress = field(default_factory=Progress)
+    in_flight: dict[Key, InFlight] = field(default_factory=dict)
+    action: object = "start"
+    losses: BatchLoss | None = None
+    report: BatchReport | None = None
+    data_end: DataEnd | None = None
+    failure: str | None = None
+
+    @property
+    def exchanges(self) -> Exchanges:
+        """Its messages around updates."""
+        return self.exchanges_by_rank[self.number]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it reads inputs."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it reads labels and computes the loss."""
+        return self.number == self.pipeline.num_stages - 1
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether it runs ahead of other stages' updates."""
+        return not self.pipeline.synchronous
+
+    @property
+    def senders(self) -> list[Sender]:
+        """All sending ends: a failure is sent on each."""
+        return [*self.links.senders, *self.ties.weights_out, *self.ties.gradients_out, *self.script_senders]
+
+    def key(self, action: Action) -> Key:
+        """Key of an action's micro-batch among those in flight."""
+        return action.index, self.number if action.part is None else action.part
+
+    def delays(self, micro_batches: int | None = None) -> tuple[int, ...]:
+        """Delay of every stage in updates, by default with this pipeline's micro-batches per batch."""
+        pipeline = self.pipeline
+        return update_delays(pipeline.depths, micro_batches or pipeline.micro_batches, pipeline.vertical)

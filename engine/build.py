@@ -33,7 +33,7 @@ from ds_vpipe.engine.execution.batch_loss import BatchLoss
 from ds_vpipe.engine.execution.data import MicroBatchFeed
 from ds_vpipe.engine.execution.drain_watch import DrainWatch
 from ds_vpipe.engine.links.consensus import Consensus
-from ds_vpipe.engine.links.groups import Groups
+from ds_vpipe.engine.links.groups import Groups, use_local_device
 from ds_vpipe.engine.links.link import Peer
 from ds_vpipe.engine.links.stage_links import StageLinks
 from ds_vpipe.engine.modules.activation_checkpointing import use_sound_checkpointing
@@ -83,11 +83,6 @@ class Prepared:
     random_states: RandomStates
     groups: Groups
     consensus: Consensus
-
-
-def use_local_device() -> None:
-    """Take this rank's accelerator, before any collective: DeepSpeed takes it only while it builds an engine."""
-    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any, parameters: Any) -> Prepared:

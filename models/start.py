@@ -31,7 +31,7 @@ import deepspeed
 from deepspeed.utils import logger as deepspeed_logger
 from torch import distributed
 
-from ds_vpipe.engine.build import use_local_device
+from ds_vpipe.engine.links.groups import use_local_device
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.extension_builds import extension_builds

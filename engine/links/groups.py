@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 from ds_vpipe.engine.links.failure_watch import FailureWatch, break_off
@@ -169,6 +170,11 @@ class Groups:
                 raise PipelinePeerError(f"{what}: {cause(error, self.timeout_s)}") from error
             self.failures.breaks(backend)
         return Group(f"{self._name}/{name} of {members}", backend, members, self.me, self.timeout_s, self.failures)
+
+
+def use_local_device() -> None:
+    """Take this rank's accelerator, before any collective: DeepSpeed takes it only while it builds an engine."""
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def collective_groups(grid: Any, module: Any) -> list[Any]:

@@ -49,7 +49,7 @@ class VPipeLoopEngine(VPipeEngine):
             )
         self.rounds = Rounds(self)
         self.script_evaluation = ScriptEvaluation(self, self.rounds)
-        self.script_end = ScriptEnd(self)
+        self.script_end = ScriptEnd(self, self.rounds, self.drain)
         self._boundary: bool | None = None  # what the script has said
         self._stepped = False  # a round that the script has said is no boundary may have its step() or not
         self._compared = self.num_stages == 1  # what the stages are handed

@@ -6,17 +6,16 @@ import atexit
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 from deepspeed.utils import logger
 
+from ds_vpipe.engine.engine import VPipeEngine
+from ds_vpipe.engine.loop.rounds import Rounds
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.errors import VPipeError
-
-if TYPE_CHECKING:
-    from ds_vpipe.engine.loop.engine import VPipeLoopEngine
 
 
 class ScriptEnd:
@@ -24,15 +23,17 @@ class ScriptEnd:
 
     Args:
         engine: the engine.
+        rounds: its rounds.
+        drain: trains what is in flight on every stage; takes the name of the call that needs it.
 
     Attributes:
         idle: nothing has been handed in since the last drain.
     """
 
-    def __init__(self, engine: VPipeLoopEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: VPipeEngine, rounds: Rounds, drain: Callable[[str], None]) -> None:
+        self._engine, self._rounds, self._drain = engine, rounds, drain
         self.idle = True
-        atexit.register(serve_at_end, weakref.ref(engine))
+        atexit.register(serve_at_end, weakref.ref(self))
 
     def expect(self) -> None:
         """Something is in flight from now on. Until it is not, the interpreter keeps the engine for its end."""
@@ -44,6 +45,13 @@ class ScriptEnd:
         """Nothing is in flight any more."""
         self.idle = True
         atexit.unregister(self.at_end)
+
+    def serve_others(self) -> None:
+        """Let ranks have what they need whose scripts are still saving, if nothing is in flight here."""
+        if self._engine.stage.failure is not None or not torch.distributed.is_initialized():
+            return
+        if _error_of_script() is None and self._rounds.order.between_rounds and self.idle:
+            self.serve(False)
 
     def serve(self, at_rest: bool) -> None:
         """Take part in what ranks still call whose scripts have not come to their end."""
@@ -69,9 +77,9 @@ class ScriptEnd:
         if failed is not None:
             engine.stage.action = "the script"
             engine.abort(failed)
-        elif engine.rounds.order.between_rounds:
+        elif self._rounds.order.between_rounds:
             try:
-                engine.drain("the end of the script")
+                self._drain("the end of the script")
                 self.serve(True)
             except Exception as error:
                 logger.error(f"ds_vpipe: the last micro-batches are not trained on all stages: {error}")
@@ -88,10 +96,8 @@ def _error_of_script() -> BaseException | None:
     return failed
 
 
-def serve_at_end(engine: weakref.ref[VPipeLoopEngine]) -> None:
-    """At the end of the script, let ranks have what they need whose scripts are still saving."""
-    alive = engine()
-    if alive is None or alive.stage.failure is not None or not torch.distributed.is_initialized():
-        return
-    if _error_of_script() is None and alive.rounds.order.between_rounds and alive.script_end.idle:
-        alive.script_end.serve(False)
+def serve_at_end(end: weakref.ref[ScriptEnd]) -> None:
+    """At the end of the interpreter, let other ranks have what they need."""
+    alive = end()
+    if alive is not None:
+        alive.serve_others()

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.engine.build import use_local_device
+from ds_vpipe.engine.links.groups import use_local_device
 from ds_vpipe.engine.modules.split_module import split_model, stages_in
 from ds_vpipe.errors import Refusal, VPipeConfigError
 

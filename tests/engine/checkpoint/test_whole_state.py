@@ -410,7 +410,7 @@ def ended(folder: Path | None, rest: bool) -> dict[str, Any]:
         torch.save(model.state_dict(), folder / "model.pt")
         torch.save(model.encoder.state_dict(), folder / "encoder.pt")
     if engine.script_end.idle:
-        serve_at_end(weakref.ref(engine))
+        serve_at_end(weakref.ref(engine.script_end))
     else:
         engine.script_end.at_end()
     return {"own": own(engine)}
@@ -439,7 +439,7 @@ def copy_on_one_rank(both: bool) -> str:
     if both or engine.global_rank == 0:
         with pytest.raises(VPipeError) as refused:
             (average if engine.global_rank == 0 else model).state_dict()
-        serve_at_end(weakref.ref(engine))
+        serve_at_end(weakref.ref(engine.script_end))
     else:
         engine.script_end.at_end()
     return str(refused.value) if engine.global_rank == 0 else ""

@@ -1,0 +1,131 @@
+"""Private names of DeepSpeed and torch that the engine relies on: all of them are listed, and all of them exist."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.distributed import distributed_c10d
+
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.engine import VPipeEngine
+from ds_vpipe.engine.loop.engine import VPipeLoopEngine
+
+ROOT = Path(__file__).parents[2]
+
+# Methods of DeepSpeed's engine that ours replace, and why. Read in DeepSpeed 0.19.8.
+HOOKS = {
+    "_aggregate_total_loss": "the loss has come with the gradients, not by a collective",
+    "_backward_prologue_per_tensor": "received gradients have been divided by M already",
+    "_bcast_pipe_scalar": "results of evaluations go from stage to stage, with a time limit",
+    "_broadcast_model": "tensors without dimensions cannot be sent as bytes",
+    "_build_data_iter": "looping scripts iterate over the data themselves",
+    "_common_checkpoint_state": "a checkpoint names the parameters of its states",
+    "_configure_basic_optimizer": "apex's optimizers, and LAMB without a GPU",
+    "_configure_fp16_optimizer": "no update with zero gradients at the start",
+    "_configure_optimizer": "stages without trained parameters; optimizers of the whole model",
+    "_consolidated_16bit_state_dict": "the weights of all stages",
+    "_do_optimizer_sanity_check": "the bf16 wrapper that can load its own checkpoints",
+    "_exec_schedule": "runs our actions",
+    "_inference_schedule": "names them",
+    "_is_supported_optimizer": "apex's optimizers",
+    "_reduce_outputs": "outputs of any form",
+    "_save_checkpoint": "a failure is kept until all ranks are past DeepSpeed's own waiting",
+    "_save_zero_checkpoint": "likewise",
+    "_take_model_step": "versions, loss scale and tied weights around the step",
+    "_train_schedule": "names our actions",
+}
+
+# Private names that the engine uses, where they are, and why.
+USED: dict[str, tuple[Any, str]] = {
+    "_C": (torch, "the type that switches __torch_function__ off, and gloo's own classes"),
+    "_compute_loss": (None, "set by PipelineEngine.train_batch() and eval_batch(), read by the forward action"),
+    "_curr_ckpt_path": (None, "set by DeepSpeedEngine.load_checkpoint(), read when layers are loaded"),
+    "_device_types": (torch.distributed.ProcessGroup, "backends of a group that is broken off"),
+    "_exec_optimizer_step": (PipelineEngine, "the step with DeepSpeed's timers and events"),
+    "_exec_reduce_grads": (PipelineEngine, "reduction over replicas"),
+    "_exec_reduce_tied_grads": (PipelineEngine, "reduction of tied weights in bsp"),
+    "_foreach_copy_": (torch, "one call for many tensors"),
+    "_foreach_mul_": (torch, "likewise"),
+    "_foreach_norm": (torch, "likewise"),
+    "_get_backend": (torch.distributed.ProcessGroup, "as _device_types"),
+    "_get_default_store": (distributed_c10d, "groups are built from the store, never by new_group"),
+    "_layer_specs": (None, "PipelineModule: layers of other stages"),
+    "_local_start": (None, "PipelineModule: bounds of this stage's layers"),
+    "_local_stop": (None, "likewise"),
+    "_num_layers": (None, "PipelineModule: layers of all stages"),
+    "_Options": (torch._C._distributed_c10d.ProcessGroupGloo, "options of a gloo group, without a public name"),
+    "_param_dict": (None, "DeepSpeedConfig: the JSON, where a script builds the engine itself"),
+    "_precompute_checkpointable_values": (PipelineModule, "called again after layers have moved"),
+    "_recursive_getattr": (PipelineModule, "attributes of tied layers"),
+    "_set_bounds": (PipelineModule, "layers move to other stages"),
+    "_threads": (None, "gloo's options"),
+    "_timeout": (None, "gloo's options"),
+    "_unsafe_preserve_version_counter": (torch.autograd.grad_mode, "a fork makes sure that saved tensors stay"),
+    "_update_scale": (FP16_Optimizer, "the loss scale stands still within an update"),
+    "_backward_cls": (None, "autograd node of a torch.autograd.Function"),
+    "_disabled_torch_function_impl": (torch._C, "losses of scripts compute ordinary tensors"),
+}
+
+
+def private_names() -> set[str]:
+    """Private attributes that the engine reads or writes and no product module defines."""
+    trees = {
+        path: ast.parse(path.read_text(encoding="utf-8"))
+        for folder in ("engine", "ds_vpipe")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    defined: set[str] = set()
+    used: defaultdict[str, set[Path]] = defaultdict(set)
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+                if of_self and isinstance(node.ctx, ast.Store):
+                    defined.add(node.attr)
+                elif path.is_relative_to(ROOT / "engine"):
+                    used[node.attr].add(path)
+    return set(used) - defined
+
+
+def test_every_private_name_is_listed_and_exists() -> None:
+    assert private_names() == set(USED)
+    for name, (owner, _) in USED.items():
+        assert owner is None or hasattr(owner, name), name
+
+
+def test_every_replaced_method_is_listed_and_exists() -> None:
+    ours = {
+        name
+        for engine in (PatchedPipelineEngine, VPipeEngine, VPipeLoopEngine)
+        for name in vars(engine)
+        if name.startswith("_") and not name.startswith("__") and hasattr(PipelineEngine, name)
+    }
+    assert ours == set(HOOKS)
+
+
+def test_the_engine_is_composed_and_not_inherited() -> None:
+    names = [kind.__name__ for kind in VPipeEngine.__mro__]
+    ours, theirs = names[: names.index("PipelineEngine")], [kind.__name__ for kind in PipelineEngine.__mro__]
+    assert (ours, names[len(ours) :]) == (["VPipeEngine", "PatchedPipelineEngine"], theirs)
+    assert VPipeLoopEngine.__mro__[1] is VPipeEngine
+
+
+def test_what_objects_have_only_when_made_exists() -> None:
+    from torch._C._distributed_c10d import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    assert hasattr(options, "_threads")
+    assert hasattr(options, "_timeout")
+    assert DeepSpeedConfig({"train_batch_size": 1})._param_dict == {"train_batch_size": 1}

@@ -39,7 +39,7 @@ from ds_vpipe.engine.checkpoint.save_load import Checkpoints
 from ds_vpipe.engine.checkpoint.whole_model import WholeModel
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.drain import quiesce, restart_at
-from ds_vpipe.engine.execution.evaluation import Evaluation, or_no_data
+from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options, or_no_data
 from ds_vpipe.engine.execution.executor import Executor
 from ds_vpipe.engine.links.groups import collective_groups
 from ds_vpipe.engine.links.link import is_of_collective
@@ -159,8 +159,9 @@ class VPipeEngine(PatchedPipelineEngine):
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self._refuse_unfit("eval_batch()")
+        options = evaluation_options(args, kwargs)
         with self._aborting():
-            return self.evaluation.eval_batch(super().eval_batch, data_iter, *args, **kwargs)
+            return self.evaluation.eval_batch(super().eval_batch, data_iter, options)
 
     def quiesce(self, what: str = "quiesce()") -> None:
         """Leave one version of the weights and nothing in flight; all ranks call it, between two batches.

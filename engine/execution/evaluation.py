@@ -66,11 +66,9 @@ class Evaluation:
         }
 
     def eval_batch(
-        self, deepspeed_eval: Callable[..., Any], data_iter: Iterator[Any] | None, *args: Any, **kwargs: Any
+        self, deepspeed_eval: Callable[..., Any], data_iter: Iterator[Any] | None, given: dict[str, Any]
     ) -> Any:
         """``PipelineEngine.eval_batch()`` over data that all ranks have been able to read; see the engine's."""
-        given = dict(zip(_OPTIONS, args, strict=False)) | kwargs
-        _check(given)
         engine, stage = self._engine, self._stage
         training, train_iterator, monitored = engine.module.training, engine.data_iterator, engine.monitor.enabled
         stage.action = "evaluation"
@@ -94,6 +92,7 @@ class Evaluation:
         try:
             carry_out(self._stage, actions, self._methods)
         finally:
+            self._stage.action = "evaluation"  # what fails has this name
             self._in_flight.clear()
 
     @contextmanager
@@ -265,10 +264,16 @@ def _different(what: str, given: object) -> str:
     )
 
 
-def _check(given: dict[str, Any]) -> None:
-    """Refuse what no rank can carry out, before any of them has begun."""
+def evaluation_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``eval_batch()`` after the first, by name.
+
+    Raises:
+        VPipeError: no rank can carry them out; none has begun.
+    """
+    given = dict(zip(_OPTIONS, args, strict=False)) | kwargs
     count, reduce = given.get("num_micro_batches"), given.get("reduce_output")
     if count is not None and count < 1:
         raise VPipeError(f"eval_batch(num_micro_batches): got {count}, allowed is 1 or more; leave it out for M")
     if reduce is not None and reduce.lower() != "avg":
         raise VPipeError(f"eval_batch(reduce_output): got {reduce!r}, allowed are 'avg' and None; take None for a list")
+    return given

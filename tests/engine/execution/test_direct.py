@@ -23,7 +23,7 @@ def run(trained: Any) -> dict[str, Any]:
     iterator = toy.data()
     losses = [float(trained.train_batch(iterator)) for _ in range(BATCHES)]
     evaluation = float(trained.eval_batch(toy.data(start=70)))
-    kind = type(trained).__name__, getattr(trained, "asynchronous", None)
+    kind = type(trained).__name__, getattr(getattr(trained, "stage", None), "asynchronous", None)
     report = {"losses": [*losses, evaluation], "parameters": cases.parameters(trained), "kind": kind}
     trained.destroy()
     cases.close_groups()

@@ -91,7 +91,7 @@ class ModelProfile:
 
     def to_json(self) -> dict[str, Any]:
         """The profile as JSON types."""
-        return asdict(self) | {"layers": [asdict(layer) for layer in self.layers]}
+        return asdict(self)
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a JSON file."""

@@ -120,12 +120,9 @@ class SplitCosts:
 
     def pace_of(self, counts: Sequence[int]) -> float:
         """Pace of a split: seconds per micro-batch."""
-        compute, trips, stop = [], [], 0
-        for stage, count in enumerate(counts):
-            stop += count
-            compute.append(float(self.seconds[stage, stop, count - 1]))
-            trips.append(float(self.round_trips[stop]))
-        return pace(compute, trips[:-1], self.depths)
+        stops = bounds(counts)[1:]
+        compute = [float(self.seconds[stage, stop, counts[stage] - 1]) for stage, stop in enumerate(stops)]
+        return pace(compute, [float(self.round_trips[stop]) for stop in stops[:-1]], self.depths)
 
 
 def fastest_split(costs: SplitCosts) -> tuple[int, ...] | None:

@@ -85,16 +85,15 @@ def read_ds_config(path: str) -> dict[str, Any]:
     Raises:
         VPipeConfigError: there is no such file, or it is not a JSON object.
     """
+    where = f"--deepspeed_config {path}"
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise VPipeConfigError(
-            f"--deepspeed_config {path}: {error.strerror}; give an existing DeepSpeed JSON file"
-        ) from error
+        raise VPipeConfigError(f"{where}: {error.strerror}; give an existing DeepSpeed JSON file") from error
     except ValueError as error:
-        raise VPipeConfigError(f"--deepspeed_config {path}: not JSON: {error}") from error
+        raise VPipeConfigError(f"{where}: not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise VPipeConfigError(f"--deepspeed_config {path}: must hold a JSON object, not a {type(content).__name__}")
+        raise VPipeConfigError(f"{where}: must hold a JSON object, not a {type(content).__name__}")
     return content
 
 
@@ -112,10 +111,8 @@ def start_process_group() -> tuple[int, int]:
         deepspeed.init_distributed(timeout=timedelta(seconds=START_LIMIT_S))
     use_local_device()
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    print(
-        f"Finished initializing process group; backend: {distributed.get_backend()}, rank: {rank}, world_size: {world}",
-        flush=True,
-    )
+    backend = distributed.get_backend()
+    print(f"Finished initializing process group; backend: {backend}, rank: {rank}, world_size: {world}", flush=True)
     return rank, world
 
 
@@ -176,14 +173,7 @@ def record_run(output: Path, ds_config: Mapping[str, Any]) -> None:
 
 
 def write_run_record(output: Path, ds_config: Mapping[str, Any], command: Sequence[str], hosts: Sequence[str]) -> None:
-    """Write the record of a run; an earlier one of the same folder is replaced, but for its commands.
-
-    Args:
-        output: the folder of the run; made if missing.
-        ds_config: what the JSON says.
-        command: ``sys.argv``.
-        hosts: name of the host of every rank, in order.
-    """
+    """Write the record of a run on ``hosts``, one per rank; an earlier one is replaced, but for its commands."""
     folder = output / "run"
     folder.mkdir(parents=True, exist_ok=True)
     versions = {"python": platform.python_version(), "platform": platform.platform()}

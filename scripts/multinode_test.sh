@@ -21,16 +21,12 @@ unable() {
 
 [[ $(id -u) == 0 ]] || unable "it needs root, to make network namespaces"
 unshare --net --mount true 2>/dev/null || unable "network namespaces may not be made here"
-packages=()
-command -v ip >/dev/null || packages+=(iproute2)
-command -v pdsh >/dev/null || packages+=(pdsh)
-command -v ssh >/dev/null || packages+=(openssh-client)
-[[ -x /usr/sbin/sshd ]] || packages+=(openssh-server)
-command -v pgrep >/dev/null || packages+=(procps)
-if ((${#packages[@]})); then
-    command -v apt-get >/dev/null || unable "${packages[*]} missing, and there is no apt-get"
-    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${packages[@]}"; } \
-        >/dev/null 2>&1 || unable "apt-get could not install ${packages[*]}"
+declare -A package=([ip]=iproute2 [pdsh]=pdsh [ssh]=openssh-client [sshd]=openssh-server)
+missing=()
+for tool in "${!package[@]}"; do PATH=$PATH:/usr/sbin command -v "$tool" >/dev/null || missing+=("${package[$tool]}"); done
+if ((${#missing[@]})); then
+    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}"; } \
+        >/dev/null 2>&1 || unable "apt-get could not install ${missing[*]}"
 fi
 
 scripts/setup_env.sh >/dev/null
@@ -109,20 +105,17 @@ json.dump(config, open(sys.argv[1], "w"))
 PYTHON
 
 root=$PWD
-launch() { # launch NUMBER LOG [launcher options] -- [arguments of train.py]
-    local number=$1 log=$2 options=()
-    shift 2
-    while [[ $1 != -- ]]; do
-        options+=("$1")
-        shift
-    done
-    shift
+launch() { # launch NUMBER LOG "OPTIONS OF THE LAUNCHER" [arguments of train.py]
+    local number=$1 log=$2 options
+    read -ra options <<<"$3"
+    shift 3
     (
         cd "$work/run"
         export PYTHONPATH=$root "${variables[@]}" # what no ssh has to pass on
+        # A save sets micro-batches in flight back: all runs do it.
         on "$number" timeout "$LIMIT" deepspeed --hostfile "$work/hostfile" --master_addr "${ADDRESSES[0]}" \
             "${options[@]}" "$root/models/bert/train.py" --deepspeed_config "$work/config.json" --synthetic \
-            --max_steps "$STEPS" "$@"
+            --max_steps "$STEPS" --save_strategy steps --save_steps "$((KILL_AFTER / 2))" "$@"
     ) >"$log" 2>&1
 }
 fail() {
@@ -134,13 +127,9 @@ fail() {
     done
     exit 1
 }
-left() { # processes of training on both nodes
-    for node in "${NODES[@]}"; do
-        for process in $(ip netns pids "$node"); do
-            if tr '\0' ' ' <"/proc/$process/cmdline" 2>/dev/null | grep -q "models/bert/train.py"; then
-                echo "$process"
-            fi
-        done
+trains() { # trains NODE: processes of training there, of launchers too
+    for process in $(ip netns pids "$1"); do
+        if tr '\0' ' ' <"/proc/$process/cmdline" 2>/dev/null | grep -q "models/bert/train.py"; then echo "$process"; fi
     done
 }
 
@@ -151,12 +140,10 @@ echo "0. what doctor says of the two hosts"
 grep "ssh 10\|versions 10\|clock 10\|doctor" "$work/doctor.log" || fail "doctor has not reached the hosts" "$work/doctor.log"
 
 echo "1. two hosts, two ranks each, over ssh and pdsh"
-saves=(--save_strategy steps --save_steps "$((KILL_AFTER / 2))") # a save sets micro-batches in flight back: both runs do it
-launch 0 "$work/whole.log" -- --output_dir "$work/whole" "${saves[@]}" ||
-    fail "the undisturbed run ended with an error" "$work/whole.log"
+launch 0 "$work/whole.log" "" --output_dir "$work/whole" || fail "the undisturbed run ended with an error" "$work/whole.log"
 
 echo "2. the same, and a rank on the second host is killed"
-launch 0 "$work/killed.log" -- --output_dir "$work/killed" "${saves[@]}" &
+launch 0 "$work/killed.log" "" --output_dir "$work/killed" &
 launched=$!
 for ((waited = 0; ; waited++)); do
     lines=$(grep -c . "$work/killed/metrics.jsonl" 2>/dev/null || true)
@@ -165,7 +152,7 @@ for ((waited = 0; ; waited++)); do
     ((waited < LIMIT * 5)) || fail "no progress" "$work/killed.log"
     sleep 0.2
 done
-victim=$(for process in $(ip netns pids "${NODES[1]}"); do
+victim=$(for process in $(trains "${NODES[1]}"); do
     # The ranks are children of the node's launcher, whose command line names the script too.
     tr '\0' ' ' <"/proc/$process/cmdline" | grep -q "launcher.launch\|sshd\|bash" || echo "$process"
 done | tail -n 1)
@@ -174,18 +161,18 @@ if wait "$launched"; then
     fail "the launcher reported success although a rank was killed" "$work/killed.log"
 fi
 for ((waited = 0; ; waited++)); do
-    [[ -n $(left) ]] || break
-    ((waited < 30)) || fail "processes $(left | xargs) are left" "$work/killed.log"
+    left=$(for node in "${NODES[@]}"; do trains "$node"; done | xargs)
+    [[ -n $left ]] || break
+    ((waited < 30)) || fail "processes $left are left" "$work/killed.log"
     sleep 1
 done
 grep -m 1 -o "stage [0-9]* .*lost\|stage [0-9]* .*\(closed\|failed\|ended\).*" "$work/killed.log" | head -n 1 || true
 
 echo "3. resumed without ssh, one command per node"
-launch 1 "$work/resumed1.log" --no_ssh --node_rank 1 -- --output_dir "$work/resumed" \
-    --resume_from_checkpoint "$work/killed/checkpoints" "${saves[@]}" &
+resume=(--output_dir "$work/resumed" --resume_from_checkpoint "$work/killed/checkpoints")
+launch 1 "$work/resumed1.log" "--no_ssh --node_rank 1" "${resume[@]}" &
 second=$!
-launch 0 "$work/resumed0.log" --no_ssh --node_rank 0 -- --output_dir "$work/resumed" \
-    --resume_from_checkpoint "$work/killed/checkpoints" "${saves[@]}" ||
+launch 0 "$work/resumed0.log" "--no_ssh --node_rank 0" "${resume[@]}" ||
     fail "resuming failed" "$work/resumed0.log" "$work/resumed1.log"
 wait "$second" || fail "resuming failed on the second node" "$work/resumed1.log"
 
@@ -193,20 +180,14 @@ python - "$work" "$STEPS" <<'PYTHON' || fail "losses differ" "$work/resumed0.log
 import json, sys
 from pathlib import Path
 
-work, steps = Path(sys.argv[1]), int(sys.argv[2])
-
-
-def losses(name):
-    rows = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
-
-
-whole, killed, resumed = losses("whole"), losses("killed"), losses("resumed")
-assert sorted(whole) == list(range(1, steps + 1)), sorted(whole)
-assert killed and all(whole[step] == loss for step, loss in killed.items()), (whole, killed)
-begin = min(resumed)
-assert begin > 1 and max(resumed) == steps, sorted(resumed)
-assert all(whole[step] == loss for step, loss in resumed.items()), (whole, resumed)
-print(f"resumed at update {begin} of {steps}: losses equal those of the undisturbed run bit for bit")
+whole, killed, resumed = (
+    {row["step"]: row["loss"] for row in map(json.loads, (Path(sys.argv[1]) / name / "metrics.jsonl").open()) if "loss" in row}
+    for name in ("whole", "killed", "resumed")
+)
+steps = int(sys.argv[2])
+assert [*whole] == [*range(1, steps + 1)], whole
+assert killed and killed.items() <= whole.items(), (whole, killed)
+assert resumed and resumed.items() <= whole.items() and max(resumed) == steps and min(resumed) > 1, (whole, resumed)
+print(f"resumed at update {min(resumed)} of {steps}: losses equal those of the undisturbed run bit for bit")
 PYTHON
 echo "multinode_test: passed"

@@ -54,68 +54,38 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--config_name", default="tiny", help=f"{', '.join(SIZE_NAMES)}, or a BertConfig JSON file")
     model.add_argument("--vocab_size", type=positive, help="replaces the configuration's vocabulary size")
     model.add_argument("--attn_implementation", choices=ATTENTION_IMPLEMENTATIONS, default="sdpa")
-    model.add_argument(
-        "--model_name_or_path",
-        type=Path,
-        metavar="DIR",
-        help="begin with the weights of a folder that save_pretrained() has written",
-    )
-    model.add_argument(
-        "--tie_word_embeddings",
-        action=argparse.BooleanOptionalAction,
-        help="the decoder is the word embeddings; default: as the weights or the configuration have it",
-    )
+    folder = "begin with the weights of a folder that save_pretrained() has written, or of a folder of checkpoints"
+    model.add_argument("--model_name_or_path", type=Path, metavar="DIR", help=folder)
+    tie = "the decoder is the word embeddings; default: as the weights or the configuration have it"
+    model.add_argument("--tie_word_embeddings", action=argparse.BooleanOptionalAction, help=tie)
     model.add_argument("--num_stages", type=positive, help="pipeline stages (default: one per rank)")
 
     data = parser.add_argument_group("data (default: the prose in the docstrings of installed packages)")
     add_text_arguments(data)
-    data.add_argument(
-        "--data_dir", type=Path, metavar="DIR", help="HDF5 shards: files below DIR with 'training' in their names"
-    )
+    shards = "HDF5 shards: files below DIR with 'training' in their names"
+    data.add_argument("--data_dir", type=Path, metavar="DIR", help=shards)
     data.add_argument("--synthetic", action="store_true", help="random tokens, to measure speed")
-    data.add_argument(
-        "--max_seq_length", type=positive, help=f"tokens per sequence (default: {SEQ_LENGTH}, or what the shards have)"
-    )
-    data.add_argument(
-        "--max_predictions_per_seq",
-        type=positive,
-        help="predicted tokens per sequence at most (default: --mlm_probability of them, or what the shards have)",
-    )
-    data.add_argument(
-        "--keep_order", action="store_true", help="take the samples of shards in the order in which they are stored"
-    )
+    length = f"tokens per sequence (default: {SEQ_LENGTH}, or what the shards have)"
+    data.add_argument("--max_seq_length", type=positive, help=length)
+    most = "predicted tokens per sequence at most (default: --mlm_probability of them, or what the shards have)"
+    data.add_argument("--max_predictions_per_seq", type=positive, help=most)
+    data.add_argument("--keep_order", action="store_true", help="take the samples of shards as they are stored")
 
     training = parser.add_argument_group("training")
     training.add_argument("--num_train_epochs", type=positive, default=3, help="default: 3")
-    training.add_argument(
-        "--max_steps", type=positive, help="optimizer updates, in place of epochs; a resumed run's earlier ones count"
-    )
+    updates = "optimizer updates, in place of epochs; a resumed run's earlier ones count"
+    training.add_argument("--max_steps", type=positive, help=updates)
     training.add_argument("--eval_steps", type=positive, metavar="N", help="validate after every N updates, too")
     training.add_argument("--seed", type=int, default=0)
 
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output_dir",
-        type=Path,
-        default=Path("runs/bert"),
-        metavar="DIR",
-        help=f"metrics, loss plot, record of the run and {CHECKPOINTS}/ (default: %(default)s)",
-    )
-    output.add_argument(
-        "--save_strategy",
-        choices=SAVE_STRATEGIES,
-        default="no",
-        help="when to save, beside the end of the run: epoch ends, --save_steps, or not at all (default)",
-    )
+    folder = f"metrics, loss plot, record of the run and {CHECKPOINTS}/ (default: %(default)s)"
+    output.add_argument("--output_dir", type=Path, default=Path("runs/bert"), metavar="DIR", help=folder)
+    when = "when to save, beside the end of the run: epoch ends, --save_steps, or not at all (default)"
+    output.add_argument("--save_strategy", choices=SAVE_STRATEGIES, default="no", help=when)
     output.add_argument("--save_steps", type=positive, metavar="N", default=500, help="default: 500")
-    output.add_argument(
-        "--resume_from_checkpoint",
-        nargs="?",
-        type=Path,
-        const=Path(),
-        metavar="DIR",
-        help="go on exactly from the latest checkpoint in DIR (default: that of --output_dir)",
-    )
+    resume = "go on exactly from the latest checkpoint in DIR (default: that of --output_dir)"
+    output.add_argument("--resume_from_checkpoint", nargs="?", type=Path, const=Path(), metavar="DIR", help=resume)
 
     for name, place in _IN_THE_JSON.items():
         parser.add_argument(f"--{name}", nargs="?", const=place, action=_InTheJson, help=argparse.SUPPRESS)
@@ -126,30 +96,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def add_text_arguments(parser: Any) -> None:
     """Arguments of text and its masking; ``parser`` may be a group of one."""
-    parser.add_argument(
-        "--train_file", nargs="+", type=Path, metavar="FILE", help="own text, UTF-8, blank lines between documents"
-    )
-    parser.add_argument(
-        "--validation_file", nargs="+", type=Path, metavar="FILE", help="default: every 20th document of the text"
-    )
-    parser.add_argument(
-        "--line_by_line", action="store_true", help="every line is a sentence (default: they are found in prose)"
-    )
-    parser.add_argument(
-        "--tokenizer_name",
-        type=Path,
-        metavar="PATH",
-        help="vocab.txt, or a folder with a tokenizer (default: a vocabulary made from the text)",
-    )
-    parser.add_argument(
-        "--cache_dir", type=Path, metavar="DIR", help="for tokenised text (default: $DS_VPIPE_CACHE, ~/.cache/ds_vpipe)"
-    )
-    parser.add_argument(
-        "--mlm_probability", type=float, metavar="P", help=f"share of predicted tokens; default: {MLM_PROBABILITY}"
-    )
-    parser.add_argument(
-        "--whole_word_masking", action="store_true", help="predict all pieces of a word together, or none"
-    )
+    files = {"nargs": "+", "type": Path, "metavar": "FILE"}
+    parser.add_argument("--train_file", **files, help="own text, UTF-8, blank lines between documents")
+    parser.add_argument("--validation_file", **files, help="default: every 20th document of the text")
+    lines = "every line is a sentence (default: they are found in prose)"
+    parser.add_argument("--line_by_line", action="store_true", help=lines)
+    vocabulary = "vocab.txt, or a folder with a tokenizer (default: a vocabulary made from the text)"
+    parser.add_argument("--tokenizer_name", type=Path, metavar="PATH", help=vocabulary)
+    cache = "for tokenised text (default: $DS_VPIPE_CACHE, ~/.cache/ds_vpipe)"
+    parser.add_argument("--cache_dir", type=Path, metavar="DIR", help=cache)
+    share = f"share of predicted tokens; default: {MLM_PROBABILITY}"
+    parser.add_argument("--mlm_probability", type=float, metavar="P", help=share)
+    words = "predict all pieces of a word together, or none"
+    parser.add_argument("--whole_word_masking", action="store_true", help=words)
 
 
 def check_masking(parsed: argparse.Namespace) -> None:
@@ -171,12 +130,6 @@ def check_masking(parsed: argparse.Namespace) -> None:
         raise VPipeConfigError(f"--seed {parsed.seed}: must not be negative")
 
 
-def _refuse(parsed: argparse.Namespace, where: str, *names: str) -> None:
-    for name in names:
-        if getattr(parsed, name):
-            raise VPipeConfigError(f"--{name} is for text: leave it out with {where}")
-
-
 def _check(parsed: argparse.Namespace) -> None:
     if parsed.deepspeed_config is None:
         raise VPipeConfigError(
@@ -189,10 +142,14 @@ def _check(parsed: argparse.Namespace) -> None:
     parsed.initial_checkpoint = None
     if parsed.model_name_or_path and (parsed.model_name_or_path / "latest").is_file():
         parsed.initial_checkpoint, parsed.model_name_or_path = parsed.model_name_or_path, None
-    if parsed.data_dir or parsed.synthetic:
-        _refuse(parsed, given[0], "tokenizer_name", "validation_file", "line_by_line", "whole_word_masking")
+    of_text = ["tokenizer_name", "validation_file", "line_by_line", "whole_word_masking"]
+    where = "--synthetic"
     if parsed.data_dir:
-        _refuse(parsed, "--data_dir, whose masks are made by prepare", "mlm_probability")
+        of_text.append("mlm_probability")
+        where = "--data_dir, whose masks are made by prepare"
+    for name in of_text if parsed.data_dir or parsed.synthetic else ():
+        if getattr(parsed, name):
+            raise VPipeConfigError(f"--{name} is for text: leave it out with {where}")
     if parsed.model_name_or_path and not (parsed.tokenizer_name or parsed.data_dir or parsed.synthetic):
         parsed.tokenizer_name = parsed.model_name_or_path
         if not any((parsed.model_name_or_path / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
@@ -203,9 +160,8 @@ def _check(parsed: argparse.Namespace) -> None:
             )
     if parsed.keep_order and not parsed.data_dir:
         raise VPipeConfigError("--keep_order is for shards: give their folder with --data_dir, or leave it out")
-    if parsed.data_dir is None and parsed.max_seq_length is None:
-        parsed.max_seq_length = SEQ_LENGTH
     if parsed.data_dir is None:
+        parsed.max_seq_length = parsed.max_seq_length or SEQ_LENGTH
         check_masking(parsed)
     elif parsed.max_seq_length is not None and parsed.max_predictions_per_seq is not None:
         check_shape(parsed.max_seq_length, parsed.max_predictions_per_seq)

@@ -20,6 +20,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from ds_vpipe.models.bert.samples import digest_of
 from ds_vpipe.models.start import package_version
@@ -61,7 +62,7 @@ def docstring_key() -> str:
 
 def docstring_documents() -> list[Document]:
     """Documents of the corpus, in an order that does not depend on the file system."""
-    texts = [_help_topics(), *_docstrings(Path(sysconfig.get_path("stdlib")))]
+    texts = [list(topics.values()), *_docstrings(Path(sysconfig.get_path("stdlib")))]
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.submodule_search_locations:
@@ -103,16 +104,6 @@ def _is_prose(sentence: str) -> bool:
     characters = sum(map(len, words))
     letters = sum(map(str.isalpha, sentence))
     return letters >= MIN_LETTER_SHARE * characters
-
-
-def _help_topics() -> list[str]:
-    spec = importlib.util.find_spec("pydoc_data.topics")
-    if spec is None or spec.origin is None:
-        return []
-    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
-            return [str(text) for text in ast.literal_eval(node.value).values()]
-    return []
 
 
 def _docstrings(root: Path) -> Iterator[list[str]]:

@@ -19,9 +19,8 @@ memory and time. The decoder is the word embeddings where ``tie_word_embeddings`
 Hugging Face's default: both ends of the pipeline then are ``TiedLayerSpec``, and the first stage owns the weight.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -37,6 +36,8 @@ from transformers.models.bert.modeling_bert import (
     BertPredictionHeadTransform,
 )
 
+from ds_vpipe.models.hugging_face import StoredWeights
+
 WORDS = "embeddings.word_embeddings.weight"
 """The tied weight, in the first layer and in the last."""
 
@@ -45,22 +46,6 @@ DEFAULT_ATTENTION = "sdpa"
 ModelInput = tuple[Tensor, Tensor, Tensor, Tensor]
 Boundary = tuple[Tensor, Tensor, Tensor]
 ModelOutput = tuple[Tensor, Tensor]
-
-
-class Weights(Protocol):
-    """Stored weights of a layer, see :mod:`ds_vpipe.models.hugging_face`."""
-
-    def read(self, targets: Mapping[str, Tensor]) -> None:
-        """Overwrite tensors, given by their names in the Hugging Face model, with the stored values."""
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Let torch draw from ``seed`` for a while."""
-    # Layers are built on the CPU; devices=[] keeps fork_rng from touching every GPU of the machine.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
 
 
 class BertLayer(nn.Module):
@@ -74,16 +59,22 @@ class BertLayer(nn.Module):
     """
 
     def __init__(
-        self, config: BertConfig, seed: int, names: Mapping[str, str] | None = None, weights: Weights | None = None
+        self,
+        config: BertConfig,
+        seed: int,
+        names: Mapping[str, str] | None = None,
+        weights: StoredWeights | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        with seeded(seed):
+        # Layers are built on the CPU; devices=[] keeps fork_rng from touching every GPU of the machine.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
             self.build(config)
             initialise(self, config)
         if weights is not None:
             own = self.state_dict(keep_vars=True)
-            weights.read({hugging_face_name(names or {}, name): tensor for name, tensor in own.items()})
+            weights.read({hugging_face_name(names, name): tensor for name, tensor in own.items()})
 
     def build(self, config: BertConfig) -> None:
         """Make the modules."""
@@ -108,7 +99,6 @@ class EmbeddingAttentionLayer(BertLayer):
         self.attention = BertAttention(config)
 
     def forward(self, inputs: ModelInput) -> Boundary:
-        """Embed the tokens and attend: model input to boundary (shapes in the module docstring)."""
         input_ids, token_type_ids, padding_mask, masked_positions = inputs
         hidden = self.embeddings(input_ids=input_ids, token_type_ids=token_type_ids)
         return self.attend(self.attention, (hidden, padding_mask, masked_positions))
@@ -121,7 +111,6 @@ class AttentionLayer(BertLayer):
         self.attention = BertAttention(config)
 
     def forward(self, inputs: Boundary) -> Boundary:
-        """Attend, add and normalise: boundary to boundary."""
         return self.attend(self.attention, inputs)
 
 
@@ -133,7 +122,6 @@ class FeedForwardLayer(BertLayer):
         self.output = BertOutput(config)
 
     def forward(self, inputs: Boundary) -> Boundary:
-        """Feed forward, add and normalise: boundary to boundary."""
         hidden, padding_mask, masked_positions = inputs
         return self.output(self.intermediate(hidden), hidden), padding_mask, masked_positions
 
@@ -148,7 +136,6 @@ class HeadsLayer(BertLayer):
         self.seq_relationship = nn.Linear(config.hidden_size, 2)
 
     def build_decoder(self, config: BertConfig) -> None:
-        """Make the decoder."""
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
 
     def decode(self, vectors: Tensor) -> Tensor:
@@ -156,7 +143,6 @@ class HeadsLayer(BertLayer):
         return self.decoder(vectors)
 
     def forward(self, inputs: Boundary) -> ModelOutput:
-        """Both heads: boundary to model output."""
         hidden, _, masked_positions = inputs
         masked = hidden.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))
         return self.decode(self.transform(masked)), self.seq_relationship(self.pooler(hidden))
@@ -179,7 +165,7 @@ class TiedHeadsLayer(HeadsLayer):
         return nn.functional.linear(vectors, self.words.weight, self.bias)
 
 
-def bert_layers(config: BertConfig, seed: int = 0, weights: Weights | None = None) -> list[LayerSpec]:
+def bert_layers(config: BertConfig, seed: int = 0, weights: StoredWeights | None = None) -> list[LayerSpec]:
     """The ``2L + 1`` layer specifications of a BERT for pre-training.
 
     Args:

@@ -4,10 +4,11 @@ DeepSpeed's monitors (CSV, TensorBoard, W&B) get the same numbers from the engin
 """
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,10 @@ class Metrics:
         # Without a terminal a bar is noise in a log file; the log lines say the same.
         silent = folder is None or not sys.stderr.isatty()
         self._bar = tqdm(total=total_steps, initial=done, unit="step", disable=silent, dynamic_ncols=True)
-        self._records: list[dict[str, Any]] = []
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            kept = _records(folder / "metrics.jsonl", done)
-            (folder / "metrics.jsonl").unlink(missing_ok=True)
-            for record in kept:
-                self._write(record)
+            kept = _records(folder, done) if done else []
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept), "utf-8")
 
     def step(
         self, step: int, epoch: int, loss: Tensor, learning_rate: float, stages: Sequence[StageStatistics] = ()
@@ -101,12 +99,11 @@ class Metrics:
     def close(self, unigram_entropy: float | None) -> None:
         """End the progress bar and draw ``loss.png``."""
         self._bar.close()
-        if self._folder is not None and self._records:
-            _draw(self._folder / "loss.png", self._records, unigram_entropy)
+        if self._folder is not None and (records := _records(self._folder)):
+            _draw(self._folder / "loss.png", records, unigram_entropy)
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._folder is not None
-        self._records.append(record)
         with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -116,17 +113,13 @@ def accuracies_of(result: dict[str, float]) -> str:
     return f"masked LM {result['masked_lm_accuracy']:.1%}, next sentence {result['next_sentence_accuracy']:.1%}"
 
 
-def _records(path: Path, done: int) -> list[dict[str, Any]]:
-    """Records of a resumed run up to its checkpoint; a line that a killed run has not completed is dropped."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if done and path.is_file() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and record.get("step", done + 1) <= done:
-            kept.append(record)
-    return kept
+def _records(folder: Path, last: float = math.inf) -> list[dict[str, Any]]:
+    """Records up to an update; a line that a killed run has not completed is dropped."""
+    path, kept = folder / "metrics.jsonl", []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            kept.append(json.loads(line))
+    return [record for record in kept if isinstance(record, dict) and record.get("step", math.inf) <= last]
 
 
 def _draw(path: Path, records: list[dict[str, Any]], unigram_entropy: float | None) -> None:

@@ -22,16 +22,9 @@ from ds_vpipe.models.bert.samples import Samples, digest_of
 from ds_vpipe.models.bert.shards import MANIFEST, SUFFIXES, find_shards, read_manifest, write_shard
 from ds_vpipe.models.start import Parser, exit_code, positive
 
-_SETTINGS = (
-    "max_seq_length",
-    "max_predictions_per_seq",
-    "dupe_factor",
-    "seed",
-    "shard_size",
-    "mlm_probability",
-    "whole_word_masking",
-    "line_by_line",
-)
+# Arguments that samples do not depend on, or whose content counts and not their name.
+_NOT_SETTINGS = {"cache_dir", "output_dir", "preprocessing_num_workers", "tokenizer_name", "vocab_size"}
+_TEXTS = ("train_file", "validation_file")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,12 +46,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dupe_factor", type=positive, default=5, help="copies with other masks; default: 5")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard_size", type=positive, default=16384, help="samples per shard; default: 16384")
-    parser.add_argument(
-        "--preprocessing_num_workers",
-        type=positive,
-        default=os.cpu_count() or 1,
-        help="processes; default: one per core",
-    )
+    cores = os.cpu_count() or 1
+    parser.add_argument("--preprocessing_num_workers", type=positive, default=cores, help="default: one per core")
     parsed = parser.parse_args(arguments)
     check_masking(parsed)
     return parsed
@@ -68,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from ds_vpipe.models.bert.text import text_samples  # takes seconds to import
 
     output: Path = arguments.output_dir
-    made_of = {name: getattr(arguments, name) for name in _SETTINGS} | _source(arguments)
+    made_of = _made_of(arguments)
     result = _begin(output, made_of)
     if result is None or result["shards"] != [len(files) for files in find_shards(output)]:
         # A vocabulary that an interrupted run has made decides, for another one would differ.
@@ -77,14 +66,13 @@ def _run(arguments: argparse.Namespace) -> None:
         training, held_out = text_samples(arguments, arguments.vocab_size, tokenizer, workers)
         corpus = training.corpus
         corpus.tokenizer.save_pretrained(output)
-        result = {
-            "training_samples": len(training) * arguments.dupe_factor,
-            "validation_samples": len(held_out or ()),
-        }
-        _write_shards(output, "training", training, result["training_samples"], arguments.seed, arguments)
+        count = len(training) * arguments.dupe_factor
+        _write_shards(arguments, "training", training, count, arguments.seed)
         if held_out is not None:
-            _write_shards(output, "validation", held_out, len(held_out), None, arguments)
-        result |= {
+            _write_shards(arguments, "validation", held_out, len(held_out), None)
+        result = {
+            "training_samples": count,
+            "validation_samples": len(held_out or ()),
             "shards": [len(files) for files in find_shards(output)],
             "unigram_entropy": corpus.unigram_entropy,
             "vocab_size": corpus.vocabulary.size,
@@ -96,12 +84,14 @@ def _run(arguments: argparse.Namespace) -> None:
     )
 
 
-def _source(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Names for the content of the text and of the vocabulary."""
+def _made_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Settings of the shards, and names for the content of the text and of the vocabulary."""
     from ds_vpipe.models.bert.text import content_digest, read_tokenizer
 
-    made_of: dict[str, Any] = {} if arguments.train_file else {"docstrings": docstring_key()}
-    for name in ("train_file", "validation_file"):
+    made_of = {name: value for name, value in vars(arguments).items() if name not in {*_NOT_SETTINGS, *_TEXTS}}
+    if not arguments.train_file:
+        made_of["docstrings"] = docstring_key()
+    for name in _TEXTS:
         for number, path in enumerate(getattr(arguments, name) or ()):
             made_of[f"{name} {number}"] = content_digest(path)[:16]
     if arguments.tokenizer_name is None:
@@ -141,17 +131,13 @@ def _write_manifest(folder: Path, made_of: dict[str, Any], result: dict[str, Any
     os.replace(unfinished, folder / MANIFEST)
 
 
-def _write_shards(
-    output: Path, kind: str, samples: Samples, count: int, seed: int | None, arguments: argparse.Namespace
-) -> None:
+def _write_shards(arguments: argparse.Namespace, kind: str, samples: Samples, count: int, seed: int | None) -> None:
     """Write the missing shards of training or validation, shared among processes."""
     from datasets import Dataset
 
-    size = arguments.shard_size
+    output, size = arguments.output_dir, arguments.shard_size
     begins = {str(output / f"part_{begin // size:06d}_{kind}.hdf5"): begin for begin in range(0, count, size)}
     missing = {path: begin for path, begin in begins.items() if not os.path.exists(path)}
-    if not missing:
-        return
     workers = min(arguments.preprocessing_num_workers, len(missing))
 
     def write(row: dict[str, Any]) -> None:
@@ -166,9 +152,9 @@ def _write_shards(
             new_fingerprint=kind,
             desc=f"{kind} shards",
         )
+    except VPipeError:
+        raise
     except RuntimeError as error:
-        if isinstance(error, VPipeError):
-            raise
         raise VPipeError(
             f"a process that made shards has ended ({error}): start again with fewer --preprocessing_num_workers;"
             " finished shards are kept"

@@ -59,7 +59,6 @@ class Masking:
     """Rule that turns two segments into a sample.
 
     Attributes:
-        vocabulary: of the tokens.
         length: S, tokens of a sample, special ones included.
         slots: P, most tokens of a sample that are predicted.
         probability: share of the tokens that are predicted.
@@ -115,11 +114,7 @@ class Masking:
 
 
 class Samples:
-    """Finite set of samples that differ from epoch to epoch; this base is for ranks that need its size alone.
-
-    Args:
-        count: number of samples.
-    """
+    """Finite set of samples that differ from epoch to epoch; this base is for ranks that need its size alone."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -149,13 +144,7 @@ class Samples:
 
 
 class RandomSamples(Samples):
-    """Sequences of uniformly random tokens, for measuring speed.
-
-    Args:
-        count: number of samples.
-        masking: of the samples.
-        seed: of everything random.
-    """
+    """Sequences of uniformly random tokens, for measuring speed."""
 
     def __init__(self, count: int, masking: Masking, seed: int) -> None:
         super().__init__(count)

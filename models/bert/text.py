@@ -107,11 +107,8 @@ class PairSamples(Samples):
     A row is split at a random sentence boundary (one of a single sentence: in its middle), and in half of the cases
     its second part is replaced by a part of another document's row that begins with a random sentence.
 
-    Attributes:
-        corpus: the tokenised text.
-
     Args:
-        corpus: see above.
+        corpus: the tokenised text, also an attribute.
         rows: numbers of rows to use, ascending.
         masking: of the samples.
         seed: of everything random.
@@ -128,9 +125,7 @@ class PairSamples(Samples):
         self._masking = masking
         self._seed = seed
         if len(rows) == 0 or self._documents[0] == self._documents[-1]:
-            raise ValueError(
-                "at least two documents with text are needed, because half of the pairs join two documents"
-            )
+            raise ValueError("at least two documents with text are needed: half of the pairs join two documents")
 
     def sample(self, index: int, epoch: int) -> Sample:
         random = np.random.default_rng((self._seed, epoch, index))
@@ -217,8 +212,8 @@ def read_corpus(
         files: UTF-8 with blank lines between documents; None for the docstrings of installed packages.
         length: S, tokens per sequence.
         vocab_size: the most tokens that the vocabulary may have.
-        cache: folder that the results are kept in; default: ``$DS_VPIPE_CACHE``, ``~/.cache/ds_vpipe``.
-        tokenizer: see `read_tokenizer`; default: one made from the text.
+        cache: folder of the results; default: ``$DS_VPIPE_CACHE``, ``~/.cache/ds_vpipe``.
+        tokenizer: see `read_tokenizer`; default: made from the text.
         line_by_line: whether every line is a sentence; default: sentences are found in prose.
         workers: processes.
 
@@ -243,13 +238,8 @@ def read_corpus(
     key = digest_of([*map(content_digest, files), line_by_line, _RULES])
     if not any(path.stat().st_size for path in files):
         raise VPipeConfigError(f"--train_file {files[0]}: the files are empty; give text")
-    documents: Any = Dataset.from_text(
-        [str(path) for path in files],
-        features=_TEXT,
-        cache_dir=str(cache),
-        sample_by="paragraph",
-        encoding="utf-8-sig",
-    )
+    options = {"features": _TEXT, "cache_dir": str(cache), "sample_by": "paragraph", "encoding": "utf-8-sig"}
+    documents: Any = Dataset.from_text([str(path) for path in files], **options)
     if tokenizer is None:
 
         def train(folder: Path) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.utils import RepeatingLoader
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 HELD_OUT = 20  # the last 20th of the text is for validation
 VALIDATION_BATCHES = 16
@@ -30,35 +29,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--train_file", nargs="+", type=Path, help="UTF-8; default: the manual of Python's language")
     parser.add_argument("--block_size", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--max_steps", type=int, default=300, help="optimizer updates")
-    parser.add_argument("--vocab_size", type=int, default=2048, help="of a new model")
-    parser.add_argument("--num_layers", type=int, default=4, help="of a new model")
-    parser.add_argument("--hidden_size", type=int, default=128, help="of a new model")
+    parser.add_argument("--config_overrides", default="", help="of a new model, such as n_layer=2,n_embd=32")
     parser.add_argument("--output_dir", default="runs/gpt2", help="folder for the trained model")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
-def new_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-pair encoding of ``texts``."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(alphabet), show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
-
-
-def new_model(args: argparse.Namespace) -> GPT2LMHeadModel:
-    """A small GPT-2 with random weights; no dropout, because it is trained for minutes and cannot overfit."""
+def new_config(block_size: int, overrides: str) -> GPT2Config:
+    """A small GPT-2; no dropout, because it is trained for minutes and cannot overfit."""
     config = GPT2Config(
-        vocab_size=args.vocab_size, n_positions=max(256, args.block_size), n_embd=args.hidden_size,
-        n_layer=args.num_layers, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0,
-        eos_token_id=0,
+        vocab_size=2048, n_positions=max(256, block_size), n_embd=128, n_layer=4, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    if overrides:
+        config.update_from_string(overrides)
+    return config
 
 
 def main() -> None:
@@ -68,8 +53,9 @@ def main() -> None:
     texts = [path.read_text(encoding="utf-8") for path in args.train_file or ()]
     texts = texts or list(pydoc_data.topics.topics.values())
     if args.model_name_or_path is None:
-        tokenizer: PreTrainedTokenizerBase = new_tokenizer(texts, args.vocab_size)
-        model = new_model(args)
+        config = new_config(args.block_size, args.config_overrides)
+        tokenizer = GPT2Tokenizer().train_new_from_iterator(texts, config.vocab_size, show_progress=False)
+        model = GPT2LMHeadModel(config)
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
         model = GPT2LMHeadModel.from_pretrained(args.model_name_or_path)

@@ -71,7 +71,3 @@ def test_the_key_names_versions_and_rules(monkeypatch: pytest.MonkeyPatch) -> No
     assert corpus.docstring_key() == before
     monkeypatch.setattr(corpus, "_EXTRACTION_VERSION", 99)
     assert corpus.docstring_key() != before
-
-
-def test_help_topics_are_found() -> None:
-    assert sum(map(len, corpus._help_topics())) > 100_000

@@ -63,7 +63,7 @@ def test_gpt2_trains_saves_and_goes_on_from_its_folder(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(" ".join(words[index] for index in row).capitalize() + "." for row in chosen))
     common = [*write_config(tmp_path, 1e-3, [2, 2]), "--train_file", str(text), "--block_size", "16"]
-    sizes = ["--num_layers", "2", "--hidden_size", "32", "--vocab_size", "300"]
+    sizes = ["--config_overrides", "n_layer=2,n_embd=32,vocab_size=300"]
     losses = []
     for steps, before, after in ((50, sizes, "one"), (2, ["--model_name_or_path", str(tmp_path / "one")], "two")):
         line = [*common, *before, "--max_steps", str(steps), "--output_dir", str(tmp_path / after)]

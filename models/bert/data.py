@@ -69,15 +69,7 @@ def micro_batches(
 def micro_batches_of(
     engine: Any, samples: Samples, seed: int | None, updates: int, begin: int = 0
 ) -> Iterator[MicroBatch] | None:
-    """Micro-batches of so many updates for this rank of a pipeline, None where it reads no data.
-
-    Args:
-        engine: DeepSpeed's pipeline engine or ours.
-        samples: where they come from.
-        seed: as for `micro_batches`.
-        updates: number of updates.
-        begin: as for `micro_batches`.
-    """
+    """Micro-batches of so many updates for this rank of an engine, ours or DeepSpeed's; None where it reads no data."""
     if not (engine.is_first_stage() or engine.is_last_stage()):
         return None
     replica, replicas = engine.grid.get_data_parallel_rank(), engine.grid.get_data_parallel_world_size()
@@ -110,11 +102,7 @@ class TrainingData:
 
 
 def prepare(arguments: Namespace, config: BertConfig) -> TrainingData:
-    """Find the shards; or tokenise the text, or find it in the cache, and cut it into samples.
-
-    Args:
-        arguments: of the training script.
-        config: of the model; its vocabulary size is the most that the vocabulary may have.
+    """Samples of shards, of a text with at most the model's vocabulary, or of random tokens, as the arguments ask.
 
     Raises:
         VPipeConfigError: an argument does not fit, there is too little text, or a shard is broken.
@@ -148,18 +136,11 @@ def prepare(arguments: Namespace, config: BertConfig) -> TrainingData:
 
 
 def prepare_on_readers(arguments: Namespace, config: BertConfig, stages: int) -> TrainingData:
-    """Prepare the data on the ranks that need files; all ranks call this.
+    """Prepare the data on the ranks that need files, elsewhere their numbers alone; all ranks call this.
 
     Text is tokenised by the first rank of each machine while the others wait. A rank that cannot prepare its data ends
-    all ranks with its message, and so do ranks that would read different data.
-
-    Args:
-        arguments: of the training script.
-        config: of the model.
-        stages: pipeline stages; ranks are numbered stage by stage, as DeepSpeed numbers them.
-
-    Returns:
-        On ranks that read no samples, their numbers alone.
+    all ranks with its message, and so do ranks that would read different data. Ranks are numbered stage by stage, as
+    DeepSpeed numbers them.
 
     Raises:
         VPipeConfigError: on every rank: an argument does not fit, the data are broken, or they differ.

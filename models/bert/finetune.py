@@ -15,8 +15,9 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from datasets import Dataset
 from deepspeed.utils import RepeatingLoader
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from ds_vpipe.models.hugging_face import from_pretrained
@@ -56,20 +57,12 @@ def samples(seed: int) -> list[tuple[str, int]]:
     return found
 
 
-class Lines(Dataset[dict[str, torch.Tensor]]):
+def tokenised(lines: list[tuple[str, int]], tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
     """Tokens, padding mask and label of each line."""
-
-    def __init__(self, lines: list[tuple[str, int]], tokenizer: PreTrainedTokenizerBase, length: int) -> None:
-        texts = [text for text, _ in lines]
-        self.tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
-        self.labels = torch.tensor([label for _, label in lines])
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        names = ("input_ids", "attention_mask")
-        return {name: self.tokens[name][index] for name in names} | {"labels": self.labels[index]}
+    texts, labels = zip(*lines, strict=True)
+    tokens = tokenizer(list(texts), padding="max_length", truncation=True, max_length=length)
+    columns = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    return Dataset.from_dict({**columns, "labels": labels}).with_format("torch")
 
 
 def main() -> None:
@@ -80,7 +73,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     make = AutoModelForSequenceClassification.from_config
     model = from_pretrained(args.model_name_or_path, make, num_labels=len(PACKAGES))
-    training, held_out = (Lines(part, tokenizer, args.max_seq_length) for part in (lines[HELD_OUT:], lines[:HELD_OUT]))
+    parts = (lines[HELD_OUT:], lines[:HELD_OUT])
+    training, held_out = (tokenised(part, tokenizer, args.max_seq_length) for part in parts)
     model.train()
     engine, _, loader, _ = deepspeed.initialize(
         args=args, model=model, model_parameters=model.parameters(), training_data=training

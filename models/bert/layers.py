@@ -59,11 +59,7 @@ class BertLayer(nn.Module):
     """
 
     def __init__(
-        self,
-        config: BertConfig,
-        seed: int,
-        names: Mapping[str, str] | None = None,
-        weights: StoredWeights | None = None,
+        self, config: BertConfig, seed: int, names: Mapping[str, str], weights: StoredWeights | None = None
     ) -> None:
         super().__init__()
         self.config = config
@@ -127,42 +123,30 @@ class FeedForwardLayer(BertLayer):
 
 
 class HeadsLayer(BertLayer):
-    """Last pipeline layer: masked-LM logits at the masked positions and next-sentence logits from the first token."""
+    """Last pipeline layer: masked-LM logits at the masked positions and next-sentence logits from the first token.
+
+    Its decoder is the word embeddings, under the name that they have in layer 0, if the configuration ties them.
+    """
 
     def build(self, config: BertConfig) -> None:
         self.transform = BertPredictionHeadTransform(config)
-        self.build_decoder(config)
+        if config.tie_word_embeddings:
+            words = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+            self.embeddings = nn.ModuleDict({"word_embeddings": words})
+            self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        else:
+            self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
         self.pooler = BertPooler(config)
         self.seq_relationship = nn.Linear(config.hidden_size, 2)
-
-    def build_decoder(self, config: BertConfig) -> None:
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-
-    def decode(self, vectors: Tensor) -> Tensor:
-        """Logits [B, P, V] of transformed vectors [B, P, H]."""
-        return self.decoder(vectors)
 
     def forward(self, inputs: Boundary) -> ModelOutput:
         hidden, _, masked_positions = inputs
         masked = hidden.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, hidden.size(-1)))
-        return self.decode(self.transform(masked)), self.seq_relationship(self.pooler(hidden))
-
-
-class TiedHeadsLayer(HeadsLayer):
-    """Last pipeline layer with the word embeddings as its decoder."""
-
-    def build_decoder(self, config: BertConfig) -> None:
-        words = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.embeddings = nn.ModuleDict({"word_embeddings": words})
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
-
-    @property
-    def words(self) -> Any:
-        """The word embeddings; a property, so that they have one name."""
-        return self.embeddings["word_embeddings"]
-
-    def decode(self, vectors: Tensor) -> Tensor:
-        return nn.functional.linear(vectors, self.words.weight, self.bias)
+        vectors, next_sentence = self.transform(masked), self.seq_relationship(self.pooler(hidden))
+        if not self.config.tie_word_embeddings:
+            return self.decoder(vectors), next_sentence
+        words: Any = self.embeddings["word_embeddings"]
+        return nn.functional.linear(vectors, words.weight, self.bias), next_sentence
 
 
 def bert_layers(config: BertConfig, seed: int = 0, weights: StoredWeights | None = None) -> list[LayerSpec]:
@@ -178,7 +162,7 @@ def bert_layers(config: BertConfig, seed: int = 0, weights: StoredWeights | None
         config._attn_implementation = DEFAULT_ATTENTION
     tied, last = config.tie_word_embeddings, 2 * config.num_hidden_layers
     inner = [FeedForwardLayer if index % 2 else AttentionLayer for index in range(1, last)]
-    kinds = [EmbeddingAttentionLayer, *inner, TiedHeadsLayer if tied else HeadsLayer]
+    kinds = [EmbeddingAttentionLayer, *inner, HeadsLayer]
     specs: list[LayerSpec] = []
     for index, (kind, names) in enumerate(zip(kinds, layer_names(config), strict=True)):
         given = (config, seed + index, names, weights)

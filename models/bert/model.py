@@ -74,7 +74,7 @@ def pretrained(folder: Path, tied: bool | None = None, seed: int = 0, attention:
         tied: whether the decoder is the word embeddings; default: as the configuration says. Without a tie the decoder
             of a tied model begins as a copy.
         seed: of weights that the folder lacks.
-        attention: Hugging Face's attention implementation.
+        attention: one of `ATTENTION_IMPLEMENTATIONS`.
 
     Raises:
         VPipeConfigError: the folder cannot be read, or holds another model.
@@ -97,15 +97,9 @@ def pretrained(folder: Path, tied: bool | None = None, seed: int = 0, attention:
 
 
 def bert_config(name_or_path: str, vocab_size: int | None = None, attention: str = "sdpa") -> BertConfig:
-    """The configuration of a named size or of a Hugging Face ``config.json``.
+    """The configuration of one of `SIZE_NAMES` or of a Hugging Face ``config.json``.
 
-    Args:
-        name_or_path: one of `SIZE_NAMES`, or the path of a JSON file with ``BertConfig`` fields.
-        vocab_size: replaces the vocabulary size of the configuration.
-        attention: one of `ATTENTION_IMPLEMENTATIONS`.
-
-    Returns:
-        A configuration whose ``vocab_size`` is padded to a multiple of 8.
+    Its vocabulary, or ``vocab_size`` in its place, is padded to a multiple of 8.
 
     Raises:
         VPipeConfigError: the name is unknown, or the file cannot be read as a BertConfig.
@@ -149,16 +143,13 @@ def _check_encoder(config: BertConfig, where: str) -> None:
 
 
 def _read_fields(path: str) -> dict[str, Any]:
+    where = f"--config_name {path}"
     if not Path(path).is_file():
-        raise VPipeConfigError(
-            f"--config_name {path}: neither a size ({', '.join(SIZE_NAMES)}) nor an existing JSON file"
-        )
+        raise VPipeConfigError(f"{where}: neither a size ({', '.join(SIZE_NAMES)}) nor an existing JSON file")
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise VPipeConfigError(f"--config_name {path}: not readable as JSON: {error}") from error
+        raise VPipeConfigError(f"{where}: not readable as JSON: {error}") from error
     if not isinstance(fields, dict) or "hidden_size" not in fields:
-        raise VPipeConfigError(
-            f"--config_name {path}: must be a JSON object with the fields of BertConfig (hidden_size, ...)"
-        )
+        raise VPipeConfigError(f"{where}: must be a JSON object with the fields of BertConfig (hidden_size, ...)")
     return fields

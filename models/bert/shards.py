@@ -66,7 +66,7 @@ class ShardSamples(Samples):
     """Samples in the rows of shards.
 
     Args:
-        shards: the files, at least one, all with one sequence length; see `open_shards`.
+        shards: at least one, all with one sequence length; see `open_shards`.
         slots: prediction slots of a sample; those a row has beyond them are left out.
         vocab_size: of the model.
         keep_order: take the rows as they are stored, in every epoch.
@@ -184,14 +184,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def read_rows(shard: Shard, start: int, stop: int, slots: int, vocab_size: int) -> Rows:
-    """Rows start .. stop - 1 of a shard, int64, checked; zeros follow the end of a list of predictions.
-
-    Args:
-        shard: the file.
-        start: first row.
-        stop: one past the last row.
-        slots: prediction slots of a row, whatever the file has.
-        vocab_size: of the model; token numbers are less.
+    """Rows start .. stop - 1 of a shard, int64, checked; zeros fill the ``slots`` after the end of the predictions.
 
     Raises:
         VPipeConfigError: the file is broken; names it, the key, the row and the value.

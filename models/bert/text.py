@@ -158,15 +158,9 @@ class PairSamples(Samples):
 def text_samples(
     arguments: Namespace, vocab_size: int, tokenizer: Path | None = None, workers: int = 1
 ) -> tuple[PairSamples, PairSamples | None]:
-    """Training and held-out samples of a text, as a command line asks for them.
+    """Training and held-out samples of a text, as a command line of the training script or of ``prepare`` asks.
 
     Every 20th document is held out if there is no ``--validation_file``; None if those are too few for pairs.
-
-    Args:
-        arguments: of the training script, or of ``prepare``.
-        vocab_size: the most tokens that the vocabulary may have.
-        tokenizer: see `read_tokenizer`; default: made from the text.
-        workers: processes.
 
     Raises:
         VPipeConfigError: there is too little text, or as for `read_corpus`.
@@ -278,12 +272,8 @@ def read_tokenizer(path: Path, most: int) -> Any:
 
     The text of a ``vocab.txt`` is lower-cased and loses its accents unless the vocabulary has upper-case letters.
 
-    Args:
-        path: the file, or the folder.
-        most: as many tokens as are allowed.
-
     Raises:
-        VPipeConfigError: it cannot be read, a special token is missing, or there are too many tokens.
+        VPipeConfigError: it cannot be read, a special token is missing, or there are more tokens than ``most``.
     """
     if path.is_dir() and not (path / "tokenizer.json").is_file() and (path / "vocab.txt").is_file():
         path = path / "vocab.txt"

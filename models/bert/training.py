@@ -22,14 +22,7 @@ from ds_vpipe.models.start import exit_code, read_ds_config, record_run, silence
 DEFAULT_STEPS_PER_PRINT = 50
 
 _STATE = "bert_pretraining"  # in checkpoints
-_IDENTITY = (
-    "seed",
-    "max_seq_length",
-    "max_predictions_per_seq",
-    "mlm_probability",
-    "whole_word_masking",
-    "keep_order",
-)
+_IDENTITY = ("seed", "max_seq_length", "max_predictions_per_seq", "mlm_probability", "whole_word_masking", "keep_order")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -93,7 +86,7 @@ class _Run:
         self._load()
 
     def train(self, every: int | None) -> None:
-        """Train until the run has had all its updates, earlier ones counted, validate and save.
+        """Train until the run has had all its updates, earlier ones counted; validate and save.
 
         Args:
             every: updates between two log lines; None on ranks that write nothing.
@@ -151,12 +144,7 @@ class _Run:
         metrics.line(f"metrics and loss plot: {self._arguments.output_dir}")
 
     def _load(self) -> None:
-        """Go on from a checkpoint, or take its weights, as the command line says.
-
-        Raises:
-            VPipeConfigError: there is none, or it is of a run on other samples.
-            VPipeError: it does not fit the model, or files are lost.
-        """
+        """Go on from a checkpoint, or take its weights, as the command line says."""
         resumed, weights = self._arguments.resume_from_checkpoint, self._arguments.initial_checkpoint
         if weights is not None:
             options = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
@@ -185,11 +173,7 @@ class _Run:
             self._saved_at = self._engine.global_steps
 
     def _save(self) -> None:
-        """Save, unless the run saves nothing or nothing has been trained since the last time.
-
-        Raises:
-            VPipeError: files cannot be written.
-        """
+        """Save, unless the run saves nothing or nothing has been trained since the last time."""
         if self._arguments.save_strategy != "no" and self._saved_at != self._engine.global_steps:
             self._engine.save_checkpoint(str(self._folder), client_state=self._state)
             self._saved_at = self._engine.global_steps

@@ -8,19 +8,21 @@ link of its own; collectives are left alone.
 
 from __future__ import annotations
 
-import os
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 _MESSAGES = 256  # whose moments are kept; more than are ever on their way
 _SENT, _POSTED = 0, 1
 
 
 class EmulatedLinks:
-    """Makes the links of this process slow; every rank makes one of the same file.
+    """Makes the links of this process slow; every rank makes one of the same folder.
 
     Args:
         folder: which all ranks share; when each message was sent and asked for is written to files there.
@@ -31,8 +33,6 @@ class EmulatedLinks:
     """
 
     def __init__(self, folder: str, rank: int) -> None:
-        import torch.distributed as dist
-
         self.bytes_per_s = float("inf")
         self._folder = Path(folder)
         self._moments: dict[str, np.memmap[Any, np.dtype[np.float64]]] = {}
@@ -43,20 +43,24 @@ class EmulatedLinks:
 
         def slow_send(group: Any, tensors: list[Any], to: int, tag: int = 0) -> Any:
             link = (rank, dist.get_global_rank(group, to))
-            transfer = self._begin(_SENT, link, group, tag, tensors)
-            return _Slow(send(group, tensors, to, tag), transfer)
+            arrive = self._begin(_SENT, link, group, tag, tensors)
+            return _Slow(send(group, tensors, to, tag), arrive)
 
         def slow_recv(group: Any, tensors: list[Any], source: int, tag: int = 0) -> Any:
             link = (dist.get_global_rank(group, source), rank)
-            transfer = self._begin(_POSTED, link, group, tag, tensors)
-            return _Slow(recv(group, tensors, source, tag), transfer)
+            arrive = self._begin(_POSTED, link, group, tag, tensors)
+            return _Slow(recv(group, tensors, source, tag), arrive)
 
         groups.send, groups.recv = slow_send, slow_recv
 
-    def _begin(self, end: int, link: tuple[int, int], group: Any, tag: int, tensors: list[Any]) -> Any:
+    def _begin(self, end: int, link: tuple[int, int], group: Any, tag: int, tensors: list[Any]) -> Callable[[], None]:
+        """Write down that an end has asked for its next message; returns a wait until it would be there."""
         stream = f"{group.group_name}-{link[0]}-{link[1]}-{tag}"
         if stream not in self._moments:
-            self._moments[stream] = self._shared(stream)
+            path = self._folder / stream
+            with path.open("ab") as file:  # whichever end comes first makes the file
+                file.truncate(8 * _MESSAGES * 2)
+            self._moments[stream] = np.memmap(path, np.float64, "r+", shape=(_MESSAGES, 2))
         number = self._counts.get((stream, end), 0)
         self._counts[stream, end] = number + 1
         moments = self._moments[stream][number % _MESSAGES]
@@ -64,35 +68,23 @@ class EmulatedLinks:
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
         def arrive() -> None:
-            seconds = size / self.bytes_per_s
-            done = max(*moments, self._free.get(link, 0.0)) + seconds
-            self._free[link] = done
-            rest = done - time.monotonic()
+            self._free[link] = max(*moments, self._free.get(link, 0.0)) + size / self.bytes_per_s
+            rest = self._free[link] - time.monotonic()
             if rest > 0:  # a sleep of no time takes some
                 time.sleep(rest)
 
         return arrive
 
-    def _shared(self, stream: str) -> np.memmap[Any, np.dtype[np.float64]]:
-        """Moments of a stream's messages; whichever end comes first makes the file."""
-        path = self._folder / stream
-        file = os.open(path, os.O_RDWR | os.O_CREAT)
-        os.ftruncate(file, 8 * _MESSAGES * 2)
-        os.close(file)
-        return np.memmap(path, np.float64, "r+", shape=(_MESSAGES, 2))
-
 
 class _Slow:
     """A work that is done when its message would have arrived."""
 
-    def __init__(self, work: Any, arrive: Any) -> None:
-        self._work, self._arrive = work, arrive
+    def __init__(self, work: Any, arrive: Callable[[], None]) -> None:
+        self._work, self._arrive = work, cache(arrive)  # waits once
 
     def wait(self, *limit: Any, **named: Any) -> Any:
         done = self._work.wait(*limit, **named)
-        if self._arrive is not None:
-            self._arrive()
-            self._arrive = None
+        self._arrive()
         return done
 
     def __getattr__(self, name: str) -> Any:

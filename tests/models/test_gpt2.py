@@ -104,8 +104,8 @@ def test_a_classifier_is_fine_tuned_and_read_back(tmp_path: Path) -> None:
     assert float(accuracy) > 0.4  # chance is a quarter
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     assert model.config.id2label == dict(enumerate(finetune.PACKAGES))
-    held_out = finetune.Lines(lines[: finetune.HELD_OUT], AutoTokenizer.from_pretrained(tmp_path / "out"), 32)
+    held_out = finetune.tokenised(lines[: finetune.HELD_OUT], AutoTokenizer.from_pretrained(tmp_path / "out"), 32)[:]
     with torch.no_grad():
-        logits = model(held_out.tokens["input_ids"], attention_mask=held_out.tokens["attention_mask"]).logits
-    again = (logits.argmax(-1) == held_out.labels).float().mean().item()
+        logits = model(held_out["input_ids"], attention_mask=held_out["attention_mask"]).logits
+    again = (logits.argmax(-1) == held_out["labels"]).float().mean().item()
     assert again == pytest.approx(float(accuracy), abs=0.01)

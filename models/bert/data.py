@@ -50,14 +50,14 @@ def micro_batches(
     Args:
         samples: where they come from.
         size: B, samples of a micro-batch.
-        seed: of the order of the samples, None for validation; see `Samples.range`.
+        seed: of the order of the samples, None for validation; see `Samples.between`.
         begin: samples that the run has had, those of all replicas counted.
         replica: number of this replica, 0 .. replicas - 1.
         replicas: R, number of replicas.
     """
     begin += replica * size
     while True:
-        drawn = list(samples.range(begin, begin + size, seed))
+        drawn = list(samples.between(begin, begin + size, seed))
         row = {key: torch.from_numpy(np.stack([sample[key] for sample in drawn])) for key in drawn[0]}
         positions = row["masked_lm_positions"]
         labels = row["masked_lm_ids"].masked_fill(positions == 0, IGNORED_LABEL)

@@ -141,7 +141,7 @@ def _write_shards(arguments: argparse.Namespace, kind: str, samples: Samples, co
     workers = min(arguments.preprocessing_num_workers, len(missing))
 
     def write(row: dict[str, Any]) -> None:
-        drawn = samples.range(row["begin"], min(row["begin"] + size, count), seed)
+        drawn = samples.between(row["begin"], min(row["begin"] + size, count), seed)
         write_shard(Path(row["path"]), list(drawn))
 
     try:

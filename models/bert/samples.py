@@ -130,7 +130,7 @@ class Samples:
         """Index of the sample at a position of an epoch, which has every index once."""
         return int(shuffled(len(self), seed, epoch)[position])
 
-    def range(self, begin: int, end: int, seed: int | None) -> Iterator[Sample]:
+    def between(self, begin: int, end: int, seed: int | None) -> Iterator[Sample]:
         """Samples `begin` .. `end` - 1 of a run: all of epoch 0 in its order, all of epoch 1 in another, and so on.
 
         Args:
@@ -158,7 +158,7 @@ class RandomSamples(Samples):
         return self._masking.sample(tokens[: budget // 2], tokens[budget // 2 :], int(random.integers(2)), random)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)  # of the blocks of shards, and of the rows of one
 def shuffled(count: int, *seed: int) -> Ints:
     """The indices 0 .. count - 1 in an order drawn from `seed`: int64 [count]."""
     return np.random.default_rng(seed).permutation(count)

@@ -348,12 +348,8 @@ def _sentences(text: str, line_by_line: bool) -> list[str]:
 
 def _fit(first: int, second: int, budget: int) -> tuple[int, int]:
     """Lengths cut to `budget` in total, the longer segment first."""
-    excess = max(0, first + second - budget)
-    from_longer = min(excess, abs(first - second))
-    rest = excess - from_longer
-    if first > second:
-        return first - from_longer - rest // 2, second - (rest - rest // 2)
-    return first - rest // 2, second - from_longer - (rest - rest // 2)
+    kept = min(second, max(budget // 2, budget - first))
+    return min(first, budget - kept), kept
 
 
 def kept(path: Path, write: Callable[[Path], None]) -> Path:

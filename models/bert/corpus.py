@@ -99,11 +99,9 @@ def _split(paragraph: str) -> list[str]:
 
 def _is_prose(sentence: str) -> bool:
     words = sentence.split()
-    if len(words) < MIN_WORDS or len(sentence) > MAX_CHARACTERS:
-        return False
-    characters = sum(map(len, words))
-    letters = sum(map(str.isalpha, sentence))
-    return letters >= MIN_LETTER_SHARE * characters
+    letters, characters = sum(map(str.isalpha, sentence)), sum(map(len, words))
+    of_a_length = len(words) >= MIN_WORDS and len(sentence) <= MAX_CHARACTERS
+    return of_a_length and letters >= MIN_LETTER_SHARE * characters
 
 
 def _docstrings(root: Path) -> Iterator[list[str]]:

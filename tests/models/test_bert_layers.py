@@ -14,7 +14,6 @@ from ds_vpipe.models.bert.layers import (
     EmbeddingAttentionLayer,
     FeedForwardLayer,
     HeadsLayer,
-    TiedHeadsLayer,
     bert_layers,
 )
 from ds_vpipe.models.bert.model import SIZE_NAMES, bert_config
@@ -113,7 +112,6 @@ def test_two_layers_per_encoder_layer_and_the_heads(name: str, count: int) -> No
         EmbeddingAttentionLayer,
         *[FeedForwardLayer, AttentionLayer] * ((count - 3) // 2),
         FeedForwardLayer,
-        TiedHeadsLayer,
     ]
     config.tie_word_embeddings = False
     assert [spec.typename for spec in bert_layers(config)] == [*types[:-1], HeadsLayer]

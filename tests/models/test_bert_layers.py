@@ -112,10 +112,14 @@ def test_two_layers_per_encoder_layer_and_the_heads(name: str, count: int) -> No
         EmbeddingAttentionLayer,
         *[FeedForwardLayer, AttentionLayer] * ((count - 3) // 2),
         FeedForwardLayer,
+        HeadsLayer,
     ]
-    config.tie_word_embeddings = False
-    assert [spec.typename for spec in bert_layers(config)] == [*types[:-1], HeadsLayer]
     assert name in SIZE_NAMES
+
+
+def test_a_decoder_of_its_own_only_where_nothing_is_tied() -> None:
+    heads = [bert_layers(config)[-1].build() for config in (small_config(), untied())]
+    assert [hasattr(layer, "decoder") for layer in heads] == [False, True]
 
 
 def test_initial_weights_depend_on_seed_and_place_alone() -> None:

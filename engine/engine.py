@@ -383,7 +383,7 @@ class VPipeEngine(PatchedPipelineEngine):
             text = " ".join(str(error).split())
             reason = f"{me} failed in {stage.action}: {type(error).__name__}: {text}"
         stage.failure = reason
-        failures.tell(reason)
+        failures.publish(reason)
         abort_all(stage.senders, reason)
         failures.wait_until_seen()
         self.observation.end()

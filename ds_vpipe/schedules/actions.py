@@ -51,8 +51,8 @@ class Kind(enum.Enum):
     RECV_TIED_GRAD = "RECV_TIED_GRAD"
     SEND_TIED = "SEND_TIED"  # tied weights, from their owner to the copies
     RECV_TIED = "RECV_TIED"
-    SEND_NEWS = "SEND_NEWS"  # what an update told, to the previous stage
-    RECV_NEWS = "RECV_NEWS"
+    SEND_PEERS = "SEND_PEERS"  # overflows and norms of updates, to the previous stage
+    RECV_PEERS = "RECV_PEERS"
 
     @property
     def category(self) -> Category:

@@ -5,7 +5,7 @@ First the order, versions and buffers of each rank by itself (:mod:`.rank_order`
 the schedules, so that they check those too.
 
 Transfers of tied weights have their places in the order of a rank. Over links they are not followed: they never make
-anybody wait, by the delays of :func:`ds_vpipe.schedules.one_f_one_b.news_delay`.
+anybody wait, by the delays of :func:`ds_vpipe.schedules.one_f_one_b.peer_delay`.
 """
 
 from __future__ import annotations

@@ -45,11 +45,11 @@ class Link(NamedTuple):
 _SENDS = {
     Kind.SEND_ACT: (ACTIVATIONS, 1, Kind.RECV_ACT, 1),
     Kind.SEND_GRAD: (GRADIENTS, -1, Kind.RECV_GRAD, -1),
-    Kind.SEND_NEWS: (GRADIENTS, -1, Kind.RECV_NEWS, 0),
+    Kind.SEND_PEERS: (GRADIENTS, -1, Kind.RECV_PEERS, 0),
 }
 _RECEIVES = {
     Kind.RECV_ACT: (ACTIVATIONS, -1),
-    **dict.fromkeys((Kind.RECV_GRAD, Kind.DROP_GRAD, Kind.RECV_NEWS), (GRADIENTS, 1)),
+    **dict.fromkeys((Kind.RECV_GRAD, Kind.DROP_GRAD, Kind.RECV_PEERS), (GRADIENTS, 1)),
 }
 
 

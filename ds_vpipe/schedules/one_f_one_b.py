@@ -38,8 +38,8 @@ def version_used(micro_batch: int, depth: int, micro_batches: int, refill: int =
     return max(refill, micro_batch - depth) // micro_batches
 
 
-def news_delay(depth: int, depth_there: int, micro_batches: int) -> int:
-    """Updates by which news of an earlier stage are late at a later one that does not wait for them.
+def peer_delay(depth: int, depth_there: int, micro_batches: int) -> int:
+    """Delay, in updates, with which a later stage knows of an earlier one's without waiting.
 
     When a stage of depth ``W`` completes ``B(i)``, an earlier one of depth ``W'``, ``depth_there``, has completed
     ``B(i - (W' - W) - 1)``, because ``F(i + W)`` has come from it.
@@ -50,7 +50,7 @@ def news_delay(depth: int, depth_there: int, micro_batches: int) -> int:
 def updates_known(batch: int, delay: int, micro_batches: int, refill: int = 0) -> int:
     """How many of an earlier stage's updates a stage knows of in its own update ``batch``, counted from 0.
 
-    ``delay`` is the :func:`news_delay` of the two stages. At ``refill``, the first micro-batch that was admitted after
+    ``delay`` is the :func:`peer_delay` of the two stages. At ``refill``, the first micro-batch that was admitted after
     the pipeline last drained, everything was known.
     """
     return max(refill // micro_batches, batch + 1 - delay)
@@ -78,19 +78,21 @@ class Exchanges:
     Attributes:
         owns_tied: other stages hold copies of weights that this one updates.
         has_copies: this stage holds copies of weights that another one updates.
-        news: stages tell the previous one what their update told.
+        peers: stages send overflows and norms of their updates to the previous one.
     """
 
     owns_tied: bool = False
     has_copies: bool = False
-    news: bool = False
+    peers: bool = False
 
 
-def exchanges_by_rank(num_stages: int, tied: Iterable[Sequence[int]] = (), news: bool = False) -> tuple[Exchanges, ...]:
+def exchanges_by_rank(
+    num_stages: int, tied: Iterable[Sequence[int]] = (), peers: bool = False
+) -> tuple[Exchanges, ...]:
     """What every stage exchanges around its updates; ``tied`` has the stages of each tied weight, the owner first."""
     owners = {owner for owner, *_ in tied}
     copies = {copy for _, *others in tied for copy in others}
-    return tuple(Exchanges(stage in owners, stage in copies, news) for stage in range(num_stages))
+    return tuple(Exchanges(stage in owners, stage in copies, peers) for stage in range(num_stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +184,12 @@ def with_communication(
         elif action.kind is Kind.STEP:
             if exchanges.has_copies:
                 yield Action(Kind.RECV_TIED, index)
-            if exchanges.news and not last_rank:
-                yield Action(Kind.RECV_NEWS, index)
+            if exchanges.peers and not last_rank:
+                yield Action(Kind.RECV_PEERS, index)
             yield action
             if exchanges.owns_tied:
                 yield Action(Kind.SEND_TIED, index)
-            if exchanges.news and not first_rank:
-                yield Action(Kind.SEND_NEWS, index)
+            if exchanges.peers and not first_rank:
+                yield Action(Kind.SEND_PEERS, index)
         else:
             yield action

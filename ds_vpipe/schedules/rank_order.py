@@ -46,16 +46,16 @@ def _batch_end(rank: int, num_ranks: int, exchanges: Exchanges) -> list[Kind]:
     Its copies' gradients leave before it waits for those of its own weights, the reduction is of their sum, and what is
     sent of an update comes after it.
     """
-    news = exchanges.news
+    peers = exchanges.peers
     due = {
         Kind.SEND_TIED_GRAD: exchanges.has_copies,
         Kind.RECV_TIED_GRAD: exchanges.owns_tied,
         Kind.REDUCE: True,
         Kind.RECV_TIED: exchanges.has_copies,
-        Kind.RECV_NEWS: news and rank < num_ranks - 1,
+        Kind.RECV_PEERS: peers and rank < num_ranks - 1,
         Kind.STEP: True,
         Kind.SEND_TIED: exchanges.owns_tied,
-        Kind.SEND_NEWS: news and rank > 0,
+        Kind.SEND_PEERS: peers and rank > 0,
     }
     return [kind for kind, wanted in due.items() if wanted]
 

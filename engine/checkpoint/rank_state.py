@@ -18,7 +18,7 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
         {
             "parts": _parts(engine),
             "micro_offset": engine.module.micro_offset,
-            "news": None if stage.peers is None else stage.peers.state(),
+            "peers": None if stage.peers is None else stage.peers.state(),
             "outside": {name: tensor.cpu() for name, tensor in _outside_of_layers(engine.module).items()},
             "random": _random_states(stage),
         },
@@ -54,8 +54,8 @@ def restore(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
     if state is None or state["parts"] != _parts(engine):
         return
     engine.module.micro_offset = state["micro_offset"]
-    if stage.peers is not None and state["news"] is not None:
-        stage.peers.restore(state["news"])
+    if stage.peers is not None and state["peers"] is not None:
+        stage.peers.restore(state["peers"])
     if own.is_file():
         states = state if own == first else torch.load(own, weights_only=False)
         _restore_random_states(states["random"], stage)

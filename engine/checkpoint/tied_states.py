@@ -50,7 +50,7 @@ def with_owners_states(
     states = read_states(engine, gather)
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
 
-    def tell(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    def states_of(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         found = [states[names[id(weight)]] for weight in weights]
         buffer = io.BytesIO()
         torch.save([(state.master, state.state) for state in found], buffer)
@@ -58,13 +58,13 @@ def with_owners_states(
 
     template = engine.optimizer.state_dict()
     form = form_of(template)
-    told = ties.hand_over(tell)
-    for weights, data in told:
+    received = ties.exchange(states_of)
+    for weights, data in received:
         content = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
         for weight, (master, state) in zip(weights, content, strict=True):
             name = names[id(weight)]
             states[name] = _replaced(states[name], master, state, keep_numbers=form.flat)
-    if not told:
+    if not received:
         return None
     replica = dist.get_rank(group=engine.optimizer.dp_process_group) if form.partitioned else 0
     return pack(template, states, stage_layout(engine).groups, replica)

@@ -94,8 +94,8 @@ class Executor:
             Kind.RECV_TIED: self.receive_tied_weights,
         }
         if stage.peers is not None:
-            self.methods[Kind.SEND_NEWS] = partial(self.send_peer_updates, stage.peers)
-            self.methods[Kind.RECV_NEWS] = partial(self.receive_peer_updates, stage.peers)
+            self.methods[Kind.SEND_PEERS] = partial(self.send_peer_updates, stage.peers)
+            self.methods[Kind.RECV_PEERS] = partial(self.receive_peer_updates, stage.peers)
 
     def run(self, actions: Iterable[Action]) -> None:
         """Carry out training actions under observation."""
@@ -343,12 +343,12 @@ class Executor:
     def send_peer_updates(self, peers: PeerUpdates, index: int, part: int) -> None:
         """Start sending overflows and norms of this and later stages' updates to the previous stage."""
         last_of_batch = self._stage.progress.completed - 1
-        self._stage.links.previous.gradients.send(Message.NEWS, last_of_batch, peers.table)
+        self._stage.links.previous.gradients.send(Message.PEERS, last_of_batch, peers.table)
 
     def receive_peer_updates(self, peers: PeerUpdates, index: int, part: int) -> None:
         """Wait for overflows and norms of later stages' updates."""
         message = self._stage.links.next.gradients.receive(str(self._stage.action))
-        self._expect(message, Message.NEWS)
+        self._expect(message, Message.PEERS)
         peers.from_later(message.tree)
 
     # Parts of them

@@ -75,7 +75,7 @@ class Consensus:
         Raises:
             PipelinePeerError: a replica is lost or did not answer in time.
         """
-        return self._replicas.gather(value, "the stage's replicas to tell their optimizer states")
+        return self._replicas.gather(value, "the stage's replicas to exchange optimizer states")
 
     def of_stages(self, value: Any, what: str) -> list[Any]:
         """The values that all stages of this pipeline pass, in order; ``what`` is the name of the wait.
@@ -124,8 +124,8 @@ class Consensus:
     def all_or_none(self, what: str) -> Iterator[None]:
         """A block of work with files that all ranks do, between batches: if it fails on one it fails on all.
 
-        Blocks may be nested; a failure is told once. A rank that fails between the block's own collectives tells
-        it at the end, where those that wait for it meet it.
+        Blocks may be nested; a failure is reported once. A rank that fails between the block's own collectives
+        reports it at the end, where those that wait for it meet it.
 
         Args:
             what: begins the line of a failure.
@@ -143,13 +143,13 @@ class Consensus:
                 raise
             text = _flat(error) if isinstance(error, VPipeError) else f"{type(error).__name__}: {_flat(error)}"
             line = f"{what}: {self._me} failed: {text}"
-            with suppress(RuntimeError):  # what happened here matters more than who cannot be told
+            with suppress(RuntimeError):  # what happened here matters more than who cannot be reached
                 self._lines(line, what)
-            told = error if isinstance(error, VPipeError) else VPipeError(line)
-            self._raised = weakref.ref(told)  # a reference would keep all frames of the traceback
-            if told is error:
+            raised = error if isinstance(error, VPipeError) else VPipeError(line)
+            self._raised = weakref.ref(raised)  # a reference would keep all frames of the traceback
+            if raised is error:
                 raise
-            raise told from error
+            raise raised from error
         lines = self._lines(None, what)
         if lines:
             raise PipelinePeerError(lines[0])

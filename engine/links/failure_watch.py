@@ -1,4 +1,4 @@
-"""The first failure of any rank, told to all through a key in the store.
+"""The first failure of any rank, published to all through a key in the store.
 
 A failing stage tells its neighbours on their links. Other replicas have no link to it: they stand in a reduction with
 a rank that will not come, for as long as the process that has failed is alive. So a thread of every rank looks at a key
@@ -80,7 +80,7 @@ class FailureWatch:
             self._ask(lambda: shared.looks >= after or shared.reason is not None, time.monotonic() + _PATIENCE_S)
         return shared.reason
 
-    def tell(self, reason: str) -> None:
+    def publish(self, reason: str) -> None:
         """Let all ranks know that this one has failed, unless another one has before; does not wait."""
         self._shared.mine = reason
         self._shared.asked.set()

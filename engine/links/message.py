@@ -60,7 +60,7 @@ class Message(enum.IntEnum):
     ABORT = 4  # a stage failed: in place of anything
     OVERSIZE = 5  # the message itself follows on its own, it did not fit the posted buffer
     EVAL = 6
-    NEWS = 7  # what updates told: after a batch's last gradient
+    PEERS = 7  # overflows and norms of updates: after a batch's last gradient
     TIED = 8  # tied weights or their gradients
     QUIESCE = 9  # everything before it is dropped, here and there
     LOSS = 10  # of one micro-batch, while the pipeline is being filled
@@ -71,7 +71,7 @@ class Message(enum.IntEnum):
         return self in _ON_HOST
 
 
-_ON_HOST = frozenset({Message.END, Message.ABORT, Message.NEWS, Message.QUIESCE})
+_ON_HOST = frozenset({Message.END, Message.ABORT, Message.PEERS, Message.QUIESCE})
 
 
 @dataclass(frozen=True, slots=True)

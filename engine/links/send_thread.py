@@ -90,7 +90,7 @@ class SendThread:
         """Raise what a task has raised, without waiting."""
         if self._errors:
             first = self._errors[0]
-            self._errors.clear()  # what follows from the first one must not keep its news from the neighbours
+            self._errors.clear()  # what follows from the first one must not hide it from the neighbours
             raise first
 
 

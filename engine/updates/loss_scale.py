@@ -3,7 +3,7 @@
 The last stage decides the scale. It travels with the report of each batch, so that every stage unscales
 a batch's gradients with exactly the scale they were made with. An overflow skips the update of the
 stage that met it, and of no other; the last stage hears of it with the delay of
-:func:`ds_vpipe.schedules.one_f_one_b.news_delay` and then lowers the scale for later batches.
+:func:`ds_vpipe.schedules.one_f_one_b.peer_delay` and then lowers the scale for later batches.
 
 DeepSpeed's optimizers change the scale inside their ``step()``, before they unscale the gradients, so
 that a batch in which the scale grows is divided by the new one. Here the scale stands still while an

@@ -1,9 +1,9 @@
-"""What stages tell each other of their updates, with a fixed delay and without waiting.
+"""Overflows and gradient norms of other stages' updates, known with a fixed delay and without waiting.
 
 Every stage keeps a table with a row per stage. Rows of earlier stages come with activations, which a
 stage has received before its update anyway; rows of later stages come in a message of their own after
 those stages' update of the same batch, which they finish first. So at update ``t`` the table holds
-update ``t - d`` of an earlier stage, with ``d`` of :func:`ds_vpipe.schedules.one_f_one_b.news_delay`, and update
+update ``t - d`` of an earlier stage, with ``d`` of :func:`ds_vpipe.schedules.one_f_one_b.peer_delay`, and update
 ``t`` of a later one. Which message a row comes with depends on the schedule and never on time.
 """
 

@@ -28,7 +28,7 @@ from ds_vpipe.engine.links.link import Peer
 from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.receiver import Receiver
 from ds_vpipe.engine.links.sender import Sender
-from ds_vpipe.schedules.one_f_one_b import news_delay, updates_known
+from ds_vpipe.schedules.one_f_one_b import peer_delay, updates_known
 
 _PREFETCH = 1
 
@@ -181,14 +181,14 @@ class TiedWeights:
         """Send the owner's newest weights, which have had ``version`` updates."""
         for copies in self._copies:
             # The gradient of batch version - 1 has come, so the copy has made update version - 2 and what was due then.
-            delay = news_delay(self._depths[copies.stage], self._depths[self._stage], micro_batches)
+            delay = peer_delay(self._depths[copies.stage], self._depths[self._stage], micro_batches)
             copies.weights_out.release(updates_known(version - 2, delay, micro_batches, refill))
             copies.weights_out.send(Message.TIED, version, tuple(weight.detach() for weight in copies.weights))
 
     def receive_weights(self, batch: int, micro_batches: int, refill: int) -> None:
         """Wait for the owners' version that is due at this stage's update ``batch``."""
         for owned in self._owned:
-            delay = news_delay(self._depths[self._stage], self._depths[owned.owner], micro_batches)
+            delay = peer_delay(self._depths[self._stage], self._depths[owned.owner], micro_batches)
             self._receive(owned, updates_known(batch, delay, micro_batches, refill), f"RECV_TIED{batch}")
             owned.gradients_out.release(owned.version - 1)  # which the owner had for its update before
 
@@ -233,21 +233,27 @@ class TiedWeights:
             for weight, data in kept:
                 weight.data = data
 
-    def hand_over(self, tell: Callable[[Sequence[torch.nn.Parameter]], torch.Tensor]) -> list[tuple[Any, torch.Tensor]]:
-        """At rest: what owners ``tell`` of their weights; returned for this stage's copies, with their weights."""
+    def exchange(
+        self, states_of: Callable[[Sequence[torch.nn.Parameter]], torch.Tensor]
+    ) -> list[tuple[Any, torch.Tensor]]:
+        """States of owned weights, sent to the stages with copies; only while nothing is in flight.
+
+        Returns:
+            The weights that are copies here, each owner's with their states.
+        """
         for copies in self._copies:
             # No longer than weights are: links keep buffers as long as the longest message.
             size = sum(weight.numel() * weight.element_size() for weight in copies.weights)
-            pieces = tell(copies.weights).split(size)
+            pieces = states_of(copies.weights).split(size)
             for piece in (torch.tensor(len(pieces)), *pieces):
                 copies.weights_out.send(Message.TIED, 0, piece)
-        told = []
+        found = []
         for owned in self._owned:
             count = int(owned.weights_in.receive("states of tied weights").tree)
             pieces = tuple(owned.weights_in.receive("states of tied weights").tree for _ in range(count))
-            told.append((owned.weights, torch.cat(pieces)))
+            found.append((owned.weights, torch.cat(pieces)))
         self.flush()
-        return told
+        return found
 
     @staticmethod
     def _receive(owned: _Owned, version: int, what: str) -> None:

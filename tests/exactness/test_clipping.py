@@ -80,7 +80,7 @@ def test_scopes(worlds: Worlds, micro_batches: int) -> None:
 
 @pytest.mark.mp
 def test_delayed_global_over_a_drain(worlds: Worlds) -> None:
-    """During a drain no earlier stage's news come any more; after it everything is known."""
+    """During a drain no earlier stage's norms come any more; after it everything is known."""
     block = {"partition": "uniform", "gradient_clipping_scope": "delayed_global"}
     ds_config = cases.config(1, OPTIMIZERS["SGD"][0], block, gradient_clipping=CLIP)
     reports = worlds.run(4, cases.train_twice, ds_config, 4, 7, 6)
@@ -90,7 +90,7 @@ def test_delayed_global_over_a_drain(worlds: Worlds) -> None:
     assert difference(replayed(1, 13, clip=CLIP, scope="delayed_global", order=order), wanted) > 1e-3
 
 
-def news_before_the_update(ds_config: dict[str, Any]) -> str:
+def peers_before_the_update(ds_config: dict[str, Any]) -> str:
     """Build an engine whose schedule sends what an update told before that."""
 
     def wrong(*args: Any, **kwargs: Any) -> Iterator[Action]:
@@ -109,9 +109,9 @@ def test_norms_sent_out_of_order_are_refused_at_start(worlds: Worlds) -> None:
     """What is checked before anything is trained is what will run, exchanges of other stages included."""
     block = {"partition": "uniform", "gradient_clipping_scope": "delayed_global"}
     ds_config = cases.config(1, OPTIMIZERS["SGD"][0], block, gradient_clipping=CLIP)
-    lines = worlds.run(2, news_before_the_update, ds_config)
+    lines = worlds.run(2, peers_before_the_update, ds_config)
     assert lines[0] == lines[1]
-    assert "rank 1, position 14, SEND_NEWS1: STEP1 is next; this is a defect in ds_vpipe" in lines[0]
+    assert "rank 1, position 14, SEND_PEERS1: STEP1 is next; this is a defect in ds_vpipe" in lines[0]
 
 
 @pytest.mark.mp

@@ -25,8 +25,8 @@ TEXTS = {
     "RECV_TIED_GRAD2": Action(Kind.RECV_TIED_GRAD, 2),
     "SEND_TIED4": Action(Kind.SEND_TIED, 4),
     "RECV_TIED4": Action(Kind.RECV_TIED, 4),
-    "SEND_NEWS6": Action(Kind.SEND_NEWS, 6),
-    "RECV_NEWS6": Action(Kind.RECV_NEWS, 6),
+    "SEND_PEERS6": Action(Kind.SEND_PEERS, 6),
+    "RECV_PEERS6": Action(Kind.RECV_PEERS, 6),
 }
 
 

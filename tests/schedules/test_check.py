@@ -84,7 +84,7 @@ def test_generated_programs_are_right(training: tuple[Pipeline, Workload]) -> No
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 7])
 def test_data_of_every_length(depth_map: tuple[int, ...], micro_batches: int) -> None:
     pipeline = Pipeline("asp", len(depth_map), micro_batches, depth_map)
-    exchanges = exchanges_by_rank(pipeline.num_stages, [(0, pipeline.num_stages - 1)], news=True)
+    exchanges = exchanges_by_rank(pipeline.num_stages, [(0, pipeline.num_stages - 1)], peers=True)
     for length in range(1, 3 * micro_batches + depth_map[0] + 2):
         workload = Workload(length // micro_batches + 1, (length,))
         assert check_programs(pipeline, programs(pipeline, workload, exchanges), workload, exchanges) == [], length
@@ -92,9 +92,9 @@ def test_data_of_every_length(depth_map: tuple[int, ...], micro_batches: int) ->
 
 @given(trainings())
 @settings(max_examples=300)
-def test_news_make_nobody_wait_for_ever(training: tuple[Pipeline, Workload]) -> None:
+def test_peer_updates_make_nobody_wait_for_ever(training: tuple[Pipeline, Workload]) -> None:
     pipeline, workload = training
-    exchanges = exchanges_by_rank(pipeline.num_stages, news=True)
+    exchanges = exchanges_by_rank(pipeline.num_stages, peers=True)
     assert check_programs(pipeline, programs(pipeline, workload, exchanges), workload, exchanges) == []
 
 
@@ -289,16 +289,16 @@ def test_ranks_that_do_not_train_the_same() -> None:
     ]
 
 
-EXCHANGES = exchanges_by_rank(3, [(0, 1, 2), (1, 2)], news=True)
+EXCHANGES = exchanges_by_rank(3, [(0, 1, 2), (1, 2)], peers=True)
 
 
 @pytest.mark.parametrize(
     ("rank", "change", "reason"),
     [
-        (0, without("RECV_NEWS0"), "STEP0: RECV_NEWS0 is next"),
-        (1, without("SEND_NEWS0"), "RECV_ACT3: SEND_NEWS0 has to come before it"),
-        (2, twice("SEND_NEWS1"), "SEND_NEWS1: SEND_TIED_GRAD2 is next"),
-        (1, moved("SEND_NEWS1", before="STEP1"), "SEND_NEWS1: STEP1 is next"),
+        (0, without("RECV_PEERS0"), "STEP0: RECV_PEERS0 is next"),
+        (1, without("SEND_PEERS0"), "RECV_ACT3: SEND_PEERS0 has to come before it"),
+        (2, twice("SEND_PEERS1"), "SEND_PEERS1: SEND_TIED_GRAD2 is next"),
+        (1, moved("SEND_PEERS1", before="STEP1"), "SEND_PEERS1: STEP1 is next"),
         (0, moved("SEND_TIED0", before="STEP0"), "SEND_TIED0: STEP0 is next"),
         (0, moved("REDUCE1", before="RECV_TIED_GRAD1"), "REDUCE1: RECV_TIED_GRAD1 is next"),
         (1, moved("RECV_TIED_GRAD1", before="SEND_TIED_GRAD1"), "RECV_TIED_GRAD1: SEND_TIED_GRAD1 is next"),
@@ -319,15 +319,15 @@ def test_exchanges_out_of_place(rank: int, change: Callable[[list[str]], None], 
     assert str(fault).endswith(reason)
 
 
-def test_news_that_nobody_sends_or_receives() -> None:
+def test_peer_updates_that_nobody_sends_or_receives() -> None:
     """Every rank does what its own exchanges say, but those differ."""
     pipeline, one = Pipeline("asp", 2, 1), Workload(1)
-    news, none = Exchanges(news=True), Exchanges()
-    assert [str(f) for f in check_programs(pipeline, programs(pipeline, one, [none, news]), one, [none, news])] == [
-        "rank 1, position 7, SEND_NEWS0: rank 0 never receives it"
+    peers, none = Exchanges(peers=True), Exchanges()
+    assert [str(f) for f in check_programs(pipeline, programs(pipeline, one, [none, peers]), one, [none, peers])] == [
+        "rank 1, position 7, SEND_PEERS0: rank 0 never receives it"
     ]
-    assert [str(f) for f in check_programs(pipeline, programs(pipeline, one, [news, none]), one, [news, none])] == [
-        "rank 0, position 6, RECV_NEWS0: it waits for ever for rank 1 to send it, which is done"
+    assert [str(f) for f in check_programs(pipeline, programs(pipeline, one, [peers, none]), one, [peers, none])] == [
+        "rank 0, position 6, RECV_PEERS0: it waits for ever for rank 1 to send it, which is done"
     ]
 
 

@@ -54,20 +54,20 @@ def test_links_of_a_ring() -> None:
     assert link_ends(send_link, 2, 3) == {
         Kind.SEND_ACT: Link("activations", 2, 0),
         Kind.SEND_GRAD: Link("gradients", 2, 1),
-        Kind.SEND_NEWS: Link("gradients", 2, 1),
+        Kind.SEND_PEERS: Link("gradients", 2, 1),
     }
     assert link_ends(receive_link, 0, 3) == {
         Kind.RECV_ACT: Link("activations", 2, 0),
         Kind.RECV_GRAD: Link("gradients", 1, 0),
         Kind.DROP_GRAD: Link("gradients", 1, 0),
-        Kind.RECV_NEWS: Link("gradients", 1, 0),
+        Kind.RECV_PEERS: Link("gradients", 1, 0),
     }
     assert str(received_as(Action.parse("5SEND_ACT7"))) == "6RECV_ACT7"
     assert str(received_as(Action.parse("5SEND_GRAD7"))) == "4RECV_GRAD7"
-    assert str(received_as(Action.parse("SEND_NEWS7"))) == "RECV_NEWS7"
+    assert str(received_as(Action.parse("SEND_PEERS7"))) == "RECV_PEERS7"
     assert meets(Action.parse("SEND_GRAD7"), Action.parse("DROP_GRAD7"))
     assert not meets(Action.parse("SEND_GRAD7"), Action.parse("DROP_GRAD8"))
-    assert not meets(Action.parse("SEND_NEWS7"), Action.parse("DROP_GRAD7"))
+    assert not meets(Action.parse("SEND_PEERS7"), Action.parse("DROP_GRAD7"))
 
 
 @pytest.mark.parametrize(

@@ -141,10 +141,10 @@ def test_one_rank_with_two_parts_transfers_nothing() -> None:
 
 
 def test_exchanges_of_every_rank() -> None:
-    news = Exchanges(news=True)
-    first, last = programs(Pipeline("asp", 2, 1), Workload(1), [news, news])
-    assert " ".join(map(str, first)).endswith("B0 REDUCE0 RECV_NEWS0 STEP0")
-    assert " ".join(map(str, last)).endswith("B0 SEND_GRAD0 REDUCE0 STEP0 SEND_NEWS0")
+    peers = Exchanges(peers=True)
+    first, last = programs(Pipeline("asp", 2, 1), Workload(1), [peers, peers])
+    assert " ".join(map(str, first)).endswith("B0 REDUCE0 RECV_PEERS0 STEP0")
+    assert " ".join(map(str, last)).endswith("B0 SEND_GRAD0 REDUCE0 STEP0 SEND_PEERS0")
 
 
 @given(trainings())

@@ -25,7 +25,7 @@ from ds_vpipe.schedules.rounds import (
 )
 
 looped = pipelines(most_stages=5, most_micro_batches=5).filter(lambda pipeline: pipeline.virtual_stages == 1)
-EXCHANGES = Exchanges(news=True)
+EXCHANGES = Exchanges(peers=True)
 
 
 def after_round(progress: Progress, done: Round) -> Progress:

@@ -115,7 +115,7 @@ def test_messages_that_nobody_waited_for_say_nothing_of_transfers() -> None:
     for index in range(90, 94):
         start = 9.0 * index
         late.append(span(0, f"SEND_ACT{index}", start, start + HOST))
-        late.append(span(0, f"RECV_NEWS{index}", start + HOST + GAP, start + 8.0))
+        late.append(span(0, f"RECV_PEERS{index}", start + HOST + GAP, start + 8.0))
         late.append(span(1, f"RECV_ACT{index}", start + 5.0, start + 5.5))
     found = recorded_costs(replace(whole, spans=(*whole.spans, *late)), 2)
     sent = found[0].send_activation_s + found[0].host_s
@@ -133,7 +133,7 @@ def test_parts_of_an_interleaved_recording() -> None:
             for kind, seconds in (("F", 1.0 + part), ("SEND_ACT", 0.1 * pace), ("B", 2.0 + part)):
                 spans.append(span(rank, f"{part}{kind}{batch}", clock[rank], clock[rank] + seconds))
                 clock[rank] += seconds
-            for kind, seconds in (("STEP", 0.3 * pace), ("SEND_NEWS", 0.1 * pace)) if part >= 2 else ():
+            for kind, seconds in (("STEP", 0.3 * pace), ("SEND_PEERS", 0.1 * pace)) if part >= 2 else ():
                 spans.append(span(rank, f"{kind}{batch}", clock[rank], clock[rank] + seconds))
                 clock[rank] += seconds
     found = recorded_costs(Timeline("test", "recording", 2, 1, tuple(spans)), 4)

@@ -68,11 +68,11 @@ def test_messages_of_the_host_leave_after_the_device_has_failed(monkeypatch: pyt
     with pytest.raises(RuntimeError, match="device-side assert"):
         link.send(Message.ACTIVATION, 0, torch.ones(3))
     link.send(Message.END, 1, torch.tensor([1, 1, 0, 0]))
-    link.send(Message.NEWS, 2, torch.zeros(2, 2))
+    link.send(Message.PEERS, 2, torch.zeros(2, 2))
     link.send(Message.QUIESCE, 3, None)
     abort_all([link], "reason")
     kinds = [unpack(data).kind for data in backend.sent]
-    assert kinds == [Message.END, Message.NEWS, Message.QUIESCE, Message.ABORT]
+    assert kinds == [Message.END, Message.PEERS, Message.QUIESCE, Message.ABORT]
     courier.stop()
 
 

@@ -401,7 +401,7 @@ class Stages:
         for model, (start, stop) in zip(self.models, pairwise(self.bounds), strict=True):
             flight = InFlight(0, value if start == 0 else sent(value))
             value = self._run(model, flight.enter(as_made=True), start, stop)
-            flight.keep_outputs(value)
+            flight.keep_output(value)
             self.flights.append(flight)
         return value
 

@@ -108,7 +108,7 @@ class Evaluation:
 
     def flush(self) -> None:
         """Wait until the next stage has received everything."""
-        if not self._stage.is_last:
+        if self._stage.links.has_next:  # with several parts the last stage has one, too
             self._stage.links.next.evaluation.flush()
 
     def _read_all(self, data_iter: Iterator[Any] | None, num_micro_batches: int | None) -> Any:

@@ -45,6 +45,7 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
 
     Raises:
         EndOfData: the first stage has no more micro-batches.
+        VPipeError: the script's code raised StopIteration.
         PipelinePeerError: another rank failed, is lost, or did not answer in time.
     """
     for action in actions:
@@ -55,6 +56,8 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
             watcher.before(action)
         try:
             methods[action.kind](*stage.key(action))
+        except StopIteration as error:  # the data end by EndOfData; the caller would take this for their end
+            raise VPipeError(f"{action}: a layer, the loss function or the optimizer raised StopIteration") from error
         finally:
             for watcher in reversed(watchers):
                 watcher.after(action)
@@ -222,13 +225,8 @@ class Executor:
 
     def _run_stage(self, record: InFlight, last: bool) -> Any:
         module = self._stage.module
-        try:
-            output = self._engine.run_forward(record.enter(as_made=isinstance(module, SplitModule)))
-            if not last or module.loss_fn is None:
-                return output
-            return module.loss_fn(output, record.labels)
-        except StopIteration as error:
-            raise VPipeError("a layer or the loss function raised StopIteration") from error
+        output = self._engine.run_forward(record.enter(as_made=isinstance(module, SplitModule)))
+        return module.loss_fn(output, record.labels) if last and module.loss_fn is not None else output
 
     def _vertical_version(self, index: int) -> int | None:
         pipeline = self._stage.pipeline

@@ -72,10 +72,10 @@ class Observation:
         batch, rest = divmod(action.index + 1, stage.pipeline.micro_batches)
         if action.kind is not Kind.BACKWARD or rest or stage.key(action)[1] != stage.number:
             return  # a stage with several parts ends a batch with the first of them
+        if stage.report is None or stage.progress.completed <= action.index:
+            return  # the pass has failed
         row = self._meter.close(batch - 1).row()
         self._rows = [row]
-        if stage.report is None:
-            return  # the pass has failed
         if self._recorder is not None:
             self._recorder.loss(batch - 1, float(stage.report.losses[1]))
         rows = stage.report.statistics

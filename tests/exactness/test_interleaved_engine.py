@@ -42,6 +42,8 @@ def train(ds_configs: list[dict[str, Any]], stages: int, model: dict[str, Any]) 
                 ended = True
             if number == 2:
                 evaluations.append(float(engine.eval_batch(toy.data(95, start=90), num_micro_batches=5)))
+                evaluation = engine.stage.links.next.evaluation if engine.stage.links.has_next else None
+                assert evaluation is None or not evaluation._outgoing  # or their buffers would be kept for good
         reports.append(
             {
                 "parameters": by_name(engine),

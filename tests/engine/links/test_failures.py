@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import cases
+import loops
 import pytest
 import toy
 from test_exactness import OPTIMIZERS
@@ -148,6 +149,55 @@ def test_failure_ends_other_replicas_too_and_a_second_engine_trains(worlds: Worl
         assert text.startswith(f"PipelinePeerError: stage {rank // 2} (rank {rank}) stopped "), text
         assert f"stage 1 (rank 2) failed in F{at - 1}: ValueError: boom and more" in text
         assert "\n" not in text
+
+
+def stop_iteration(where: str) -> str:
+    """The line with which a run of two stages ends, in the second of which something raises StopIteration."""
+    ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"peer_timeout_s": 40})
+    trained = (loops if where == "evaluated call" else cases).engine(ds_config, 2)
+
+    count = 0
+
+    def stop(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if where != "backward" or count == 2:  # the batch's last
+            raise StopIteration
+
+    if trained.is_last_stage():
+        if where == "update":
+            trained.basic_optimizer.register_step_pre_hook(stop)
+        elif where == "backward":
+            trained.module.forward_funcs[0].register_full_backward_hook(stop)
+        else:
+            trained.module.forward_funcs[0].register_forward_pre_hook(stop)
+    text = "trained"
+    try:
+        if where == "evaluated call":
+            trained.eval()
+            trained(*toy.micro_batch(0))
+        elif where == "eval_batch()":
+            trained.eval_batch(toy.data())
+        else:
+            iterator = toy.data()
+            for _ in range(3):
+                trained.train_batch(iterator)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    assert trained.statistics() == [] or where == "update"  # no batch has been trained
+    trained.destroy()
+    return text
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "update", "eval_batch()", "evaluated call"])
+def test_stop_iteration_of_a_layer_or_an_optimizer_is_a_failure(worlds: Worlds, where: str) -> None:
+    """It does not look like the end of the data, which other stages would wait for."""
+    outcomes = worlds.outcomes(2, stop_iteration, where)
+    first, second = (outcome.value for outcome in outcomes)
+    assert second.startswith("VPipeError: "), second
+    assert second.endswith(" raised StopIteration"), second
+    assert first.startswith("PipelinePeerError: stage 0 (rank 0) "), first
+    assert first.endswith(" raised StopIteration"), first
 
 
 WRONG = [

@@ -26,7 +26,7 @@ from ds_vpipe.engine.updates.optimizer import APEX_OPTIMIZERS, own_optimizer
 from ds_vpipe.engine.updates.placeholder import has_trainable, with_placeholder
 
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
-_BUILDING = threading.Lock()  # what without_handshake() replaces belongs to the process
+_BUILDING = threading.Lock()  # what _without_handshake() replaces belongs to the process
 
 
 class PatchedPipelineEngine(PipelineEngine):

@@ -57,7 +57,7 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
         try:
             methods[action.kind](*stage.key(action))
         except StopIteration as error:  # the data end by EndOfData; the caller would take this for their end
-            raise VPipeError(f"{action}: a layer, the loss function or the optimizer raised StopIteration") from error
+            raise VPipeError("a layer, the loss function or the optimizer raised StopIteration") from error
         finally:
             for watcher in reversed(watchers):
                 watcher.after(action)

@@ -23,7 +23,7 @@ from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.modules.fast_walks import parts_to_switch
 from ds_vpipe.engine.updates.lamb import Lamb
 from ds_vpipe.engine.updates.optimizer import APEX_OPTIMIZERS, own_optimizer
-from ds_vpipe.engine.updates.placeholder import has_trainable, with_placeholder
+from ds_vpipe.engine.updates.parameter_groups import listed, trainable
 
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
 _BUILDING = threading.Lock()  # what _without_handshake() replaces belongs to the process
@@ -140,12 +140,9 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         if not isinstance(client_optimizer, torch.optim.Optimizer):
-            model_parameters = list(model_parameters)
-            for group in model_parameters:
-                if isinstance(group, dict):
-                    group["params"] = list(group["params"])
-            if not has_trainable(model_parameters):
-                model_parameters = with_placeholder(model_parameters, self.placeholder())
+            # Without ZeRO, stages in half precision reduce the gradient norm group by group; see fill_groups().
+            by_group = self.get_data_types()[0] != torch.float32 and not self.zero_optimization()
+            model_parameters = trainable(listed(model_parameters) or [], self.placeholder, each_group=by_group)
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:

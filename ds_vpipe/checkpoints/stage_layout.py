@@ -19,7 +19,7 @@ LAYOUT_KEY = "vpipe"
 """Key of a stage's ``mp_rank`` file under which :meth:`StageLayout.plain` is stored, alone or among other entries."""
 
 PLACEHOLDER = "vpipe_placeholder"
-"""Name of the parameter in the optimizer of a stage with nothing to train (``engine/updates/placeholder.py``)."""
+"""Name of the parameter in the optimizer of a stage with nothing to train (``engine/updates/parameter_groups.py``)."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
-"""Optimizers and parameter groups that a script has made of the whole model, cut down to one stage.
+"""Parameter groups of one stage, cut from a script's optimizer or groups, with placeholders for what would be empty.
 
 Scripts group parameters by name, such as those without weight decay, before there are stages. The split keeps the
-``Parameter`` objects of what a stage owns, so a group's members are found by identity. An optimizer object stays the
-object that it is, with its groups, their order and options: whatever else refers to it, a learning-rate scheduler or
-the script, goes on doing so. A group of which a stage owns nothing holds a placeholder, because DeepSpeed drops empty
-groups and schedulers go by their number.
+``Parameter`` objects of a stage, so a group's members are found by identity. An optimizer stays the same object, with
+its groups, their order and options: a learning-rate scheduler or the script may refer to it.
+
+Optimizers refuse an empty list of parameters, DeepSpeed drops empty groups, schedulers go by their number, and in a
+synchronous pipeline every group takes part in the gradient norm. A placeholder never gets a gradient of the model,
+belongs to no layer and is in no model checkpoint.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ Placeholder = Callable[[], torch.nn.Parameter]
 
 
 def by_identity(stage_parameters: Iterable[torch.nn.Parameter]) -> Own:
-    """The stage's own are those among ``stage_parameters``."""
+    """Selection of those among ``stage_parameters``."""
     owned = {id(parameter) for parameter in stage_parameters}
     return lambda parameters: [parameter for parameter in parameters if id(parameter) in owned]
 
 
 def follow(optimizer: torch.optim.Optimizer, own: Own, placeholder: Placeholder) -> None:
-    """Leave in ``optimizer`` only the stage's own; what it has kept for others is forgotten."""
+    """Reduce an optimizer's groups and states to the stage's own."""
     for group in optimizer.param_groups:
         kept = own(group["params"])
         there = {id(parameter) for parameter in kept}
@@ -41,14 +43,33 @@ def follow(optimizer: torch.optim.Optimizer, own: Own, placeholder: Placeholder)
 
 
 def restricted(model_parameters: Sequence[Any], own: Own, placeholder: Placeholder) -> list[Any]:
-    """``model_parameters``, a list of parameters or of groups of them, with the stage's own only."""
+    """Parameters, or groups of them, reduced to the stage's own."""
     if not any(isinstance(item, dict) for item in model_parameters):
         return own(model_parameters) or [placeholder()]
     return [{**group, "params": own(group["params"]) or [placeholder()]} for group in model_parameters]
 
 
+def trainable(model_parameters: Sequence[Any], placeholder: Placeholder, *, each_group: bool) -> list[Any]:
+    """Parameters, or groups of them, with placeholders instead of frozen ones.
+
+    Args:
+        model_parameters: as :func:`listed` returns them.
+        placeholder: makes one.
+        each_group: also where other groups have something to train.
+    """
+    members = [p for item in model_parameters for p in (item["params"] if isinstance(item, dict) else [item])]
+    if not each_group and any(parameter.requires_grad for parameter in members):
+        return list(model_parameters)
+
+    def unless_frozen(parameters: Iterable[Any]) -> list[Any]:
+        found = list(parameters)
+        return found if any(parameter.requires_grad for parameter in found) else []
+
+    return restricted(model_parameters, unless_frozen, placeholder)
+
+
 def listed(model_parameters: Any) -> list[Any] | None:
-    """``model_parameters`` as a list that stays what it is when the model is split: iterators are read to their end."""
+    """Parameters, or groups of them, as lists, which a split of the model does not change."""
     if model_parameters is None:
         return None
     given = [model_parameters] if isinstance(model_parameters, dict) else list(model_parameters)

@@ -173,15 +173,19 @@ def test_weights_that_several_stages_have_count_once_in_bsp(worlds: Worlds) -> N
             assert norm == pytest.approx(wanted, rel=1e-5), way
 
 
-def trained_last_stage(sync_mode: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Half precision without ZeRO, where DeepSpeed sums norms group by group; the first stage is frozen."""
+def trained_with_frozen(sync_mode: str, frozen: str, grouped: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Half precision without ZeRO, where DeepSpeed sums norms group by group; the first stage is frozen, or biases."""
     from deepspeed.pipe import PipelineModule
 
     block = {"partition": "uniform", "sync_mode": sync_mode, "peer_timeout_s": 10}
     ds_config = cases.config(2, OPTIMIZERS["SGD"][0], block, gradient_clipping=CLIP, bf16={"enabled": True})
     net = PipelineModule(toy.layer_specs(), 2, loss_fn=toy.float_cross_entropy, partition_method="uniform")
-    net.requires_grad_(net.stage_id == 1)
-    trained, iterator = ds_vpipe.initialize(model=net, config=ds_config)[0], toy.data()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(net.stage_id == 1 or (frozen == "biases" and not name.endswith("bias")))
+    named = [(name.endswith("bias"), parameter) for name, parameter in net.named_parameters()]
+    groups = [{"params": [p for is_bias, p in named if is_bias == biases]} for biases in (False, True)]
+    given = {"model_parameters": groups} if grouped else {}
+    trained, iterator = ds_vpipe.initialize(model=net, config=ds_config, **given)[0], toy.data()
     losses = [float(trained.train_batch(iterator)) for _ in range(4)]
     found = losses, cases.parameters(trained)
     trained.destroy()
@@ -190,8 +194,18 @@ def trained_last_stage(sync_mode: str) -> tuple[list[float], dict[str, torch.Ten
 
 
 @pytest.mark.mp
-def test_a_stage_without_gradients_keeps_nobody_waiting_in_bsp(worlds: Worlds) -> None:
-    (losses, _), (_, last) = worlds.run(2, trained_last_stage, "bsp")
-    (wanted, _), (_, of_asp) = worlds.run(2, trained_last_stage, "asp")  # the last stage is never late
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_stage_without_gradients_keeps_nobody_waiting_in_bsp(worlds: Worlds, grouped: bool) -> None:
+    (losses, _), (_, last) = worlds.run(2, trained_with_frozen, "bsp", "stage", grouped)
+    (wanted, _), (_, of_asp) = worlds.run(2, trained_with_frozen, "asp", "stage", grouped)  # the last is never late
     assert losses == wanted
     assert difference(last, of_asp) == 0
+
+
+@pytest.mark.mp
+def test_a_group_without_gradients_keeps_nobody_waiting_in_bsp(worlds: Worlds) -> None:
+    """Biases of the first stage are frozen, and in a group of their own."""
+    reports, wanted = (worlds.run(2, trained_with_frozen, "bsp", "biases", grouped) for grouped in (True, False))
+    for (losses, found), (wanted_losses, wanted_values) in zip(reports, wanted, strict=True):
+        assert losses == pytest.approx(wanted_losses, rel=1e-2)
+        assert difference(found, wanted_values) <= 1e-2

@@ -1,26 +1,28 @@
-"""How many consecutive layers each stage gets."""
+"""Partitions: consecutive layers per stage."""
 
 from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate
+from typing import Any
 
 from ds_vpipe.errors import Refusal, show
 
 
 def bounds(counts: Sequence[int]) -> list[int]:
-    """Return the K+1 boundaries of K stages: stage s holds layers ``bounds[s]`` to ``bounds[s + 1] - 1``."""
+    """The K+1 boundaries of K stages: stage s holds layers ``bounds[s]`` to ``bounds[s + 1] - 1``."""
     return [0, *accumulate(counts)]
 
 
 def uniform_partition(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return K layer counts that differ by at most one, larger ones first, as DeepSpeed's ``uniform`` does.
+    """Layers per stage that differ by at most one, larger ones first, as DeepSpeed's ``uniform`` does.
 
     Raises:
-        VPipeConfigError: There are fewer layers than stages.
+        VPipeConfigError: there are fewer layers than stages.
     """
     check_size(num_layers, num_stages)
     size, rest = divmod(num_layers, num_stages)
@@ -28,7 +30,7 @@ def uniform_partition(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def balanced_partition(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return K layer counts >= 1 for which the largest sum of weights on a stage is as small as possible.
+    """Layers per stage, at least one, with the smallest largest sum of weights on a stage.
 
     Among all such partitions it takes one with the smallest sum of squared stage weights, and among those one
     with the smallest sum of squared layer counts, so that stages which do not set the pace are even too.
@@ -39,42 +41,33 @@ def balanced_partition(weights: Sequence[float], num_stages: int) -> tuple[int, 
     turned into integers exactly, so the result does not depend on rounding.
 
     Raises:
-        VPipeConfigError: There are fewer layers than stages.
-        ValueError: A weight is negative or not finite.
+        VPipeConfigError: there are fewer layers than stages.
+        ValueError: a weight is negative or not finite.
     """
     check_size(len(weights), num_stages)
     costs = _as_integers(weights)
     sums = bounds(costs)
     limit = _bottleneck(costs, num_stages)
 
-    # best[i]: (squared weights, squared counts) of the first i layers on the stages so far; None: not possible.
-    num_layers = len(costs)
-    best: list[tuple[int, int] | None] = [(0, 0)] + [None] * num_layers
-    cuts: list[list[int]] = []
+    # By number of layers on the stages so far: squared weights, squared counts, (last count, (the one before, ...)).
+    best: dict[int, tuple[int, int, Any]] = {0: (0, 0, ())}
     for _ in range(num_stages):
-        extended: list[tuple[int, int] | None] = [None] * (num_layers + 1)
-        cut = [0] * (num_layers + 1)
-        for end in range(1, num_layers + 1):
-            for start in range(end - 1, -1, -1):
-                weight = sums[end] - sums[start]
+        extended: dict[int, tuple[int, int, Any]] = {}
+        for start, (weights_squared, counts_squared, counts) in best.items():
+            for end in range(start + 1, len(costs) + 1):
+                weight, count = sums[end] - sums[start], end - start
                 if weight > limit:
                     break
-                before = best[start]
-                if before is None:
-                    continue
-                cost = (before[0] + weight**2, before[1] + (end - start) ** 2)
-                known = extended[end]
-                if known is None or cost < known:
-                    extended[end], cut[end] = cost, start
+                found = weights_squared + weight**2, counts_squared + count**2, (count, counts)
+                known = extended.get(end)
+                if known is None or found < known:
+                    extended[end] = found
         best = extended
-        cuts.append(cut)
-
-    counts: list[int] = []
-    end = num_layers
-    for cut in reversed(cuts):
-        counts.append(end - cut[end])
-        end = cut[end]
-    return tuple(reversed(counts))
+    chain, partition = best[len(costs)][2], []
+    while chain:
+        count, chain = chain
+        partition.append(count)
+    return tuple(reversed(partition))
 
 
 def resolve_partition(
@@ -83,18 +76,17 @@ def resolve_partition(
     layer_names: Sequence[str],
     num_stages: int,
 ) -> tuple[int, ...]:
-    """Turn a value of ``vpipe.partition`` into K layer counts.
+    """Layers per stage by a value of ``vpipe.partition``.
 
     Args:
         method: ``"uniform"``, ``"parameters"``, ``"type:REGEX"``, or the counts themselves.
-        layer_weights: Gives the number of parameters of each layer; called for ``"parameters"`` only, because
-            counting means building the layers.
-        layer_names: Type name of each layer. REGEX is searched in them regardless of case, as in DeepSpeed, and
+        layer_weights: parameters of each layer; called for ``"parameters"`` only, as counting builds the layers.
+        layer_names: type name of each layer. REGEX is searched in them regardless of case, as in DeepSpeed, and
             the number of matching layers per stage is balanced.
         num_stages: K.
 
     Raises:
-        VPipeConfigError: Nothing matches REGEX, the counts do not fit, or there are fewer layers than stages.
+        VPipeConfigError: nothing matches REGEX, the counts do not fit, or there are fewer layers than stages.
     """
     if not isinstance(method, str):
         return checked_counts(method, len(layer_names), num_stages)
@@ -143,7 +135,7 @@ def checked_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> t
 
 
 def _as_integers(weights: Sequence[float]) -> list[int]:
-    """Scale ``weights`` to integers without rounding; every finite float is a fraction."""
+    """Weights scaled to integers without rounding; every finite float is a fraction."""
     for index, weight in enumerate(weights):
         if not math.isfinite(weight) or weight < 0:
             raise ValueError(f"weights[{index}]: got {weight}; allowed: a finite number >= 0")
@@ -153,17 +145,15 @@ def _as_integers(weights: Sequence[float]) -> list[int]:
 
 
 def _bottleneck(costs: Sequence[int], num_stages: int) -> int:
-    """Return the smallest limit for which ``costs`` fit on ``num_stages`` stages in order."""
-    low, high = max(costs), sum(costs)
-    while low < high:
-        limit = (low + high) // 2
+    """Smallest limit for which ``costs`` fit on ``num_stages`` stages in order."""
+
+    def fits(limit: int) -> bool:
         stages, load = 1, 0
         for cost in costs:
             load += cost
             if load > limit:
                 stages, load = stages + 1, cost
-        if stages <= num_stages:
-            high = limit
-        else:
-            low = limit + 1
-    return low
+        return stages <= num_stages
+
+    low = max(costs)
+    return low + bisect_left(range(low, sum(costs)), True, key=fits)

@@ -1,8 +1,8 @@
 """DeepSpeed's wall clock breakdown, communication log and flops profiler, for one stage of a pipeline.
 
 DeepSpeed starts its timers and its profiler in hooks on the module, twice for a stage that is not the last, and never
-stops some of them; it logs what goes through ``deepspeed.comm``, as links between stages do not. Here all three are
-watchers of the stage's actions, and write under the names that DeepSpeed's log lines use.
+stops some of them; it logs messages through ``deepspeed.comm``, which links between stages do not use. Here all three
+are watchers of the stage's actions, and write under the names of DeepSpeed's log lines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from deepspeed.comm import comm as ds_comm
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
-from deepspeed.runtime.engine import EngineTimers
 from deepspeed.runtime.pipe.engine import (
     BATCH_INPUT_TIMER,
     PIPE_RECV_GRAD_TIMER,
@@ -58,27 +57,24 @@ TIMERS: dict[Kind, tuple[str, ...]] = {
 }  # DeepSpeed's own step starts its timers; it has none for exchanges around updates
 
 
-def links_by_kind(stage: Stage) -> dict[Kind, list[Sender | Receiver]]:
+def links_by_kind(stage: Stage) -> Links:
     """The links that an action of each kind uses."""
     links, ties = stage.links, stage.ties
-    activations: list[list[Sender | Receiver]] = [[], []]
-    gradients: list[list[Sender | Receiver]] = [[], []]
-    if links.has_next:
-        activations[0], gradients[1] = [links.next.activations], [links.next.gradients]
-    if links.has_previous:
-        activations[1], gradients[0] = [links.previous.activations], [links.previous.gradients]
+    before = [links.previous] if links.has_previous else []
+    after = [links.next] if links.has_next else []
+    gradients_in, gradients_out = [link.gradients for link in after], [link.gradients for link in before]
     return {
-        Kind.SEND_ACT: activations[0],
-        Kind.RECV_ACT: activations[1],
-        Kind.SEND_GRAD: gradients[0],
-        Kind.RECV_GRAD: gradients[1],
-        Kind.DROP_GRAD: gradients[1],
-        Kind.SEND_PEERS: gradients[0],
-        Kind.RECV_PEERS: gradients[1],
-        Kind.SEND_TIED: [*ties.weights_out],
-        Kind.RECV_TIED: [*ties.weights_in],
-        Kind.SEND_TIED_GRAD: [*ties.gradients_out],
-        Kind.RECV_TIED_GRAD: [*ties.gradients_in],
+        Kind.SEND_ACT: [link.activations for link in after],
+        Kind.RECV_ACT: [link.activations for link in before],
+        Kind.SEND_GRAD: gradients_out,
+        Kind.RECV_GRAD: gradients_in,
+        Kind.DROP_GRAD: gradients_in,
+        Kind.SEND_PEERS: gradients_out,
+        Kind.RECV_PEERS: gradients_in,
+        Kind.SEND_TIED: ties.weights_out,
+        Kind.RECV_TIED: ties.weights_in,
+        Kind.SEND_TIED_GRAD: ties.gradients_out,
+        Kind.RECV_TIED_GRAD: ties.gradients_in,
     }
 
 
@@ -87,7 +83,7 @@ class WallClock:
 
     Args:
         timers: the engine's ``SynchronizedWallClockTimer``.
-        ranks: whose log lines are printed: one pipeline, so that there is a line for every stage.
+        ranks: one pipeline, so that there is a log line for every stage.
     """
 
     def __init__(self, timers: Any, ranks: Sequence[int]) -> None:
@@ -100,14 +96,9 @@ class WallClock:
             self._timers(name).start()
 
     def after(self, action: Action) -> None:
-        """Stop them."""
+        """Stop the timers."""
         for name in TIMERS.get(action.kind, ()):
             self._timers(name).stop()
-
-
-def unhooked_timers() -> EngineTimers:
-    """Empty timers for DeepSpeed's hooks on the module."""
-    return EngineTimers(enable_micro_timers=False, enable_global_timers=False)
 
 
 class CommsRecord:
@@ -126,32 +117,20 @@ class CommsRecord:
 
     def before(self, action: Action) -> None:
         """Note time and bytes so far."""
-        if self._operation(action) is not None:
-            self._bytes, self._begin = self._moved(action), time.perf_counter()
+        self._begin, self._bytes = time.perf_counter(), self._moved(action)
 
     def after(self, action: Action) -> None:
         """Log the difference."""
-        operation = self._operation(action)
-        if operation is None:
-            return
-        size = self._moved(action) - self._bytes
-        if size:
-            milliseconds = max(1e-6, 1e3 * (time.perf_counter() - self._begin))
-            ds_comm.comms_logger.append(operation, operation, milliseconds, size)
-
-    def _operation(self, action: Action) -> str | None:
-        """The log's name of ``action``; None if it is not to be logged."""
-        logger = ds_comm.comms_logger
-        if not logger.enabled or action.kind not in self._links:
-            return None
+        size, logger = self._moved(action) - self._bytes, ds_comm.comms_logger
         operation = "isend" if action.kind.value.startswith("SEND") else "recv"
-        return operation if logger.prof_all or operation in logger.prof_ops else None
+        if size and logger.enabled and (logger.prof_all or operation in logger.prof_ops):
+            milliseconds = max(1e-6, 1e3 * (time.perf_counter() - self._begin))
+            logger.append(operation, operation, milliseconds, size)
 
     def _moved(self, action: Action) -> int:
         """Bytes so far on the links that ``action`` uses."""
-        return sum(
-            link.bytes_sent if isinstance(link, Sender) else link.bytes_received for link in self._links[action.kind]
-        )
+        links = self._links.get(action.kind, ())
+        return sum(link.bytes_sent if isinstance(link, Sender) else link.bytes_received for link in links)
 
 
 class _Untimed:
@@ -191,7 +170,7 @@ class StageProfile(FlopsProfiler):
             super().start_profile()
 
     def after(self, action: Action) -> None:
-        """Print it."""
+        """Print the profile."""
         if not self._profiles(action):
             return
         self._done = True

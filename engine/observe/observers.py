@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed.runtime.engine import EngineTimers
 from deepspeed.utils import logger
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.executor import Watcher
-from ds_vpipe.engine.observe.deepspeed_tools import CommsRecord, StageProfile, WallClock, links_by_kind, unhooked_timers
+from ds_vpipe.engine.observe.deepspeed_tools import CommsRecord, StageProfile, WallClock, links_by_kind
 from ds_vpipe.engine.observe.memory import PeakMemory, memory_line
 from ds_vpipe.engine.observe.recorder import Recorder
 from ds_vpipe.engine.observe.statistics import StageMeter, StageStatistics, StatisticsMean, line
@@ -55,7 +56,8 @@ class Observation:
             self._recorder.forget_earlier(Path(self._timeline.path))
             self.watchers.append(self._recorder)
         self.watchers.append(self._meter)  # last to begin and first to end: it measures no other watcher
-        engine.engine_timers = unhooked_timers()
+        # For DeepSpeed's hooks on the module.
+        engine.engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=False)
         self._memory: PeakMemory | None = None
         if plan is not None and engine.grid.data_parallel_id == engine.grid.get_slice_parallel_rank() == 0:
             groups = [] if engine.optimizer is None else engine.optimizer.param_groups

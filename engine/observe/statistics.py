@@ -1,4 +1,4 @@
-"""What each stage did for a batch: seconds, bytes, staleness, versions, memory.
+"""Statistics of each stage and batch: seconds, bytes, staleness, versions, memory.
 
 A stage's record covers the time from its last backward pass of the batch before to its last backward
 pass of this one. It is closed there because the batch's last gradient leaves then and takes the record
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,46 +31,25 @@ Rows = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class StageStatistics:
-    """One stage's record of one batch, or the mean over several batches.
-
-    Attributes:
-        stage: number of the stage.
-        batch: number of the batch, from 0; of several the last.
-        load_s: seconds of reading data, and of agreeing with replicas that all have some.
-        forward_s: seconds of forward passes, those ahead of the batch included.
-        backward_s: seconds of backward passes.
-        reduce_s: seconds of averaging gradients over replicas.
-        update_s: seconds of the update before the batch's own.
-        send_s: seconds of handing messages to the links.
-        wait_activations_s: seconds of waiting for the previous stage.
-        wait_gradients_s: seconds of waiting for the next stage.
-        wait_tied_s: seconds of waiting for owners or copies of tied weights.
-        wait_copies_s: seconds of waiting until what was sent has been copied, before a pass or an update.
-        bytes_sent: bytes handed to the links; they may still be under way.
-        bytes_received: bytes received.
-        staleness: updates applied here between a micro-batch's forward pass and the update with its
-            gradient, the most of the batch's micro-batches.
-        versions: weight versions alive at most.
-        peak_memory_bytes: the most memory since the start; allocated on the device, or resident on the CPU.
-    """
+    """Record of one stage and batch, or the mean over several batches; times are in seconds."""
 
     stage: int
-    batch: int
-    load_s: float
-    forward_s: float
+    batch: int  # from 0; of several the last
+    load_s: float  # reading data, and agreeing with replicas that all have some
+    forward_s: float  # forward passes, those ahead of the batch included
     backward_s: float
-    reduce_s: float
-    update_s: float
-    send_s: float
-    wait_activations_s: float
-    wait_gradients_s: float
-    wait_tied_s: float
-    wait_copies_s: float
-    bytes_sent: int
+    reduce_s: float  # averaging gradients over replicas
+    update_s: float  # of the batch before
+    send_s: float  # passing messages to the links
+    wait_activations_s: float  # for the previous stage
+    wait_gradients_s: float  # for the next stage
+    wait_tied_s: float  # for owners or copies of tied weights
+    wait_copies_s: float  # until what was sent has been copied, before a pass or an update
+    bytes_sent: int  # passed to the links; they may still be on their way
     bytes_received: int
-    staleness: int
-    versions: int
-    peak_memory_bytes: int
+    staleness: int  # updates between a micro-batch's forward pass and that with its gradient, the most in the batch
+    versions: int  # weight versions alive at most
+    peak_memory_bytes: int  # since the start; allocated on the device, or resident on the CPU
 
     @property
     def wait_s(self) -> float:
@@ -84,22 +63,25 @@ class StageStatistics:
         return work / (work + self.wait_s) if work else 0.0
 
     def row(self) -> list[float]:
-        """As ``COLUMNS`` numbers."""
-        return [getattr(self, name) for name in _NAMES]
+        """The record as ``COLUMNS`` numbers."""
+        return [getattr(self, field.name) for field in _FIELDS]
 
     @classmethod
     def from_row(cls, row: Iterable[float]) -> StageStatistics:
         """The inverse of :meth:`row`."""
-        values: dict[str, Any] = {
-            field.name: int(value) if field.type == "int" else value for field, value in zip(_FIELDS, row, strict=True)
-        }
-        return cls(**values)
+        numbers: list[Any] = [int(x) if field.type == "int" else x for field, x in zip(_FIELDS, row, strict=True)]
+        return cls(*numbers)
 
 
 _FIELDS = dataclasses.fields(StageStatistics)
-_NAMES = [field.name for field in _FIELDS]
-_ADDED = np.array([name.endswith("_s") or name in ("bytes_sent", "bytes_received") for name in _NAMES])
-
+_ADDED = np.array([field.name.endswith("_s") or field.name.startswith("bytes_") for field in _FIELDS])
+_KINDS = {
+    "load_s": Kind.LOAD,
+    "forward_s": Kind.FORWARD,
+    "backward_s": Kind.BACKWARD,
+    "reduce_s": Kind.REDUCE,
+    "update_s": Kind.STEP,
+}
 _PEAK_INTERVAL_S = 0.1
 _BATCHES_AT_A_TIME = 64
 COLUMNS = len(_FIELDS)
@@ -116,10 +98,7 @@ class StageMeter:
 
     def __init__(self, stage: Stage, links: Mapping[Kind, Sequence[Sender | Receiver]]) -> None:
         self._stage = stage
-        waits = ((Kind.RECV_ACT,), (Kind.RECV_GRAD,), (Kind.RECV_TIED, Kind.RECV_TIED_GRAD))
-        self._waits = [
-            [link for kind in kinds for link in links[kind] if isinstance(link, Receiver)] for kinds in waits
-        ]
+        self._links = links
         every = {id(link): link for found in links.values() for link in found}.values()
         self._senders = [link for link in every if isinstance(link, Sender)]
         self._receivers = [link for link in every if isinstance(link, Receiver)]
@@ -139,33 +118,22 @@ class StageMeter:
         self._begin = time.perf_counter()
 
     def after(self, action: Action) -> None:
-        """Add its seconds to those of its kind."""
+        """Add the seconds of an action to those of its kind."""
         self._seconds[action.kind] += time.perf_counter() - self._begin
 
     def close(self, batch: int) -> StageStatistics:
         """The record of what has been observed since the last call."""
         counters, seconds = self._counters(), self._seconds
-        waited_activations, waited_gradients, waited_tied, waited_copies, sent, received = (
-            now - before for now, before in zip(counters, self._counted, strict=True)
-        )
+        measured: dict[str, Any] = {name: counters[name] - before for name, before in self._counted.items()}
+        measured |= {name: seconds[kind] for name, kind in _KINDS.items()}
         record = StageStatistics(
             stage=self._stage.number,
             batch=batch,
-            load_s=seconds[Kind.LOAD],
-            forward_s=seconds[Kind.FORWARD],
-            backward_s=seconds[Kind.BACKWARD],
-            reduce_s=seconds[Kind.REDUCE],
-            update_s=seconds[Kind.STEP],
             send_s=sum(value for kind, value in seconds.items() if kind.value.startswith("SEND")),
-            wait_activations_s=waited_activations,
-            wait_gradients_s=waited_gradients,
-            wait_tied_s=waited_tied,
-            wait_copies_s=waited_copies,
-            bytes_sent=int(sent),
-            bytes_received=int(received),
             staleness=self._staleness,
             versions=self._versions,
             peak_memory_bytes=self._peak_memory(),
+            **measured,
         )
         self._counted = counters
         self._seconds = dict.fromkeys(Kind, 0.0)
@@ -179,14 +147,20 @@ class StageMeter:
             self._peak = (now, peak_memory(self._stage.device))
         return self._peak[1]
 
-    def _counters(self) -> tuple[float, ...]:
-        """Seconds waited for both neighbours, ties and copies, bytes sent and received, since the start."""
-        return (
-            *(sum(link.waited_s for link in found) for found in self._waits),
-            sum(link.waited_s for link in self._senders),
-            sum(link.bytes_sent for link in self._senders),
-            sum(link.bytes_received for link in self._receivers),
-        )
+    def _counters(self) -> dict[str, float]:
+        """What the links count, since the start."""
+
+        def waited(*kinds: Kind) -> float:
+            return sum(link.waited_s for kind in kinds for link in self._links[kind])
+
+        return {
+            "wait_activations_s": waited(Kind.RECV_ACT),
+            "wait_gradients_s": waited(Kind.RECV_GRAD),
+            "wait_tied_s": waited(Kind.RECV_TIED, Kind.RECV_TIED_GRAD),
+            "wait_copies_s": sum(link.waited_s for link in self._senders),
+            "bytes_sent": sum(link.bytes_sent for link in self._senders),
+            "bytes_received": sum(link.bytes_received for link in self._receivers),
+        }
 
 
 class StatisticsMean:
@@ -197,13 +171,13 @@ class StatisticsMean:
         self._count = 0
 
     def add(self, rows: Rows) -> None:
-        """One batch's records, ``[K, COLUMNS]``; they are summed up a number of batches at a time."""
+        """Add one batch's records, ``[K, COLUMNS]``; they are summed up a number of batches at a time."""
         self._added.append(rows)
         self._count += 1
         if len(self._added) >= _BATCHES_AT_A_TIME:
-            self._added = [self._together()]
+            self._added = [self._sum()]
 
-    def _together(self) -> Rows:
+    def _sum(self) -> Rows:
         rows = np.stack(self._added)
         return np.where(_ADDED, rows.sum(axis=0), rows.max(axis=0))
 
@@ -211,7 +185,7 @@ class StatisticsMean:
         """The mean of what was added since the last call, by stage; empty if nothing was."""
         if self._count == 0:
             return []
-        rows = self._together()
+        rows = self._sum()
         means = np.where(_ADDED, rows / self._count, rows).tolist()
         self._added, self._count = [], 0
         return [StageStatistics.from_row(row) for row in means]
@@ -220,19 +194,17 @@ class StatisticsMean:
 def line(records: Sequence[StageStatistics]) -> str:
     """The records of all stages in one line, a column for each stage."""
 
-    def columns(values: Iterable[float], digits: int = 0) -> str:
-        return " ".join(f"{value:>6.{digits}f}" for value in values)
-
-    parts = {
-        "busy %": columns(100 * r.busy for r in records),
-        "forward ms": columns((1e3 * r.forward_s for r in records), 1),
-        "backward ms": columns((1e3 * r.backward_s for r in records), 1),
-        "update ms": columns((1e3 * r.update_s for r in records), 1),
-        "wait ms": columns((1e3 * r.wait_s for r in records), 1),
-        "sent MB": columns((r.bytes_sent / 1e6 for r in records), 3),
-        "received MB": columns((r.bytes_received / 1e6 for r in records), 3),
-        "staleness": columns(r.staleness for r in records),
-        "versions": columns(r.versions for r in records),
-        "peak MB": columns(r.peak_memory_bytes / 1e6 for r in records),
+    rows: dict[str, tuple[int, Callable[[StageStatistics], float]]] = {
+        "busy %": (0, lambda r: 100 * r.busy),
+        "forward ms": (1, lambda r: 1e3 * r.forward_s),
+        "backward ms": (1, lambda r: 1e3 * r.backward_s),
+        "update ms": (1, lambda r: 1e3 * r.update_s),
+        "wait ms": (1, lambda r: 1e3 * r.wait_s),
+        "sent MB": (3, lambda r: r.bytes_sent / 1e6),
+        "received MB": (3, lambda r: r.bytes_received / 1e6),
+        "staleness": (0, lambda r: r.staleness),
+        "versions": (0, lambda r: r.versions),
+        "peak MB": (0, lambda r: r.peak_memory_bytes / 1e6),
     }
-    return " | ".join(f"{name} {text}" for name, text in parts.items())
+    texts = {name: " ".join(f"{value(r):>6.{digits}f}" for r in records) for name, (digits, value) in rows.items()}
+    return " | ".join(f"{name} {text}" for name, text in texts.items())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -48,28 +48,12 @@ class Lamb(torch.optim.Optimizer):
             raise ValueError("optimizer.params.amsgrad: got true, allowed is false; LAMB has no AMSGrad variant")
         self._eps_inside_sqrt = eps_inside_sqrt
         self._ratios: list[torch.Tensor] = []
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "bias_correction": bias_correction,
-                "betas": tuple(betas),
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "max_grad_norm": max_grad_norm,
-                "max_coeff": max_coeff,
-                "min_coeff": min_coeff,
-            },
-        )
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+        moments = {"bias_correction": bias_correction, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        limits = {"max_grad_norm": max_grad_norm, "max_coeff": max_coeff, "min_coeff": min_coeff}
+        super().__init__(params, {"lr": lr, **moments, **limits})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One update of all parameters that have a gradient."""
         loss = None
         if closure is not None:
@@ -78,7 +62,10 @@ class Lamb(torch.optim.Optimizer):
         self._ratios.clear()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            divisor = _clip_divisor([p.grad for p in parameters], group["max_grad_norm"])
+            limit, divisor = group["max_grad_norm"], None
+            if limit > 0 and parameters:
+                norms = [p.grad.norm() for p in parameters if p.grad is not None]
+                divisor = (torch.stack(norms).norm() / limit).clamp(min=1.0)
             for parameter in parameters:
                 self._update(parameter, divisor, group)
         return loss
@@ -118,10 +105,3 @@ class Lamb(torch.optim.Optimizer):
         )
         self._ratios.append(ratio)
         parameter.sub_(direction.mul_(ratio * group["lr"]))
-
-
-def _clip_divisor(gradients: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor | None:
-    norms = [gradient.norm() for gradient in gradients]
-    if max_norm <= 0 or not norms:
-        return None
-    return (torch.stack(norms).norm() / max_norm).clamp(min=1.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate
@@ -146,14 +145,16 @@ def _as_integers(weights: Sequence[float]) -> list[int]:
 
 def _bottleneck(costs: Sequence[int], num_stages: int) -> int:
     """Smallest limit for which ``costs`` fit on ``num_stages`` stages in order."""
-
-    def fits(limit: int) -> bool:
+    low, high = max(costs), sum(costs)
+    while low < high:
+        limit = (low + high) // 2
         stages, load = 1, 0
         for cost in costs:
             load += cost
             if load > limit:
                 stages, load = stages + 1, cost
-        return stages <= num_stages
-
-    low = max(costs)
-    return low + bisect_left(range(low, sum(costs)), True, key=fits)
+        if stages <= num_stages:
+            high = limit
+        else:
+            low = limit + 1
+    return low

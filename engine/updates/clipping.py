@@ -1,4 +1,4 @@
-"""Gradient clipping of one stage, by its own norm or by the whole model's as far as that is known."""
+"""Gradient clipping of a stage, by its own norm or the model's as far as known."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ds_vpipe.engine.updates.tied import tied_parameters, tied_stages
 
 
 class GradientClipping:
-    """Gradient norms of one stage, and the norm by which it is clipped.
+    """Gradient norm of one stage, and clipping.
 
     In an asynchronous pipeline the norm is the stage's own, or with ``gradient_clipping_scope`` ``delayed_global`` the
     whole model's as far as it is known; in a synchronous one the whole model's.
 
     Args:
-        engine: DeepSpeed's, with its optimizer. What that clips by in mixed precision is replaced.
+        engine: DeepSpeed's, with its optimizer, whose norm in mixed precision is replaced.
         synchronous: whether all stages update together.
         peers: norms of other stages, if the whole model's is wanted in an asynchronous pipeline, else None.
         loss_scaling: with fp16, else None.
@@ -59,7 +59,7 @@ class GradientClipping:
         return norm
 
     def _norm(self) -> torch.Tensor:
-        """Norm of the gradients in ``p.grad``, every parameter once: of this stage, or in bsp of the whole model."""
+        """Norm of the gradients in ``p.grad``, each parameter once: of this stage, or in bsp of the whole model."""
         engine, first_in_slice = self._engine, self._engine.grid.get_slice_parallel_rank() == 0
         counted = [
             p.grad
@@ -102,7 +102,7 @@ _NORMED_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)  # without a co
 
 @torch.no_grad()
 def fp32_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The Euclidean norm of each, in fp32. There may be hundreds of small ones, of which each call would cost more."""
+    """Euclidean norms in fp32. There may be hundreds of small ones, so that calls cost more than arithmetic."""
     dense = [torch.view_as_real(g) if g.is_complex() else g for g in gradients if g.layout is torch.strided]
     dense = [g if g.dtype in _NORMED_IN_FP32 else g.float() for g in dense]
     norms = iter(torch._foreach_norm(dense, 2.0, torch.float32) if dense else ())

@@ -2,12 +2,11 @@
 
 The last stage decides the scale. It travels with the report of each batch, so that every stage unscales
 a batch's gradients with exactly the scale they were made with. An overflow skips the update of the
-stage that met it, and of no other; the last stage hears of it with the delay of
-:func:`ds_vpipe.schedules.one_f_one_b.peer_delay` and then lowers the scale for later batches.
+stage that met it, and of no other; it reaches the last stage with the delay of
+:func:`ds_vpipe.schedules.one_f_one_b.peer_delay`, which then lowers the scale for later batches.
 
 DeepSpeed's optimizers change the scale inside their ``step()``, before they unscale the gradients, so
-that a batch in which the scale grows is divided by the new one. Here the scale stands still while an
-update is made and changes afterwards.
+that a batch in which the scale grows is divided by the new one. Here the scale changes after the update.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class LossScaling:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._change = optimizer._update_scale
-        optimizer._update_scale = _stand_still
+        optimizer._update_scale = _keep_scale
 
     @property
     def scale(self) -> float:
-        """What the last stage multiplies losses with, and what this stage's update divides gradients by."""
+        """Factor of the last stage's losses and divisor of this stage's gradients."""
         return float(self._optimizer.loss_scale)
 
     @scale.setter
@@ -39,13 +38,13 @@ class LossScaling:
         self._optimizer.loss_scale = value
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as ``DeepSpeedEngine.backward()`` should get it: that scales it for ZeRO, but not without."""
+        """Loss for ``DeepSpeedEngine.backward()``, which scales it for ZeRO only."""
         if hasattr(self._optimizer, "scale_if_loss"):
             return loss
         return loss.float() * self.scale
 
     def after_update(self, overflow: bool) -> None:
-        """Let the scaler know whether an update that it has not heard of yet was skipped."""
+        """Change the scale after an update, whose overflow it does not know yet."""
         self._change(overflow)
 
     def state(self) -> dict[str, Any]:
@@ -53,7 +52,7 @@ class LossScaling:
         return {name: value for name, value in vars(self._scaler()).items() if isinstance(value, (bool, int, float))}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` gave, of this or another stage."""
+        """Take over the :meth:`state` of this or another stage."""
         vars(self._scaler()).update(state)
 
     def _scaler(self) -> Any:
@@ -61,5 +60,5 @@ class LossScaling:
         return self._optimizer.loss_scaler if config is None else config
 
 
-def _stand_still(*args: Any, **kwargs: Any) -> None:
-    """In place of an optimizer's own change of scale."""
+def _keep_scale(*args: Any, **kwargs: Any) -> None:
+    """Stand-in for an optimizer's own change of scale."""

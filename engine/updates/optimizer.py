@@ -1,9 +1,10 @@
-"""Optimizers that a DeepSpeed JSON may name and DeepSpeed does not make: apex's, and LAMB without a GPU."""
+"""Optimizers of a DeepSpeed JSON that DeepSpeed does not make: apex's, and LAMB without a GPU."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,35 +18,22 @@ APEX_OPTIMIZERS = ("FusedLAMB", "FusedAdam")
 """Optimizers of NVIDIA's apex that a JSON may name, as apex spells them."""
 
 
-def apex_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """The class ``apex.optimizers.<name>``.
-
-    Raises:
-        VPipeConfigError: NVIDIA's apex is not installed; the package of that name on PyPI is another one.
-    """
-    try:
-        found = importlib.util.find_spec("apex.optimizers") is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise VPipeConfigError(
-            f"optimizer.type: got {name!r}, which needs NVIDIA's apex (apex.optimizers is not installed; PyPI's "
-            f'package called apex is another one); install it from its source or write "Lamb" or "Adam"'
-        )
-    optimizer: type[torch.optim.Optimizer] = getattr(importlib.import_module("apex.optimizers"), name)
-    return optimizer
-
-
 def own_optimizer(
     name: str | None, params: dict[str, Any], model_parameters: list[Any]
 ) -> torch.optim.Optimizer | None:
-    """An optimizer by its name in the JSON; None if DeepSpeed makes it.
+    """Optimizer by its name in the JSON; None if DeepSpeed makes it.
 
     Raises:
         VPipeConfigError: the optimizer is not installed, or does not take the parameters.
     """
+    kind: Any
     if name in APEX_OPTIMIZERS:
-        kind = apex_optimizer(name)
+        if not _apex_installed():
+            raise VPipeConfigError(
+                f"optimizer.type: got {name!r}, which needs NVIDIA's apex (apex.optimizers is not installed; PyPI's "
+                f'package called apex is another one); install it from its source or write "Lamb" or "Adam"'
+            )
+        kind = getattr(importlib.import_module("apex.optimizers"), name)
     elif name == LAMB_OPTIMIZER and get_accelerator().device_name() != "cuda":
         kind = Lamb
     else:
@@ -59,3 +47,9 @@ def own_optimizer(
         return kind(model_parameters, **params)
     except (TypeError, ValueError) as error:
         raise VPipeConfigError(f"optimizer.params: got {params}, allowed are {name}'s own: {error}") from None
+
+
+def _apex_installed() -> bool:
+    with suppress(ModuleNotFoundError):
+        return importlib.util.find_spec("apex.optimizers") is not None
+    return False

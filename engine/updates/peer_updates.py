@@ -1,8 +1,8 @@
-"""Overflows and gradient norms of other stages' updates, known with a fixed delay and without waiting.
+"""Peer updates: overflows and gradient norms of other stages, with a fixed delay and without waiting.
 
-Every stage keeps a table with a row per stage. Rows of earlier stages come with activations, which a
-stage has received before its update anyway; rows of later stages come in a message of their own after
-those stages' update of the same batch, which they finish first. So at update ``t`` the table holds
+Every stage keeps a table with a row per stage. Rows of earlier stages come with activations, which
+precede the update; rows of later stages come in a message of their own after those stages' update of
+the same batch, which they finish first. So at update ``t`` the table holds
 update ``t - d`` of an earlier stage, with ``d`` of :func:`ds_vpipe.schedules.one_f_one_b.peer_delay`, and update
 ``t`` of a later one. Which message a row comes with depends on the schedule and never on time.
 """
@@ -17,29 +17,29 @@ _OVERFLOWS, _SQUARED_NORM = range(2)
 
 
 class PeerUpdates:
-    """The table: updates skipped for an overflow, and squared gradient norm of the latest update; by stage.
+    """Table of updates skipped for an overflow, and squared norm of the latest gradient, by stage.
 
     Args:
         num_stages: K.
         stage: the stage that keeps the table.
 
     Attributes:
-        own_norm: unscaled gradient norm of the stage's update that is under way.
+        own_norm: unscaled gradient norm of the stage's current update.
     """
 
     def __init__(self, num_stages: int, stage: int) -> None:
         self._stage = stage
         self._table = torch.zeros(num_stages, 2, dtype=torch.float64)
-        self._overflows_heard = 0.0
+        self._overflows_known = 0.0
         self.own_norm = 0.0
 
     @property
     def table(self) -> torch.Tensor:
-        """A copy, ``[K, 2]``, fp64: it is on its way to a neighbour while the next update changes the table."""
+        """Copy, ``[K, 2]``, fp64: a neighbour may still receive it while the next update changes the table."""
         return self._table.clone()
 
     def after_update(self, overflow: bool) -> bool:
-        """Enter this stage's own update, which an overflow has skipped or not.
+        """Enter this stage's own update.
 
         Returns:
             Whether any stage is now known to have skipped more updates than after the update before.
@@ -48,7 +48,7 @@ class PeerUpdates:
         row[_OVERFLOWS] += overflow
         row[_SQUARED_NORM] = 0.0 if overflow else self.own_norm**2
         overflows = float(self._table[:, _OVERFLOWS].sum())
-        new, self._overflows_heard = overflows > self._overflows_heard, overflows
+        new, self._overflows_known = overflows > self._overflows_known, overflows
         return new
 
     def from_earlier(self, table: torch.Tensor) -> None:
@@ -60,20 +60,20 @@ class PeerUpdates:
         self._table[self._stage + 1 :] = table[self._stage + 1 :]
 
     def squared_norm_elsewhere(self) -> float:
-        """Sum of the other stages' squared gradient norms; a stage that nothing is known of yet counts as 0."""
+        """Sum of the other stages' squared gradient norms; one not known yet counts as 0."""
         norms = self._table[:, _SQUARED_NORM]
         return float(norms[: self._stage].sum() + norms[self._stage + 1 :].sum())
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return {"table": self.table, "heard": self._overflows_heard}
+        """Values for a checkpoint."""
+        return {"table": self.table, "heard": self._overflows_known}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state`."""
         self._table.copy_(state["table"])
-        self._overflows_heard = state["heard"]
+        self._overflows_known = state["heard"]
 
     def forget(self) -> None:
-        """Know nothing, as at the start of training."""
+        """Clear the table, as at the start of training."""
         self._table.zero_()
-        self._overflows_heard = 0.0
+        self._overflows_known = 0.0

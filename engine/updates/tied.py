@@ -1,4 +1,4 @@
-"""Tied weights of layers on different stages: one stage owns them, the others hold copies.
+"""Tied weights of layers on different stages: one stage owns them, others hold copies.
 
 Stages that update at different times cannot reduce the gradients of a tied weight together, and copies
 that are updated apart drift. So the first tied stage owns the weight. Every other one sends it the
@@ -35,7 +35,7 @@ _PREFETCH = 1
 
 @dataclass(slots=True)
 class _Copies:
-    """At the owner: the weights that one other stage holds copies of."""
+    """Weights at their owner, and the links to one stage with copies."""
 
     stage: int
     weights: list[torch.nn.Parameter]
@@ -45,7 +45,7 @@ class _Copies:
 
 @dataclass(slots=True)
 class _Owned:
-    """At a copy: the weights that one other stage owns, the values that are due here, and later ones."""
+    """Copies of one owner's weights, with the values that are due here, and later ones."""
 
     weights: list[torch.nn.Parameter]
     gradients_out: Sender
@@ -68,11 +68,9 @@ class TiesItself(Protocol):
 
 
 def tied_parameters(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:
-    """Of the layers that ``key`` ties, which this stage has, what is tied; their other parameters are not."""
-    comms = module.tied_comms
+    """Tied parameters among those of the layers of ``key``, which this stage has."""
     if isinstance(module, TiesItself):
-        holder = comms[key]["module"]
-        return [PipelineModule._recursive_getattr(holder, name) for name in comms[key]["weight_attr"]]
+        return _linked(module, key)
     names: list[str] = []
     for spec in module._layer_specs:
         if isinstance(spec, TiedLayerSpec) and spec.key == key:
@@ -102,6 +100,12 @@ class TiedWeights:
         depths: warm-up depth of every stage.
         groups: makes the two groups of each owner and copy.
         device: where the stage computes.
+
+    Attributes:
+        weights_in: links from the owners.
+        weights_out: links to the copies.
+        gradients_in: links from the copies.
+        gradients_out: links to the owners.
     """
 
     def __init__(
@@ -114,7 +118,6 @@ class TiedWeights:
         device: torch.device,
     ) -> None:
         stage = grid.get_stage_id()
-        pin = device.type == "cuda"
         self._depths, self._stage = depths, stage
         self._copies: list[_Copies] = []
         self._owned: list[_Owned] = []
@@ -127,41 +130,21 @@ class TiedWeights:
                 continue
             ranks = [grid.stage_to_global(owner), grid.stage_to_global(other)]
             down, up = groups.of("tied weights", ranks), groups.of("tied gradients", ranks)
-            weights = [weight for key in keys for weight in _weights(module, key)]
+            weights = [weight for key in keys for weight in _linked(module, key) if weight.requires_grad]
+            peer = Peer(other, ranks[1]) if stage == owner else Peer(owner, ranks[0])
+            receiver = Receiver(up if stage == owner else down, peer, _PREFETCH)
+            sender = Sender(down if stage == owner else up, peer, _PREFETCH, pin=device.type == "cuda")
             if stage == owner:
-                peer = Peer(other, ranks[1])
-                receiver = Receiver(up, peer, _PREFETCH)
-                sender = Sender(down, peer, _PREFETCH, pin=pin)
                 self._copies.append(_Copies(other, weights, receiver, sender))
             else:
-                peer = Peer(owner, ranks[0])
-                sender = Sender(up, peer, _PREFETCH, pin=pin)
-                values = [weight.detach().clone() for weight in weights]
-                receiver = Receiver(down, peer, _PREFETCH)
-                self._owned.append(_Owned(weights, sender, receiver, owner, 0, values))
-
-    @property
-    def weights_in(self) -> list[Receiver]:
-        """Links from the owners."""
-        return [owned.weights_in for owned in self._owned]
-
-    @property
-    def gradients_in(self) -> list[Receiver]:
-        """Links from the copies."""
-        return [copies.gradients_in for copies in self._copies]
-
-    @property
-    def weights_out(self) -> list[Sender]:
-        """Links to the copies."""
-        return [copies.weights_out for copies in self._copies]
-
-    @property
-    def gradients_out(self) -> list[Sender]:
-        """Links to the owners."""
-        return [owned.gradients_out for owned in self._owned]
+                self._owned.append(_Owned(weights, sender, receiver, owner, 0, _values(weights)))
+        self.weights_in = [owned.weights_in for owned in self._owned]
+        self.weights_out = [copies.weights_out for copies in self._copies]
+        self.gradients_in = [copies.gradients_in for copies in self._copies]
+        self.gradients_out = [owned.gradients_out for owned in self._owned]
 
     def send_gradients(self, batch: int) -> None:
-        """Hand the copies' gradients of ``batch`` to their owners; there is nothing left to update here."""
+        """Send the copies' gradients of ``batch`` to their owners; there is nothing left to update here."""
         for owned in self._owned:
             owned.gradients_out.send(Message.TIED, batch, tuple(weight.grad for weight in owned.weights))
             for weight in owned.weights:
@@ -193,7 +176,7 @@ class TiedWeights:
             owned.gradients_out.release(owned.version - 1)  # which the owner had for its update before
 
     def overwrite(self) -> None:
-        """Give the copies the owner's version that was received last."""
+        """Set the copies to the owner's version that was received last."""
         with torch.no_grad():
             for owned in self._owned:
                 for weight, value in zip(owned.weights, owned.values, strict=True):
@@ -207,10 +190,10 @@ class TiedWeights:
             self.overwrite()
 
     def restart(self, version: int) -> None:
-        """Go on from the weights as they are now, ``version`` updates old; everything sent has been received."""
+        """Continue with the present weights as ``version``; everything sent has been received."""
         for owned in self._owned:
             owned.version = version
-            owned.values = [weight.detach().clone() for weight in owned.weights]
+            owned.values = _values(owned.weights)
 
     def flush(self) -> None:
         """Wait until everything that was sent has been received."""
@@ -219,7 +202,7 @@ class TiedWeights:
 
     @contextmanager
     def newest(self, version: int) -> Iterator[None]:
-        """Let the copies be the owners' ``version``, the newest, for a while between two batches."""
+        """Use the owners' ``version``, the newest, as copies between two batches."""
         kept = []
         for owned in self._owned:
             while owned.version + len(owned.ahead) < version:
@@ -262,7 +245,10 @@ class TiedWeights:
             owned.version += 1
 
 
-def _weights(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:
+def _linked(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:
     tied = module.tied_comms[key]
-    weights = [module._recursive_getattr(tied["module"], name) for name in tied["weight_attr"]]
-    return [weight for weight in weights if weight.requires_grad]
+    return [module._recursive_getattr(tied["module"], name) for name in tied["weight_attr"]]
+
+
+def _values(weights: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    return [weight.detach().clone() for weight in weights]

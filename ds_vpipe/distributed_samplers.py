@@ -1,9 +1,8 @@
-"""Distributed samplers of an unedited script, dealt out to pipelines and not to ranks.
+"""Distributed samplers of an unedited script, with a share per pipeline and not per rank.
 
-Scripts without pipelines give every rank a share of the data: torch's ``DistributedSampler`` takes the number of ranks
-unless told otherwise. In a pipeline all stages of a replica train one share, that of the first stage; the others' would
-be read and dropped, and an epoch would be 1/K of the data. How many replicas there are is known in ``initialize()``,
-before or after which a script makes its samplers.
+torch's ``DistributedSampler`` gives every rank a share of the data by default. In a pipeline all stages of a replica
+train the share of the first stage; the others' would be read and dropped, and an epoch would be 1/K of the data. The
+number of replicas is known in ``initialize()``, before or after which a script makes its samplers.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class DistributedSamplers:
-    """Samplers that are made while it is watching, and what they were made of.
+    """Samplers that are made while it is watching, with their arguments.
 
-    Only those for all ranks are dealt anew, and only by :meth:`deal`; a sampler with another number of replicas is what
-    the script wants.
+    Only those for all ranks change, and only by :meth:`deal`; the script wants those with another number of replicas.
     """
 
     def __init__(self) -> None:
@@ -32,7 +30,7 @@ class DistributedSamplers:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, see all samplers that are made."""
+        """Context in which samplers that are made are seen."""
         original = DistributedSampler.__init__
 
         @functools.wraps(original)
@@ -48,7 +46,7 @@ class DistributedSamplers:
             DistributedSampler.__init__ = original  # type: ignore[method-assign]
 
     def deal(self, replicas: int, replica: int) -> None:
-        """Let all samplers for all ranks, and those still to be made, be for ``replicas``, of which this is one."""
+        """Share the data of samplers for all ranks, also of later ones, among ``replicas``; ``replica`` is this one."""
         self._place = replicas, replica
         for sampler in list(self._made):
             self._deal(sampler, "; what the script has computed of its length, as a schedule's, is too short")

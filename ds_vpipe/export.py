@@ -1,4 +1,4 @@
-"""Turn a pipeline checkpoint into one state dict.
+"""Export of a pipeline checkpoint to one state dict.
 
 Usage::
 
@@ -32,7 +32,7 @@ def full_state_dict(
     """Weights and buffers of the whole model. Those of a plain module have the names of its own ``state_dict()``.
 
     Args:
-        checkpoint: where from.
+        checkpoint: the checkpoint.
         dtype: of floating-point tensors.
         by_layer: name tied layers ``LAYER.NAME`` like any other, once per layer, instead of ``tied_modules.KEY.NAME``
             once. Names that mean the same parameter have the same tensor.

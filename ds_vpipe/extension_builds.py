@@ -1,8 +1,8 @@
 """Builds of DeepSpeed's operators: a folder per environment, and waits with a limit.
 
-torch lets one process build while the others wait for as long as a file ``lock`` is there. A process that is killed
-meanwhile leaves the file, and from then on every start would wait without end or message. And torch's folder is one for
-all virtual environments: each would build anew what another one has built with other versions.
+torch lets one process build while the others wait as long as a file ``lock`` exists. A process that is killed meanwhile
+leaves the file, for which every later start would wait without end or message. And all virtual environments share
+torch's folder: each would build anew what another one has built with other versions.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ BUILDING = "whose owner has ended, but not its ninja, which still builds"
 
 @contextmanager
 def extension_builds(limit_s: float = BUILD_LIMIT_S) -> Iterator[None]:
-    """Direct builds to this environment's folder, and let them take over abandoned locks.
-
-    A folder that the user has named stays.
+    """Builds in this environment's folder, or the one that the user names, which take over abandoned locks.
 
     Args:
         limit_s: for how long nothing may change beside a lock that is waited for.
@@ -52,7 +50,7 @@ def extension_builds(limit_s: float = BUILD_LIMIT_S) -> Iterator[None]:
 
 
 def environment_folder() -> str:
-    """The folder of this environment beneath torch's own: what is built depends on both versions."""
+    """Folder of this environment beneath torch's own: builds depend on both versions."""
     version = f"{sys.version_info.major}{sys.version_info.minor}"
     prefix = hashlib.sha256(os.path.realpath(sys.prefix).encode()).hexdigest()[:8]
     name = f"ds_vpipe_py{version}_torch{torch.__version__}_deepspeed{deepspeed.__version__}_{prefix}"
@@ -70,7 +68,7 @@ class BuildLock(FileBaton):
         self._limit_s = limit_s
 
     def try_acquire(self) -> bool:
-        """Whether this process is to build; False once another one has."""
+        """True if this process is to build; False once another one has."""
         return bool(super().try_acquire()) or self._await()
 
     def wait(self) -> None:
@@ -108,14 +106,14 @@ class BuildLock(FileBaton):
         return False
 
     def _take_over(self) -> None:
-        """Put a lock of our own in the place of the one that nobody holds: nobody sees it missing."""
+        """Replace the lock that no process holds by one of our own; no process sees it missing."""
         _say(f"the lock {self._lock}, {_age(self._lock)} old, is one that a process has left that ended; taken over")
         self.fd, path = tempfile.mkstemp(prefix="lock.", dir=self._lock.parent)
         os.rename(path, self._lock)
 
 
 def ninja_runs(folder: Path) -> bool:
-    """Whether a ninja still builds in a folder: it outlives a killed Python."""
+    """True while a ninja builds in a folder: it outlives a killed Python."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (process / "comm").read_text() == "ninja\n" and (process / "cwd").samefile(folder):

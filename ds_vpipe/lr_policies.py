@@ -116,18 +116,18 @@ class LRSchedule:
     """Learning-rate schedule of one stage, which counts the updates of that stage.
 
     It has the methods that DeepSpeed calls. torch's LambdaLR would also replace ``optimizer.step`` and add a key to the
-    parameter groups, which checkpoints hold.
+    parameter groups of checkpoints.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, policy: LRPolicy) -> None:
         self.optimizer = optimizer
         self._policy = policy
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
-        self._go_on_after(0)
+        self._continue_after(0)
 
     def step(self) -> None:
-        """Count an update, and set the learning rates of the next one."""
-        self._go_on_after(self._updates + 1)
+        """Count an update and set the next one's learning rates."""
+        self._continue_after(self._updates + 1)
 
     def get_last_lr(self) -> list[float]:
         """Learning rates of the next update, one per parameter group."""
@@ -136,14 +136,11 @@ class LRSchedule:
     get_lr = get_last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """The last update's number, counted from 0, under the name that DeepSpeed's own schedules give it.
-
-        So a checkpoint goes on with another type of schedule, in both directions.
-        """
+        """Last update's number, from 0, under the name of DeepSpeed's own schedules, which can continue from it."""
         return {"last_batch_iteration": self._updates - 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the updates that a state counts.
+        """Continue after the updates that a state counts.
 
         Raises:
             VPipeError: the state of a schedule that does not count updates.
@@ -155,9 +152,9 @@ class LRSchedule:
                 f"lr scheduler in the checkpoint: got a state with {given}; allowed: last_batch_iteration, as "
                 "DeepSpeed's schedules have it; load with load_lr_scheduler_states=False"
             )
-        self._go_on_after(last + 1)
+        self._continue_after(last + 1)
 
-    def _go_on_after(self, updates: int) -> None:
+    def _continue_after(self, updates: int) -> None:
         self._updates = updates
         # Optimizers replace their list of groups when they load a checkpoint: always ask for it anew.
         for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Observation:
-    """The watchers of one stage and the statistics that they gather.
+    """Watchers of one stage, with their statistics.
 
     Args:
         engine: DeepSpeed's; its hooks' timers and its profiler are replaced.
@@ -35,7 +35,7 @@ class Observation:
         plan: with predicted bytes, where the block left something to the planner.
 
     Attributes:
-        watchers: of every action, in the order in which they begin.
+        watchers: in the order in which they begin.
     """
 
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig, plan: Plan | None) -> None:
@@ -66,13 +66,13 @@ class Observation:
         self._ended = False
 
     def before(self, action: Action) -> None:
-        """Nothing: the record of a batch is closed after its last action."""
+        """Nothing; the record of a batch is closed after its last action."""
 
     def after(self, action: Action) -> None:
-        """Put this stage's record of a batch into the report that goes on to the previous stage."""
+        """Enter this stage's record of a batch in the report for the previous stage."""
         stage = self._stage
-        batch, rest = divmod(action.index + 1, stage.pipeline.micro_batches)
-        if action.kind is not Kind.BACKWARD or rest or stage.key(action)[1] != stage.number:
+        batch, index = divmod(action.index + 1, stage.pipeline.micro_batches)
+        if action.kind is not Kind.BACKWARD or index or stage.key(action)[1] != stage.number:
             return  # a stage with several parts ends a batch with the first of them
         if stage.report is None or stage.progress.completed <= action.index:
             return  # the pass has failed
@@ -97,12 +97,11 @@ class Observation:
         Raises:
             OSError: the file cannot be written.
         """
-        if self._recorder is None:
-            return None
-        return self._recorder.save(Path(self._timeline.path if folder is None else folder))
+        path = Path(self._timeline.path if folder is None else folder)
+        return None if self._recorder is None else self._recorder.save(path)
 
     def end(self) -> None:
-        """Print the measured peak beside the planned one and write the recording, once; no run fails for it."""
+        """Print the measured peak and write the recording, once; no run fails for it."""
         if self._ended:
             return
         self._ended = True
@@ -114,7 +113,7 @@ class Observation:
             logger.warning(f"ds_vpipe: timeline.path {self._timeline.path!r} cannot be written: {error}")
 
     def publish(self) -> None:
-        """On global rank 0: a line and the monitors' events, every ``steps_per_print`` batches."""
+        """Line and monitors' events on global rank 0, every ``steps_per_print`` batches."""
         engine = self._engine
         interval = engine.steps_per_print()
         if engine.global_rank != 0 or (interval is not None and engine.global_steps % interval != 0):

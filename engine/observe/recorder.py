@@ -1,8 +1,8 @@
 """Recorder of the actions of a stage over time: ``"timeline": {"enabled": true}`` in the JSON.
 
-A ring buffer keeps the latest spans; putting one in costs two readings of the clock and an append. Times are the
-host's: on CUDA a pass ends when its kernels are queued. The buffer is written when the engine is destroyed, the script
-ends or a stage fails, one file per rank in the folder ``timeline.path``; ``python -m ds_vpipe report FOLDER`` draws it.
+A ring buffer keeps the latest spans, at two readings of the clock and an append each. Times are the host's: on CUDA a
+pass ends when its kernels are queued. The buffer is written when the engine is destroyed, the script ends or a stage
+fails, one file per rank in the folder ``timeline.path``; ``python -m ds_vpipe report FOLDER`` draws it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.timelines.timeline import MemorySample, Recording, Span
 
 SPANS_KEPT = 1 << 17  # about 33 MB; some thousand batches of four micro-batches
-_NANO = 1e-9
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # host names may be the same in two containers
 
 
 class Recorder:
-    """Watcher of one stage that keeps the span of every action.
+    """Watcher of a stage that keeps the span of every action.
 
     Args:
         stage: the stage. On CUDA the allocated bytes are sampled after every pass.
@@ -56,7 +55,7 @@ class Recorder:
         self._begin = time.monotonic_ns()
 
     def after(self, action: Action) -> None:
-        """Keep the span of an action that has ended, or was given up at the end of the data."""
+        """Keep the span of an action, also of one that the end of the data broke off."""
         end = time.monotonic_ns()
         if action.kind is Kind.FORWARD:
             with suppress(KeyError):  # the pass has failed
@@ -77,7 +76,7 @@ class Recorder:
         total, count, most = self._staleness
 
         def seconds(instant: int) -> float:
-            return round((instant - self._origin) * _NANO, 9)
+            return round((instant - self._origin) * 1e-9, 9)
 
         return Recording(
             title=f"{pipeline.num_stages} stages",
@@ -104,12 +103,13 @@ class Recorder:
         with suppress(OSError):  # there is no folder, or it cannot be written to: saving will say so
             for path in list(folder.iterdir()):
                 name = re.fullmatch(rf"{self._prefix}(\d{{3,}})\.json", path.name)
-                gone = name is not None and self._stage.is_first and int(name[1]) >= self._stage.pipeline.num_stages
-                if gone or (name is not None and int(name[1]) == self._stage.number):
+                stage = -1 if name is None else int(name[1])
+                gone = self._stage.is_first and stage >= self._stage.pipeline.num_stages
+                if gone or stage == self._stage.number:
                     path.unlink(missing_ok=True)
 
     def save(self, folder: Path) -> Path:
-        """Write the recording to ``folder``, which is made if need be, and return the file's path.
+        """Write the recording to ``folder``, made if need be; returns the file's path.
 
         Raises:
             OSError: the file cannot be written.

@@ -21,8 +21,7 @@ from torch import nn
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.modules.fast_walks import parts_to_switch
-from ds_vpipe.engine.updates.lamb import Lamb
-from ds_vpipe.engine.updates.optimizer import APEX_OPTIMIZERS, own_optimizer
+from ds_vpipe.engine.updates.optimizers import APEX_OPTIMIZERS, Lamb, own_optimizer
 from ds_vpipe.engine.updates.parameter_groups import listed, trainable
 
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
@@ -56,20 +56,9 @@ class _Owned:
     ahead: deque[list[torch.Tensor]] = field(default_factory=deque)
 
 
-@runtime_checkable
-class TiesItself(Protocol):
-    """A module whose layers share parameters without being ``TiedLayerSpec``."""
-
-    def tied_layers(self) -> dict[str, list[int]]:
-        """Layers that use each tied parameter, by key; ``tied_comms`` has the parameter."""
-
-    def stage_owner(self, layer_idx: int) -> int:
-        """The stage of a layer."""
-
-
 def tied_parameters(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:
     """Tied parameters among those of the layers of ``key``, which this stage has."""
-    if isinstance(module, TiesItself):
+    if hasattr(module, "tied_layers"):  # a module that was split, whose layers are no TiedLayerSpec
         return _linked(module, key)
     names: list[str] = []
     for spec in module._layer_specs:
@@ -82,7 +71,7 @@ def tied_parameters(module: PipelineModule, key: str) -> list[torch.nn.Parameter
 def tied_stages(module: PipelineModule) -> dict[str, tuple[int, ...]]:
     """Stages of every tied key that spans more than one, owner first; the same on all ranks."""
     stages: dict[str, set[int]] = {}
-    if isinstance(module, TiesItself):
+    if hasattr(module, "tied_layers"):
         stages = {key: {module.stage_owner(index) for index in layers} for key, layers in module.tied_layers().items()}
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):

@@ -34,11 +34,11 @@ def built(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_lamb_from_json(worlds: Worlds) -> None:
-    from ds_vpipe.engine.updates.lamb import Lamb
+    from ds_vpipe.engine.updates.optimizers import Lamb
 
     params = {"lr": 0.02, "weight_decay": 0.1, "betas": [0.8, 0.9], "max_coeff": 0.7}
     (report,) = worlds.run(1, built, {"type": "Lamb", "params": params})
-    assert report["class"] == "ds_vpipe.engine.updates.lamb.Lamb"
+    assert report["class"] == "ds_vpipe.engine.updates.optimizers.Lamb"
     assert {key: report["group"][key] for key in params} == {**params, "betas": (0.8, 0.9)}
 
     layers = nn.Sequential(*toy.built_layers())

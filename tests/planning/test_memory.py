@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
-from ds_vpipe.engine.updates.lamb import Lamb
+from ds_vpipe.engine.updates.optimizers import Lamb
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.devices import (
     OptimizerBytes,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_vpipe.config.staleness import Staleness, refuse_delays
-from ds_vpipe.engine.updates.lamb import Lamb
+from ds_vpipe.engine.updates.optimizers import Lamb
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.one_f_one_b import update_delay, update_delays, versions_alive
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_vpipe.engine.updates.lamb import Lamb
+from ds_vpipe.engine.updates.optimizers import Lamb
 
 SHAPES = [(3, 4), (5,), (2, 2, 2), ()]
 STEPS = 5

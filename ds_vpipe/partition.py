@@ -24,8 +24,8 @@ def uniform_partition(num_layers: int, num_stages: int) -> tuple[int, ...]:
         VPipeConfigError: there are fewer layers than stages.
     """
     check_size(num_layers, num_stages)
-    size, rest = divmod(num_layers, num_stages)
-    return tuple(size + (stage < rest) for stage in range(num_stages))
+    size, larger = divmod(num_layers, num_stages)
+    return tuple(size + (stage < larger) for stage in range(num_stages))
 
 
 def balanced_partition(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:

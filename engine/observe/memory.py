@@ -33,7 +33,7 @@ def peak_memory(device: torch.device) -> int:
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    # On Linux this would be at least what the process had before it became this program, a launcher's say.
+    # On Linux this is at least the peak of the program that started this one, such as a launcher.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -83,7 +83,6 @@ _KINDS = {
     "update_s": Kind.STEP,
 }
 _PEAK_INTERVAL_S = 0.1
-_BATCHES_AT_A_TIME = 64
 COLUMNS = len(_FIELDS)
 """Numbers in a record."""
 
@@ -122,7 +121,7 @@ class StageMeter:
         self._seconds[action.kind] += time.perf_counter() - self._begin
 
     def close(self, batch: int) -> StageStatistics:
-        """The record of what has been observed since the last call."""
+        """Record of the actions since the last call."""
         counters, seconds = self._counters(), self._seconds
         measured: dict[str, Any] = {name: counters[name] - before for name, before in self._counted.items()}
         measured |= {name: seconds[kind] for name, kind in _KINDS.items()}
@@ -148,7 +147,7 @@ class StageMeter:
         return self._peak[1]
 
     def _counters(self) -> dict[str, float]:
-        """What the links count, since the start."""
+        """Counters of the links, since the start."""
 
         def waited(*kinds: Kind) -> float:
             return sum(link.waited_s for kind in kinds for link in self._links[kind])
@@ -167,28 +166,22 @@ class StatisticsMean:
     """Records of all stages, averaged over batches: seconds and bytes as the mean, everything else as the most."""
 
     def __init__(self) -> None:
-        self._added: list[Rows] = []
+        self._total: Rows | None = None
         self._count = 0
 
     def add(self, rows: Rows) -> None:
-        """Add one batch's records, ``[K, COLUMNS]``; they are summed up a number of batches at a time."""
-        self._added.append(rows)
+        """Add one batch's records, ``[K, COLUMNS]``."""
+        total = self._total
+        self._total = rows if total is None else np.where(_ADDED, total + rows, np.maximum(total, rows))
         self._count += 1
-        if len(self._added) >= _BATCHES_AT_A_TIME:
-            self._added = [self._sum()]
-
-    def _sum(self) -> Rows:
-        rows = np.stack(self._added)
-        return np.where(_ADDED, rows.sum(axis=0), rows.max(axis=0))
 
     def take(self) -> list[StageStatistics]:
-        """The mean of what was added since the last call, by stage; empty if nothing was."""
-        if self._count == 0:
+        """Mean of the records added since the last call, by stage; empty if there are none."""
+        total, count = self._total, self._count
+        self._total, self._count = None, 0
+        if total is None:
             return []
-        rows = self._sum()
-        means = np.where(_ADDED, rows / self._count, rows).tolist()
-        self._added, self._count = [], 0
-        return [StageStatistics.from_row(row) for row in means]
+        return [StageStatistics.from_row(row) for row in np.where(_ADDED, total / count, total).tolist()]
 
 
 def line(records: Sequence[StageStatistics]) -> str:

@@ -26,7 +26,7 @@ class LossScaling:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._change = optimizer._update_scale
-        optimizer._update_scale = _keep_scale
+        optimizer._update_scale = lambda *args, **kwargs: None
 
     @property
     def scale(self) -> float:
@@ -58,7 +58,3 @@ class LossScaling:
     def _scaler(self) -> Any:
         config = getattr(self._optimizer, "loss_scale_config", None)
         return self._optimizer.loss_scaler if config is None else config
-
-
-def _keep_scale(*args: Any, **kwargs: Any) -> None:
-    """Stand-in for an optimizer's own change of scale."""

@@ -166,22 +166,23 @@ class StatisticsMean:
     """Records of all stages, averaged over batches: seconds and bytes as the mean, everything else as the most."""
 
     def __init__(self) -> None:
-        self._total: Rows | None = None
+        self._sum: Rows = np.zeros(())
+        self._most: Rows = np.zeros(())
         self._count = 0
 
     def add(self, rows: Rows) -> None:
         """Add one batch's records, ``[K, COLUMNS]``."""
-        total = self._total
-        self._total = rows if total is None else np.where(_ADDED, total + rows, np.maximum(total, rows))
+        self._sum, self._most = self._sum + rows, np.maximum(self._most, rows)
         self._count += 1
 
     def take(self) -> list[StageStatistics]:
         """Mean of the records added since the last call, by stage; empty if there are none."""
-        total, count = self._total, self._count
-        self._total, self._count = None, 0
-        if total is None:
+        if self._count == 0:
             return []
-        return [StageStatistics.from_row(row) for row in np.where(_ADDED, total / count, total).tolist()]
+        means = np.where(_ADDED, self._sum / self._count, self._most).tolist()
+        self._sum = self._most = np.zeros(())
+        self._count = 0
+        return [StageStatistics.from_row(row) for row in means]
 
 
 def line(records: Sequence[StageStatistics]) -> str:

@@ -1,17 +1,18 @@
-"""The asynchronous pipeline engine: stage programs of :mod:`ds_vpipe.schedules`, carried out inside DeepSpeed.
+"""Asynchronous pipeline engine, as a subclass of DeepSpeed's.
 
 :class:`VPipeEngine` replaces what DeepSpeed's ``PipelineEngine`` does within a batch and leaves the rest
 to it: configuration, optimizers and precision, reduction over replicas, learning-rate schedules,
-reporting, checkpoints. A call of ``train_batch()`` runs this stage's program up to its next update::
+reporting, checkpoints. A call of ``train_batch()`` carries out the actions (:mod:`ds_vpipe.schedules`) of
+this stage up to its next update::
 
-    call t, stage s of K     F .. F   (warm-up, after a start or a drain only)
-                             F B  F B  ..  F B   M pairs; forwards run W micro-batches ahead
-                             REDUCE STEP         this stage's own update t
+    call t, stage s of K     F .. F              W warm-up passes, only after a start or a drain
+                             F B  F B  ..  F B   M pairs; F is W micro-batches ahead of B
+                             REDUCE STEP         update t of this stage
 
-Data end in band: in place of an activation the first stage sends END, and every stage drains to the
-last complete batch. The mean loss of a batch rides with the gradient of its last micro-batch, so that
-every stage has it before its own update without a message or a wait of its own. A failing stage sends
-ABORT on all its links, in place of whatever its neighbours wait for.
+At the end of the data the first stage sends END in place of an activation, and every stage drains to
+the last complete batch. The mean loss of a batch is sent with the gradient of its last micro-batch, so
+that every stage has it before its own update without a further message. A failing stage sends ABORT on
+all its links, in place of the message that its neighbours wait for.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ class VPipeEngine(PatchedPipelineEngine):
     ``train_batch()``, ``eval_batch()`` and the rest of the interface are ``PipelineEngine``'s.
 
     Args:
-        prepared: results of :func:`ds_vpipe.engine.build.prepare`, if the arguments have been there.
+        prepared: result of :func:`ds_vpipe.engine.build.prepare`; by default it is called here.
 
     Attributes:
         vpipe_config: the ``"vpipe"`` block.
-        plan: result of the planner, with predicted bytes of every stage, where the block left something to it.
-        stage: everything that this rank owns.
+        plan: result of the planner, with predicted bytes of every stage; None if the block leaves it nothing to plan.
+        stage: state of this rank, its links and its weights.
         executor: carries out the stage's actions.
     """
 
@@ -106,7 +107,7 @@ class VPipeEngine(PatchedPipelineEngine):
 
     @property
     def consumed_micro_batches(self) -> int:
-        """Micro-batches that this pipeline has trained, look-ahead not counted: where a resumed run's data begin."""
+        """Micro-batches that this pipeline has trained, without those read ahead: where a resumed run's data begin."""
         return self.global_samples // (self.train_micro_batch_size_per_gpu() * self.dp_world_size)
 
     # Batches
@@ -118,12 +119,12 @@ class VPipeEngine(PatchedPipelineEngine):
         call. Only the first stage uses inputs and only the last labels.
 
         Args:
-            data_iter: iterator over ``(inputs, labels)`` micro-batches, which may refill its buffers; None on stages
-                in between, to use the data set given to ``initialize()``, or where ``batch_fn`` makes them of None.
+            data_iter: iterator over ``(inputs, labels)`` micro-batches, which may reuse its buffers. None on stages
+                in between, for the data set given to ``initialize()``, or if ``batch_fn`` makes micro-batches of None.
 
         Raises:
-            StopIteration: on every rank, if the data do not suffice for the batch. All complete batches
-                have been trained, and training may go on with a new iterator.
+            StopIteration: on every rank, if the data end before the batch is complete. All complete batches have
+                been trained, and training may go on with a new iterator.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         if self.optimizer is None:
@@ -148,11 +149,11 @@ class VPipeEngine(PatchedPipelineEngine):
         """As ``PipelineEngine.eval_batch()``; all ranks call it, between any two ``train_batch()`` calls.
 
         Returns:
-            The mean loss over ``num_micro_batches`` (default: those of a training batch), on every rank with
-            ``bcast_loss``, else on the last stage and None before it. With ``reduce_output=None`` the list of the
-            micro-batches' losses in place of their mean. With ``compute_loss=False``, or a module without
-            ``loss_fn``, outputs in place of losses; without losses nothing is handed to other stages. With
-            ``return_logits`` a pair: that, and the last micro-batch's output, None before the last stage.
+            The mean loss over ``num_micro_batches`` (default: those of a training batch): on every rank with
+            ``bcast_loss``, else on the last stage, and None on the others. With ``reduce_output=None`` the list of
+            the micro-batches' losses in place of their mean. With ``compute_loss=False``, or a module without
+            ``loss_fn``, outputs in place of losses, on the last stage only. With ``return_logits`` a pair of this
+            and the last micro-batch's output, which is None before the last stage.
 
         Raises:
             StopIteration: on every rank, if ``data_iter`` holds too few micro-batches.
@@ -164,12 +165,13 @@ class VPipeEngine(PatchedPipelineEngine):
             return self.evaluation.eval_batch(super().eval_batch, data_iter, options)
 
     def quiesce(self, what: str = "quiesce()") -> None:
-        """Leave one version of the weights and nothing in flight; all ranks call it, between two batches.
+        """Empty the pipeline and keep one weight version; all ranks call it, between two batches.
 
-        Copies of tied weights are then equal to their owner's, and overflows and norms of all stages are known.
+        Micro-batches in flight are run again by the next call. Copies of tied weights are equal to their owner's
+        afterwards, and every stage knows the overflows and norms of all others.
 
         Args:
-            what: the call that needs it, for a warning if that comes in every batch.
+            what: the call that needs an empty pipeline, named in a warning if it comes in every batch.
 
         Raises:
             VPipeError: the pipeline has failed before.
@@ -183,11 +185,11 @@ class VPipeEngine(PatchedPipelineEngine):
             quiesce(self.stage)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As DeepSpeed's; all ranks call it, between any two batches. The size that it is already changes nothing.
+        """As DeepSpeed's; all ranks call it, between any two batches. The current size changes nothing.
 
         Raises:
             ValueError: the size is not a multiple of micro-batch size and replicas.
-            VPipeConfigError: a mitigation of staleness does not work with the delay that it gives.
+            VPipeConfigError: a mitigation of staleness does not work with the delay that the size leads to.
         """
         if train_batch_size == self.train_batch_size():
             return  # scripts with a ramp-up call it before every batch
@@ -199,13 +201,13 @@ class VPipeEngine(PatchedPipelineEngine):
         restart_at(self.stage, self.stage.weights.latest_version)
 
     def register_random_state(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        """Let recomputation, evaluation and checkpoints put back a random state that is not torch's own.
+        """Random state that recomputation, evaluation and checkpoints restore.
 
-        Python's, NumPy's and those of DeepSpeed's and Megatron's trackers are known without.
+        Those of torch, Python, NumPy and DeepSpeed's and Megatron's trackers are registered already.
 
         Args:
-            name: in checkpoints.
-            get: returns the state, which later draws do not change.
+            name: its name in checkpoints.
+            get: returns a copy of the state, which later draws do not change.
             put: makes such a state the current one.
         """
         self.stage.random_states.register(name, get, put)
@@ -222,13 +224,13 @@ class VPipeEngine(PatchedPipelineEngine):
     ) -> bool:
         """As DeepSpeed's; all ranks call it, between any two batches.
 
-        Micro-batches in flight are set back and trained afterwards. The folder appears under its name, and
-        ``latest`` names it, only when it is complete. It is the first rank's: scripts that put the time into the name
-        of a folder have another one on a rank that started a second later.
+        The pipeline is emptied (:meth:`quiesce`). The folder gets its name, and ``latest`` the name of the folder,
+        only when it is complete. All ranks use the first rank's ``save_dir``: a script that puts the time into its name
+        may have another one on a rank that is a second later.
 
         Raises:
-            VPipeError: files cannot be written; the checkpoint before is still there, and training may go on.
-            PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
+            VPipeError: files cannot be written; the previous checkpoint is still there, and training may go on.
+            PipelinePeerError: files cannot be written on another rank, or a rank is lost or did not answer in time.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
@@ -251,12 +253,12 @@ class VPipeEngine(PatchedPipelineEngine):
     ) -> Any:
         """As DeepSpeed's; all ranks call it, between any two batches.
 
-        Data go on at :attr:`consumed_micro_batches`, where the caller's iterator has to begin. Micro-batches
-        read ahead before are trained only if the same iterator is passed on, as if nothing had been read.
+        The caller's iterator has to begin at :attr:`consumed_micro_batches`. If it is the one used before, it goes on
+        with the micro-batches that were read ahead; with another iterator these are dropped.
 
         Raises:
             VPipeError: the checkpoint is of another model, or files are lost. Load another one before anything else.
-            PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
+            PipelinePeerError: this happened on another rank, or a rank is lost or did not answer in time.
         """
         self.quiesce("load_checkpoint()")
         return self.checkpoints.load(
@@ -279,11 +281,11 @@ class VPipeEngine(PatchedPipelineEngine):
         the script has made, or ``LAYER.NAME`` and ``tied_modules.KEY.NAME`` as in ``PipelineModule.state_dict()``.
 
         Args:
-            rank0_only: only the first stage's ranks get it, others an empty one, and need no memory for it.
-            exclude_frozen_parameters: leave out what is not trained.
+            rank0_only: only the first stage's ranks get it; others get an empty one and need no memory for it.
+            exclude_frozen_parameters: leave out parameters that are not trained.
 
         Raises:
-            VPipeError: other ranks do something else.
+            VPipeError: another rank makes another call.
             PipelinePeerError: a rank is lost or did not answer in time.
         """
         return self.whole_model.gather("full_state_dict()", rank0_only, exclude_frozen_parameters)
@@ -294,18 +296,18 @@ class VPipeEngine(PatchedPipelineEngine):
         """As DeepSpeed's; all ranks call it. The file appears when it is complete.
 
         Raises:
-            VPipeError: it cannot be written; or other ranks do something else.
-            PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
+            VPipeError: the file cannot be written, or another rank makes another call.
+            PipelinePeerError: this happened on another rank, or a rank is lost or did not answer in time.
         """
         self.whole_model.save(save_dir, save_filename, exclude_frozen_parameters)
         return True
 
     def come_to_rest(self, what: str) -> None:
-        """Finish what is in flight, together with the other stages that do the same, before ``what``."""
+        """Empty the pipeline before ``what``, which all stages do together."""
         self.quiesce()
 
     def weights_were_set(self) -> None:
-        """At rest, the script has given the parameters other values, on all stages."""
+        """Take over parameter values that the script has set on all stages while nothing was in flight."""
         self.stage.ties.restart(self.stage.progress.completed // self.micro_batches)
 
     # Observation, and the end
@@ -321,7 +323,7 @@ class VPipeEngine(PatchedPipelineEngine):
         """Write this rank's recording; with ``timeline.enabled`` it is also done when the engine ends.
 
         Args:
-            folder: where to; default: ``timeline.path``.
+            folder: of the recording; default: ``timeline.path``.
 
         Returns:
             The file of this rank, or None if nothing is recorded.
@@ -329,10 +331,10 @@ class VPipeEngine(PatchedPipelineEngine):
         return self.observation.save_timeline(folder)
 
     def destroy(self) -> None:
-        """Leave the pipeline: let the neighbours have what was sent, and drop the micro-batches in flight."""
+        """Leave the pipeline: wait until neighbours have received what they need, drop micro-batches in flight."""
         if "observation" in self.__dict__:
             self._end()
-            # Their graphs refer to the engine through hooks, in cycles that Python cannot see.
+            # Their autograd graphs refer to the engine through hooks, in cycles that the garbage collector cannot see.
             self.stage.in_flight.clear()
             self.whole_model.leave()
         super().destroy()
@@ -344,7 +346,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.stage.groups.failures.stop()
 
     def _finish_sends(self) -> None:
-        """Stay until the neighbours have what they still need of this stage."""
+        """Wait until the neighbours have received what they still need of this stage."""
         stage, links = self.stage, self.stage.links
         if stage.failure is not None:
             return
@@ -359,7 +361,7 @@ class VPipeEngine(PatchedPipelineEngine):
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """A block that ends training on every rank if it fails; the end of the data is no failure."""
+        """Block whose failure ends training on every rank; the end of the data is no failure."""
         try:
             yield
         except StopIteration:
@@ -369,10 +371,10 @@ class VPipeEngine(PatchedPipelineEngine):
             raise
 
     def abort(self, error: BaseException) -> None:
-        """Let all ranks know why this one stops.
+        """Report to all ranks why this one stops.
 
         Raises:
-            PipelinePeerError: the error is that of a collective of DeepSpeed's which another rank's failure has ended.
+            PipelinePeerError: the error comes from a DeepSpeed collective that another rank's failure has ended.
         """
         stage, failures, me = self.stage, self.stage.groups.failures, self.stage.links.me
         reason = error.reason if isinstance(error, PipelinePeerError) else None
@@ -419,7 +421,7 @@ class VPipeEngine(PatchedPipelineEngine):
             super()._take_model_step(lr_kwargs)
 
     def clip_fp32_gradients(self) -> None:
-        """Clip gradients; DeepSpeed's own counts only the first stage's."""
+        """Clip gradients; DeepSpeed's own method uses the norm of the first stage's alone."""
         self._global_grad_norm = self.clipping.clip(self.gradient_clipping())
 
     def _aggregate_total_loss(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Everything that one rank owns of a pipeline: what it is, how it reaches others, and where it stands."""
+"""State of one rank of a pipeline: its layers, links, weights and progress."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from ds_vpipe.staleness.mitigation import StalenessMitigation
 
 
 class DataEnd(NamedTuple):
-    """End of the data that the first stage has met, until the pipeline is filled again.
+    """End of the data, known to a stage until the pipeline is filled again.
 
     Attributes:
-        call: number of the ``train_batch()`` call in which it was met.
-        left_over: micro-batches of an incomplete batch before it, each with the call that it was read in.
+        call: number of the ``train_batch()`` call whose iterator has ended.
+        left_over: micro-batches of the incomplete batch before the end, each with the call in which it was read.
     """
 
     call: int
@@ -46,32 +46,32 @@ class Stage:
     """One rank's share of a pipeline.
 
     Attributes:
-        pipeline: its schedule and sizes; another one after ``set_train_batch_size()``.
-        number: of the stage, from 0.
+        pipeline: schedule and sizes; replaced by ``set_train_batch_size()``.
+        number: index of the stage, from 0.
         exchanges_by_rank: messages around updates, of every stage.
-        module: its layers.
-        device: where it computes.
-        groups: its process groups, with the failures of other ranks.
-        consensus: of its replicas, its pipeline, and all ranks.
-        links: to the neighbouring stages.
-        ties: weights tied to other stages; of an asynchronous pipeline only.
-        feed: the micro-batches.
-        weights: their versions, around the optimizer.
-        loss_scaling: with fp16, else None.
+        module: layers of the stage.
+        device: device of the layers.
+        groups: process groups, with the failures of other ranks.
+        consensus: decisions that hold on all replicas of the stage, all ranks of the pipeline, or all ranks.
+        links: links to the neighbouring stages.
+        ties: weights tied to other stages; in an asynchronous pipeline only.
+        feed: micro-batches from the script's iterators.
+        weights: weight versions, around the optimizer.
+        loss_scaling: loss scale with fp16, else None.
         peers: overflows and norms of other stages, in an asynchronous pipeline that needs them, else None.
-        mitigation: of staleness, at stages with a delay if the block asks for it, else None.
+        mitigation: mitigation of staleness, on stages with a delay if the block asks for it, else None.
         delay_warmup: drain intervals.
-        random_states: restored by recomputation and evaluation.
-        drains: how often the pipeline is emptied.
-        batch_loss: starts the sum of a batch's losses, on the last stage.
-        sets_back: whether micro-batches in flight may be taken back and admitted again.
+        random_states: random states that recomputation and evaluation restore.
+        drains: count of batches in which the pipeline is emptied, for a warning.
+        batch_loss: makes the sum of a new batch's losses, on the last stage.
+        sets_back: whether micro-batches in flight may be withdrawn, and admitted again later.
         script_senders: links on which the last stage sends losses to scripts.
         progress: micro-batches forwarded and completed.
-        in_flight: micro-batches in flight.
-        action: carried out now, for messages.
-        losses: of the current batch, on the last stage.
-        report: losses and statistics of the current batch, once known here.
-        data_end: end of the data, once known here and until the pipeline is filled again.
+        in_flight: micro-batches between their forward and backward passes.
+        action: the current action, for error messages.
+        losses: sum of the current batch's losses, on the last stage.
+        report: losses and statistics of the current batch, once this stage has them.
+        data_end: end of the data, once this stage knows of it and until the pipeline is filled again.
         failure: why training cannot go on, or None.
     """
 
@@ -105,7 +105,7 @@ class Stage:
 
     @property
     def exchanges(self) -> Exchanges:
-        """Its messages around updates."""
+        """Messages of this stage around its updates."""
         return self.exchanges_by_rank[self.number]
 
     @property
@@ -120,16 +120,16 @@ class Stage:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether it runs ahead of other stages' updates."""
+        """Whether stages update without waiting for each other."""
         return not self.pipeline.synchronous
 
     @property
     def senders(self) -> list[Sender]:
-        """All sending ends: a failure is sent on each."""
+        """All senders of the stage; a failure is sent on each."""
         return [*self.links.senders, *self.ties.weights_out, *self.ties.gradients_out, *self.script_senders]
 
     def key(self, action: Action) -> Key:
-        """Key of an action's micro-batch among those in flight."""
+        """Key of an action's micro-batch in :attr:`in_flight`."""
         return action.index, self.number if action.part is None else action.part
 
     def delays(self, micro_batches: int | None = None) -> tuple[int, ...]:

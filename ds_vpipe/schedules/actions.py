@@ -1,7 +1,7 @@
-"""What a pipeline stage does, one step at a time, as plain values.
+"""Actions of a pipeline stage.
 
 An :class:`Action` is a kind and an index. The same actions are executed by the engine, checked and
-drawn without processes, and named in logs and errors, so its text form is part of the interface:
+drawn without processes, and named in logs and errors, so their text form is part of the interface:
 ``F7`` is the forward pass of micro-batch 7, ``SEND_GRAD7`` sends the gradient of its input to the
 previous stage, ``STEP3`` is the optimizer update of batch 3. Where a rank holds several parts of the model
 the number of the part comes first: ``5F7`` is the forward pass of micro-batch 7 through part 5.
@@ -44,7 +44,7 @@ class Kind(enum.Enum):
     RECV_GRAD = "RECV_GRAD"
     BACKWARD = "B"
     SEND_GRAD = "SEND_GRAD"
-    DROP_GRAD = "DROP_GRAD"  # receive a gradient of a batch that the data leave incomplete, and use it for nothing
+    DROP_GRAD = "DROP_GRAD"  # receive and ignore a gradient of an incomplete batch, at the end of the data
     REDUCE = "REDUCE"  # average a batch's gradients over the stage's data-parallel replicas
     STEP = "STEP"  # one optimizer update of this stage
     SEND_TIED_GRAD = "SEND_TIED_GRAD"  # gradients of tied weights, from a copy to their owner
@@ -56,7 +56,7 @@ class Kind(enum.Enum):
 
     @property
     def category(self) -> Category:
-        """Category of work for summaries and pictures. A rank that receives does nothing else: it waits."""
+        """Category of work for summaries and pictures; receiving is waiting."""
         return _CATEGORIES[self]
 
     @property
@@ -78,7 +78,9 @@ _PER_MICRO_BATCH = frozenset(list(Kind)[: list(Kind).index(Kind.REDUCE)])
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one stage. ``index`` counts micro-batches, or batches from REDUCE on, from 0.
+    """One action of one stage.
+
+    ``index`` counts micro-batches from 0, and batches for the kinds from REDUCE on (:attr:`Kind.per_batch`).
 
     ``part`` is the part of the model that a pass or a transfer belongs to, or None where the rank holds only one.
     """

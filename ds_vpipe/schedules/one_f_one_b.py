@@ -1,4 +1,4 @@
-"""The 1F1B order of one stage, asynchronous or synchronous, as pure data.
+"""1F1B order of one stage, asynchronous or synchronous.
 
 Stage ``s`` runs ``F(0) .. F(W-1)``, then for ``i = 0, 1, 2, ...`` the pair ``F(i+W), B(i)``, and after
 the last backward pass of each batch of ``M`` micro-batches one update. ``W`` is the stage's warm-up
@@ -8,9 +8,9 @@ depth. With three stages, depths 2, 1, 0 and ``M = 1`` (updates are not drawn)::
     stage 1      F0 F1 B0 F2 B1 F3 B2 ...
     stage 2         F0 B0 F1 B1 F2 B2 ...
 
-The order never depends on time, only on how many micro-batches have been admitted: no forward pass
-goes beyond ``limit``. An asynchronous pipeline has no limit until its data end; a synchronous one has
-a limit at the end of every batch, which makes it drain there. That is the whole difference.
+The order does not depend on timing. It depends on ``limit``, the first micro-batch that has no forward
+pass. An asynchronous pipeline has no limit until its data end; a synchronous one has a limit at the end
+of every batch, which makes it drain there. They differ in nothing else.
 
 Source: the 1F1B order and weight stashing of PipeDream (Narayanan et al., SOSP 2019, sections 3.2 and
 3.3), with gradient accumulation over M micro-batches as in PipeDream-2BW (ICML 2021).
@@ -25,33 +25,33 @@ from ds_vpipe.schedules.actions import Action, Kind
 
 
 def default_depths(num_stages: int) -> tuple[int, ...]:
-    """Warm-up depth of each stage that keeps every stage busy if transfers cost nothing: K-1-s."""
+    """Default warm-up depth of each stage, K-1-s: the least that keeps all busy if transfers cost nothing."""
     return tuple(num_stages - 1 - stage for stage in range(num_stages))
 
 
 def version_used(micro_batch: int, depth: int, micro_batches: int, refill: int = 0) -> int:
-    """Number of its own updates a stage has applied when it runs ``F(micro_batch)``.
+    """Weight version of ``F(micro_batch)``: the stage's updates before that pass.
 
-    ``depth`` is the stage's warm-up depth ``W``, with vertical sync that of stage 0; ``refill`` the first micro-batch
-    that was admitted after the pipeline last drained.
+    ``depth`` is the stage's warm-up depth ``W``, or with vertical sync that of stage 0. ``refill`` is the first
+    micro-batch that was admitted after the pipeline last drained.
     """
     return max(refill, micro_batch - depth) // micro_batches
 
 
 def peer_delay(depth: int, depth_there: int, micro_batches: int) -> int:
-    """Delay, in updates, with which a later stage knows of an earlier one's without waiting.
+    """Delay in updates of values that an earlier stage sends along.
 
-    When a stage of depth ``W`` completes ``B(i)``, an earlier one of depth ``W'``, ``depth_there``, has completed
-    ``B(i - (W' - W) - 1)``, because ``F(i + W)`` has come from it.
+    A later stage has them without waiting. When it, of depth ``W``, completes ``B(i)``, it has run ``F(i + W)``. The
+    earlier one, of depth ``W'`` (``depth_there``), had completed ``B(i + W - W' - 1)`` before it sent that activation.
     """
     return -(-(depth_there - depth + 1) // micro_batches)
 
 
 def updates_known(batch: int, delay: int, micro_batches: int, refill: int = 0) -> int:
-    """How many of an earlier stage's updates a stage knows of in its own update ``batch``, counted from 0.
+    """Updates of an earlier stage that a stage knows in its update ``batch``, counted from 0.
 
     ``delay`` is the :func:`peer_delay` of the two stages. At ``refill``, the first micro-batch that was admitted after
-    the pipeline last drained, everything was known.
+    the pipeline last drained, all earlier updates were known.
     """
     return max(refill // micro_batches, batch + 1 - delay)
 
@@ -73,12 +73,12 @@ def versions_alive(depth: int, micro_batches: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """What a stage exchanges around its updates besides activations and gradients.
+    """Messages of a stage around its updates, besides activations and gradients.
 
     Attributes:
-        owns_tied: other stages hold copies of weights that this one updates.
-        has_copies: this stage holds copies of weights that another one updates.
-        peers: stages send overflows and norms of their updates to the previous one.
+        owns_tied: other stages hold copies of weights that this stage updates.
+        has_copies: this stage holds copies of weights that another stage updates.
+        peers: every stage sends overflows and norms of its updates to the previous stage.
     """
 
     owns_tied: bool = False
@@ -89,7 +89,7 @@ class Exchanges:
 def exchanges_by_rank(
     num_stages: int, tied: Iterable[Sequence[int]] = (), peers: bool = False
 ) -> tuple[Exchanges, ...]:
-    """What every stage exchanges around its updates; ``tied`` has the stages of each tied weight, the owner first."""
+    """Messages of every stage around its updates; ``tied`` has the stages of each tied weight, the owner first."""
     owners = {owner for owner, *_ in tied}
     copies = {copy for _, *others in tied for copy in others}
     return tuple(Exchanges(stage in owners, stage in copies, peers) for stage in range(num_stages))
@@ -97,15 +97,15 @@ def exchanges_by_rank(
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one stage has come. Counts are of micro-batches since the start of training.
+    """Progress of one stage, in micro-batches since the start of training.
 
     Attributes:
         forwarded: forward passes run; the next one is ``F(forwarded)``.
         completed: backward passes run; the next one is ``B(completed)``.
-        limit: no forward pass at or beyond this index; None while data are not known to end.
+        limit: first micro-batch that has no forward pass; None while the data are not known to end.
         refill: first micro-batch admitted after the pipeline last drained.
-        owed: gradients beyond the limit that the next stage sends all the same, because it ran those backward passes
-            before it knew of the limit.
+        owed: micro-batches from the limit on whose gradients the next stage sends nevertheless, because it ran their
+            backward passes before it knew the limit.
     """
 
     forwarded: int = 0
@@ -121,10 +121,10 @@ class Progress:
 
 
 def compute_actions(progress: Progress, depth: int, micro_batches: int) -> Iterator[Action]:
-    """What is left of the current batch at a stage: forward passes, backward passes, one update.
+    """Rest of a stage's current batch: forward passes, backward passes, one update.
 
-    Stops short of backward passes of micro-batches that the limit shuts out. What is owed of those is dropped where
-    the next batch would begin and not before: the next stage may send it only in its next ``train_batch()`` call.
+    Ends before the first backward pass whose micro-batch has no forward pass. Only there the owed gradients are
+    received and dropped: the next stage may send them as late as in its next ``train_batch()`` call.
     """
     batch = progress.completed // micro_batches
     forwarded = progress.forwarded
@@ -146,13 +146,14 @@ def compute_actions(progress: Progress, depth: int, micro_batches: int) -> Itera
 def with_communication(
     actions: Iterable[Action], stage: int, num_stages: int, exchanges: Exchanges = Exchanges(), virtual_stages: int = 1
 ) -> Iterator[Action]:
-    """Add reading and transfers around what ``stage`` computes.
+    """Actions of a stage, with data reading and transfers added.
 
-    The first stage reads inputs and the last labels; every other boundary is a transfer. Gradients of tied
-    weights go to their owner before it reduces its own, new weights to the copies after its update.
+    The first stage reads inputs and the last stage labels; between two stages activations and gradients are
+    transferred. Gradients of tied weights go to their owner before its reduction, new weights to the copies after its
+    update.
 
-    With ``virtual_stages`` parts of the model on each of ``num_stages`` ranks, ``stage`` is the rank. A part's
-    neighbours are on other ranks, unless there is only one, where nothing is transferred.
+    With ``virtual_stages`` parts of the model on each of ``num_stages`` ranks, ``stage`` is the rank. Neighbouring
+    parts are on different ranks; with a single rank nothing is transferred.
     """
     first_rank, last_rank = stage == 0, stage == num_stages - 1
     last_part = num_stages * virtual_stages - 1

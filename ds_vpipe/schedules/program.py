@@ -1,15 +1,16 @@
-"""Everything each rank of a pipeline does, transfers included: what the engine carries out one batch at a time.
+"""Programs: all actions of each rank of a pipeline, transfers included.
 
-The engine asks for :func:`rank_actions` from where a rank stands to the end of the batch. Whole programs, as checks,
-simulation and pictures need them, are the same functions called batch after batch, and where the data end. Of four
-batches of two micro-batches through two ranks with depths 2 and 0, asynchronous, data ending after five micro-batches
-and again after four more (transfers are not drawn)::
+The engine asks for :func:`rank_actions`, from a rank's progress to the end of the batch. Checks, simulation and
+pictures need whole programs: the same functions called batch after batch, and once more at each end of the data. An
+example: an asynchronous pipeline of two ranks with depths 2 and 0 trains four batches of two micro-batches. The first
+iterator ends after five micro-batches, the second (right of the bar) after four more; transfers are left out::
 
     rank 0   F0 F1 F2 B0 F3 B1 STEP0 F4 B2 B3 STEP1 DROP_GRAD4 | F4 F5 F6 B4 F7 B5 STEP2 B6 B7 STEP3
     rank 1   F0 B0 F1 B1 STEP0 F2 B2 F3 B3 STEP1 F4 B4         | F4 B4 F5 B5 STEP2 F6 B6 F7 B7 STEP3
 
-A rank learns where the data end in place of the micro-batch that is not there, ``F5``: rank 0 before ``B3``, rank 1
-after ``B4``.
+A rank learns of the end of the data where it would have run the first missing micro-batch, ``F5``: rank 0 before
+``B3``, rank 1 after ``B4``. Micro-batch 4 belongs to no complete batch: its passes are undone, and its number is used
+again.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _ADMITTING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.FORWARD})
 
 
 class Filling(NamedTuple):
-    """One stretch of training, from an empty pipeline to the next one.
+    """Micro-batches between two times at which the pipeline is empty.
 
     Attributes:
-        start: number of its first micro-batch, a multiple of M.
-        end: number of the first micro-batch that the data no longer have; None if they go on.
-        limit: where its last complete batch ends; of an open end where training stops.
+        start: number of the first micro-batch, a multiple of M.
+        end: number of the first micro-batch that the data do not have; None if they go on.
+        limit: end of the last complete batch, or where training stops if the data go on.
     """
 
     start: int
@@ -48,14 +49,14 @@ class Filling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """How much is trained, and where the data end on the way.
+    """Batches to train, and the ends of the data before the last.
 
-    Micro-batches of a batch that the data leave incomplete are trained on no rank, and their numbers are given again.
+    Micro-batches of an incomplete batch are trained on no rank, and their numbers are used again.
 
     Attributes:
         batches: complete batches that are trained in all.
-        data_ends: number of the first micro-batch that is not there, for each iterator that ends on the way.
-        drain: the data end after the last batch. Otherwise forward passes of later batches have begun by then.
+        data_ends: for each iterator that ends before the last batch, the number of the first missing micro-batch.
+        drain: the data end after the last batch. Otherwise the program also has forward passes of later batches.
 
     Raises:
         VPipeConfigError: there is no batch, or an end lies before the one before it.
@@ -72,7 +73,7 @@ class Workload:
             raise Refusal("data_ends", list(self.data_ends), "numbers >= 1 that do not fall", "change them").error()
 
     def fillings(self, pipeline: Pipeline) -> Iterator[Filling]:
-        """The stretches between ends of the data, in order; not those in which nothing runs.
+        """Fillings between ends of the data, in order, without those in which nothing runs.
 
         Raises:
             VPipeConfigError: an end lies beyond the last batch and the one after it.
@@ -94,7 +95,7 @@ class Workload:
 
 
 def batch_actions(pipeline: Pipeline, rank: int, progress: Progress) -> Iterator[Action]:
-    """What is left of the current batch on ``rank``: forward and backward passes, one reduction and update.
+    """Rest of the current batch on ``rank``: forward and backward passes, reduction, update.
 
     A synchronous pipeline drains at the end of the batch whatever the limit.
 
@@ -119,13 +120,13 @@ def batch_actions(pipeline: Pipeline, rank: int, progress: Progress) -> Iterator
 def rank_actions(
     pipeline: Pipeline, rank: int, progress: Progress, exchanges: Exchanges = _NOTHING_ELSE
 ) -> Iterator[Action]:
-    """Everything ``rank`` does from ``progress`` to the end of the current batch; see :func:`batch_actions`."""
+    """Actions of ``rank`` from ``progress`` to the end of the batch: :func:`batch_actions` with transfers."""
     actions = batch_actions(pipeline, rank, progress)
     return with_communication(actions, rank, pipeline.num_stages, exchanges, pipeline.virtual_stages)
 
 
 def after_batch(pipeline: Pipeline, rank: int, progress: Progress) -> Progress:
-    """Where ``rank`` stands after :func:`rank_actions` from ``progress``, if the limit leaves the batch whole."""
+    """Progress of ``rank`` after :func:`rank_actions`, if the batch is complete."""
     completed = (progress.completed // pipeline.micro_batches + 1) * pipeline.micro_batches
     if pipeline.synchronous:
         return replace(progress, forwarded=completed, completed=completed)
@@ -135,10 +136,10 @@ def after_batch(pipeline: Pipeline, rank: int, progress: Progress) -> Progress:
 
 
 def at_data_end(pipeline: Pipeline, rank: int, progress: Progress, limit: int, end: int) -> Progress:
-    """Where ``rank`` stands once it knows, in place of micro-batch ``end``, that the data have ended.
+    """Progress of ``rank`` once it knows that micro-batch ``end`` is missing.
 
-    It has run ``B(end - W - 1)`` before. The next rank sends gradients up to ``end - W' - 1`` before it learns of it.
-    No micro-batch from ``limit`` on belongs to a complete batch.
+    By then it has run its backward passes up to ``B(end - W - 1)``, and the next rank, of depth ``W'``, will have sent
+    its gradients up to micro-batch ``end - W' - 1``. Micro-batches from ``limit`` on belong to no complete batch.
     """
     depths = pipeline.depths
     owed = range(max(limit, end - depths[rank]), end - depths[rank + 1]) if rank + 1 < len(depths) else range(0)
@@ -149,7 +150,7 @@ def at_data_end(pipeline: Pipeline, rank: int, progress: Progress, limit: int, e
 def rank_program(
     pipeline: Pipeline, rank: int, workload: Workload, exchanges: Exchanges = _NOTHING_ELSE
 ) -> Iterator[Action]:
-    """Everything ``rank`` does to train ``workload``."""
+    """All actions with which ``rank`` trains ``workload``."""
     for filling in workload.fillings(pipeline):
         yield from _filling_actions(pipeline, rank, filling, exchanges)
 
@@ -174,6 +175,6 @@ def _filling_actions(pipeline: Pipeline, rank: int, filling: Filling, exchanges:
 
 
 def programs(pipeline: Pipeline, workload: Workload, exchanges: Sequence[Exchanges] | None = None) -> Programs:
-    """Everything each rank does to train ``workload``; ``exchanges`` of every rank, if there are any."""
+    """Programs of all ranks for ``workload``, with the ``exchanges`` of every rank, if there are any."""
     by_rank = exchanges or (_NOTHING_ELSE,) * pipeline.num_stages
     return tuple(tuple(rank_program(pipeline, rank, workload, by_rank[rank])) for rank in range(pipeline.num_stages))

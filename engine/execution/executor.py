@@ -1,4 +1,4 @@
-"""One stage's actions, carried out: the meaning of each kind of action inside DeepSpeed."""
+"""Executor of a stage's actions: one method per kind of action."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ds_vpipe.schedules.one_f_one_b import version_used
 from ds_vpipe.schedules.program import rank_actions
 
 Methods = Mapping[Kind, Callable[[int, int], None]]
-"""The meaning of each kind: a function of the action's index and its part of the model."""
+"""The method of each kind of action; its arguments are the action's index and part of the model."""
 
 
 class Watcher(Protocol):
-    """Observer of every action of a stage; it changes none."""
+    """Observer of every action of a stage, without effect on it."""
 
     def before(self, action: Action) -> None:
         """The action begins."""
@@ -51,7 +51,8 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
     for action in actions:
         stage.action = action
         stage.groups.check(action)
-        stage.links.wait_for_copies(action.kind)  # no part of the action: on an accelerator that is what computes
+        # Before the watchers begin: the copies may wait for earlier work of an accelerator, which is not this action's.
+        stage.links.wait_for_copies(action.kind)
         for watcher in watchers:
             watcher.before(action)
         try:
@@ -67,13 +68,13 @@ class Executor:
     """Training of one stage.
 
     Args:
-        engine: DeepSpeed's, which runs passes and updates.
-        stage: changes with every action.
-        statistics: numbers of each stage in the report of a batch.
+        engine: DeepSpeed's engine, which runs passes and updates.
+        stage: state of the rank, which every action changes.
+        statistics: how many numbers each stage adds to the report of a batch.
 
     Attributes:
-        methods: what each kind of action does.
-        watchers: observers of every action, in the order in which they begin.
+        methods: the method of each kind of action.
+        watchers: observers of every action; the first begins first and ends last.
     """
 
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, statistics: int) -> None:
@@ -105,10 +106,10 @@ class Executor:
         carry_out(self._stage, actions, self.methods, self.watchers)
 
     def train_batch(self) -> None:
-        """Carry out the program up to the stage's next update, past ends of the data.
+        """Carry out the actions up to the stage's next update, if necessary with an end of the data and a refill.
 
         Raises:
-            StopIteration: the data do not suffice for the batch.
+            StopIteration: the data end before the batch is complete.
         """
         stage = self._stage
         batch, size = self._engine.global_steps, stage.pipeline.micro_batches
@@ -123,7 +124,7 @@ class Executor:
                     self.run(rank_actions(stage.pipeline, stage.number, stage.progress, stage.exchanges))
                 except EndOfData as data_end:
                     drain.end_data(stage, data_end, batch)
-                    continue  # the rest of the batch's program is another
+                    continue  # with the actions that are left now that the limit is known
                 if stage.progress.completed == end:
                     break
                 drain.refill(stage)
@@ -152,7 +153,7 @@ class Executor:
         if self._several_parts and index % stage.pipeline.micro_batches == 0:
             self._read_batch(index)
         call, taken = feed.next_again() or self._admit(index)
-        if taken is None:  # the data ended here before a quiesce, which the stages after this one forgot
+        if taken is None:  # the data end here, as before a quiesce, in which the later stages forgot it
             raise EndOfData(index - index % stage.pipeline.micro_batches, index, call)
         feed.forget_before(call)
         inputs = to_device(taken[0], stage.device, copy=stage.sets_back)
@@ -162,7 +163,7 @@ class Executor:
         stage.in_flight[index, part] = record
 
     def _read_batch(self, index: int) -> None:
-        """Read a whole batch before it begins: parts of it could not be undone on all ranks."""
+        """Read a whole batch before it begins: an incomplete one could not be undone on all ranks."""
         feed, size = self._stage.feed, self._stage.pipeline.micro_batches
         items: list[Any] = []
         call = feed.call
@@ -203,7 +204,7 @@ class Executor:
         if stage.peers is not None:
             stage.peers.from_earlier(table)
         if not self._several_parts:
-            # The previous stage runs F(index) after B(index - W - 1), for which it has had our gradient.
+            # The previous stage, of depth W, ran F(index) after B(index - W - 1): it has received that gradient.
             links.gradients.release(index - stage.pipeline.depths[stage.number - 1] - 1)
 
     def forward(self, index: int, part: int) -> None:
@@ -251,14 +252,14 @@ class Executor:
             stage.report = BatchReport.unpack(report)
 
     def drop_gradient(self, index: int, part: int) -> None:
-        """Wait for a gradient of a batch that the data leave incomplete, and forget it."""
+        """Wait for a gradient of an incomplete batch at the end of the data, and drop it."""
         self._gradient_message(index, part)
 
     def _gradient_message(self, index: int, part: int) -> Received:
         links = self._stage.links.next
         message = links.gradients.receive(str(self._stage.action))
         self._expect(message, Message.GRADIENT, self._number(index, part))
-        # It has come the other way round, and so has everything that was sent before.
+        # The gradient answers an activation: the next stage has received that one and all that were sent before it.
         links.activations.release_through(self._number(index, part + 1))
         return message
 
@@ -274,7 +275,7 @@ class Executor:
             else:
                 self._engine.run_backward_from(record.outputs, record.gradients)
                 record.outputs, record.gradients = [], []
-        # The next pass or update points the parameters to what it needs, and the end of the batch to the newest.
+        # The parameters stay at this version: the next pass or update, or the end of the call, selects another one.
         stage.weights.release((index, part))
         if part == 0:
             del stage.in_flight[index, part]
@@ -298,14 +299,14 @@ class Executor:
         self._engine.reduce_gradients(together=not self._stage.asynchronous)
 
     def step(self, index: int, part: int) -> None:
-        """One optimizer update of the stage; DeepSpeed asks for :meth:`updating` around the step itself."""
+        """One optimizer update of the stage; the optimizer's own step runs within :meth:`updating`."""
         if self._several_parts:  # all activations have come back, and nobody waits for gradients any more
             self._stage.links.flush()
         self._engine.run_update()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Surroundings of an optimizer step: loss scale, versions, tied weights, updates of other stages."""
+        """Context of an optimizer step: sets loss scale and version before, tied weights and peer updates after."""
         stage, scaling = self._stage, self._stage.loss_scaling
         if scaling is not None and stage.report is not None:
             scaling.scale = stage.report.loss_scale
@@ -349,13 +350,13 @@ class Executor:
         self._expect(message, Message.PEERS)
         peers.from_later(message.tree)
 
-    # Parts of them
+    # Helpers
 
     def _ends_batch(self, index: int) -> bool:
         return (index + 1) % self._stage.pipeline.micro_batches == 0
 
     def _number(self, index: int, receiver: int) -> int:
-        """Number of a micro-batch's message to the part ``receiver``."""
+        """Message number of a micro-batch on its way to the part ``receiver``."""
         return index * self._stage.pipeline.num_parts + receiver if self._several_parts else index
 
     def _expect(self, message: Received, kind: Message, number: int | None = None) -> None:
@@ -367,13 +368,13 @@ class Executor:
 
 
 def choose_part(stage: Stage, part: int) -> None:
-    """Let the module run the layers of ``part``, where it has several."""
+    """Select the layers of ``part`` in a module that has several parts."""
     if isinstance(stage.module, InterleavedMixin):
         stage.module.chunk = part // stage.pipeline.num_stages
 
 
 def arrived(tree: Any, device: torch.device) -> Any:
-    """A received tree on the stage's device; on the CPU it is there already."""
+    """Received tensors on the stage's device; on the CPU they are there already."""
     if device.type == "cpu":
         return tree
     if isinstance(tree, torch.Tensor):

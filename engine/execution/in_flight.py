@@ -1,4 +1,4 @@
-"""What a stage keeps of a micro-batch between its forward and its backward pass."""
+"""Record of a micro-batch between its forward and backward passes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from ds_vpipe.engine.links.message import Tree, leaves
 
 Key = tuple[int, int]
-"""Micro-batch, and the part of the model that it goes through; of a stage with one part that is its number."""
+"""Micro-batch and part of the model; the part is the stage's number if the stage has only one."""
 
 
 class _Entry(torch.autograd.Function):
-    """Hands a received tensor to the stage so that the first layer may work in place on it.
+    """Identity function that lets the first layer change its input in place.
 
-    Autograd forbids that on a leaf; a copy would do too, at the price of a second stage input in memory
-    for every micro-batch in flight.
+    Autograd forbids that for a leaf, such as a received tensor. A copy of it would cost the memory of a second stage
+    input for every micro-batch in flight.
     """
 
     @staticmethod
@@ -42,11 +42,11 @@ class InFlight:
         inputs: input of the stage's first layer.
         labels: second argument of the loss function, on the last stage.
         output: output of the forward pass, until it is sent.
-        outputs: tensors that a gradient will arrive for.
-        gradients: those gradients, once received; None where the next stage did not use a tensor.
-        loss: on the last stage.
-        script_loss: the loss on its way back to the first stage, for scripts that get every micro-batch's.
-        taken: own copy of the micro-batch, on the first stage of a pipeline that may have to admit it again.
+        outputs: output tensors that will get a gradient.
+        gradients: those gradients, once received; None for a tensor that the next stage did not use.
+        loss: loss, on the last stage.
+        script_loss: loss to be sent back to the first stage, for scripts that get the loss of every micro-batch.
+        taken: copy of the micro-batch, on the first stage if it may have to be admitted again.
     """
 
     call: int
@@ -69,7 +69,7 @@ class InFlight:
         return _enter(self.inputs, as_made)
 
     def keep_output(self, output: Tree) -> None:
-        """Keep the output until it is sent, and what takes part in the backward pass until that."""
+        """Keep the output until it is sent, and its tensors with gradients until the backward pass."""
         self.output = output
         self.outputs = [leaf for leaf in leaves(output) if leaf is not None and leaf.requires_grad]
 

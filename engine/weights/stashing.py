@@ -1,8 +1,9 @@
-"""The optimizer wrapper that lets micro-batches in flight keep the weights they started with.
+"""Weight stashing around an optimizer.
 
-It wraps any optimizer that steps its parameters in place, whatever DeepSpeed has put around it, and
-adds to it versions keyed by micro-batch. The gradient of an old version is applied to the newest
-weights, as in PipeDream (Narayanan et al., SOSP 2019, section 3.3).
+A micro-batch in flight keeps the weights of its forward pass. The wrapper works with any optimizer that
+changes its parameters in place, DeepSpeed's wrappers included, and records the version that each
+micro-batch uses. The gradient of an old version is applied to the newest weights, as in PipeDream
+(Narayanan et al., SOSP 2019, section 3.3).
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ class WeightStashingOptimizer:
 
     Args:
         base_optimizer: the optimizer that updates ``parameters`` in place.
-        parameters: all parameters of the stage. Those that are frozen now may be trained later on, from where nothing
-            is in flight.
+        parameters: all parameters of the stage. Frozen ones may be unfrozen later, while nothing is in flight.
         stash: keep the weights of micro-batches in flight. Without it (``weight_sync: "none"``)
             every backward pass sees the newest weights; for comparison only.
         version: updates that the weights have had already.
@@ -110,7 +110,7 @@ class WeightStashingOptimizer:
         self._in_flight[micro_batch] = version
 
     def _take_in_unfrozen(self) -> None:
-        """Versions of parameters that were frozen: an update would else change what is in flight."""
+        """Include unfrozen parameters in the versions: updates would else change weights that are in use."""
         if self._in_flight or self.num_versions > 1:
             raise VPipeError(
                 "requires_grad: got parameters that were unfrozen while micro-batches that have used them are in "
@@ -130,7 +130,7 @@ class WeightStashingOptimizer:
         self._versions.point_to_newest()
 
     def release(self, micro_batch: Hashable) -> None:
-        """The micro-batch is done or dropped: its version may go."""
+        """Give up the version of a micro-batch that is done or dropped."""
         del self._in_flight[micro_batch]
         self._recycle()
 
@@ -141,12 +141,12 @@ class WeightStashingOptimizer:
             parameter.grad = None
 
     def keep_from(self, version: int) -> None:
-        """Hold on to ``version`` and newer ones for forward passes that are still to come (vertical sync)."""
+        """Keep ``version`` and newer ones for later forward passes (vertical sync)."""
         self._keep_from = version
         self._recycle()
 
     def keep_newest(self) -> None:
-        """Let go of all versions but the newest; nothing is in flight."""
+        """Drop all versions but the newest; only while nothing is in flight."""
         if self._keep_from is not None:
             self.keep_from(self.latest_version)
 
@@ -160,10 +160,10 @@ class WeightStashingOptimizer:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Whatever steps the base optimizer inside makes the next version.
+        """Context of an optimizer step, which makes the next version.
 
-        In place where nothing in flight refers to the newest weights, else on a fork of them. Autograd
-        is told that the tensors it saved have not changed, which the fork has made true.
+        The step is made in place if nothing in flight uses the newest weights, else on a copy of them. Autograd's
+        check for changes in place is off meanwhile: thanks to the copy, no saved tensor changes.
         """
         if self._stash and self._is_needed(self._versions.latest):
             self._versions.fork()

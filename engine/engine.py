@@ -167,8 +167,8 @@ class VPipeEngine(PatchedPipelineEngine):
     def quiesce(self, what: str = "quiesce()") -> None:
         """Empty the pipeline and keep one weight version; all ranks call it, between two batches.
 
-        Micro-batches in flight are run again by the next call. Copies of tied weights are equal to their owner's
-        afterwards, and every stage knows the overflows and norms of all others.
+        Micro-batches in flight are withdrawn: they are run again later. Copies of tied weights are equal to their
+        owner's afterwards, and every stage knows the overflows and norms of all others.
 
         Args:
             what: the call that needs an empty pipeline, named in a warning if it comes in every batch.
@@ -225,8 +225,8 @@ class VPipeEngine(PatchedPipelineEngine):
         """As DeepSpeed's; all ranks call it, between any two batches.
 
         The pipeline is emptied (:meth:`quiesce`). The folder gets its name, and ``latest`` the name of the folder,
-        only when it is complete. All ranks use the first rank's ``save_dir``: a script that puts the time into its name
-        may have another one on a rank that is a second later.
+        only when it is complete. All ranks use the first rank's: a script that puts the time into the
+        name may give another one on a rank that is a second later.
 
         Raises:
             VPipeError: files cannot be written; the previous checkpoint is still there, and training may go on.

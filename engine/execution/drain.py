@@ -1,17 +1,17 @@
-"""Drain and quiesce: how a stage gets rid of what is in flight, and how the pipeline is filled again.
+"""Drain, quiesce and refill of a pipeline.
 
-At the end of the data a stage *drains*. The first stage admits micro-batches one by one and finds out in the middle of
-a batch. What it and the stages after it have done of that batch by then is known without asking: END takes the place
-of a micro-batch in the order of :mod:`ds_vpipe.schedules.one_f_one_b`. Each stage undoes what belongs to no complete
-batch, and the rest of its program follows from :func:`ds_vpipe.schedules.program.at_data_end`.
+**Drain**, at the end of the data: finish the complete batches in flight. The first stage admits micro-batches one by
+one, so it may find the end inside a batch. It then sends END in place of the missing micro-batch. What each stage has
+done by then follows from the order in :mod:`ds_vpipe.schedules.one_f_one_b`, so no stage has to ask another. Each
+stage undoes its passes of the incomplete batch, and :func:`ds_vpipe.schedules.program.at_data_end` says what is left.
 
-Between two calls of ``train_batch()`` a pipeline can *quiesce* without draining. Every stage has made the same number
-of updates then, but stages have run ahead with forward passes of later micro-batches. They forget those: each drops
-what it has in flight and what the previous stage has sent it, up to a mark that this sends last, and the first stage
-puts the micro-batches back in front of its data. So it does with an end of the data that it has met, and with the
-micro-batches left over before that. The mark tells the last stage of them, which reads as far: what comes next may drop
-them, rewind the iterators or read them elsewhere, and inputs and labels stay together. The next call fills the pipeline
-again from there, so nothing is lost but the work of the forward passes.
+**Quiesce**, between two calls of ``train_batch()``: withdraw the micro-batches in flight without finishing them. All
+stages have made the same number of updates then, but have run forward passes of later micro-batches. Each stage drops
+its records of those, and all activations that the previous stage has sent before the message QUIESCE. The first stage
+puts the withdrawn micro-batches back in front of its data, with an end of the data that it has met and the
+micro-batches of the incomplete batch before that. QUIESCE says how many they are, and the last stage reads as many
+labels: inputs and labels stay together even if these micro-batches are then dropped, or the iterators rewound. The next
+call fills the pipeline again from there. Nothing is lost but the work of the forward passes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ds_vpipe.schedules.program import at_data_end
 
 
 def next_drain(stage: Stage, batch: int) -> int | None:
-    """The first batch after a given one before which the pipeline is to be empty; None if there is none.
+    """First later batch that begins with an empty pipeline, or None.
 
     Batches are numbered from 0 since the start of training.
     """
@@ -46,7 +46,7 @@ def limit_to_drain(stage: Stage, batch: int) -> None:
 
 
 def end_data(stage: Stage, end: EndOfData, batch: int) -> None:
-    """Pass the end of the data on to the next stage, undo what belongs to no complete batch, and change course."""
+    """Pass the end of the data on to the next stage, undo passes of the incomplete batch, and set the limit."""
     if not stage.is_last:
         numbers = torch.tensor([end.limit, end.read, end.unlabelled, end.asked])
         stage.links.next.activations.send(Message.END, end.read, numbers, note=end.call)
@@ -81,8 +81,8 @@ def refill(stage: Stage) -> None:
     """Begin to fill the pipeline again, which has drained at the end of the data.
 
     Raises:
-        StopIteration: not even one batch since the pipeline was empty. An end that was met in an earlier call
-            and forgotten in a quiesce says nothing about the iterator of this one, which is asked first.
+        StopIteration: the data ended without one complete batch since the pipeline was last empty. An end that was
+            met in an earlier call counts only after the iterator of this call has been asked.
     """
     data_end, stage.data_end = stage.data_end, None
     before, limit = stage.progress, stage.progress.completed
@@ -93,7 +93,7 @@ def refill(stage: Stage) -> None:
 
 
 def quiesce(stage: Stage) -> None:
-    """Leave one version of the weights and nothing in flight; all ranks call it, between two batches.
+    """Withdraw the micro-batches in flight and keep one weight version; all ranks call it, between two batches.
 
     Raises:
         PipelinePeerError: a neighbour is lost or did not answer in time.

@@ -148,9 +148,8 @@ def with_communication(
 ) -> Iterator[Action]:
     """Actions of a stage, with data reading and transfers added.
 
-    The first stage reads inputs and the last stage labels; between two stages activations and gradients are
-    transferred. Gradients of tied weights go to their owner before its reduction, new weights to the copies after its
-    update.
+    The first stage reads inputs, the last stage labels; activations and gradients go from stage to stage. Gradients of
+    tied weights go to their owner before its reduction, new weights to the copies after its update.
 
     With ``virtual_stages`` parts of the model on each of ``num_stages`` ranks, ``stage`` is the rank. Neighbouring
     parts are on different ranks; with a single rank nothing is transferred.

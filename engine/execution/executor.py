@@ -51,8 +51,7 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
     for action in actions:
         stage.action = action
         stage.groups.check(action)
-        # Before the watchers begin: the copies may wait for earlier work of an accelerator, which is not this action's.
-        stage.links.wait_for_copies(action.kind)
+        stage.links.wait_for_copies(action.kind)  # may wait for earlier work of an accelerator: not watched
         for watcher in watchers:
             watcher.before(action)
         try:

@@ -33,8 +33,7 @@ from ds_vpipe.engine.execution.batch_loss import BatchLoss
 from ds_vpipe.engine.execution.data import MicroBatchFeed
 from ds_vpipe.engine.execution.drain_watch import DrainWatch
 from ds_vpipe.engine.links.consensus import Consensus
-from ds_vpipe.engine.links.groups import Groups, use_local_device
-from ds_vpipe.engine.links.link import Peer
+from ds_vpipe.engine.links.groups import Groups, Peer, use_local_device
 from ds_vpipe.engine.links.stage_links import StageLinks
 from ds_vpipe.engine.modules.activation_checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, recompute_parts

@@ -42,9 +42,8 @@ from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.drain import quiesce, restart_at
 from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options, or_no_data
 from ds_vpipe.engine.execution.executor import Executor
-from ds_vpipe.engine.links.groups import collective_groups
-from ds_vpipe.engine.links.link import is_of_collective
-from ds_vpipe.engine.links.sender import abort_all
+from ds_vpipe.engine.links.groups import collective_groups, is_of_collective
+from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.modules.fast_walks import training_by_list
 from ds_vpipe.engine.observe.observers import Observation
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics

@@ -15,7 +15,7 @@ from ds_vpipe.engine.execution.drain_watch import DrainWatch
 from ds_vpipe.engine.execution.in_flight import InFlight, Key
 from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.groups import Groups
-from ds_vpipe.engine.links.sender import Sender
+from ds_vpipe.engine.links.link import Sender
 from ds_vpipe.engine.links.stage_links import StageLinks
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.updates.loss_scale import LossScaling

@@ -16,7 +16,10 @@ _FILES_LIMIT_S = 30 * 60.0  # slow file systems are ordinary; DeepSpeed's own de
 
 
 class Consensus:
-    """Minima over the ranks of a stage or over all ranks, and what one rank decides for others.
+    """Minima, values and bytes that ranks of a stage, a pipeline or all exchange.
+
+    Each raises :class:`PipelinePeerError` if a rank is lost or did not answer in time. All but :meth:`all_have` are for
+    between batches only. Arguments ``what`` name the wait.
 
     Args:
         grid: DeepSpeed's process grid.
@@ -35,67 +38,40 @@ class Consensus:
         self._everyone = groups.of("all ranks", range(grid.world_size), longest_s=self._files_limit_s)
 
     def all_have(self, mine: bool) -> bool:
-        """True if all ranks of this stage pass True: a micro-batch is admitted only if every replica has one.
+        """Whether all ranks of this stage pass True: a micro-batch is admitted only if every replica has one.
 
-        Of a tensor slice one rank may read for all, so that the others have to hear of the end.
-
-        Raises:
-            PipelinePeerError: one of them is lost or did not answer in time.
+        Of a tensor slice one rank may read for all, and the others must learn of the end.
         """
         return bool(self._stage.minimum(int(mine), "the stage's ranks to read a micro-batch"))
 
     def lowest(self, value: int, what: str) -> int:
-        """The smallest ``value`` of all ranks, between batches only; ``what`` is the name of the wait.
-
-        Raises:
-            PipelinePeerError: a rank is lost or did not answer in time.
-        """
+        """The smallest ``value`` of all ranks."""
         return self._everyone.minimum(value, what)
 
     def is_same(self, value: int, what: str) -> bool:
-        """True if all ranks pass the same ``value``, between batches only; ``what`` is the name of the wait.
-
-        Raises:
-            PipelinePeerError: a rank is lost or did not answer in time.
-        """
+        """Whether all ranks pass the same ``value``."""
         return self.lowest(value, what) == -self.lowest(-value, what)
 
     def of_pipeline(self, value: Any, source: int) -> Any:
-        """The ``value`` that the rank ``source`` of this pipeline passes; all stages call it, between batches only.
-
-        Raises:
-            PipelinePeerError: a rank is lost or did not answer in time.
-        """
+        """The ``value`` of the rank ``source`` of this pipeline; all its stages call it."""
         values = self._pipeline.gather(value, "all stages to agree on what a checkpoint holds")
         return values[self._pipeline.ranks.index(source)]
 
     def of_replicas(self, value: Any) -> list[Any]:
-        """The values that all replicas of this stage pass, in order, between batches only.
-
-        Raises:
-            PipelinePeerError: a replica is lost or did not answer in time.
-        """
+        """The values of all replicas of this stage, in order."""
         return self._replicas.gather(value, "the stage's replicas to exchange optimizer states")
 
     def of_stages(self, value: Any, what: str) -> list[Any]:
-        """The values that all stages of this pipeline pass, in order; ``what`` is the name of the wait.
-
-        Raises:
-            PipelinePeerError: a rank is lost or did not answer in time.
-        """
+        """The values of all stages of this pipeline, in order."""
         return self._pipeline.gather(value, what)
 
     def bytes_of_stage(self, tensor: torch.Tensor, stage: int, receivers: Sequence[int], what: str) -> None:
-        """Bring a contiguous tensor in host memory from one stage of this pipeline to others.
+        """Copy a contiguous tensor in host memory from one stage of this pipeline to others.
 
         Args:
             tensor: on ``stage`` and the receivers; others need not call this.
             stage: that has the values.
             receivers: stages that get them.
-            what: the name of the wait.
-
-        Raises:
-            PipelinePeerError: a rank is lost or did not answer in time.
         """
         flat, group = tensor.view(-1).view(torch.uint8), self._pipeline
         ranks = group.ranks
@@ -109,35 +85,31 @@ class Consensus:
 
     @property
     def pipeline(self) -> tuple[str, list[int]]:
-        """A name of this pipeline, the same on its ranks, and these."""
+        """Name of this pipeline, the same on its ranks, and these."""
         return self._pipeline.name, list(self._pipeline.ranks)
 
     def of_first_rank(self, value: Any) -> Any:
-        """The ``value`` that rank 0 passes; all ranks call it, between batches only.
-
-        Raises:
-            PipelinePeerError: a rank is lost or did not answer in time.
-        """
+        """The ``value`` of rank 0; all ranks call it."""
         return self._everyone.gather(value, "the first rank to name the folder of a checkpoint")[0]
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
-        """A block of work with files that all ranks do, between batches: if it fails on one it fails on all.
+        """Work with files that fails on all ranks if it fails on one.
 
         Blocks may be nested; a failure is reported once. A rank that fails between the block's own collectives
         reports it at the end, where those that wait for it meet it.
 
         Args:
-            what: begins the line of a failure.
+            what: start of the line of a failure.
 
         Raises:
             VPipeError: the work failed here.
-            PipelinePeerError: it failed on another rank, or a rank is lost or did not answer in time.
+            PipelinePeerError: it failed on another rank.
         """
         try:
             yield
         except PipelinePeerError:
-            raise  # everyone has it
+            raise  # all ranks have it
         except Exception as error:
             if self._raised is not None and error is self._raised():
                 raise

@@ -2,7 +2,7 @@
 
 ``torch.distributed.new_group`` is for none of them. Where the default group is bound to a device, it has every rank
 that is no member of the new group split the default group's communicator. That is a collective, which the members of
-a gloo group never enter: with three ranks or more all stand for ever. Here a group is known to its members alone.
+a gloo group never enter: a dead-lock of three ranks or more. Here a group is known to its members alone.
 
 What remains of ``new_group`` are groups over the device's backend that all ranks make in the same order: those of
 DeepSpeed's process grid, and those of tied weights, with which DeepSpeed makes them equal at the start and reduces
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,16 +24,29 @@ from deepspeed.accelerator import get_accelerator
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 from ds_vpipe.engine.links.failure_watch import FailureWatch, break_off
-from ds_vpipe.engine.links.link import Peer, cause
-from ds_vpipe.errors import PipelinePeerError
+from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 _GLOO: Any = ProcessGroupGloo  # torch's stubs name its options otherwise
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A stage and the rank that runs it."""
+
+    stage: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} (rank {self.rank})"
+
+
+@dataclass(frozen=True, eq=False)
 class Group:
     """Ranks that exchange messages.
 
-    Args:
+    Every wait ends with a :class:`PipelinePeerError` after the time limit, or if a rank has failed or is lost.
+
+    Attributes:
         name: of this group alone, the same on its ranks.
         backend: theirs; None for one rank alone.
         ranks: global numbers of the members, in order.
@@ -41,42 +55,37 @@ class Group:
         failures: the failures of other ranks.
     """
 
-    def __init__(
-        self, name: str, backend: Any, ranks: Sequence[int], me: Peer, timeout_s: float, failures: FailureWatch
-    ) -> None:
-        self.name = name
-        self._backend, self.ranks, self.me = backend, tuple(ranks), me
-        self.timeout_s = timeout_s
-        self._failures = failures
+    name: str
+    backend: Any
+    ranks: tuple[int, ...]
+    me: Peer
+    timeout_s: float
+    failures: FailureWatch
 
     def send(self, data: torch.Tensor, rank: int, tag: int) -> dist.Work:
         """Start sending ``data`` to the member with the global number ``rank``."""
-        work: dist.Work = self._backend.send([data], self.ranks.index(rank), tag)
+        work: dist.Work = self.backend.send([data], self.ranks.index(rank), tag)
         return work
 
     def recv(self, data: torch.Tensor, rank: int, tag: int) -> dist.Work:
         """Start receiving ``data`` from the member with the global number ``rank``."""
-        work: dist.Work = self._backend.recv([data], self.ranks.index(rank), tag)
+        work: dist.Work = self.backend.recv([data], self.ranks.index(rank), tag)
         return work
 
     def wait(self, work: dist.Work | RuntimeError, what: str, timeout_s: float | None = None) -> None:
-        """Wait for ``work``, or raise the error that it has met.
-
-        Raises:
-            PipelinePeerError: it did not come to its end in time, or a rank has failed or is lost.
-        """
+        """Wait for ``work``, or raise the error that it has met."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         try:
             if isinstance(work, RuntimeError):
                 raise work
             work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
-            break_off(self._backend)  # a collective would go on without the limit of this wait
-            reason = self._failures.reason()
+            break_off(self.backend)  # a collective would go on without the limit of this wait
+            reason = self.failures.reason()
             if reason is not None:
                 raise PipelinePeerError(f"{self.me} stopped waiting for {what}: {reason}", reason) from error
-            named = None if timeout_s is not None else limit
-            raise PipelinePeerError(f"{self.me} waited for {what}: {cause(error, named)}") from error
+            raisable = limit if timeout_s is None else None
+            raise PipelinePeerError(f"{self.me} waited for {what}: {_cause(error, raisable)}") from error
 
     def minimum(self, value: int, what: str) -> int:
         """The smallest ``value`` of all members."""
@@ -84,14 +93,14 @@ class Group:
             return value
         result, options = torch.tensor([value]), AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
-        self.wait(self._started(lambda: self._backend.allreduce([result], options)), what)
+        self._run(lambda: self.backend.allreduce([result], options), what)
         return int(result.item())
 
     def broadcast(self, data: torch.Tensor, rank: int, what: str) -> None:
-        """Give ``data`` of the member with the global number ``rank`` to all."""
+        """Copy ``data`` of the member with the global number ``rank`` to all."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = self.ranks.index(rank), 0
-        self.wait(self._started(lambda: self._backend.broadcast([data], options)), what)
+        self._run(lambda: self.backend.broadcast([data], options), what)
 
     def gather(self, value: Any, what: str, timeout_s: float | None = None) -> list[Any]:
         """The ``value`` of every member, in order; whatever can be pickled."""
@@ -105,15 +114,15 @@ class Group:
 
     def _gather(self, mine: torch.Tensor, what: str, timeout_s: float | None) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in self.ranks]
-        self.wait(self._started(lambda: self._backend.allgather([parts], [mine])), what, timeout_s)
+        self._run(lambda: self.backend.allgather([parts], [mine]), what, timeout_s)
         return parts
 
-    @staticmethod
-    def _started(start: Any) -> Any:
+    def _run(self, start: Callable[[], Any], what: str, timeout_s: float | None = None) -> None:
         try:
-            return start()
+            work = start()
         except RuntimeError as error:
-            return error
+            work = error
+        self.wait(work, what, timeout_s)
 
 
 class Groups:
@@ -137,17 +146,17 @@ class Groups:
         self.failures = FailureWatch(self._store, dist.get_world_size(), timeout_s)
 
     def check(self, doing: object) -> None:
-        """Go no further if another rank is known to have failed; a device's collective may end without an error.
+        """Raise a failure of another rank that is known; a device's collective may end without an error.
 
         Raises:
-            PipelinePeerError: it has; ``doing`` is what this rank was about to do.
+            PipelinePeerError: a rank has failed; ``doing`` is this rank's next action.
         """
         reason = self.failures.known
         if reason is not None:
             raise PipelinePeerError(f"{self.me} stopped at {doing}: {reason}", reason)
 
     def of(self, name: str, ranks: Iterable[int], longest_s: float = 0.0) -> Group:
-        """A group of ``ranks``, this one among them. Members of several groups make them in the same order.
+        """Group of ``ranks``, this one among them. Members of several groups make them in the same order.
 
         Args:
             name: what the group is for; another one for every group of the same ranks.
@@ -167,9 +176,11 @@ class Groups:
                 backend = ProcessGroupGloo(store, members.index(self.me.rank), len(members), options)
             except RuntimeError as error:
                 what = f"{self.me} waited for ranks {members} to connect ({name})"
-                raise PipelinePeerError(f"{what}: {cause(error, self.timeout_s)}") from error
+                raise PipelinePeerError(f"{what}: {_cause(error, self.timeout_s)}") from error
             self.failures.breaks(backend)
-        return Group(f"{self._name}/{name} of {members}", backend, members, self.me, self.timeout_s, self.failures)
+        return Group(
+            f"{self._name}/{name} of {members}", backend, tuple(members), self.me, self.timeout_s, self.failures
+        )
 
 
 def use_local_device() -> None:
@@ -190,3 +201,24 @@ def _devices() -> list[Any]:
     if not names:
         return [ProcessGroupGloo.create_default_device()]
     return [ProcessGroupGloo.create_device(interface=name) for name in names]
+
+
+def _cause(error: RuntimeError, timeout_s: float | None) -> str:
+    """One line for a backend's error; ``timeout_s`` is the limit in seconds that the user may raise, if any."""
+    text = " ".join(str(error).split())
+    if "Timed out" in text or "timeout" in text.lower():
+        if timeout_s is None:
+            return "nothing came in time; see the other ranks' logs"
+        return (
+            f"nothing came within {timeout_s:g} s; see that rank's log, or raise vpipe.peer_timeout_s "
+            f"if a step may take that long"
+        )
+    if "closed" in text or "reset" in text or "Broken pipe" in text:
+        return "it is gone (connection closed); see that rank's log for the cause"
+    return text
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether a backend's collective has raised an error, and no layer of a model."""
+    words = ("gloo", "pair closure", "NCCL", "Operation timed out")
+    return isinstance(error, RuntimeError) and not isinstance(error, VPipeError) and any(w in str(error) for w in words)

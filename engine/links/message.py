@@ -9,9 +9,9 @@ A tensor arrives with the strides that it was sent with, as results of kernels m
 Gaps between its elements do not travel, and what is expanded travels once.
 
 Metadata travel with every message, so shapes may change from micro-batch to micro-batch without a flag.
-While they do not change nothing is computed again: a :class:`Packer` keeps the latest layouts and the
-views into the buffers that it recycles, and :class:`Expected` has the views into a receive buffer ready before its
-message comes. Reading copies nothing: tensors are views of the received buffer, which is freed with the last of them.
+While they do not change nothing is computed again: a :class:`Packer` recycles the buffers of the latest layouts with
+their views, and :class:`Expected` has the views into a receive buffer ready before its message comes. Reading copies
+nothing: tensors are views of the received buffer, which is freed with the last of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ HEADER_BYTES = 4096
 
 
 class Message(enum.IntEnum):
-    """What a message is."""
+    """Kinds of messages."""
 
     ACTIVATION = 1
     GRADIENT = 2
@@ -67,11 +68,8 @@ class Message(enum.IntEnum):
 
     @property
     def on_host(self) -> bool:
-        """True if its tensors are never on an accelerator."""
-        return self in _ON_HOST
-
-
-_ON_HOST = frozenset({Message.END, Message.ABORT, Message.PEERS, Message.QUIESCE})
+        """Whether its tensors are never on an accelerator."""
+        return self in (Message.END, Message.ABORT, Message.PEERS, Message.QUIESCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ class Received:
 
 
 class _Stored(NamedTuple):
-    """How a tensor lies in a message: without gaps, in the order of its strides.
+    """Layout of a tensor in a message: without gaps, in the order of its strides.
 
     Attributes:
         shape: 1 where the tensor is expanded; flat, all that it spans, if its elements overlap.
@@ -116,42 +114,19 @@ class _Stored(NamedTuple):
             span += (shape[dim] - 1) * strides[dim]
         return cls(shape, dense, count < span)
 
-    def view(self, data: torch.Tensor, offset: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-        """The tensor's part of a message, and where it ends."""
-        end = offset + math.prod(self.shape) * dtype.itemsize
-        return data[offset:end].view(dtype).as_strided(self.shape, self.strides), end
+    def elements(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of ``tensor`` that are stored."""
+        if len(self.shape) != tensor.dim():
+            return tensor.as_strided(self.shape, (1,))
+        return tensor if tensor.shape == self.shape else tensor.as_strided(self.shape, tensor.stride())
 
+    def view(self, data: torch.Tensor, offset: int, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor's bytes from ``offset`` on as a tensor."""
+        return data[offset : offset + self.size(dtype)].view(dtype).as_strided(self.shape, self.strides)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """Where everything of a message is.
-
-    Attributes:
-        words: the tree.
-        offsets: of the tensors' bytes.
-        stored: how each tensor lies there.
-        size: bytes of the message.
-    """
-
-    words: tuple[int, ...]
-    offsets: tuple[int, ...]
-    stored: tuple[_Stored, ...]
-    size: int
-
-
-@dataclass(slots=True)
-class Packed:
-    """A buffer on the sending side with the views through which it is filled."""
-
-    data: torch.Tensor
-    words: np.ndarray[Any, np.dtype[np.int64]]
-    views: list[torch.Tensor]
-    layout: Layout
-
-    @property
-    def size(self) -> int:
-        """Bytes that travel."""
-        return self.layout.size
+    def size(self, dtype: torch.dtype) -> int:
+        """Bytes without padding."""
+        return math.prod(self.shape) * dtype.itemsize
 
 
 def leaves(tree: Tree) -> Iterator[torch.Tensor | None]:
@@ -168,40 +143,54 @@ def leaves(tree: Tree) -> Iterator[torch.Tensor | None]:
         )
 
 
+def _tensors(tree: Tree) -> list[torch.Tensor]:
+    return [leaf.detach() for leaf in leaves(tree) if leaf is not None]
+
+
 def _describe(tree: Tree, words: list[int]) -> None:
-    if tree is None:
-        words.append(_NONE)
-    elif isinstance(tree, torch.Tensor):
-        if tree.dtype not in _DTYPE_CODE:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-            raise TypeError(f"stage boundary: got a tensor of dtype {tree.dtype}, allowed are {names}")
-        words += (_DTYPE_CODE[tree.dtype], int(tree.requires_grad), tree.dim(), *tree.shape, *tree.stride())
-    elif isinstance(tree, (tuple, list)):
+    if isinstance(tree, (tuple, list)):
         words += (_TUPLE if isinstance(tree, tuple) else _LIST, len(tree))
         for item in tree:
             _describe(item, words)
+        return
+    (leaf,) = leaves(tree)
+    if leaf is None:
+        words.append(_NONE)
+    elif leaf.dtype in _DTYPE_CODE:
+        words += (_DTYPE_CODE[leaf.dtype], int(leaf.requires_grad), leaf.dim(), *leaf.shape, *leaf.stride())
+    else:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise TypeError(f"stage boundary: got a tensor of dtype {leaf.dtype}, allowed are {names}")
 
 
 def _align(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN
 
 
-def _what_travels(tensor: torch.Tensor, stored: _Stored) -> torch.Tensor:
-    """A tensor without what is expanded in it; flat if its elements overlap."""
-    if len(stored.shape) != tensor.dim():
-        return tensor.as_strided(stored.shape, (1,))
-    return tensor if tensor.shape == stored.shape else tensor.as_strided(stored.shape, tensor.stride())
-
-
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy with the same strides, gaps and expanded dimensions, which ``Tensor.to`` and ``clone`` change."""
-    travels = _what_travels(tensor, _Stored.of(tensor.shape, tensor.stride()))
-    copy = torch.empty_strided(travels.shape, travels.stride(), dtype=tensor.dtype, device=device)
-    return copy.copy_(travels, non_blocking=True).as_strided(tensor.shape, tensor.stride()).data
+    elements = _Stored.of(tensor.shape, tensor.stride()).elements(tensor)
+    copy = torch.empty_strided(elements.shape, elements.stride(), dtype=tensor.dtype, device=device)
+    return copy.copy_(elements, non_blocking=True).as_strided(tensor.shape, tensor.stride()).data
+
+
+@dataclass(slots=True)
+class Packed:
+    """A send buffer with the views through which it is filled."""
+
+    data: torch.Tensor
+    header: np.ndarray[Any, np.dtype[np.int64]]
+    words: tuple[int, ...]
+    views: list[tuple[_Stored, torch.Tensor]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the message."""
+        return self.data.numel()
 
 
 class Packer:
-    """Turns trees into buffers, and keeps released buffers of the latest layouts for further messages.
+    """Send buffers, those of the latest layouts recycled.
 
     Args:
         pin: allocate page-locked host memory, for tensors that come from an accelerator.
@@ -209,15 +198,10 @@ class Packer:
 
     def __init__(self, pin: bool = False) -> None:
         self._pin = pin
-        self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._spare: dict[Layout, list[Packed]] = {}
+        self._spare: dict[tuple[int, ...], list[Packed]] = {}
 
     def pack(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> Packed:
-        """Copy ``tree`` into a buffer.
-
-        Raises:
-            TypeError: the tree holds something that is neither a tensor nor None, or an unknown dtype.
-        """
+        """A buffer with a copy of ``tree``."""
         packed = self.reserve(tree)
         self.fill(packed, kind, micro_batch, tree, note)
         return packed
@@ -226,122 +210,100 @@ class Packer:
         """A buffer for a message of ``tree``.
 
         Raises:
-            TypeError: as :meth:`pack`.
+            TypeError: the tree holds a value that is neither a tensor nor None, or an unknown dtype.
         """
         described: list[int] = []
         _describe(tree, described)
         words = tuple(described)
-        layout = self._layouts.get(words)
-        if layout is None:
-            if len(self._layouts) == _LAYOUTS:
-                del self._spare[self._layouts.pop(next(iter(self._layouts)))]
-            layout = self._layouts[words] = _layout(words, [leaf for leaf in leaves(tree) if leaf is not None])
-            self._spare[layout] = []
-        spare = self._spare[layout]
-        return spare.pop() if spare else self._allocate(layout, [leaf for leaf in leaves(tree) if leaf is not None])
+        if words not in self._spare:
+            if len(self._spare) == _LAYOUTS:
+                del self._spare[next(iter(self._spare))]
+            self._spare[words] = []
+        spare = self._spare[words]
+        return spare.pop() if spare else self._allocate(words, _tensors(tree))
 
     def fill(self, packed: Packed, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> None:
-        """Copy ``tree`` into the buffer that was reserved for it; any thread may do that."""
-        packed.words[2:_FIXED_WORDS] = (kind, micro_batch, note)
-        tensors = (leaf.detach() for leaf in leaves(tree) if leaf is not None)
-        for view, stored, tensor in zip(packed.views, packed.layout.stored, tensors, strict=True):
-            view.copy_(_what_travels(tensor, stored), non_blocking=self._pin)
+        """Copy ``tree`` into the buffer that was reserved for it, on any thread."""
+        packed.header[2:_FIXED_WORDS] = (kind, micro_batch, note)
+        for (stored, view), tensor in zip(packed.views, _tensors(tree), strict=True):
+            view.copy_(stored.elements(tensor), non_blocking=self._pin)
 
     def release(self, packed: Packed) -> None:
-        """Take a buffer back once its message has been delivered."""
-        spare = self._spare.get(packed.layout)
-        if spare is not None:
-            spare.append(packed)
+        """Take a buffer back once its message has been received."""
+        if packed.words in self._spare:
+            self._spare[packed.words].append(packed)
 
-    def _allocate(self, layout: Layout, tensors: list[torch.Tensor]) -> Packed:
-        num_words = _FIXED_WORDS + len(layout.words)
-        data = torch.empty(layout.size, dtype=torch.uint8, pin_memory=self._pin)
-        words = data[: 8 * num_words].view(torch.int64).numpy()
-        words[:2] = (layout.size, num_words)
-        words[_FIXED_WORDS:] = layout.words
+    def _allocate(self, words: tuple[int, ...], tensors: list[torch.Tensor]) -> Packed:
+        num_words = _FIXED_WORDS + len(words)
+        stored = [_Stored.of(tensor.shape, tensor.stride()) for tensor in tensors]
+        offsets = [_align(8 * num_words)]
+        for one, tensor in zip(stored, tensors, strict=True):
+            offsets.append(_align(offsets[-1] + one.size(tensor.dtype)))
+        data = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=self._pin)
+        header = data[: 8 * num_words].view(torch.int64).numpy()
+        header[:2] = (offsets[-1], num_words)
+        header[_FIXED_WORDS:] = words
         views = [
-            stored.view(data, start, tensor.dtype)[0]
-            for start, stored, tensor in zip(layout.offsets, layout.stored, tensors, strict=True)
+            (one, one.view(data, offset, tensor.dtype))
+            for one, tensor, offset in zip(stored, tensors, offsets, strict=False)
         ]
-        return Packed(data, words, views, layout)
-
-
-def _layout(words: tuple[int, ...], tensors: list[torch.Tensor]) -> Layout:
-    offsets, offset = [], _align(8 * (_FIXED_WORDS + len(words)))
-    stored = tuple(_Stored.of(tensor.shape, tensor.stride()) for tensor in tensors)
-    for tensor, lies in zip(tensors, stored, strict=True):
-        offsets.append(offset)
-        offset = _align(offset + math.prod(lies.shape) * tensor.dtype.itemsize)
-    return Layout(words, tuple(offsets), stored, offset)
+        return Packed(data, header, words, views)
 
 
 class Expected:
-    """A receive buffer with what the next message is expected to look like, which is the one before it.
+    """A receive buffer that is ready for a message like the one before.
 
     Args:
         data: the buffer, uint8, at least as long as that message.
-        words: of that message's tree.
+        words: of that message's tree; None before the first message.
     """
 
-    def __init__(self, data: torch.Tensor, words: list[int]) -> None:
+    def __init__(self, data: torch.Tensor, words: list[int] | None = None) -> None:
+        words = words or [_NONE]
         num_words = _FIXED_WORDS + len(words)
+        self.data = data
         self._header = data[: 8 * num_words].view(torch.int64).numpy()
         self._words = words
         self._gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._tree, _, _ = _read(data, words, 0, _align(8 * num_words), self._gaps)
+        self._offset = _align(8 * num_words)
+        self._tree = self._read(iter(words))
 
-    def message(self) -> Received | None:
-        """The message that has come into the buffer, if it looks as expected."""
+    def message(self) -> Received:
+        """The message that has come into the buffer, of any form."""
         size, num_words, kind, micro_batch, note, *words = self._header.tolist()
         if num_words != len(self._header) or words != self._words:
-            return None
+            return unpack(self.data)
         for tensor, view in self._gaps:
             tensor.copy_(view)
         return Received(Message(kind), micro_batch, note, size, self._tree, words)
 
+    def _read(self, words: Iterator[int]) -> Tree:
+        code = next(words)
+        if code == _NONE:
+            return None
+        if code in (_TUPLE, _LIST):
+            items = [self._read(words) for _ in range(next(words))]
+            return tuple(items) if code == _TUPLE else items
+        dtype, requires_grad, ndim = _DTYPES[code], bool(next(words)), next(words)
+        shape, strides = list(islice(words, ndim)), list(islice(words, ndim))
+        stored = _Stored.of(shape, strides)
+        view = stored.view(self.data, self._offset, dtype)
+        self._offset = _align(self._offset + stored.size(dtype))
+        if stored.gaps:
+            view, dense = torch.empty_strided(stored.shape, strides, dtype=dtype, device=view.device), view
+            self._gaps.append((view.data, dense))
+        # Views share autograd's version counter: one that is changed in place would spoil the others.
+        return view.as_strided(shape, strides).data.requires_grad_(requires_grad)
+
 
 def announcement(size: int) -> torch.Tensor:
-    """The small message that stands for one of ``size`` bytes which follows on its own."""
-    data = torch.zeros(_align(8 * (_FIXED_WORDS + 1)), dtype=torch.uint8)
-    data[: 8 * (_FIXED_WORDS + 1)].view(torch.int64).copy_(
-        torch.tensor((size, _FIXED_WORDS + 1, int(Message.OVERSIZE), 0, 0, _NONE))
-    )
-    return data
+    """A small message before one of ``size`` bytes that follows on its own."""
+    packed = Packer().pack(Message.OVERSIZE, 0, None)
+    packed.header[0] = size
+    return packed.data
 
 
 def unpack(data: torch.Tensor) -> Received:
-    """Decode a received buffer, which may be longer than the message. Tensors get the sender's
-    ``requires_grad``."""
-    size, num_words, kind, micro_batch, note = data[: 8 * _FIXED_WORDS].view(torch.int64).tolist()
-    words = data[8 * _FIXED_WORDS : 8 * num_words].view(torch.int64).tolist()
-    gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
-    tree, _, _ = _read(data, words, 0, _align(8 * num_words), gaps)
-    for tensor, view in gaps:
-        tensor.copy_(view)
-    return Received(Message(kind), micro_batch, note, size, tree, words)
-
-
-def _read(
-    data: torch.Tensor, words: list[int], at: int, offset: int, gaps: list[tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[Tree, int, int]:
-    """A tree with its end in the words and in the data; ``gaps`` gets tensors that have to be filled from views."""
-    code = words[at]
-    if code == _NONE:
-        return None, at + 1, offset
-    if code in (_TUPLE, _LIST):
-        items, count = [], words[at + 1]
-        at += 2
-        for _ in range(count):
-            item, at, offset = _read(data, words, at, offset, gaps)
-            items.append(item)
-        return (tuple(items) if code == _TUPLE else items), at, offset
-    requires_grad, ndim = words[at + 1], words[at + 2]
-    shape, strides = words[at + 3 : at + 3 + ndim], words[at + 3 + ndim : at + 3 + 2 * ndim]
-    stored = _Stored.of(shape, strides)
-    view, end = stored.view(data, offset, _DTYPES[code])
-    if stored.gaps:
-        view, travelled = torch.empty_strided(stored.shape, strides, dtype=view.dtype, device=data.device), view
-        gaps.append((view.data, travelled))
-    # Views share autograd's version counter: one that is changed in place would spoil the others.
-    tensor = view.as_strided(shape, strides).data
-    return tensor.requires_grad_(bool(requires_grad)), at + 3 + 2 * ndim, _align(end)
+    """The message in a buffer, which may be longer; tensors get the sender's ``requires_grad``."""
+    num_words = int(data[8:16].view(torch.int64))
+    return Expected(data, data[8 * _FIXED_WORDS : 8 * num_words].view(torch.int64).tolist()).message()

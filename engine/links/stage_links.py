@@ -1,44 +1,48 @@
-"""The links of one stage to the stages before and after it, for training and for evaluation."""
+"""The links of one stage to other stages of its pipeline, for training, evaluation and losses of scripts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from ds_vpipe.engine.links.groups import Group, Groups
-from ds_vpipe.engine.links.link import Channel, Peer
-from ds_vpipe.engine.links.receiver import Receiver
+from ds_vpipe.engine.links.groups import Group, Groups, Peer
+from ds_vpipe.engine.links.link import Channel, Receiver, Sender
+from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.send_thread import SendThread
-from ds_vpipe.engine.links.sender import Sender
 from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.dry_run import ACTIVATIONS, Link, posted_receives
 from ds_vpipe.schedules.pipeline import Pipeline
 
 _EVAL_PREFETCH = 2
+_LOSS_PREFETCH = 2
+_LOSSES_UNDER_WAY = 8  # that a stage may not have received yet; it asks for each in the round in which it is sent
+
+Down = TypeVar("Down")
+Up = TypeVar("Up")
 
 
-@dataclass(frozen=True, slots=True)
-class PreviousLinks:
-    """Links to the previous stage: training, then evaluation."""
+class NeighbourLinks(Generic[Down, Up]):
+    """Links to one neighbour: this stage's ends of those forward and backward, for training and evaluation."""
 
-    activations: Receiver
-    gradients: Sender
-    evaluation: Receiver
-    results: Sender
-
-
-@dataclass(frozen=True, slots=True)
-class NextLinks:
-    """Links to the next stage: training, then evaluation."""
-
-    activations: Sender
-    gradients: Receiver
-    evaluation: Sender
-    results: Receiver
+    def __init__(
+        self,
+        down: Callable[..., Down],
+        up: Callable[..., Up],
+        groups: tuple[Group, Group],
+        peer: Peer,
+        prefetch: int,
+        pin: bool,
+        thread: SendThread,
+    ) -> None:
+        forward, backward = groups
+        self.activations: Down = down(forward, peer, prefetch, pin=pin, runner=thread)
+        self.gradients: Up = up(backward, peer, prefetch, pin=pin, runner=thread)
+        self.evaluation: Down = down(forward, peer, _EVAL_PREFETCH, Channel.EVALUATION, pin)
+        self.results: Up = up(backward, peer, _EVAL_PREFETCH, Channel.EVALUATION, pin)
 
 
 class StageLinks:
@@ -46,7 +50,7 @@ class StageLinks:
 
     Args:
         grid: DeepSpeed's process grid.
-        pipeline: its schedule, which says how many receives are posted ahead on a link. Where every stage has several
+        pipeline: its schedule, with the number of receives posted ahead on a link. Where every stage has several
             parts of the model the last stage's next one is the first.
         groups: makes the two groups of each two neighbours, forward and backward.
         device: where the stage computes.
@@ -57,41 +61,26 @@ class StageLinks:
     """
 
     def __init__(self, grid: Any, pipeline: Pipeline, groups: Groups, device: torch.device) -> None:
-        ring = pipeline.virtual_stages > 1
-        stages, pin = pipeline.num_stages, device.type == "cuda"
-        thread = self.send_thread = SendThread(device)
-        self._previous: PreviousLinks | None = None
-        self._next: NextLinks | None = None
-
+        self._previous: NeighbourLinks[Receiver, Sender] | None = None
+        self._next: NeighbourLinks[Sender, Receiver] | None = None
+        self.send_thread = SendThread(device)
         me = self.me = groups.me
-        ranks = [grid.stage_to_global(number) for number in range(stages)]
-        pairs: dict[tuple[int, int], tuple[Group, Group]] = {}
-        for before, after in pairwise([*ranks, ranks[0]] if ring else ranks):
-            if me.rank in (before, after):
-                of = (before, after)
-                pairs[of] = (groups.of(f"forward from {before}", of), groups.of(f"backward to {before}", of))
-        if me.stage > 0 or ring:
-            before = (me.stage - 1) % stages
-            peer = Peer(before, ranks[before])
-            prefetch = posted_receives(pipeline, Link(ACTIVATIONS, before, me.stage))
-            forward, backward = pairs[peer.rank, me.rank]
-            self._previous = PreviousLinks(
-                Receiver(forward, peer, prefetch, pin=pin, runner=thread),
-                Sender(backward, peer, prefetch, pin=pin, runner=thread),
-                Receiver(forward, peer, _EVAL_PREFETCH, Channel.EVALUATION, pin),
-                Sender(backward, peer, _EVAL_PREFETCH, Channel.EVALUATION, pin),
+        stages = range(pipeline.num_stages)
+        for before, after in pairwise([*stages, 0] if pipeline.virtual_stages > 1 else stages):
+            if me.stage not in (before, after):
+                continue
+            source, target = (Peer(stage, grid.stage_to_global(stage)) for stage in (before, after))
+            ranks = (source.rank, target.rank)
+            pair = (
+                groups.of(f"forward from {source.rank}", ranks),
+                groups.of(f"backward to {source.rank}", ranks),
             )
-        if me.stage < stages - 1 or ring:
-            after = (me.stage + 1) % stages
-            peer = Peer(after, ranks[after])
-            prefetch = posted_receives(pipeline, Link(ACTIVATIONS, me.stage, after))
-            forward, backward = pairs[me.rank, peer.rank]
-            self._next = NextLinks(
-                Sender(forward, peer, prefetch, pin=pin, runner=thread),
-                Receiver(backward, peer, prefetch, pin=pin, runner=thread),
-                Sender(forward, peer, _EVAL_PREFETCH, Channel.EVALUATION, pin),
-                Receiver(backward, peer, _EVAL_PREFETCH, Channel.EVALUATION, pin),
-            )
+            prefetch = posted_receives(pipeline, Link(ACTIVATIONS, before, after))
+            how = (prefetch, device.type == "cuda", self.send_thread)
+            if me.stage == after:
+                self._previous = NeighbourLinks(Receiver, Sender, pair, source, *how)
+            else:
+                self._next = NeighbourLinks(Sender, Receiver, pair, target, *how)
 
     @property
     def has_previous(self) -> bool:
@@ -104,23 +93,15 @@ class StageLinks:
         return self._next is not None
 
     @property
-    def previous(self) -> PreviousLinks:
-        """Links to the previous stage.
-
-        Raises:
-            PipelineProtocolError: there is none.
-        """
+    def previous(self) -> NeighbourLinks[Receiver, Sender]:
+        """Links to the previous stage, which must exist."""
         if self._previous is None:
             raise PipelineProtocolError(f"{self.me} has no stage before it")
         return self._previous
 
     @property
-    def next(self) -> NextLinks:
-        """Links to the next stage.
-
-        Raises:
-            PipelineProtocolError: there is none.
-        """
+    def next(self) -> NeighbourLinks[Sender, Receiver]:
+        """Links to the next stage, which must exist."""
         if self._next is None:
             raise PipelineProtocolError(f"{self.me} has no stage after it")
         return self._next
@@ -152,3 +133,54 @@ class StageLinks:
         """Wait until all training messages that were sent have been received."""
         for sender in self.training_senders:
             sender.flush()
+
+
+class LossLinks:
+    """Links from the last stage to all others, for losses of scripts that loop over calls of the engine.
+
+    Once the pipeline is full the loss of a micro-batch comes with its gradient, stage by stage, and costs nothing.
+    While the pipeline is being filled there are no gradients: then the last stage sends it to every stage that waits.
+
+    Args:
+        grid: DeepSpeed's process grid.
+        groups: makes a group of each two ranks.
+        device: where the stage computes.
+
+    Attributes:
+        senders: on the last stage, by the stage at the other end.
+    """
+
+    def __init__(self, grid: Any, groups: Groups, device: torch.device) -> None:
+        *others, last = (Peer(stage, grid.stage_to_global(stage)) for stage in range(grid.pipe_parallel_size))
+        self._me = groups.me
+        self.senders: dict[int, Sender] = {}
+        self._receiver: Receiver | None = None
+        for peer in others:
+            pair = (peer.rank, last.rank)
+            if self._me.stage == last.stage:
+                group = groups.of("losses", pair)
+                self.senders[peer.stage] = Sender(group, peer, _LOSS_PREFETCH, pin=device.type == "cuda")
+            elif self._me.stage == peer.stage:
+                self._receiver = Receiver(groups.of("losses", pair), last, _LOSS_PREFETCH)
+
+    def send(self, micro_batch: int, loss: torch.Tensor, stages: Iterable[int]) -> None:
+        """Start sending the loss of ``micro_batch``, a tensor without dimensions, to ``stages``."""
+        for stage in stages:
+            self.senders[stage].send(Message.LOSS, micro_batch, loss)
+            self.senders[stage].flush(keep=_LOSSES_UNDER_WAY)
+
+    def wait(self, micro_batch: int) -> torch.Tensor:
+        """The loss of ``micro_batch`` from the last stage.
+
+        Raises:
+            PipelinePeerError: a stage failed, is lost, or did not answer in time.
+        """
+        assert self._receiver is not None
+        message = self._receiver.receive(f"the loss of micro-batch {micro_batch}")
+        if message.kind is not Message.LOSS or message.micro_batch != micro_batch:
+            raise PipelineProtocolError(
+                f"{self._me} expected the loss of micro-batch {micro_batch}, got {message.kind.name}"
+                f"{message.micro_batch}: do all ranks run the same script with the same configuration?"
+            )
+        loss: torch.Tensor = message.tree
+        return loss

@@ -8,6 +8,8 @@ the result of its own.
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 
 from ds_vpipe.engine.engine import VPipeEngine
-from ds_vpipe.engine.links.copies import as_bytes, digest, from_bytes
+from ds_vpipe.engine.links.message import Tree, leaves
 from ds_vpipe.engine.loop.rounds import Rounds
 from ds_vpipe.errors import VPipeError
 
@@ -111,3 +113,29 @@ class ScriptEvaluation:
             ) from error
         evaluation.from_last_stage(copied)
         return output
+
+
+def as_bytes(value: Any) -> torch.Tensor:
+    """A pickled value, which may hold tensors; on the CPU."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def from_bytes(pickled: torch.Tensor, device: torch.device) -> Any:
+    """The value of :func:`as_bytes`; tensors of another rank's device are on ``device``."""
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.to(device=device)
+
+    return torch.load(io.BytesIO(pickled.cpu().numpy().tobytes()), map_location=place, weights_only=False)
+
+
+def digest(tree: Tree) -> torch.Tensor:
+    """Hash of types, shapes and values of the tensors in a tree; on the CPU."""
+    found = hashlib.sha256()
+    for leaf in leaves(tree):
+        found.update(repr(None if leaf is None else (leaf.dtype, leaf.shape)).encode())
+        if leaf is not None and leaf.numel():
+            found.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)

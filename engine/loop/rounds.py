@@ -12,8 +12,8 @@ import torch
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.execution.data import EndOfData
 from ds_vpipe.engine.execution.drain import next_drain
-from ds_vpipe.engine.links.loss_links import LossLinks
 from ds_vpipe.engine.links.message import Message
+from ds_vpipe.engine.links.stage_links import LossLinks
 from ds_vpipe.engine.loop.call_order import CallOrder
 from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates

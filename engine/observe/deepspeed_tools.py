@@ -32,8 +32,7 @@ from deepspeed.utils.timer import (
     FORWARD_MICRO_TIMER,
 )
 
-from ds_vpipe.engine.links.receiver import Receiver
-from ds_vpipe.engine.links.sender import Sender
+from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.schedules.actions import Action, Kind
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_vpipe.engine.links.receiver import Receiver
-from ds_vpipe.engine.links.sender import Sender
+from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.observe.memory import peak_memory
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.schedules.actions import Action, Kind

@@ -23,11 +23,9 @@ from typing import Any
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
-from ds_vpipe.engine.links.groups import Groups
-from ds_vpipe.engine.links.link import Peer
+from ds_vpipe.engine.links.groups import Groups, Peer
+from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.message import Message
-from ds_vpipe.engine.links.receiver import Receiver
-from ds_vpipe.engine.links.sender import Sender
 from ds_vpipe.schedules.one_f_one_b import peer_delay, updates_known
 
 _PREFETCH = 1

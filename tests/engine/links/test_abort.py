@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from ds_vpipe.engine.links import groups
-from ds_vpipe.engine.links.groups import Group
-from ds_vpipe.engine.links.link import Peer
+from ds_vpipe.engine.links.groups import Group, Peer
+from ds_vpipe.engine.links.link import Sender, abort_all
 from ds_vpipe.engine.links.message import Message, unpack
 from ds_vpipe.engine.links.send_thread import SendThread
-from ds_vpipe.engine.links.sender import Sender, abort_all
 
 
 class Backend:
@@ -27,10 +26,10 @@ class Backend:
         return SimpleNamespace(wait=lambda limit: True)
 
 
-def sender(backend: Any, courier: SendThread, pin: bool = False) -> Sender:
+def sender(backend: Any, thread: SendThread, pin: bool = False) -> Sender:
     failures: Any = None
     group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
-    return Sender(group, Peer(1, 1), 2, pin=pin, runner=courier)
+    return Sender(group, Peer(1, 1), 2, pin=pin, runner=thread)
 
 
 def reasons(backend: Backend) -> list[str]:
@@ -38,20 +37,20 @@ def reasons(backend: Backend) -> list[str]:
 
 
 def test_abort_leaves_on_every_link_though_a_message_could_not_be_copied() -> None:
-    courier, backends = SendThread(), [Backend(), Backend()]
-    senders = [sender(backend, courier) for backend in backends]
+    thread, backends = SendThread(), [Backend(), Backend()]
+    senders = [sender(backend, thread) for backend in backends]
 
     def fail(*_: Any) -> None:
         raise ValueError("copy")
 
     senders[0]._packer.fill = fail  # type: ignore[method-assign]
     senders[0].send(Message.ACTIVATION, 0, torch.ones(3))
-    while not courier._errors:
+    while not thread._errors:
         pass
     del senders[0]._packer.fill
     abort_all(senders, "reason")
     assert [reasons(backend) for backend in backends] == [["reason"], ["reason"]]
-    courier.stop()
+    thread.stop()
 
 
 def test_messages_of_the_host_leave_after_the_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +62,8 @@ def test_messages_of_the_host_leave_after_the_device_has_failed(monkeypatch: pyt
         monkeypatch.setattr(torch.cuda, name, broken)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: broken() if pin_memory else empty(*a, **k))
-    courier, backend = SendThread(), Backend()
-    link = sender(backend, courier, pin=True)
+    thread, backend = SendThread(), Backend()
+    link = sender(backend, thread, pin=True)
     with pytest.raises(RuntimeError, match="device-side assert"):
         link.send(Message.ACTIVATION, 0, torch.ones(3))
     link.send(Message.END, 1, torch.tensor([1, 1, 0, 0]))
@@ -73,7 +72,7 @@ def test_messages_of_the_host_leave_after_the_device_has_failed(monkeypatch: pyt
     abort_all([link], "reason")
     kinds = [unpack(data).kind for data in backend.sent]
     assert kinds == [Message.END, Message.PEERS, Message.QUIESCE, Message.ABORT]
-    courier.stop()
+    thread.stop()
 
 
 def test_the_interfaces_that_gloo_is_given_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

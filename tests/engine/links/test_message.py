@@ -225,7 +225,7 @@ def test_tensors_of_a_message_may_be_changed_apart(expected: bool) -> None:
     packed = Packer().pack(Message.ACTIVATION, 0, tree)
     received = unpack(packed.data)
     if expected:
-        received = Expected(packed.data, received.words).message()  # type: ignore[assignment]
+        received = Expected(packed.data, received.words).message()
     written, saved, weight = received.tree
     output = saved * weight
     written.add_(1)

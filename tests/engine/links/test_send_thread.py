@@ -1,4 +1,4 @@
-"""Tasks of a courier are done in order, by another thread, and its end is clean."""
+"""Tasks of a send thread are done in order, by another thread, and its end is clean."""
 
 from __future__ import annotations
 
@@ -14,76 +14,76 @@ from ds_vpipe.engine.links.send_thread import Immediate, SendThread
 
 
 def test_tasks_are_done_in_order_in_another_thread() -> None:
-    courier, done = SendThread(), []
+    sending, done = SendThread(), []
     for number in range(200):
-        courier.submit(lambda number=number: done.append((number, threading.get_ident())))
-    courier.settle()
+        sending.submit(lambda number=number: done.append((number, threading.get_ident())))
+    sending.settle()
     assert [number for number, _ in done] == list(range(200))
     assert {thread for _, thread in done}.isdisjoint({threading.get_ident()})
-    courier.stop()
+    sending.stop()
 
 
 def test_who_submits_does_not_wait() -> None:
-    courier, gate = SendThread(), threading.Event()
-    courier.submit(gate.wait)
-    courier.submit(lambda: None)
+    sending, gate = SendThread(), threading.Event()
+    sending.submit(gate.wait)
+    sending.submit(lambda: None)
     gate.set()
-    courier.settle()
-    courier.stop()
+    sending.settle()
+    sending.stop()
 
 
 def test_settling_waits() -> None:
-    courier, done = SendThread(), []
-    courier.submit(lambda: (time.sleep(0.05), done.append(1)))
-    courier.settle()
+    sending, done = SendThread(), []
+    sending.submit(lambda: (time.sleep(0.05), done.append(1)))
+    sending.settle()
     assert done == [1]
-    courier.stop()
+    sending.stop()
 
 
 def test_after_its_end_tasks_are_done_at_once() -> None:
-    courier, done = SendThread(), []
-    courier.submit(lambda: done.append(1))
-    courier.stop()
+    sending, done = SendThread(), []
+    sending.submit(lambda: done.append(1))
+    sending.stop()
     assert done == [1]
-    courier.stop()
-    courier.submit(lambda: done.append(threading.get_ident()))
-    courier.settle()
+    sending.stop()
+    sending.submit(lambda: done.append(threading.get_ident()))
+    sending.settle()
     assert done == [1, threading.get_ident()]
 
 
-def test_an_error_is_told_and_nobody_waits_for_ever() -> None:
-    courier, done = SendThread(), []
-    courier.submit(lambda: done[0])
+def test_an_error_is_raised_and_tasks_after_it_run() -> None:
+    sending, done = SendThread(), []
+    sending.submit(lambda: done[0])
     with pytest.raises(IndexError):
-        courier.settle()
-    courier.submit(lambda: done.append(1))
-    courier.settle()
+        sending.settle()
+    sending.submit(lambda: done.append(1))
+    sending.settle()
     assert done == [1]
-    courier.stop()
+    sending.stop()
 
 
-def test_the_thread_ends_with_the_courier() -> None:
+def test_the_thread_ends_with_its_last_reference() -> None:
     before = threading.active_count()
-    courier = SendThread()
+    sending = SendThread()
     assert threading.active_count() == before + 1
-    thread = courier._thread
-    del courier
+    worker = sending._thread
+    del sending
     gc.collect()
-    thread.join(10)
-    assert not thread.is_alive()
+    worker.join(10)
+    assert not worker.is_alive()
 
 
 def test_a_task_is_forgotten_once_it_is_done() -> None:
     class Held:
         pass
 
-    courier, held = SendThread(), Held()
+    sending, held = SendThread(), Held()
     there = weakref.ref(held)
-    courier.submit(lambda held=held: None)
-    courier.settle()
+    sending.submit(lambda held=held: None)
+    sending.settle()
     del held
     assert there() is None
-    courier.stop()
+    sending.stop()
 
 
 def test_immediate() -> None:
@@ -93,46 +93,46 @@ def test_immediate() -> None:
     assert done == [threading.get_ident()]
 
 
-def test_only_the_first_of_several_errors_is_told() -> None:
-    """The others follow from it, and would be raised where a stage tells its neighbours of the first."""
-    courier, gate = SendThread(), threading.Event()
+def test_only_the_first_of_several_errors_is_raised() -> None:
+    """The others follow from it, and would be raised where a stage sends its neighbours the first."""
+    sending, gate = SendThread(), threading.Event()
 
     def fail(text: str) -> None:
         gate.wait()
         raise ValueError(text)
 
-    courier.submit(lambda: fail("first"))
-    courier.submit(lambda: fail("second"))
+    sending.submit(lambda: fail("first"))
+    sending.submit(lambda: fail("second"))
     gate.set()
     with pytest.raises(ValueError, match="first"):
-        courier.settle()
-    courier.settle()
-    courier.stop()
+        sending.settle()
+    sending.settle()
+    sending.stop()
 
 
 def test_a_stored_error_does_not_keep_a_task_from_being_done() -> None:
-    courier, done = SendThread(), []
+    sending, done = SendThread(), []
 
     def fail() -> None:
         raise ValueError("copy")
 
-    courier.submit(fail)
-    while not courier._errors:
+    sending.submit(fail)
+    while not sending._errors:
         time.sleep(0.001)
-    courier.submit(lambda: done.append(1))
+    sending.submit(lambda: done.append(1))
     with pytest.raises(ValueError, match="copy"):
-        courier.settle()
+        sending.settle()
     assert done == [1]
-    courier.check()
-    courier.stop()
+    sending.check()
+    sending.stop()
 
 
 def test_the_thread_takes_its_device_first(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[object] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append((device, threading.get_ident())))
-    courier, device = SendThread(torch.device("cuda", 1)), torch.device("cuda", 1)
-    courier.submit(lambda: taken.append(threading.get_ident()))
-    courier.settle()
+    sending, device = SendThread(torch.device("cuda", 1)), torch.device("cuda", 1)
+    sending.submit(lambda: taken.append(threading.get_ident()))
+    sending.settle()
     assert taken == [(device, taken[1]), taken[1]]
     assert taken[1] != threading.get_ident()
-    courier.stop()
+    sending.stop()

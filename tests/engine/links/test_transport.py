@@ -19,21 +19,19 @@ TIMEOUT_S = 30.0
 
 
 def group_of_two(timeout_s: float = TIMEOUT_S) -> Any:
-    from ds_vpipe.engine.links.groups import Groups
-    from ds_vpipe.engine.links.link import Peer
+    from ds_vpipe.engine.links.groups import Groups, Peer
 
     return Groups(Peer(3 + rank(), rank()), timeout_s).of("test", [0, 1])
 
 
-def link(prefetch: int, timeout_s: float = TIMEOUT_S, courier: bool = False) -> Any:
+def link(prefetch: int, timeout_s: float = TIMEOUT_S, threaded: bool = False) -> Any:
     """The sending end of a link on rank 0, the receiving end on rank 1."""
-    from ds_vpipe.engine.links.link import Peer
-    from ds_vpipe.engine.links.receiver import Receiver
+    from ds_vpipe.engine.links.groups import Peer
+    from ds_vpipe.engine.links.link import Receiver, Sender
     from ds_vpipe.engine.links.send_thread import Immediate, SendThread
-    from ds_vpipe.engine.links.sender import Sender
 
     group, here, there = group_of_two(timeout_s), Peer(3, 0), Peer(4, 1)
-    runner = SendThread() if courier else Immediate()
+    runner = SendThread() if threaded else Immediate()
     if rank() == 0:
         return Sender(group, there, prefetch, runner=runner)
     return Receiver(group, here, prefetch, runner=runner)
@@ -56,28 +54,28 @@ def content(size: int, number: int) -> tuple[Any, ...]:
     return values.float().requires_grad_(), (None, values.to(torch.int16)), values % 3 == 0
 
 
-def exchange(prefetch: int, sizes: list[int], courier: bool) -> int:
+def exchange(prefetch: int, sizes: list[int], threaded: bool) -> int:
     """Send messages of ``sizes`` and check each; returns how many had to be announced."""
-    from ds_vpipe.engine.links import sender as module
+    from ds_vpipe.engine.links import link as module
     from ds_vpipe.engine.links.message import Message
 
     announced: list[int] = []
-    sender: Any = module
-    original = sender.announcement
+    patched: Any = module
+    original = patched.announcement
 
     def counted(size: int) -> torch.Tensor:
         announced.append(size)
         return original(size)
 
-    sender.announcement = counted
+    patched.announcement = counted
     try:
-        end = link(prefetch, courier=courier)
+        end = link(prefetch, threaded=threaded)
         if rank() == 0:
             for number, size in enumerate(sizes):
                 tensors = content(size, number)
                 end.send(Message.ACTIVATION, number, tensors, note=2 * number)
                 end.copied()
-                with torch.no_grad():  # the tensors are free now, without a courier as soon as send() returns
+                with torch.no_grad():  # the tensors are free now, without a threaded as soon as send() returns
                     tensors[0].fill_(-1)
                     tensors[1][1].fill_(-1)
                 end.release(number - 2 * prefetch)
@@ -99,21 +97,21 @@ def exchange(prefetch: int, sizes: list[int], courier: bool) -> int:
             assert torch.equal(bools, wanted[2]), number
         return 0
     finally:
-        sender.announcement = original
+        patched.announcement = original
 
 
-def exchange_all(prefetch: int, all_sizes: list[list[int]], courier: bool) -> list[int]:
-    return [exchange(prefetch, sizes, courier) for sizes in all_sizes]
+def exchange_all(prefetch: int, all_sizes: list[list[int]], threaded: bool) -> list[int]:
+    return [exchange(prefetch, sizes, threaded) for sizes in all_sizes]
 
 
-@pytest.mark.parametrize("courier", [False, True])
+@pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_messages_of_any_size_arrive_in_order(worlds: Worlds, prefetch: int, courier: bool) -> None:
+def test_messages_of_any_size_arrive_in_order(worlds: Worlds, prefetch: int, threaded: bool) -> None:
     chance = random.Random(prefetch)
     jumps = [chance.choice([0, 1, 30, 700, 5_000, 200_000]) for _ in range(60)]
     grows, shrinks = [int(1.3**n) for n in range(40)], [int(1.3**n) for n in range(40, 0, -1)]
     level, small = [50_000] * 20, [9] * 30
-    counts = worlds.run(2, exchange_all, prefetch, [jumps, grows, shrinks, level, small], courier)[0]
+    counts = worlds.run(2, exchange_all, prefetch, [jumps, grows, shrinks, level, small], threaded)[0]
     # Only growth needs an announcement: the receiver learns of a size ``prefetch`` messages later.
     assert counts[0] > 0
     assert counts[1] > prefetch
@@ -122,10 +120,9 @@ def test_messages_of_any_size_arrive_in_order(worlds: Worlds, prefetch: int, cou
 
 def two_channels(count: int) -> list[list[int]]:
     """Two links in one group; the receiver empties the second one first."""
-    from ds_vpipe.engine.links.link import Channel, Peer
+    from ds_vpipe.engine.links.groups import Peer
+    from ds_vpipe.engine.links.link import Channel, Receiver, Sender
     from ds_vpipe.engine.links.message import Message
-    from ds_vpipe.engine.links.receiver import Receiver
-    from ds_vpipe.engine.links.sender import Sender
 
     group, here, there = group_of_two(), Peer(3, 0), Peer(4, 1)
     channels = (Channel.TRAINING, Channel.EVALUATION)
@@ -167,8 +164,8 @@ def test_buffers_are_recycled_once_delivered(worlds: Worlds) -> None:
 
 
 def abort(reason: str, prefetch: int) -> Any:
+    from ds_vpipe.engine.links.link import abort_all
     from ds_vpipe.engine.links.message import Message
-    from ds_vpipe.engine.links.sender import abort_all
 
     end = link(prefetch)
     if rank() == 0:
@@ -237,9 +234,9 @@ def test_a_wait_ends_at_the_time_limit(worlds: Worlds) -> None:
 
 def outlive(sends: int) -> str:
     """Rank 1 leaves the link after one message; rank 0 goes on sending, and notices when it waits."""
-    from ds_vpipe.engine.links.link import Peer
+    from ds_vpipe.engine.links.groups import Peer
+    from ds_vpipe.engine.links.link import Receiver
     from ds_vpipe.engine.links.message import Message
-    from ds_vpipe.engine.links.receiver import Receiver
 
     group = group_of_two(5.0)
     end: Any
@@ -251,7 +248,7 @@ def outlive(sends: int) -> str:
         barrier()
         barrier()
         return ""
-    from ds_vpipe.engine.links.sender import Sender, abort_all
+    from ds_vpipe.engine.links.link import Sender, abort_all
 
     end = Sender(group, Peer(4, 1), 1)
     end.send(Message.ACTIVATION, 0, torch.ones(3))
@@ -278,10 +275,10 @@ def test_sending_to_a_peer_that_has_gone_is_no_error_until_somebody_waits(worlds
 
 
 def fail_to_copy() -> str:
-    """A tensor that cannot be copied: whoever runs on after it is told, though another thread has met the error."""
+    """A tensor that cannot be copied: copied() raises the error, though another thread has met it."""
     from ds_vpipe.engine.links.message import Message
 
-    end = link(1, courier=True)
+    end = link(1, threaded=True)
     barrier()
     if rank() == 1:
         return ""
@@ -295,7 +292,7 @@ def fail_to_copy() -> str:
     return "no error"
 
 
-def test_a_copy_that_fails_is_told(worlds: Worlds) -> None:
+def test_a_copy_that_fails_is_raised(worlds: Worlds) -> None:
     assert "must match" in worlds.run(2, fail_to_copy)[0]
 
 
@@ -303,10 +300,9 @@ def through_a_fake_accelerator() -> list[str]:
     """What a link does with streams, in order; there is no accelerator here."""
     from contextlib import contextmanager
 
-    from ds_vpipe.engine.links import sender
-    from ds_vpipe.engine.links.link import Peer
+    from ds_vpipe.engine.links import link as module
+    from ds_vpipe.engine.links.groups import Peer
     from ds_vpipe.engine.links.message import Message, Packer
-    from ds_vpipe.engine.links.receiver import Receiver
 
     log: list[str] = []
 
@@ -342,7 +338,7 @@ def through_a_fake_accelerator() -> list[str]:
         log.append("off")
 
     fakes = {(torch.cuda, "Stream"): Copies, (torch.cuda, "current_stream"): Stage, (torch.cuda, "stream"): on}
-    fakes[sender, "Packer"] = Logged
+    fakes[module, "Packer"] = Logged
     kept = {(place, name): getattr(place, name) for place, name in fakes}
     for (place, name), fake in fakes.items():
         setattr(place, name, fake)
@@ -352,13 +348,13 @@ def through_a_fake_accelerator() -> list[str]:
 
         group = group_of_two()
         if rank() == 0:
-            end = sender.Sender(group, there, 1, pin=True, runner=SendThread())
+            end = module.Sender(group, there, 1, pin=True, runner=SendThread())
             assert end._packer.asked_to_pin
             start, end._start = end._start, lambda *message: log.append("send") or start(*message)
             end.send(Message.ACTIVATION, 0, torch.ones(3))
             end.flush()
         else:
-            assert Receiver(group, here, 1).receive("RECV_ACT0").tree.tolist() == [1, 1, 1]
+            assert module.Receiver(group, here, 1).receive("RECV_ACT0").tree.tolist() == [1, 1, 1]
     finally:
         for (place, name), original in kept.items():
             setattr(place, name, original)

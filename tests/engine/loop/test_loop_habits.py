@@ -21,8 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from worlds import CaseFailed, Worlds
 
-from ds_vpipe.engine.links.copies import as_bytes, digest, from_bytes
-from ds_vpipe.engine.loop.evaluation import ScriptEvaluation
+from ds_vpipe.engine.loop.evaluation import ScriptEvaluation, as_bytes, digest, from_bytes
 from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.modules.split_module import split_model

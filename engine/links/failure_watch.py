@@ -1,10 +1,10 @@
 """The first failure of any rank, published to all through a key in the store.
 
-A failing stage tells its neighbours on their links. Other replicas have no link to it: they stand in a reduction with
-a rank that will not come, for as long as the process that has failed is alive. So a thread of every rank looks at a key
-and, once a rank has failed, breaks off the groups in which this one may stand.
+A failing stage sends its reason to its neighbours on their links. Other replicas have no link to it: they wait in a
+reduction with a rank that will not come, for as long as the process that has failed is alive. So a thread of every rank
+polls a key and, once a rank has failed, breaks off the groups in which this one may wait.
 
-Only that thread talks to the store: whoever asks it waits a moment and no longer, also if the store's host is gone.
+Only that thread uses the store, so that a question about failures takes a moment at most, also if its host is gone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FAILURE, _SEEN = "failure", "ranks that have seen it"
 
 @dataclass
 class _Shared:
-    """What the thread knows. It must not know the engine, which would then live for ever."""
+    """State of the thread, which must hold no reference to the engine: else that would never be freed."""
 
     store: Any
     limit_s: float
@@ -47,11 +47,11 @@ class _Shared:
 
 
 class FailureWatch:
-    """The key of one engine and the thread that looks at it, which ends with the watch.
+    """The key of one engine, and the thread that polls it while the watch exists.
 
     Args:
         store: of this engine alone.
-        ranks: how many look at the key.
+        ranks: number of ranks that poll the key.
         limit_s: how long a rank may wait after the store has gone, in seconds.
     """
 
@@ -65,7 +65,7 @@ class FailureWatch:
 
     @property
     def known(self) -> str | None:
-        """Why a rank has failed, as far as it has been seen here."""
+        """Reason of the first failure that has been seen here."""
         return self._shared.reason
 
     def breaks(self, group: Any) -> None:
@@ -73,28 +73,27 @@ class FailureWatch:
         self._shared.groups.append(group)
 
     def reason(self) -> str | None:
-        """Why a rank has failed, looked up now; None if none has, or if the store does not answer."""
+        """Reason of the first failure, looked up now; None if no rank has failed or the store does not answer."""
         shared = self._shared
-        with shared.changed:
-            after = shared.looks + 2  # one may have begun before the call
-            self._ask(lambda: shared.looks >= after or shared.reason is not None, time.monotonic() + _PATIENCE_S)
+        after = shared.looks + 2  # one may have begun before the call
+        self._wait_until(lambda: shared.looks >= after or shared.reason is not None)
         return shared.reason
 
     def publish(self, reason: str) -> None:
-        """Let all ranks know that this one has failed, unless another one has before; does not wait."""
+        """Publish that this rank has failed, unless another one has before; does not wait."""
         self._shared.mine = reason
         self._shared.asked.set()
 
     def wait_until_seen(self) -> None:
         """Wait a moment for all ranks to have seen a failure: the store may end with this process."""
-        shared = self._shared
-        with shared.changed:
-            self._ask(lambda: shared.seen_by >= self._ranks, time.monotonic() + _PATIENCE_S)
+        self._wait_until(lambda: self._shared.seen_by >= self._ranks)
 
-    def _ask(self, is_so: Callable[[], bool], deadline: float) -> None:
-        while not (is_so() or self._shared.ended or time.monotonic() > deadline):
-            self._shared.asked.set()
-            self._shared.changed.wait(0.05)
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        shared, deadline = self._shared, time.monotonic() + _PATIENCE_S
+        with shared.changed:
+            while not (is_so() or shared.ended or time.monotonic() > deadline):
+                shared.asked.set()
+                shared.changed.wait(0.05)
 
 
 def _watch(shared: _Shared) -> None:
@@ -141,14 +140,14 @@ def _end(shared: _Shared, thread: threading.Thread) -> None:
 
 
 def break_off(group: Any) -> None:
-    """Have whatever waits in ``group``, a process group or a backend, raise; the group is of no use afterwards."""
+    """Raise an error in all waits of ``group``, a process group or a backend, which cannot be used afterwards."""
     if group is None or group.size() == 1:
         return
     if isinstance(group, dist.ProcessGroup):
         for device in group._device_types:
             break_off(group._get_backend(device))
     elif isinstance(group, ProcessGroupGloo):
-        # Gloo closes all connections of a group whose limit has passed for anybody.
+        # Gloo closes all connections of a group whose limit has passed for any wait.
         gloo: Any = group
         for context in range(len(gloo.options._devices)):
             with suppress(RuntimeError):

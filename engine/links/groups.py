@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -63,14 +63,12 @@ class Group:
     failures: FailureWatch
 
     def send(self, data: torch.Tensor, rank: int, tag: int) -> dist.Work:
-        """Start sending ``data`` to the member with the global number ``rank``."""
-        work: dist.Work = self.backend.send([data], self.ranks.index(rank), tag)
-        return work
+        """A started send of ``data`` to the member with the global number ``rank``."""
+        return cast(dist.Work, self.backend.send([data], self.ranks.index(rank), tag))
 
     def recv(self, data: torch.Tensor, rank: int, tag: int) -> dist.Work:
-        """Start receiving ``data`` from the member with the global number ``rank``."""
-        work: dist.Work = self.backend.recv([data], self.ranks.index(rank), tag)
-        return work
+        """A started receive of ``data`` from the member with the global number ``rank``."""
+        return cast(dist.Work, self.backend.recv([data], self.ranks.index(rank), tag))
 
     def wait(self, work: dist.Work | RuntimeError, what: str, timeout_s: float | None = None) -> None:
         """Wait for ``work``, or raise the error that it has met."""
@@ -103,7 +101,7 @@ class Group:
         self._run(lambda: self.backend.broadcast([data], options), what)
 
     def gather(self, value: Any, what: str, timeout_s: float | None = None) -> list[Any]:
-        """The ``value`` of every member, in order; whatever can be pickled."""
+        """The ``value`` of every member, in order; any that can be pickled."""
         if len(self.ranks) == 1:
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

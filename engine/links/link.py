@@ -195,18 +195,15 @@ class Sender(_End):
             outgoing.content = None  # tensors are let go of by the thread that made them
 
     def release(self, micro_batch: int) -> None:
-        """Recycle the buffers of messages up to ``micro_batch``, which the other end is known to have received."""
+        """Recycle the buffers of messages up to ``micro_batch``, which have been received."""
         while self._outgoing and self._outgoing[0].micro_batch <= micro_batch:
             self._finish(self._outgoing.popleft())
 
     def release_through(self, number: int) -> None:
         """Recycle the buffers of message ``number`` and of those sent before it, which have been received."""
-        if any(outgoing.micro_batch == number for outgoing in self._outgoing):
-            while self._outgoing:
-                outgoing = self._outgoing.popleft()
-                self._finish(outgoing)
-                if outgoing.micro_batch == number:
-                    return
+        numbers = [outgoing.micro_batch for outgoing in self._outgoing]
+        if number in numbers:
+            self.flush(keep=len(numbers) - 1 - numbers.index(number))
 
     def flush(self, keep: int = 0) -> None:
         """Wait until all messages but the latest ``keep`` have been received, and recycle their buffers.

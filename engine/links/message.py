@@ -33,18 +33,9 @@ _NONE, _TUPLE, _LIST = -1, -2, -3
 _FIXED_WORDS = 5
 _LAYOUTS = 2  # a batch's last gradient carries more than the others
 _DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+    *(torch.complex64, torch.complex128),
 )
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
 

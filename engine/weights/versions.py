@@ -14,9 +14,9 @@ looks for tensors that share a parameter's storage instead of knowing their name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ _MAX_DEPTH = 8
 
 
 def find_aliases(roots: Iterable[object], storages: set[int]) -> list[torch.Tensor]:
-    """Every tensor object reachable from ``roots`` whose storage starts at an address in ``storages``.
+    """Tensors reachable from ``roots`` on storages that start at an address in ``storages``.
 
     Follows containers, and the attributes of optimizers and of DeepSpeed's own objects, but no modules.
     """
@@ -38,30 +38,29 @@ def find_aliases(roots: Iterable[object], storages: set[int]) -> list[torch.Tens
         if isinstance(item, torch.Tensor):
             if item.layout is torch.strided and item.untyped_storage().data_ptr() in storages:
                 found[id(item)] = item
-            visit(getattr(item, "__dict__", None), depth + 1)
+            children: Iterable[object] = [getattr(item, "__dict__", None)]
         elif isinstance(item, Mapping):
-            for key, value in item.items():
-                visit(key, depth + 1)
-                visit(value, depth + 1)
+            children = chain.from_iterable(item.items())
         elif isinstance(item, (list, tuple, set, frozenset)):
-            for value in item:
-                visit(value, depth + 1)
-        elif _holds_tensors(item):
-            visit(vars(item), depth + 1)
+            children = item
+        elif isinstance(item, torch.optim.Optimizer) or _is_of_deepspeed(item):
+            children = [vars(item)]
+        else:
+            return
+        for child in children:
+            visit(child, depth + 1)
 
     for root in roots:
         visit(root, 0)
     return list(found.values())
 
 
-def _holds_tensors(item: object) -> bool:
-    if isinstance(item, torch.nn.Module) or not hasattr(item, "__dict__") or isinstance(item, type):
-        return False
-    return isinstance(item, torch.optim.Optimizer) or type(item).__module__.startswith("deepspeed.")
+def _is_of_deepspeed(item: object) -> bool:
+    other = isinstance(item, (torch.nn.Module, type)) or not hasattr(item, "__dict__")
+    return not other and type(item).__module__.startswith("deepspeed.")
 
 
-@dataclass(frozen=True, slots=True)
-class _Alias:
+class _Alias(NamedTuple):
     tensor: torch.Tensor
     storage: int  # position among the version's storages
 
@@ -69,28 +68,22 @@ class _Alias:
         """The same view on another storage."""
         source = self.tensor
         view = torch.empty(0, dtype=source.dtype, device=flat.device)
-        view.set_(flat.untyped_storage(), source.storage_offset(), source.size(), source.stride())
-        return view
+        return view.set_(flat.untyped_storage(), source.storage_offset(), source.size(), source.stride())
 
 
-class Weights:
-    """One version's storages, with the views that parameters and other aliases take on them."""
+class _Weights(NamedTuple):
+    """One version's storages, with the views of all aliases on them, parameters first."""
 
-    def __init__(self, flats: Sequence[torch.Tensor], aliases: Sequence[_Alias], num_parameters: int) -> None:
-        self.flats = list(flats)
-        views = [alias.on(self.flats[alias.storage]) for alias in aliases]
-        self.parameter_views = views[:num_parameters]
-        self.other_views = views[num_parameters:]
+    flats: list[torch.Tensor]
+    views: list[torch.Tensor]
 
 
 class WeightVersions:
-    """The versions of a stage's trainable weights that are alive, by number of updates.
+    """Live versions of a stage's trainable weights by number of updates.
 
     Args:
-        parameters: the stage's parameters; those that do not require gradients never change and are
-            left alone.
-        holders: objects that may hold further references to the parameters' storages, such as the
-            optimizer.
+        parameters: the stage's parameters; those that do not require gradients never change and are left alone.
+        holders: objects that may hold further references to the parameters' storages, such as the optimizer.
         version: number of updates that the parameters have had already.
     """
 
@@ -111,8 +104,8 @@ class WeightVersions:
             _Alias(tensor, positions[tensor.untyped_storage().data_ptr()]) for tensor in (*self.parameters, *others)
         ]
         self._latest = self._pointed = version
-        self._spare: list[Weights] = []
-        self._alive = {version: self._capture(len(positions))}
+        self._spare: list[_Weights] = []
+        self._alive = {version: self._on(self._flats(len(positions)))}
 
     @property
     def latest(self) -> int:
@@ -135,13 +128,9 @@ class WeightVersions:
         return len(self._alive) + len(self._spare)
 
     def point_to(self, version: int) -> None:
-        """Make the parameters refer to ``version``.
-
-        Raises:
-            KeyError: the version is not alive.
-        """
+        """Make the parameters refer to ``version``, which must be alive."""
         if version != self._pointed:
-            for parameter, view in zip(self.parameters, self._alive[version].parameter_views, strict=True):
+            for parameter, view in zip(self.parameters, self._alive[version].views, strict=False):
                 parameter.data = view
             self._pointed = version
 
@@ -156,10 +145,10 @@ class WeightVersions:
         version that :meth:`advance` leaves behind.
         """
         source = self._alive[self._latest]
-        target = self._spare.pop() if self._spare else self._allocate(source)
+        target = self._spare.pop() if self._spare else self._on([torch.empty_like(flat) for flat in source.flats])
         if source.flats:
             torch._foreach_copy_(target.flats, source.flats)
-        for alias, view in zip(self._aliases, (*target.parameter_views, *target.other_views), strict=True):
+        for alias, view in zip(self._aliases, target.views, strict=True):
             alias.tensor.data = view
         self._alive[self._latest + 1] = target
         self._pointed = self._latest
@@ -176,18 +165,14 @@ class WeightVersions:
         for version in [v for v in self._alive if v not in versions and v != self._latest]:
             self._spare.append(self._alive.pop(version))
 
-    def tensors(self, version: int) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Parameters with their values in ``version``, for inspection."""
-        yield from zip(self.parameters, self._alive[version].parameter_views, strict=True)
-
-    def _capture(self, num_storages: int) -> Weights:
+    def _flats(self, num_storages: int) -> list[torch.Tensor]:
         flats: list[Any] = [None] * num_storages
         for alias in self._aliases:
             if flats[alias.storage] is None:
                 storage, dtype = alias.tensor.untyped_storage(), alias.tensor.dtype
                 flat = torch.empty(0, dtype=dtype, device=alias.tensor.device)
                 flats[alias.storage] = flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
-        return Weights(flats, self._aliases, len(self.parameters))
+        return flats
 
-    def _allocate(self, like: Weights) -> Weights:
-        return Weights([torch.empty_like(flat) for flat in like.flats], self._aliases, len(self.parameters))
+    def _on(self, flats: list[torch.Tensor]) -> _Weights:
+        return _Weights(flats, [alias.on(flats[alias.storage]) for alias in self._aliases])

@@ -1,4 +1,4 @@
-"""Small agreements among ranks, on the CPU and with a time limit."""
+"""Agreements among ranks, on the CPU with a time limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILES_LIMIT_S = 30 * 60.0  # slow file systems are ordinary; DeepSpeed's own de
 
 
 class Consensus:
-    """Minima, values and bytes that ranks of a stage, a pipeline or all exchange.
+    """Agreements of a stage, of a pipeline, and of all ranks.
 
     Each raises :class:`PipelinePeerError` if a rank is lost or did not answer in time. All but :meth:`all_have` are for
     between batches only. Arguments ``what`` name the wait.
@@ -66,10 +66,10 @@ class Consensus:
         return self._pipeline.gather(value, what)
 
     def bytes_of_stage(self, tensor: torch.Tensor, stage: int, receivers: Sequence[int], what: str) -> None:
-        """Copy a contiguous tensor in host memory from one stage of this pipeline to others.
+        """Copy a tensor from one stage of this pipeline to others.
 
         Args:
-            tensor: on ``stage`` and the receivers; others need not call this.
+            tensor: contiguous, in host memory, on ``stage`` and the receivers; others need not call this.
             stage: that has the values.
             receivers: stages that get them.
         """
@@ -85,7 +85,7 @@ class Consensus:
 
     @property
     def pipeline(self) -> tuple[str, list[int]]:
-        """Name of this pipeline, the same on its ranks, and these."""
+        """Name of this pipeline, the same everywhere, and its ranks."""
         return self._pipeline.name, list(self._pipeline.ranks)
 
     def of_first_rank(self, value: Any) -> Any:
@@ -94,10 +94,10 @@ class Consensus:
 
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
-        """Work with files that fails on all ranks if it fails on one.
+        """A block that fails on all ranks or on none.
 
-        Blocks may be nested; a failure is reported once. A rank that fails between the block's own collectives
-        reports it at the end, where those that wait for it meet it.
+        For work with files. Blocks may be nested; a failure is reported once. A rank that fails between the block's
+        own collectives reports it at the end, where those that wait for it meet it.
 
         Args:
             what: start of the line of a failure.

@@ -1,4 +1,4 @@
-"""The first failure of any rank, published to all through a key in the store.
+"""The first failure of any rank, published through the store.
 
 A failing stage sends its reason to its neighbours on their links. Other replicas have no link to it: they wait in a
 reduction with a rank that will not come, for as long as the process that has failed is alive. So a thread of every rank
@@ -32,7 +32,7 @@ _FAILURE, _SEEN = "failure", "ranks that have seen it"
 
 @dataclass
 class _Shared:
-    """State of the thread, which must hold no reference to the engine: else that would never be freed."""
+    """State of the thread. With a reference to the engine this would never be freed."""
 
     store: Any
     limit_s: float
@@ -47,7 +47,7 @@ class _Shared:
 
 
 class FailureWatch:
-    """The key of one engine, and the thread that polls it while the watch exists.
+    """Key of one engine, and the thread that polls it.
 
     Args:
         store: of this engine alone.
@@ -69,7 +69,7 @@ class FailureWatch:
         return self._shared.reason
 
     def breaks(self, group: Any) -> None:
-        """Break ``group`` off, a process group or a backend, once another rank has failed."""
+        """Break off ``group`` once another rank has failed."""
         self._shared.groups.append(group)
 
     def reason(self) -> str | None:
@@ -80,12 +80,12 @@ class FailureWatch:
         return shared.reason
 
     def publish(self, reason: str) -> None:
-        """Publish that this rank has failed, unless another one has before; does not wait."""
+        """Publish a failure of this rank, unless another was first; does not wait."""
         self._shared.mine = reason
         self._shared.asked.set()
 
     def wait_until_seen(self) -> None:
-        """Wait a moment for all ranks to have seen a failure: the store may end with this process."""
+        """Wait a moment until all ranks have seen a failure: the store may end with this process."""
         self._wait_until(lambda: self._shared.seen_by >= self._ranks)
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
@@ -140,7 +140,7 @@ def _end(shared: _Shared, thread: threading.Thread) -> None:
 
 
 def break_off(group: Any) -> None:
-    """Raise an error in all waits of ``group``, a process group or a backend, which cannot be used afterwards."""
+    """Break off all waits in ``group`` with an error. It is a process group or a backend, of no use afterwards."""
     if group is None or group.size() == 1:
         return
     if isinstance(group, dist.ProcessGroup):

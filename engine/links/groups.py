@@ -1,4 +1,4 @@
-"""Process groups of an engine on the hosts' side: gloo, built from the store, a limit and a name for every wait.
+"""Process groups of an engine over gloo, built from the store.
 
 ``torch.distributed.new_group`` is for none of them. Where the default group is bound to a device, it has every rank
 that is no member of the new group split the default group's communicator. That is a collective, which the members of
@@ -63,15 +63,15 @@ class Group:
     failures: FailureWatch
 
     def send(self, data: torch.Tensor, rank: int, tag: int) -> dist.Work:
-        """A started send of ``data`` to the member with the global number ``rank``."""
+        """A started send of ``data`` to global ``rank``."""
         return cast(dist.Work, self.backend.send([data], self.ranks.index(rank), tag))
 
     def recv(self, data: torch.Tensor, rank: int, tag: int) -> dist.Work:
-        """A started receive of ``data`` from the member with the global number ``rank``."""
+        """A started receive of ``data`` from global ``rank``."""
         return cast(dist.Work, self.backend.recv([data], self.ranks.index(rank), tag))
 
     def wait(self, work: dist.Work | RuntimeError, what: str, timeout_s: float | None = None) -> None:
-        """Wait for ``work``, or raise the error that it has met."""
+        """Wait for ``work``, or raise the error in its place."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         try:
             if isinstance(work, RuntimeError):
@@ -95,7 +95,7 @@ class Group:
         return int(result.item())
 
     def broadcast(self, data: torch.Tensor, rank: int, what: str) -> None:
-        """Copy ``data`` of the member with the global number ``rank`` to all."""
+        """Copy ``data`` of global ``rank`` to all members."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = self.ranks.index(rank), 0
         self._run(lambda: self.backend.broadcast([data], options), what)
@@ -124,7 +124,7 @@ class Group:
 
 
 class Groups:
-    """The groups of one engine that this rank is a member of; all ranks make one for every engine.
+    """Groups of one engine with this rank; all ranks make one for every engine.
 
     Args:
         me: this rank.
@@ -187,7 +187,7 @@ def use_local_device() -> None:
 
 
 def collective_groups(grid: Any, module: Any) -> list[Any]:
-    """Groups in which DeepSpeed's collectives may keep a stage waiting, for gradients above all."""
+    """Groups in which a stage may wait for DeepSpeed's collectives."""
     groups = [group for group in vars(grid).values() if isinstance(group, dist.ProcessGroup)]
     groups += [tied["group"] for tied in module.tied_comms.values()]
     return [group for group in dict.fromkeys(groups) if group is not dist.group.WORLD]
@@ -217,6 +217,6 @@ def _cause(error: RuntimeError, timeout_s: float | None) -> str:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Whether a backend's collective has raised an error, and no layer of a model."""
+    """Whether an error is of a backend's collective, not a layer."""
     words = ("gloo", "pair closure", "NCCL", "Operation timed out")
     return isinstance(error, RuntimeError) and not isinstance(error, VPipeError) and any(w in str(error) for w in words)

@@ -47,7 +47,7 @@ _ABORT_GRACE_S = 5.0  # limit of a failing stage for sending the reason to its n
 
 
 class Channel(enum.IntEnum):
-    """Links that share a process group, by the tags of their messages."""
+    """Links of one process group, by their tags."""
 
     TRAINING = 0
     EVALUATION = 2
@@ -59,7 +59,7 @@ class Channel(enum.IntEnum):
 
 
 class _Capacity:
-    """Length of the receive buffer for each message, the same on both ends."""
+    """Length of the receive buffers, the same on both ends."""
 
     def __init__(self, prefetch: int) -> None:
         self._recent: deque[int] = deque()
@@ -72,7 +72,7 @@ class _Capacity:
             self.received(self._recent.popleft())
 
     def received(self, size: int) -> int:
-        """Buffer length for the receive that is posted after a message of ``size`` bytes."""
+        """Buffer length after a message of ``size`` bytes."""
         self.longest = max(self.longest, size)
         return self.longest
 
@@ -175,7 +175,7 @@ class Sender(_End):
             outgoing.started = True
 
     def copied(self) -> None:
-        """Wait until everything sent so far has been copied, so that its tensors may be changed; mostly it has been.
+        """Wait until tensors sent so far may be changed; mostly they have been copied.
 
         Raises:
             RuntimeError: what was sent last could not be copied.
@@ -195,18 +195,18 @@ class Sender(_End):
             outgoing.content = None  # tensors are let go of by the thread that made them
 
     def release(self, micro_batch: int) -> None:
-        """Recycle the buffers of messages up to ``micro_batch``, which have been received."""
+        """Recycle buffers up to ``micro_batch``, which have been received."""
         while self._outgoing and self._outgoing[0].micro_batch <= micro_batch:
             self._finish(self._outgoing.popleft())
 
     def release_through(self, number: int) -> None:
-        """Recycle the buffers of message ``number`` and of those sent before it, which have been received."""
+        """Recycle buffers up to the message ``number``, received by now."""
         numbers = [outgoing.micro_batch for outgoing in self._outgoing]
         if number in numbers:
             self.flush(keep=len(numbers) - 1 - numbers.index(number))
 
     def flush(self, keep: int = 0) -> None:
-        """Wait until all messages but the latest ``keep`` have been received, and recycle their buffers.
+        """Wait for receipt of all messages but the latest ``keep``.
 
         Raises:
             PipelinePeerError: the time limit passed or the peer is lost.
@@ -215,7 +215,7 @@ class Sender(_End):
             self._finish(self._outgoing.popleft())
 
     def wait_for_all(self, deadline: float) -> None:
-        """Like :meth:`flush`, but until ``deadline`` (``time.monotonic()``) at most and without an error."""
+        """:meth:`flush` until ``deadline`` (``time.monotonic()``), without an error."""
         with suppress(Exception):  # what a task has raised comes after all are done
             self.runner.settle()
         with suppress(RuntimeError):
@@ -292,7 +292,7 @@ class Receiver(_End):
 
 
 def abort_all(senders: Sequence[Sender], reason: str) -> None:
-    """Send ``reason`` over every link in place of what its other end waits for; give up after a short while."""
+    """Send ``reason`` over every link, with a short time limit."""
     text = torch.frombuffer(bytearray(reason.encode()[: HEADER_BYTES // 2]), dtype=torch.uint8)
     for sender in senders:
         sender.send(Message.ABORT, 0, text)

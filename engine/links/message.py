@@ -121,7 +121,7 @@ class _Stored(NamedTuple):
 
 
 def leaves(tree: Tree) -> Iterator[torch.Tensor | None]:
-    """The tensors and Nones of a tree from left to right."""
+    """Tensors and Nones of a tree from left to right."""
     if tree is None or isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
@@ -159,7 +159,7 @@ def _align(offset: int) -> int:
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy with the same strides, gaps and expanded dimensions, which ``Tensor.to`` and ``clone`` change."""
+    """A copy with all strides, which ``Tensor.to`` and ``clone`` change."""
     elements = _Stored.of(tensor.shape, tensor.stride()).elements(tensor)
     copy = torch.empty_strided(elements.shape, elements.stride(), dtype=tensor.dtype, device=device)
     return copy.copy_(elements, non_blocking=True).as_strided(tensor.shape, tensor.stride()).data
@@ -167,7 +167,7 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Packed:
-    """A send buffer with the views through which it is filled."""
+    """A send buffer with a view for each tensor."""
 
     data: torch.Tensor
     header: np.ndarray[Any, np.dtype[np.int64]]
@@ -214,7 +214,7 @@ class Packer:
         return spare.pop() if spare else self._allocate(words, _tensors(tree))
 
     def fill(self, packed: Packed, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> None:
-        """Copy ``tree`` into the buffer that was reserved for it, on any thread."""
+        """Copy ``tree`` into its reserved buffer, on any thread."""
         packed.header[2:_FIXED_WORDS] = (kind, micro_batch, note)
         for (stored, view), tensor in zip(packed.views, _tensors(tree), strict=True):
             view.copy_(stored.elements(tensor), non_blocking=self._pin)
@@ -242,7 +242,7 @@ class Packer:
 
 
 class Expected:
-    """A receive buffer that is ready for a message like the one before.
+    """A receive buffer for a message like the one before.
 
     Args:
         data: the buffer, uint8, at least as long as that message.
@@ -260,7 +260,7 @@ class Expected:
         self._tree = self._read(iter(words))
 
     def message(self) -> Received:
-        """The message that has come into the buffer, of any form."""
+        """The message in the buffer, also of another form."""
         size, num_words, kind, micro_batch, note, *words = self._header.tolist()
         if num_words != len(self._header) or words != self._words:
             return unpack(self.data)
@@ -288,7 +288,7 @@ class Expected:
 
 
 def announcement(size: int) -> torch.Tensor:
-    """A small message before one of ``size`` bytes that follows on its own."""
+    """The message before one of ``size`` bytes on its own."""
     packed = Packer().pack(Message.OVERSIZE, 0, None)
     packed.header[0] = size
     return packed.data

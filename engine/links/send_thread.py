@@ -32,7 +32,9 @@ class Immediate:
 
 
 class SendThread:
-    """A thread that runs tasks in order, until :meth:`stop` or its last reference is gone.
+    """Runner in a thread of its own.
+
+    It ends with :meth:`stop` or its last reference.
 
     Args:
         device: that tasks use.

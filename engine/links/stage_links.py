@@ -1,4 +1,4 @@
-"""The links of one stage to other stages of its pipeline, for training, evaluation and losses of scripts."""
+"""Links of one stage to the other stages of its pipeline."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class StageLinks:
         return [*activations, self._previous.gradients] if self._previous else activations
 
     def wait_for_copies(self, kind: Kind) -> None:
-        """Wait until an action of ``kind`` may change tensors that were sent.
+        """Wait until an action of ``kind`` may change sent tensors.
 
         A layer may write to a buffer that was an output; an output may be a weight, a gradient never is.
         """
@@ -130,16 +130,17 @@ class StageLinks:
             self._previous.gradients.copied()
 
     def flush(self) -> None:
-        """Wait until all training messages that were sent have been received."""
+        """Wait for receipt of all training messages."""
         for sender in self.training_senders:
             sender.flush()
 
 
 class LossLinks:
-    """Links from the last stage to all others, for losses of scripts that loop over calls of the engine.
+    """Links for losses from the last stage to all others.
 
-    Once the pipeline is full the loss of a micro-batch comes with its gradient, stage by stage, and costs nothing.
-    While the pipeline is being filled there are no gradients: then the last stage sends it to every stage that waits.
+    For scripts that loop over calls of the engine. Once the pipeline is full the loss of a micro-batch comes with its
+    gradient, stage by stage, and costs nothing. While it is being filled there are no gradients: then the last stage
+    sends losses to every stage that waits.
 
     Args:
         grid: DeepSpeed's process grid.
@@ -164,7 +165,7 @@ class LossLinks:
                 self._receiver = Receiver(groups.of("losses", pair), last, _LOSS_PREFETCH)
 
     def send(self, micro_batch: int, loss: torch.Tensor, stages: Iterable[int]) -> None:
-        """Start sending the loss of ``micro_batch``, a tensor without dimensions, to ``stages``."""
+        """Start sending ``loss``, without dimensions, to ``stages``."""
         for stage in stages:
             self.senders[stage].send(Message.LOSS, micro_batch, loss)
             self.senders[stage].flush(keep=_LOSSES_UNDER_WAY)

@@ -1,1 +1,1 @@
-"""Weight versions of a stage and the optimizer wrapper that stashes them."""
+"""Weight versions of a stage, and their stashing."""

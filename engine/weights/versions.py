@@ -24,7 +24,7 @@ _MAX_DEPTH = 8
 
 
 def find_aliases(roots: Iterable[object], storages: set[int]) -> list[torch.Tensor]:
-    """Tensors reachable from ``roots`` on storages that start at an address in ``storages``.
+    """Tensors on ``storages`` (addresses) that ``roots`` lead to.
 
     Follows containers, and the attributes of optimizers and of DeepSpeed's own objects, but no modules.
     """
@@ -72,14 +72,14 @@ class _Alias(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """One version's storages, with the views of all aliases on them, parameters first."""
+    """Storages of a version with all aliases' views, parameters first."""
 
     flats: list[torch.Tensor]
     views: list[torch.Tensor]
 
 
 class WeightVersions:
-    """Live versions of a stage's trainable weights by number of updates.
+    """Live versions of trainable weights by number of updates.
 
     Args:
         parameters: the stage's parameters; those that do not require gradients never change and are left alone.
@@ -135,11 +135,11 @@ class WeightVersions:
             self._pointed = version
 
     def point_to_newest(self) -> None:
-        """Make the parameters refer to the weights that updates go to."""
+        """Make the parameters refer to the newest weights."""
         self.point_to(self._latest)
 
     def fork(self) -> None:
-        """Move the newest weights to storages that nothing in flight refers to, for an update in place.
+        """Move the newest weights to spare storages for an update.
 
         The parameters refer to them from now on, whatever they referred to before. The old storages belong to the
         version that :meth:`advance` leaves behind.
@@ -161,7 +161,7 @@ class WeightVersions:
         self._pointed = self._latest
 
     def keep_only(self, versions: set[int]) -> None:
-        """Recycle the storages of every version that is neither in ``versions`` nor the newest."""
+        """Recycle all versions but ``versions`` and the newest."""
         for version in [v for v in self._alive if v not in versions and v != self._latest]:
             self._spare.append(self._alive.pop(version))
 

@@ -91,10 +91,10 @@ class _Stored(NamedTuple):
     @classmethod
     def of(cls, shape: Sequence[int], strides: Sequence[int]) -> _Stored:
         shape = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
+        if 0 in shape:
+            return cls(shape, strides)
         dense, count, span = list(strides), 1, 1
         for dim in sorted(range(len(shape)), key=strides.__getitem__):
-            if shape[dim] == 0:
-                return cls(shape, strides)
             if shape[dim] == 1:
                 continue
             if strides[dim] < span:

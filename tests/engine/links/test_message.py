@@ -81,6 +81,11 @@ def test_non_contiguous() -> None:
     assert_same(through(tree), tree)
 
 
+def test_overlapping_elements_of_an_empty_tensor() -> None:
+    tree = (sample(torch.float32, 4, 0).unfold(0, 3, 1).transpose(1, 2), sample(torch.float32, 2))
+    assert_same(through(tree), tree)
+
+
 def test_gaps_and_expanded_elements_do_not_travel() -> None:
     base = sample(torch.float32, 64, 6)
     for tensor, count in ((base[:, 2], 64), (base[:, 1:3].expand(9, 64, 2), 128), (base[:, 0, None].expand(64, 6), 64)):

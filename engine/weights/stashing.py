@@ -37,6 +37,9 @@ class WeightStashingOptimizer:
         stash: keep the weights of micro-batches in flight. Without it (``weight_sync: "none"``)
             every backward pass sees the newest weights; for comparison only.
         version: updates that the weights have had already.
+
+    Attributes:
+        versions: the storages of all versions.
     """
 
     def __init__(
@@ -60,35 +63,26 @@ class WeightStashingOptimizer:
         self._begin(version)
 
     def _begin(self, version: int) -> None:
-        self._versions = WeightVersions(self._parameters, holders=[self.base_optimizer], version=version)
+        self.versions = WeightVersions(self._parameters, holders=[self.base_optimizer], version=version)
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
 
     @property
     def latest_version(self) -> int:
         """Updates applied to the newest weights."""
-        return self._versions.latest
+        return self.versions.latest
 
     @property
     def current_version(self) -> int:
         """Version that the parameters hold at this moment."""
-        return self._versions.pointed
+        return self.versions.pointed
 
     @property
     def num_versions(self) -> int:
         """Versions alive, the newest included."""
-        return len(self._versions.alive)
-
-    @property
-    def versions(self) -> WeightVersions:
-        """The versions themselves, for inspection."""
-        return self._versions
+        return len(self.versions.alive)
 
     def version_of(self, micro_batch: Hashable) -> int:
-        """Version that the forward pass of a micro-batch in flight used.
-
-        Raises:
-            KeyError: the micro-batch is not in flight.
-        """
+        """Version that the forward pass of ``micro_batch`` used."""
         return self._in_flight[micro_batch]
 
     @contextmanager
@@ -101,12 +95,12 @@ class WeightStashingOptimizer:
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             self._take_in_unfrozen()
-        version = self._versions.latest if version is None else version
-        self._versions.point_to(version)
+        version = self.versions.latest if version is None else version
+        self.versions.point_to(version)
         try:
             yield
         finally:
-            self._versions.point_to_newest()
+            self.versions.point_to_newest()
         self._in_flight[micro_batch] = version
 
     def _take_in_unfrozen(self) -> None:
@@ -123,11 +117,11 @@ class WeightStashingOptimizer:
     def load_old_params(self, micro_batch: Hashable) -> None:
         """Point the parameters to the weights that the forward pass of ``micro_batch`` used."""
         if self._stash:
-            self._versions.point_to(self._in_flight[micro_batch])
+            self.versions.point_to(self._in_flight[micro_batch])
 
     def load_new_params(self) -> None:
         """Point the parameters to the newest weights."""
-        self._versions.point_to_newest()
+        self.versions.point_to_newest()
 
     def release(self, micro_batch: Hashable) -> None:
         """Give up the version of a micro-batch that is done or dropped."""
@@ -151,12 +145,11 @@ class WeightStashingOptimizer:
             self.keep_from(self.latest_version)
 
     def _is_needed(self, version: int) -> bool:
-        if self._keep_from is not None and version >= self._keep_from:
-            return True
-        return version in self._in_flight.values()
+        kept = self._keep_from is not None and version >= self._keep_from
+        return kept or version in self._in_flight.values()
 
     def _recycle(self) -> None:
-        self._versions.keep_only({version for version in self._versions.alive if self._is_needed(version)})
+        self.versions.keep_only({version for version in self.versions.alive if self._is_needed(version)})
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -165,13 +158,13 @@ class WeightStashingOptimizer:
         The step is made in place if nothing in flight uses the newest weights, else on a copy of them. Autograd's
         check for changes in place is off meanwhile: thanks to the copy, no saved tensor changes.
         """
-        if self._stash and self._is_needed(self._versions.latest):
-            self._versions.fork()
+        if self._stash and self._is_needed(self.versions.latest):
+            self.versions.fork()
         else:
-            self._versions.point_to_newest()
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(self._versions.parameters)):
+            self.versions.point_to_newest()
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(self.versions.parameters)):
             yield
-        self._versions.advance()
+        self.versions.advance()
         self._recycle()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.build import Prepared, prepare
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.loop.engine import VPipeLoopEngine
-from ds_vpipe.engine.modules.from_module import split
+from ds_vpipe.engine.modules.split_module import pipeline_from_module
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.errors import VPipeConfigError
@@ -91,7 +91,8 @@ def _prepare_whole(
     """Split a plain module. What ``given`` names of its parameters is cut down once the engine is there."""
     given["model_parameters"] = listed(given.get("model_parameters"))
     if not isinstance(model, PipelineModule):
-        given["model"] = split(model, json.content, config, given.get("training_data"), given.get("collate_fn"))
+        examples = given.get("training_data"), given.get("collate_fn")
+        given["model"] = pipeline_from_module(model, json.content, config, *examples)
     module = given["model"]
     json, changed = json.corrected(torch.distributed.get_world_size(), module.num_stages)
     if changed and module.global_rank == 0:

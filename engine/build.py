@@ -35,11 +35,10 @@ from ds_vpipe.engine.execution.drain_watch import DrainWatch
 from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.groups import Groups, Peer, use_local_device
 from ds_vpipe.engine.links.stage_links import StageLinks
-from ds_vpipe.engine.modules.activation_checkpointing import use_sound_checkpointing
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, recompute_parts
 from ds_vpipe.engine.modules.partitioned import repartition, stage_counts
 from ds_vpipe.engine.modules.random_states import RandomStates
-from ds_vpipe.engine.modules.recompute import apply_recompute
+from ds_vpipe.engine.modules.recompute import apply_recompute, use_sound_checkpointing
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.clipping import GradientClipping

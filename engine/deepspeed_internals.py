@@ -20,7 +20,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
-from ds_vpipe.engine.modules.fast_walks import parts_to_switch
 from ds_vpipe.engine.updates.optimizers import APEX_OPTIMIZERS, Lamb, own_optimizer
 from ds_vpipe.engine.updates.parameter_groups import listed, trainable
 
@@ -159,7 +158,7 @@ class PatchedPipelineEngine(PipelineEngine):
     def _configure_fp16_optimizer(self, optimizer: torch.optim.Optimizer, low_precision_dtype: torch.dtype) -> Any:
         # DeepSpeed makes the optimizer's state by an update with zero gradients, which applies weight decay and
         # counts in Adam's bias correction. The state makes itself at the first real update.
-        with _standing_still(optimizer):
+        with overridden(optimizer, "step", lambda *args, **kwargs: None):
             wrapped = super()._configure_fp16_optimizer(optimizer, low_precision_dtype)
         if isinstance(optimizer, Lamb):
             wrapped.fused_lamb_legacy = False  # which needs a kernel of its own
@@ -215,13 +214,44 @@ def _without_handshake() -> Iterator[None]:
 
 
 @contextmanager
-def _standing_still(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let ``optimizer.step()`` do nothing for a while."""
-    patched = vars(optimizer).get("step")  # by a learning-rate scheduler that has been made already
-    optimizer.step = lambda *args, **kwargs: None  # type: ignore[method-assign,assignment]
+def overridden(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of one object has another value."""
+    before = vars(target).get(name)  # such as the step() that a learning-rate scheduler has patched
+    setattr(target, name, value)
     try:
         yield
     finally:
-        del optimizer.step
-        if patched is not None:
-            optimizer.step = patched  # type: ignore[method-assign]
+        delattr(target, name)
+        if before is not None:
+            setattr(target, name, before)
+
+
+def parts_to_switch(module: nn.Module) -> tuple[nn.Module, ...] | None:
+    """Modules whose mode ``module.train()`` sets; None if any overrides ``train()``."""
+    parts = tuple(module.modules())
+    overrides = any(type(part).train is not nn.Module.train or "train" in vars(part) for part in parts)
+    return None if overrides else parts
+
+
+@contextmanager
+def training_by_list(module: nn.Module, parts: Sequence[nn.Module] | None) -> Iterator[None]:
+    """Inside, the next ``module.train()`` sets the mode of those ``parts`` only that have another one.
+
+    The module has nothing of this before and afterwards, so that it can be copied and pickled.
+    """
+    if parts is None:
+        yield
+        return
+
+    def train(mode: bool = True) -> nn.Module:
+        vars(module).pop("train", None)
+        for part in parts:
+            if part.training is not mode:
+                part.training = mode
+        return module
+
+    vars(module)["train"] = train
+    try:
+        yield
+    finally:
+        vars(module).pop("train", None)

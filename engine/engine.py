@@ -35,16 +35,15 @@ from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.engine.backend_threads import outlive_backend_threads
 from ds_vpipe.engine.build import Prepared, clipping_of, prepared_arguments, replan, stage_of
-from ds_vpipe.engine.checkpoint.parameter_states import checkpoint_layout
+from ds_vpipe.engine.checkpoint.parameter_states import stage_layout
 from ds_vpipe.engine.checkpoint.save_load import Checkpoints
 from ds_vpipe.engine.checkpoint.whole_model import WholeModel
-from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, training_by_list
 from ds_vpipe.engine.execution.drain import quiesce, restart_at
 from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options, or_no_data
 from ds_vpipe.engine.execution.executor import Executor
 from ds_vpipe.engine.links.groups import collective_groups, is_of_collective
 from ds_vpipe.engine.links.link import abort_all
-from ds_vpipe.engine.modules.fast_walks import training_by_list
 from ds_vpipe.engine.observe.observers import Observation
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
@@ -456,7 +455,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.checkpoints.write(super()._save_zero_checkpoint, *args, **kwargs)
 
     def _common_checkpoint_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**super()._common_checkpoint_state(*args, **kwargs), LAYOUT_KEY: checkpoint_layout(self)}
+        return {**super()._common_checkpoint_state(*args, **kwargs), LAYOUT_KEY: stage_layout(self).plain()}
 
     def load_module_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's, on all ranks or on none."""

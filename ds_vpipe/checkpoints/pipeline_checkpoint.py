@@ -19,7 +19,14 @@ from typing import Any
 import torch
 
 from ds_vpipe.checkpoints.optimizer_states import Groups, ParameterState, form_of, unpack
-from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY, PLACEHOLDER, StageLayout, has_layout, infer_groups
+from ds_vpipe.checkpoints.stage_layout import (
+    LAYOUT_KEY,
+    PLACEHOLDER,
+    StageLayout,
+    has_layout,
+    infer_groups,
+    is_outside_layers,
+)
 from ds_vpipe.errors import VPipeError
 
 _STAGE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -156,7 +163,7 @@ class PipelineCheckpoint:
         index: dict[str, int] = {}
         for stage, groups in enumerate(self.groups):
             for name, _ in chain(*groups):
-                if name != PLACEHOLDER and (name not in index or _is_outside(name)):
+                if name != PLACEHOLDER and (name not in index or is_outside_layers(name)):
                     index[name] = stage
         return index
 
@@ -282,8 +289,3 @@ class PipelineCheckpoint:
             if keys:
                 ties[index] = keys[0]
         return ties
-
-
-def _is_outside(name: str) -> bool:
-    """Whether a parameter belongs to no layer: every stage has it, and the last one trains it with the loss."""
-    return not name.partition(".")[0].isdecimal() and not name.startswith("tied_modules.")

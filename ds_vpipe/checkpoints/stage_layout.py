@@ -68,6 +68,11 @@ class StageLayout:
         return cls(**known)
 
 
+def is_outside_layers(name: str) -> bool:
+    """Whether a parameter or buffer belongs to no layer: every stage has it, and the last one trains it."""
+    return not name.partition(".")[0].isdecimal() and not name.startswith("tied_modules.")
+
+
 def has_layout(model_states: Mapping[str, Any]) -> bool:
     """Whether the content of an ``mp_rank`` file has a layout."""
     ours = model_states.get(LAYOUT_KEY)

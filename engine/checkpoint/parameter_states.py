@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import io
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +14,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
 from torch.utils._pytree import tree_map_only
 
-from ds_vpipe.checkpoints.optimizer_states import ParameterState, carry_scale, form_of, pack, unpack
+from ds_vpipe.checkpoints.optimizer_states import Form, ParameterState, carry_scale, form_of, pack, unpack
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER, StageLayout
 from ds_vpipe.engine.modules.recompute import layer_numbers
-from ds_vpipe.engine.updates.tied import tied_parameters
+from ds_vpipe.engine.updates.tied import TiedWeights, tied_parameters
 from ds_vpipe.errors import VPipeError
 
 _GROUPS = ("round_robin_bit16_groups", "fp16_groups", "bf16_groups")  # where the wrappers keep a group's own parameters
@@ -59,13 +61,8 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
     )
 
 
-def checkpoint_layout(engine: PipelineEngine) -> dict[str, Any]:
-    """:func:`stage_layout` as plain values, to be stored with the stage's states under ``stage_layout.LAYOUT_KEY``."""
-    return stage_layout(engine).plain()
-
-
 def read_states(engine: PipelineEngine, gather: Callable[[Any], list[Any]]) -> dict[str, ParameterState]:
-    """What the optimizer holds of each of this stage's parameters, on the CPU.
+    """Optimizer states of this stage's parameters by name, on the CPU.
 
     Args:
         engine: its optimizer, which it must have.
@@ -92,10 +89,9 @@ def write_states(
     template = optimizer.state_dict()
     form = form_of(template)
     groups = stage_layout(engine).groups
-    replica = dist.get_rank(group=optimizer.dp_process_group) if form.partitioned else 0
     # Nothing is saved of a placeholder that another split did not have; it keeps what it has.
     states = {PLACEHOLDER: ParameterState(None, {}, (engine.stage_id, 0), {}), **states}
-    packed = pack(template, states, groups, replica, warn=logger.warning)
+    packed = pack(template, states, groups, _replica(engine, form), warn=logger.warning)
     if scale is not None:
         carry_scale(packed, scale)
     if form.partitioned:
@@ -110,6 +106,56 @@ def write_states(
                     master = states[name].master
                     if master is not None:
                         parameter.copy_(master)
+
+
+def with_owners_states(
+    engine: PipelineEngine, ties: TiedWeights, gather: Callable[[Any], list[Any]]
+) -> dict[str, Any] | None:
+    """The optimizer's state dict with the owners' states of tied weights; None on a stage without copies of any.
+
+    DeepSpeed's own engine updates every copy of a tied weight by itself and keeps them equal by equal states. Here a
+    stage with a copy never updates it, so that its optimizer's state of it has no use; the owner's in a checkpoint is
+    for DeepSpeed's engine. All stages call this with nothing in flight; ``gather``: see :func:`read_states`.
+    """
+    if engine.optimizer is None or not (ties.weights_in or ties.weights_out):
+        return None
+    states = read_states(engine, gather)
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+
+    def states_of(weights: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        found = [states[names[id(weight)]] for weight in weights]
+        buffer = io.BytesIO()
+        torch.save([(state.master, state.state) for state in found], buffer)
+        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+    template = engine.optimizer.state_dict()
+    form = form_of(template)
+    received = ties.exchange(states_of)
+    for weights, data in received:
+        content = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+        for weight, (master, state) in zip(weights, content, strict=True):
+            name = names[id(weight)]
+            states[name] = _replaced(states[name], master, state, keep_numbers=form.flat)
+    if not received:
+        return None
+    return pack(template, states, stage_layout(engine).groups, _replica(engine, form))
+
+
+def _replaced(
+    own: ParameterState, master: torch.Tensor | None, state: Mapping[str, Any], keep_numbers: bool
+) -> ParameterState:
+    """The owner's state in place of a copy's; numbers that its whole parameter group shares stay the copy's."""
+    values = {
+        key: own.state[key]
+        if keep_numbers and key in own.state and not (isinstance(value, torch.Tensor) and value.dim() > 0)
+        else value
+        for key, value in state.items()
+    }
+    return dataclasses.replace(own, master=master, state=values)
+
+
+def _replica(engine: PipelineEngine, form: Form) -> int:
+    return dist.get_rank(group=engine.optimizer.dp_process_group) if form.partitioned else 0
 
 
 def _untied_names(module: PipelineModule) -> dict[str, str]:

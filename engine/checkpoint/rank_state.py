@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ds_vpipe.checkpoints.stage_layout import is_outside_layers
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.stage import Stage
 
@@ -19,8 +19,12 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
             "parts": _parts(engine),
             "micro_offset": engine.module.micro_offset,
             "peers": None if stage.peers is None else stage.peers.state(),
-            "outside": {name: tensor.cpu() for name, tensor in _outside_of_layers(engine.module).items()},
-            "random": _random_states(stage),
+            "outside": {name: tensor.cpu() for name, tensor in _outside_layers(engine.module).items()},
+            "random": {
+                "torch": torch.get_rng_state(),
+                "accelerator": get_accelerator().get_rng_state() if stage.device.type != "cpu" else None,
+                **stage.random_states.read(),
+            },
         },
         _file(engine, folder, engine.grid.data_parallel_id),
     )
@@ -28,7 +32,7 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
 
 def restore_outside(engine: PatchedPipelineEngine, folder: Path) -> None:
     """Parameters that are in no layer's file, as the last stage of the saving run had them, which trains them."""
-    outside = _outside_of_layers(engine.module)
+    outside = _outside_layers(engine.module)
     files = sorted(folder.glob(_file(engine, folder, 0).name.replace(f"stage_{engine.stage_id:02d}", "stage_*")))
     if not outside or not files:
         return
@@ -40,7 +44,7 @@ def restore_outside(engine: PatchedPipelineEngine, folder: Path) -> None:
 
 
 def restore(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
-    """Read what :func:`save` wrote, but for weights.
+    """Restore this rank's file, but for weights.
 
     Replicas that the saving run did not have get everything but the random states from the first one: what
     decides about updates must be the same on all replicas of a stage. Without a file, or with one of other
@@ -57,8 +61,11 @@ def restore(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
     if stage.peers is not None and state["peers"] is not None:
         stage.peers.restore(state["peers"])
     if own.is_file():
-        states = state if own == first else torch.load(own, weights_only=False)
-        _restore_random_states(states["random"], stage)
+        states = (state if own == first else torch.load(own, weights_only=False))["random"]
+        torch.set_rng_state(states["torch"])
+        if states["accelerator"] is not None and stage.device.type != "cpu":
+            get_accelerator().set_rng_state(states["accelerator"])
+        stage.random_states.put_back(states)
 
 
 def _parts(engine: PatchedPipelineEngine) -> list[int]:
@@ -71,27 +78,7 @@ def _file(engine: PatchedPipelineEngine, folder: Path, replica: int) -> Path:
     return folder / f"vpipe-stage_{engine.stage_id:02d}-replica_{replica:02d}-slice_{slice_index:02d}.pt"
 
 
-def _outside_of_layers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _outside_layers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers that are in no layer's file, such as those of a loss function."""
-    found = module.named_parameters()
-    buffers = module.named_buffers()
-    return {
-        name: tensor.detach()
-        for name, tensor in (*found, *buffers)
-        if not name.partition(".")[0].isdecimal() and not name.startswith("tied_modules.")
-    }
-
-
-def _random_states(stage: Stage) -> dict[str, Any]:
-    return {
-        "torch": torch.get_rng_state(),
-        "accelerator": get_accelerator().get_rng_state() if stage.device.type != "cpu" else None,
-        **stage.random_states.read(),
-    }
-
-
-def _restore_random_states(states: dict[str, Any], stage: Stage) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["accelerator"] is not None and stage.device.type != "cpu":
-        get_accelerator().set_rng_state(states["accelerator"])
-    stage.random_states.put_back(states)
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: tensor.detach() for name, tensor in named if is_outside_layers(name)}

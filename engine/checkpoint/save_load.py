@@ -4,8 +4,9 @@ The files are DeepSpeed's own. Beside them every rank writes what they leave out
 number of forward passes (which seeds layers), and what is known of other stages' updates. So going on
 after a save and going on from the saved checkpoint are the same training, bit for bit.
 
-A checkpoint is written under another name and renamed when it is complete, and ``latest`` is replaced
-after that, so that a run that is killed at any moment leaves the one before.
+A checkpoint is written into a folder of another name and renamed when it is complete, and ``latest`` is replaced
+after that, so that a run that is killed at any moment leaves the one before. One that it replaces is set aside for the
+moment in between.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from deepspeed.utils import logger
 
 from ds_vpipe.engine.checkpoint import rank_state, reshape
-from ds_vpipe.engine.checkpoint.folders import clean, put_in_place, put_own_in_place, recover
-from ds_vpipe.engine.checkpoint.tied_states import saved_as, with_owners_states
-from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.checkpoint.parameter_states import with_owners_states
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, overridden
 from ds_vpipe.engine.execution.drain import restart_at
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.tied import tied_stages
@@ -80,7 +80,7 @@ class Checkpoints:
         self._unwritten = None
         with all_or_none(what):
             states = with_owners_states(engine, stage.ties, stage.consensus.of_replicas)
-        with saved_as(engine.optimizer, states):
+        with nullcontext() if states is None else overridden(engine.optimizer, "state_dict", lambda: states):
             deepspeed_save(save_dir, name, client_state or {}, False, exclude_frozen_parameters)
         with all_or_none(what):
             if self._unwritten is not None:
@@ -90,13 +90,13 @@ class Checkpoints:
         latest = Path(save_dir, "latest") if save_latest else None
         with all_or_none(what):
             if engine.global_rank == 0:
-                put_in_place(unfinished, folder, latest)
+                _put_in_place(unfinished, folder, latest)
         with all_or_none(what):
             if engine.local_rank == 0 and engine.global_rank != 0:
-                put_own_in_place(unfinished, folder, latest, engine.global_rank)
+                _put_own_in_place(unfinished, folder, latest, engine.global_rank)
         with all_or_none(what):
             if engine.local_rank == 0:
-                clean(folder)
+                _clean(folder)
 
     def write(self, work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Write files, and keep a failure until all ranks are past DeepSpeed's own waiting for each other."""
@@ -134,7 +134,7 @@ class Checkpoints:
             if tag is None and latest.is_file():
                 tag = latest.read_text().strip()
             if tag is not None and engine.local_rank == 0:
-                recover(Path(load_dir, tag))
+                _recover(Path(load_dir, tag))
         options = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         try:
             with consensus.all_or_none(what):
@@ -163,15 +163,15 @@ class Checkpoints:
     def load_module(self, deepspeed_load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Load weights by DeepSpeed's ``load_module_state_dict()``, on all ranks or on none."""
         self._half_loaded = True
-        module = self._stage.module
-        synchronize = module._synchronize_tied_weights
-        with self._stage.consensus.all_or_none("load_checkpoint(): weights"):
-            module._synchronize_tied_weights = lambda: None  # which would wait for a rank that has failed
-            try:
-                deepspeed_load(*args, **kwargs)
-            finally:
-                del module._synchronize_tied_weights
-        synchronize()
+        module, stage = self._stage.module, self._stage
+        with (
+            stage.consensus.all_or_none("load_checkpoint(): weights"),
+            overridden(
+                module, "_synchronize_tied_weights", lambda: None
+            ),  # which would wait for a rank that has failed
+        ):
+            deepspeed_load(*args, **kwargs)
+        module._synchronize_tied_weights()
 
     def refuse_half_loaded(self, call: str) -> None:
         """Refuse ``call`` with weights and states of different checkpoints.
@@ -191,3 +191,48 @@ class Checkpoints:
         if stage.pipeline.num_stages > 1 and stage.asynchronous and stage.loss_scaling is not None:
             last = self._engine.grid.stage_to_global(stage.pipeline.num_stages - 1)
             stage.loss_scaling.restore(stage.consensus.of_pipeline(stage.loss_scaling.state(), last))
+
+
+def _previous(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.previous")
+
+
+def _put_in_place(unfinished: Path, folder: Path, latest: Path | None) -> None:
+    """Rename a complete checkpoint and let ``latest`` name it; one of the same name stays until then."""
+    previous = _previous(folder)
+    if folder.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        os.replace(folder, previous)
+    os.replace(unfinished, folder)
+    if latest is not None:
+        new = latest.with_name(f".{latest.name}.unfinished")
+        new.write_text(str(folder.relative_to(latest.parent)))
+        os.replace(new, latest)
+
+
+def _put_own_in_place(unfinished: Path, folder: Path, latest: Path | None, rank: int) -> None:
+    """:func:`_put_in_place` on a machine whose file system the first rank does not share; where it does, nothing.
+
+    Whether ``unfinished`` is still there is not asked, since a network file system may answer from memory: a
+    renaming is done or refused where the folder is.
+    """
+    mine = unfinished.with_name(f".{folder.name}.rank{rank}.unfinished")
+    try:
+        os.replace(unfinished, mine)
+    except FileNotFoundError:
+        return
+    _put_in_place(mine, folder, latest)
+
+
+def _clean(folder: Path) -> None:
+    """Remove the checkpoint that ``folder`` has replaced, and folders of interrupted saves."""
+    shutil.rmtree(_previous(folder), ignore_errors=True)
+    for left in folder.parent.glob(".*.unfinished"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _recover(folder: Path) -> None:
+    """Undo a renaming that was interrupted half-way; several ranks may call it at the same time."""
+    if not folder.exists():
+        with suppress(FileNotFoundError):
+            os.replace(_previous(folder), folder)

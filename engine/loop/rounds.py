@@ -17,7 +17,7 @@ from ds_vpipe.engine.links.stage_links import LossLinks
 from ds_vpipe.engine.loop.call_order import CallOrder
 from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
-from ds_vpipe.engine.modules.stage_random import own_random_numbers
+from ds_vpipe.engine.modules.random_states import own_random_numbers
 from ds_vpipe.errors import CallOrderError, PipelineProtocolError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Progress

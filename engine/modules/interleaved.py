@@ -1,12 +1,12 @@
-"""Pipeline modules with several parts of the model on every rank, for the interleaved schedule.
+"""Pipeline modules with several virtual stages on every rank, for the interleaved schedule.
 
-DeepSpeed's ``PipelineModule`` holds one run of layers. Here a rank's layers are several runs, one after the
-other in ``forward_funcs``, and ``forward()`` goes through the run that is chosen. Layers keep their
-numbers in the model, in names of parameters and of checkpoint files.
+DeepSpeed's ``PipelineModule`` holds one run of layers. Here ``forward_funcs`` has several, and ``forward()`` goes
+through the chosen one. Layers keep their numbers in the model, in names of parameters and of checkpoint files.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +17,7 @@ from ds_vpipe.engine.modules.recompute import Segment
 
 
 class InterleavedMixin(PipelineModule):
-    """What :func:`interleave` adds to a module.
+    """Module with several parts, made by :func:`interleave`.
 
     Attributes:
         numbers: numbers in the model of this rank's layers.
@@ -32,7 +32,7 @@ class InterleavedMixin(PipelineModule):
 
     @property
     def micro_offset(self) -> int:
-        """Forward passes so far, which seed layers; of every part, at rest."""
+        """Forward passes of every part so far, which seed layers; read while nothing is in flight."""
         return self._offsets[0]
 
     @micro_offset.setter
@@ -46,8 +46,7 @@ class InterleavedMixin(PipelineModule):
 
     def stage_owner(self, layer_idx: int) -> int:
         """The rank that holds a layer."""
-        part = next(part for part in range(len(self.parts) - 1) if layer_idx < self.parts[part + 1])
-        return int(part % self.num_stages)
+        return int((bisect(self.parts, layer_idx) - 1) % self.num_stages)
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """The layer's file, by its number in the model."""

@@ -1,14 +1,15 @@
-"""Pipeline modules whose layers are split over the stages as the ``"vpipe"`` block says.
+"""Pipeline modules partitioned as the ``"vpipe"`` block says.
 
-:class:`VPipeModule` is built with the right split from the start. :func:`repartition` moves layers of
-a ``PipelineModule`` that a script has built with other bounds; weights go with their layers, so the
-model is the same before and after.
+:class:`VPipeModule` is built with that partition. :func:`repartition` moves layers of a ``PipelineModule`` that a
+script has built with another one, with their weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -34,15 +35,14 @@ class VPipeModule(PipelineModule):
 
     def _build(self) -> None:
         """As DeepSpeed's, which builds a tied module once per stage; here tied layers may be of several classes."""
-        position = len(self.forward_funcs)
+        first_position = len(self.forward_funcs)
         super()._build()
-        for index in range(self._local_start, self._local_stop):
+        for position, index in enumerate(range(self._local_start, self._local_stop), first_position):
             spec = self._layer_specs[index]
             if _is_tied(spec) and spec.forward_fn is None:
                 first = self.tied_modules[spec.key]
                 if type(first) is not spec.typename:
                     self._add_tied(index, position, first)
-            position += 1
 
     def _add_tied(self, index: int, position: int, first: torch.nn.Module) -> None:
         spec = self._layer_specs[index]
@@ -56,14 +56,6 @@ class VPipeModule(PipelineModule):
         self.forward_funcs[position] = layer
         self.fwd_map[str(index)] = position
         self.add_module(str(index), layer)
-
-
-@runtime_checkable
-class Resplittable(Protocol):
-    """A module that still has all its layers here and can be split anew without moving any."""
-
-    def split_anew(self, counts: Sequence[int], virtual_stages: int = 1) -> bool:
-        """Give every part the number of layers in ``counts``; False if it was so already."""
 
 
 def stage_counts(module: PipelineModule, method: str | Sequence[int], virtual_stages: int = 1) -> tuple[int, ...]:
@@ -90,97 +82,84 @@ def _type_name(spec: Any) -> str:
 def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: int = 1) -> bool:
     """Give every part the number of layers in ``counts``; all ranks call this. False if it was so already.
 
-    Stage ``i`` of K holds parts ``i, i + K, ...``. Layers keep their weights: those that change hands are built from
+    Stage ``i`` of K holds parts ``i, i + K, ...``. Layers keep their weights: those that change stages are built from
     their specification and then receive the state of the layer they replace.
 
     Raises:
         VPipeConfigError: a layer was changed after it was built, so that it cannot be built again.
+        SplitError: the module has released the layers of other stages.
     """
     if isinstance(module, InterleavedMixin):
         raise VPipeConfigError(
             "model: got a PipelineModule that an engine has split into virtual stages before; allowed is a new one; "
             "build the module again"
         )
-    if isinstance(module, Resplittable):
-        return module.split_anew(counts, virtual_stages)
     old, new = list(module.parts), bounds(counts)
     if old == new and virtual_stages == 1:
         return False
     stage, stages = module.stage_id, module.num_stages
-    built = dict(zip(range(old[stage], old[stage + 1]), module.forward_funcs, strict=True))
-    for name in list(module._modules):
-        if name in module.fwd_map:
-            del module._modules[name]
-    tied = dict(module.tied_modules.items())
-    module.forward_funcs, module.fwd_map = [], {}
-    module.tied_modules, module.tied_weight_attrs = torch.nn.ModuleDict(), {}
-    module.parts = new
-    specs = list(module._layer_specs)
-    numbers, ends = list[int](), list[int]()
-    for part in range(stage, len(counts), stages):
-        module._set_bounds(start=new[part], stop=new[part + 1])
-        for index in range(new[part], new[part + 1]):
-            if index in built and isinstance(built[index], torch.nn.Module) and not _is_tied(specs[index]):
-                module._layer_specs[index] = built[index]  # a module in place of its specification is used as it is
-            numbers.append(index)
-        module._build()
-        ends.append(len(module.forward_funcs))
-    module._layer_specs[:] = specs
-    module.to(get_accelerator().device_name(module.local_rank))
-    now = dict(zip(numbers, module.forward_funcs, strict=True))
-    owners = [_owner(old, index) for index in range(len(specs))], [_owner(new, i) % stages for i in range(len(specs))]
-    _check_layers(module, built, tied, now, owners)
-    _move_states(module, built, tied, now, owners)
-    complete(module, virtual_stages, numbers, ends)
-    return True
-
-
-def complete(module: Any, virtual_stages: int, numbers: list[int], ends: list[int]) -> None:
-    """What a pipeline module does once its layers are there: parts, tied weights, activation checkpointing."""
+    before = _modules(module, range(old[stage], old[stage + 1]))
+    for name in [name for name in module._modules if name in module.fwd_map]:
+        del module._modules[name]
+    module.forward_funcs, module.fwd_map, module.parts = [], {}, new
+    runs = [range(new[part], new[part + 1]) for part in range(stage, len(counts), stages)]
+    numbers = list(chain(*runs))
+    device = get_accelerator().device_name(module.local_rank)
+    if hasattr(module, "hold_layers"):  # it still has all layers of the model here
+        module._set_bounds(start=runs[0].start, stop=runs[0].stop)
+        module.hold_layers(numbers)
+        module.to(device)
+    else:
+        _build(module, runs, before)
+        module.to(device)
+        now = _modules(module, numbers)
+        _check_layers(module, before, now)
+        _move_states(module, [(bisect(old, i) - 1, (bisect(new, i) - 1) % stages) for i in range(new[-1])], before, now)
     if virtual_stages > 1:
-        interleave(module, numbers, ends)
+        interleave(module, numbers, list(accumulate(map(len, runs))))
     module.tied_comms = module._index_tied_modules()
     module._synchronize_tied_weights()
     if module.activation_checkpoint_interval > 0:
         module.is_checkpointable_results_interval = None
         module._precompute_checkpointable_values()
+    return True
 
 
 def _is_tied(spec: Any) -> bool:
     return isinstance(spec, TiedLayerSpec)
 
 
-def _module_of(spec: Any, layer: Any, tied: Any) -> Any:
-    """The module of a layer; a tied layer with a ``forward_fn`` is a function of the tied module."""
-    return tied[spec.key] if _is_tied(spec) and not isinstance(layer, torch.nn.Module) else layer
+def _modules(module: PipelineModule, numbers: Iterable[int]) -> dict[int, Any]:
+    """Layers here by number; of a tied layer with a ``forward_fn``, a function, the module that it calls."""
+    layers = {}
+    for number, layer in zip(numbers, module.forward_funcs, strict=True):
+        spec = module._layer_specs[number]
+        is_function = _is_tied(spec) and not isinstance(layer, torch.nn.Module)
+        layers[number] = module.tied_modules[spec.key] if is_function else layer
+    return layers
 
 
-def _owner(parts: Sequence[int], index: int) -> int:
-    return next(stage for stage in range(len(parts) - 1) if parts[stage] <= index < parts[stage + 1])
+def _build(module: PipelineModule, runs: Sequence[range], built: Mapping[int, Any]) -> None:
+    """Build the layers of ``runs``; one that is here already is used as it is, unless it is tied."""
+    module.tied_modules, module.tied_weight_attrs = torch.nn.ModuleDict(), {}
+    specs = list(module._layer_specs)
+    for run in runs:
+        module._set_bounds(start=run.start, stop=run.stop)
+        for index in run:
+            if isinstance(built.get(index), torch.nn.Module) and not _is_tied(specs[index]):
+                module._layer_specs[index] = built[index]
+        module._build()
+    module._layer_specs[:] = specs
 
 
-def _check_layers(
-    module: PipelineModule,
-    built: dict[int, Any],
-    tied: dict[str, torch.nn.Module],
-    layers: dict[int, Any],
-    owners: tuple[list[int], list[int]],
-) -> None:
+def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mapping[int, Any]) -> None:
     """Compare layers as they were and as they are built again, on all ranks alike; what was frozen stays frozen."""
-    before, after, now = {}, {}, {}
-    for index, spec in enumerate(module._layer_specs):
-        if owners[0][index] == module.stage_id:
-            before[index] = _describe(_module_of(spec, built[index], tied))
-        if owners[1][index] == module.stage_id:
-            now[index] = _module_of(spec, layers[index], module.tied_modules)
-            after[index] = _describe(now[index])
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (before, after))
-    for known_before, known_after in everywhere:
-        before.update(known_before)
-        after.update(known_after)
+    dist.all_gather_object(everywhere, [{i: _describe(layer) for i, layer in side.items()} for side in (before, now)])
+    layouts_before, layouts_now = ({i: d for rank in everywhere for i, d in rank[side].items()} for side in (0, 1))
     for index, spec in enumerate(module._layer_specs):
-        if before[index][0] != after[index][0]:
+        layout, trained = layouts_before[index]
+        if layout != layouts_now[index][0]:
             raise VPipeConfigError(
                 f"vpipe.partition: got bounds {list(module.parts)}, which move layers, but layer {index} "
                 f"({_type_name(spec)}) was changed after it had been built (parameters, buffers or their types) and "
@@ -188,7 +167,7 @@ def _check_layers(
             )
         if isinstance(now.get(index), torch.nn.Module):
             for name, parameter in now[index].named_parameters():
-                parameter.requires_grad_(before[index][1][name])
+                parameter.requires_grad_(trained[name])
 
 
 def _describe(layer: Any) -> tuple[list[tuple[str, tuple[int, ...], str]], dict[str, bool]]:
@@ -200,25 +179,17 @@ def _describe(layer: Any) -> tuple[list[tuple[str, tuple[int, ...], str]], dict[
 
 
 def _move_states(
-    module: PipelineModule,
-    built: dict[int, Any],
-    tied: dict[str, torch.nn.Module],
-    layers: dict[int, Any],
-    owners: tuple[list[int], list[int]],
+    module: PipelineModule, owners: Iterable[tuple[int, int]], before: Mapping[int, Any], now: Mapping[int, Any]
 ) -> None:
-    stage = module.stage_id
-    for index, spec in enumerate(module._layer_specs):
-        source, target = owners[0][index], owners[1][index]
-        if stage not in (source, target):
-            continue
-        before = _module_of(spec, built[index], tied) if stage == source else None
-        now = _module_of(spec, layers[index], module.tied_modules) if stage == target else None
+    """Send every layer's state from its stage before to its stage now."""
+    for index, (source, target) in enumerate(owners):
+        sent, received = before.get(index), now.get(index)
         if source == target:
-            if isinstance(now, torch.nn.Module) and isinstance(before, torch.nn.Module) and now is not before:
-                now.load_state_dict(before.state_dict())
-        elif stage == source and isinstance(before, torch.nn.Module):
-            for tensor in before.state_dict().values():
+            if isinstance(received, torch.nn.Module) and isinstance(sent, torch.nn.Module) and received is not sent:
+                received.load_state_dict(sent.state_dict())
+        elif isinstance(sent, torch.nn.Module):
+            for tensor in sent.state_dict().values():
                 dist.send(tensor.contiguous(), module._grid.stage_to_global(target))
-        elif stage == target and isinstance(now, torch.nn.Module):
-            for tensor in now.state_dict().values():
+        elif isinstance(received, torch.nn.Module):
+            for tensor in received.state_dict().values():
                 dist.recv(tensor, module._grid.stage_to_global(source))

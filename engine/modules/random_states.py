@@ -1,11 +1,12 @@
-"""Random states of a process, besides torch's generators: Python's, NumPy's, and those of trackers.
+"""Random states of a process besides torch's generators, and a stage's own random numbers.
 
-A tracker keeps generator states of its own and lends them to torch for a block of code, so that nobody who saves
-torch's states has them. DeepSpeed has one; Megatron's is found if it has been imported. Others can be registered.
+A tracker keeps generator states of its own and lends them to torch for a block of code, so that torch's states do not
+include them. DeepSpeed has one; Megatron's is found if it has been imported. Others can be registered.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from ds_vpipe.errors import VPipeError
 
 _MEGATRON = ("megatron.core.tensor_parallel.random", "megatron.mpu.random")
+_GLOBAL: Any = np.random  # whose stubs leave out what exchanges its generator
+_NUMPY = np.random.MT19937()  # put in the place of the script's: to read and set that one's state takes longer
 
 
 class RandomStates:
@@ -90,3 +93,37 @@ def _trackers() -> dict[str, Any]:
 def _of_tracker(tracker: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     # Trackers may hand out and take over their own dict; the tensors in it are replaced and not written into.
     return lambda: dict(tracker.get_states()), lambda states: tracker.set_states(dict(states))
+
+
+@contextmanager
+def own_random_numbers(device: torch.device, *place: int | str) -> Iterator[None]:
+    """Let torch, on the CPU and on ``device``, Python and NumPy draw numbers of their own.
+
+    They follow from the states of torch and Python now and from ``place``. Afterwards all states are as before.
+
+    Scripts seed all ranks alike, so that they shuffle alike; stages that drew from that state would have the same
+    dropout masks, and would leave it behind in different places. So a stage's passes and updates draw numbers that
+    follow from the script's state, the stage, and the samples so far. A checkpoint has to hold no more than the
+    script's state, and a script that seeds again, or restores a state, has the numbers that belong to it.
+    """
+    devices = [device] if device.type == "cuda" else []
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+    python, numpy = random.getstate(), _GLOBAL.get_bit_generator()
+    found = hashlib.blake2b(repr((hash(python[1]), place)).encode(), digest_size=8)
+    for state in states:
+        found.update(state.numpy().data)
+    seed = int.from_bytes(found.digest(), "little")
+    try:
+        torch.default_generator.manual_seed(seed)
+        for gpu in devices:
+            torch.cuda.default_generators[gpu.index].manual_seed(seed)
+        random.seed(seed)
+        _GLOBAL.set_bit_generator(_NUMPY)
+        np.random.seed(seed % 2**32)
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        for gpu, state in zip(devices, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, gpu)
+        random.setstate(python)
+        _GLOBAL.set_bit_generator(numpy)

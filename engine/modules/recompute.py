@@ -1,9 +1,9 @@
-"""Recomputation of a stage's last layers in the backward pass, by ratio.
+"""Recomputation of a stage's layers in the backward pass: the last ones by ratio, or DeepSpeed's by interval.
 
-The last ``int(ratio * n)`` of a stage's ``n`` layers form one checkpointed segment, so that its
-activations are not kept between forward and backward pass. Checkpointing is non-reentrant, which works
-with integer inputs and therefore on the first stage too, and restores random states. Source: Chen et
-al., Training Deep Nets with Sublinear Memory Cost (2016); the ratio per stage is vPipe's (TPDS 2021).
+The last ``int(ratio * n)`` of a stage's ``n`` layers form one checkpointed segment, whose activations are not kept
+between forward and backward pass. Checkpointing is non-reentrant, which works with integer inputs and therefore on the
+first stage too, and restores random states. Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016);
+the ratio per stage is vPipe's (TPDS 2021).
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.utils import set_random_seed
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-from ds_vpipe.engine.links.message import copied_to
+from ds_vpipe.engine.links.message import Tree, copied_to
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.errors import VPipeError
 
 
 @runtime_checkable
 class RunsSeveral(Protocol):
-    """A module that runs consecutive layers of ``forward_funcs`` together at less cost than one by one."""
+    """Module that runs consecutive layers of ``forward_funcs`` in one call, at less cost."""
 
     user_module: torch.nn.Module
 
@@ -70,7 +71,10 @@ class Segment:
             return outputs
         if not torch.is_grad_enabled():
             return _run(module, self.first, self.stop, seed_offset, outputs)
-        run: Callable[[Any], Any] = partial(_run_again, module, self.first, self.stop, seed_offset)
+
+        def run(value: Any) -> Any:  # its first layer may work in place, but not on the input kept for recomputation
+            return _run(module, self.first, self.stop, seed_offset, alias_free(value))
+
         if self._memory is None:
             self._memory = _ModuleMemory(self._modules(module))
         states, remembered = self._random_states.read(), self._memory.read()
@@ -88,8 +92,16 @@ class Segment:
 
     @contextmanager
     def _as_before(self, states: Any, remembered: _Remembered) -> Iterator[None]:
-        with self._random_states.of(states), _remembering(remembered):
-            yield
+        with self._random_states.of(states):
+            present = [(place, key, place.get(key)) for place, key, _ in remembered]
+            for place, key, value in remembered:
+                if value is not place.get(key):
+                    place[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            try:
+                yield
+            finally:
+                for place, key, value in present:
+                    place[key] = value
 
     def _modules(self, module: PipelineModule) -> list[torch.nn.Module]:
         if isinstance(module, RunsSeveral):
@@ -101,16 +113,12 @@ class Segment:
         """A check, if this is the first micro-batch in training mode; its successor's if it has been dropped."""
         if self._checked or not module.training or (self._check is not None and self._check() is not None):
             return None
-        check = _OutputCheck(partial(self.compared, module))
+        check = _OutputCheck(partial(self._compare, module))
         self._check = weakref.ref(check)
         return check
 
-    def compared(self, module: PipelineModule, difference: float) -> None:
-        """The outputs of a micro-batch and of its recomputation differ by this part of their norm.
-
-        Raises:
-            VPipeError: they differ.
-        """
+    def _compare(self, module: PipelineModule, difference: float) -> None:
+        """Refuse a recomputation whose outputs differ by this part of their norm."""
         self._checked, self._check = True, None
         if difference == 0.0:
             return
@@ -183,20 +191,6 @@ def _same(value: Any, before: Any) -> bool:
     return False
 
 
-@contextmanager
-def _remembering(remembered: _Remembered) -> Iterator[None]:
-    """Inside, modules remember this."""
-    present = [(place, key, place.get(key)) for place, key, _ in remembered]
-    for place, key, value in remembered:
-        if value is not place.get(key):
-            place[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    try:
-        yield
-    finally:
-        for place, key, value in present:
-            place[key] = value
-
-
 class _OutputCheck:
     """The output of one micro-batch, for comparison with that of its recomputation."""
 
@@ -257,18 +251,13 @@ def one_way() -> Iterator[None]:
 def apply_recompute(module: PipelineModule, ratio: float, random_states: RandomStates) -> None:
     """Make ``module`` recompute the last part of its layers. Ratio 0 leaves it alone."""
     segment = Segment(0, len(module.forward_funcs), ratio, random_states)
+
+    def forward(module: PipelineModule, inputs: Any) -> Any:
+        module.micro_offset += 1
+        return segment.run_part(module, inputs, module.micro_offset + 1)
+
     if segment.first < segment.stop:
-        module.forward = MethodType(partial(_forward, segment=segment), module)
-
-
-def _forward(module: PipelineModule, inputs: Any, *, segment: Segment) -> Any:
-    module.micro_offset += 1
-    return segment.run_part(module, inputs, module.micro_offset + 1)
-
-
-def _run_again(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:
-    """The checkpointed segment. Its first layer may work in place, but not on the input kept for recomputation."""
-    return _run(module, start, stop, seed_offset, alias_free(value))
+        module.forward = MethodType(forward, module)
 
 
 class _Copy(torch.autograd.Function):
@@ -306,3 +295,47 @@ def layer_numbers(module: PipelineModule) -> Sequence[int]:
     """Numbers in the model of the layers in ``module.forward_funcs``."""
     several: Sequence[int] | None = getattr(module, "numbers", None)
     return range(module._local_start, module._local_start + len(module.forward_funcs)) if several is None else several
+
+
+def use_sound_checkpointing(module: PipelineModule, asynchronous: bool, random_states: RandomStates) -> None:
+    """Let DeepSpeed's activation checkpointing by interval train all parameters and repeat all random draws.
+
+    Its reentrant function computes a block without a graph and runs a backward pass of its own later. If no input of
+    the block requires a gradient, as integers and data never do, its output has no graph, and the block's parameters
+    silently get no gradient. DeepSpeed marks the first stage's floating-point inputs to get around that; integers
+    cannot be marked. A synchronous pipeline keeps that function for blocks where it works; an asynchronous one, whose
+    backward passes are not in the reverse order of its forward passes, does without. For the second run DeepSpeed
+    restores torch's random states and its own tracker's only.
+    """
+    if module.activation_checkpoint_func is ds_checkpointing.checkpoint:
+        module.activation_checkpoint_func = (
+            ds_checkpointing.non_reentrant_checkpoint if asynchronous else _checkpoint_block
+        )
+        module.is_checkpointable_results_interval = None
+        module._precompute_checkpointable_values()  # looks whether the function is DeepSpeed's non-reentrant one
+    found = module.activation_checkpoint_func
+    module.activation_checkpoint_func = lambda function, *inputs: found(
+        _with_same_draws(function, random_states), *inputs
+    )
+
+
+def _with_same_draws(function: Callable[..., Tree], random_states: RandomStates) -> Callable[..., Tree]:
+    """``function``, whose later runs begin with the present random states."""
+    states, first = random_states.read(), True
+
+    def run(*inputs: Tree) -> Tree:
+        nonlocal first
+        with nullcontext() if first else random_states.of(states):
+            first = False
+            return function(*inputs)
+
+    return run
+
+
+def _checkpoint_block(function: Callable[..., Tree], *inputs: Tree) -> Tree:
+    """Reentrant checkpointing where that works, else non-reentrant; none where there is no graph."""
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
+        return ds_checkpointing.checkpoint(function, *inputs)
+    return ds_checkpointing.non_reentrant_checkpoint(function, *inputs)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from torch._dynamo import OptimizedModule
 
-from ds_vpipe.engine.modules.partitioned import VPipeModule, complete
-from ds_vpipe.errors import Refusal
-from ds_vpipe.partition import bounds
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.engine.links.groups import use_local_device
+from ds_vpipe.engine.modules.partitioned import VPipeModule
+from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.splitting.call import Call, Packed
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.split import from_data, split_in_process
@@ -80,32 +82,12 @@ class SplitModule(VPipeModule):
         self.micro_offset += 1
         return self.run_several(0, len(self.forward_funcs), args[0])
 
-    def split_anew(self, counts: Sequence[int], virtual_stages: int = 1) -> bool:
-        """Give every part the number of pieces in ``counts``; False if it was so already. Before :meth:`release`.
+    def hold_layers(self, numbers: Sequence[int]) -> None:
+        """Put these pieces into ``forward_funcs``; before :meth:`release`.
 
         Raises:
             SplitError: this rank has no longer all pieces.
         """
-        if bounds(counts) == list(self.parts) and virtual_stages == 1:
-            return False
-        for name in [name for name in self._modules if name in self.fwd_map]:
-            del self._modules[name]
-        self.forward_funcs, self.fwd_map = [], {}
-        self.parts = bounds(counts)
-        numbers, ends = list[int](), list[int]()
-        for part in range(self.stage_id, len(counts), self.num_stages):
-            numbers += range(self.parts[part], self.parts[part + 1])
-            ends.append(len(numbers))
-        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
-        self._hold(numbers)
-        self.to(get_accelerator().device_name(self.local_rank))
-        complete(self, virtual_stages, numbers, ends)
-        return True
-
-    def _build(self) -> None:
-        self._hold(range(self._local_start, self._local_stop))
-
-    def _hold(self, numbers: Sequence[int]) -> None:
         pieces = self.stage_model.pieces
         self.stage_model.keep(numbers, lambda piece: self.stage_owner(piece))
         for number in numbers:
@@ -114,6 +96,9 @@ class SplitModule(VPipeModule):
             self.add_module(str(number), pieces[number])
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False
+
+    def _build(self) -> None:
+        self.hold_layers(range(self._local_start, self._local_stop))
 
     def _count_layer_params(self) -> list[int]:
         return self.stage_model.trained_sizes()
@@ -204,7 +189,7 @@ class SplitModule(VPipeModule):
 
 def split_model(
     model: torch.nn.Module,
-    num_stages: int | None = None,
+    num_stages: int,
     *,
     partition: str | Sequence[int] = "parameters",
     example: Call | None = None,
@@ -226,9 +211,34 @@ def split_model(
         raise SplitError("model: got a module of torch.compile, allowed is a plain one; pass the one it was made from")
     if example is None and training_data is not None:
         example = from_data(training_data, collate_fn)
-    if num_stages is None:
-        raise SplitError("split_model: got no num_stages, allowed is an int >= 1; pass it")
     return SplitModule(split_in_process(model, num_stages, example), num_stages, partition)
+
+
+def pipeline_from_module(
+    model: torch.nn.Module,
+    ds_config: Mapping[str, Any],
+    config: VPipeConfig,
+    training_data: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> PipelineModule:
+    """:func:`split_model` for ``initialize()``, with or without a process group.
+
+    ``ds_config``, the DeepSpeed JSON, or the partition in its ``"vpipe"`` block says how many stages there are.
+
+    Raises:
+        VPipeConfigError: the model is no module or cannot be split, or the number of stages is not given or does not
+            fit the ranks.
+    """
+    if not isinstance(model, torch.nn.Module):
+        given = type(model).__name__
+        raise VPipeConfigError(f"initialize(model): got {given}, allowed is a torch.nn.Module; pass the model to train")
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    use_local_device()
+    stages, ranks = stages_in(ds_config, config.partition, config.virtual_stages), dist.get_world_size()
+    if ranks % stages:
+        allowed = f"a number of stages that divides the {ranks} ranks"
+        raise Refusal("pipeline.stages", stages, allowed, "change it, or start another number of ranks").error()
+    return split_model(model, stages, training_data=training_data, collate_fn=collate_fn)
 
 
 def stages_in(ds_config: Mapping[str, Any], partition: Any, virtual_stages: int = 1) -> int:

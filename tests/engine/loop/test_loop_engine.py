@@ -446,7 +446,7 @@ def plain_module(ds_config: dict[str, Any], count: int) -> dict[str, Any]:
     def split_model(model: loops.Whole, stages: int, **_: Any) -> Any:
         return loops.split_by_hand(model, stages)
 
-    with mock.patch.multiple("ds_vpipe.engine.modules.from_module", split_model=split_model, stages_in=lambda *_: 2):
+    with mock.patch.multiple("ds_vpipe.engine.modules.split_module", split_model=split_model, stages_in=lambda *_: 2):
         whole = loops.Whole()
         data = [toy.micro_batch(number // 2) for number in range(2 * count)]
         samples = [(tokens[number % 2], labels[number % 2]) for number, (tokens, labels) in enumerate(data)]

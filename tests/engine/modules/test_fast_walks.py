@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_vpipe.engine.modules.fast_walks import parts_to_switch, training_by_list
+from ds_vpipe.engine.deepspeed_internals import parts_to_switch, training_by_list
 
 
 def model() -> nn.Sequential:

@@ -213,8 +213,6 @@ def test_number_of_stages() -> None:
 
 
 def test_models_that_split_model_does_not_take() -> None:
-    with pytest.raises(VPipeConfigError, match="num_stages"):
-        split_model(bert())
     with pytest.raises(VPipeConfigError, match=r"torch\.compile"):
         split_model(torch.compile(bert()), 2)  # type: ignore[arg-type]
 

@@ -37,7 +37,7 @@ from ds_vpipe.engine.backend_threads import outlive_backend_threads
 from ds_vpipe.engine.build import Prepared, clipping_of, prepared_arguments, replan, stage_of
 from ds_vpipe.engine.checkpoint.parameter_states import stage_layout
 from ds_vpipe.engine.checkpoint.save_load import Checkpoints
-from ds_vpipe.engine.checkpoint.whole_model import WholeModel
+from ds_vpipe.engine.checkpoint.whole_state import WholeModel
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, training_by_list
 from ds_vpipe.engine.execution.drain import quiesce, restart_at
 from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options, or_no_data
@@ -263,11 +263,11 @@ class VPipeEngine(PatchedPipelineEngine):
             super().load_checkpoint,
             load_dir,
             tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
         )
 
     def full_state_dict(

@@ -25,27 +25,24 @@ from ds_vpipe.errors import VPipeError
 _RESTORED = ("module", "optimizer", "lr_scheduler", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
 
 
-def load(engine: PipelineEngine, deepspeed_load: Callable[..., Any], load_dir: str, tag: str | None, *args: Any) -> Any:
-    """``load_checkpoint()`` as DeepSpeed's, and also for checkpoints of other splits, numbers of stages or replicas.
+def load(
+    engine: PipelineEngine, deepspeed_load: Callable[..., Any], load_dir: str, tag: str | None, **options: Any
+) -> Any:
+    """``load_checkpoint()`` by DeepSpeed, or by parameter for another split, number of stages or replicas.
 
-    Args:
-        engine: that loads.
-        deepspeed_load: DeepSpeed's, for checkpoints of the same layout.
-        load_dir: as DeepSpeed's.
-        tag: likewise.
-        args: likewise, see :func:`load_reshaped`.
+    ``options`` are DeepSpeed's, see :func:`load_reshaped`.
 
     Raises:
-        VPipeError: the checkpoint is of another model, or does not tell whose states it holds.
+        VPipeError: the checkpoint is of another model, or does not say which parameters its states are of.
     """
     if (tag is None and not (Path(load_dir) / "latest").is_file()) or engine.load_universal_checkpoint():
-        return deepspeed_load(load_dir, tag, *args)
+        return deepspeed_load(load_dir, tag, **options)
     folder = checkpoint_folder(load_dir, tag)
     checkpoint = open_checkpoint(engine, folder)
     if same_layout(engine, checkpoint):
-        return deepspeed_load(load_dir, tag, *args)
+        return deepspeed_load(load_dir, tag, **options)
     log_dist(f"ds_vpipe: {folder} has other stages or replicas; loading by parameter", ranks=[0])
-    return str(folder), load_reshaped(engine, checkpoint, *args)
+    return str(folder), load_reshaped(engine, checkpoint, **options)
 
 
 def open_checkpoint(engine: PipelineEngine, folder: Path) -> PipelineCheckpoint:
@@ -68,7 +65,7 @@ def same_layout(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> bool:
     try:
         return [list(group) for group in checkpoint.groups[live.stage]] == live.module_groups
     except VPipeError:
-        return True  # nobody can say more of it; by position is how it was saved
+        return True  # nothing more is known of it; it was saved by position
 
 
 def load_reshaped(

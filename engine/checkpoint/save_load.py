@@ -105,17 +105,7 @@ class Checkpoints:
         except Exception as error:
             self._unwritten = self._unwritten or error
 
-    def load(
-        self,
-        deepspeed_load: Callable[..., Any],
-        load_dir: str,
-        tag: str | None,
-        load_module_strict: bool,
-        load_optimizer_states: bool,
-        load_lr_scheduler_states: bool,
-        load_module_only: bool,
-        custom_load_fn: Any,
-    ) -> Any:
+    def load(self, deepspeed_load: Callable[..., Any], load_dir: str, tag: str | None, **options: Any) -> Any:
         """Load by DeepSpeed's ``load_checkpoint()``, or by parameter a checkpoint of another layout.
 
         Raises:
@@ -135,10 +125,9 @@ class Checkpoints:
                 tag = latest.read_text().strip()
             if tag is not None and engine.local_rank == 0:
                 _recover(Path(load_dir, tag))
-        options = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         try:
             with consensus.all_or_none(what):
-                path, client_state = reshape.load(engine, deepspeed_load, load_dir, tag, *options)
+                path, client_state = reshape.load(engine, deepspeed_load, load_dir, tag, **options)
         except VPipeError:  # on every rank; some may have loaded their weights
             with suppress(PipelinePeerError):
                 self._half_loaded = consensus.lowest(-int(self._half_loaded), f"all ranks after {what}") < 0
@@ -149,13 +138,13 @@ class Checkpoints:
             stage.module._synchronize_tied_weights()
         with consensus.all_or_none(what):
             rank_state.restore_outside(engine, Path(load_dir, str(tag)))
-            weights_only = load_module_only or not load_optimizer_states
+            weights_only = options["load_module_only"] or not options["load_optimizer_states"]
             if weights_only and hasattr(engine.optimizer, "refresh_fp32_params"):
                 engine.optimizer.refresh_fp32_params()  # it may keep the old, which the next update would restore
             # Loading may have replaced what the versions point to.
             stage.weights.restart(engine.global_steps)
             restart_at(stage, engine.global_steps)
-            if not load_module_only:
+            if not options["load_module_only"]:
                 rank_state.restore(engine, stage, Path(load_dir, str(tag)))
         self._half_loaded = False
         return path, client_state
@@ -166,9 +155,7 @@ class Checkpoints:
         module, stage = self._stage.module, self._stage
         with (
             stage.consensus.all_or_none("load_checkpoint(): weights"),
-            overridden(
-                module, "_synchronize_tied_weights", lambda: None
-            ),  # which would wait for a rank that has failed
+            overridden(module, "_synchronize_tied_weights", lambda: None),  # it would wait for a rank that failed
         ):
             deepspeed_load(*args, **kwargs)
         module._synchronize_tied_weights()

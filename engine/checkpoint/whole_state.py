@@ -1,24 +1,30 @@
 """State dicts of the whole model on every rank of a pipeline, each of which has the parameters of one stage.
 
-Every stage tells which entries it has; then each goes from its owner to the others through host memory, one at a
-time. All ranks of a pipeline have to call for it. A rank whose script has come to its end serves those whose scripts
-have not, so that ``if rank == 0: model.save_pretrained(...)`` in the last lines works.
+Every stage lists its entries; then each goes from its owner to the others through host memory, one at a time. All ranks
+of a pipeline have to call for it. A rank whose script has ended takes part in the calls of the others, so that
+``if rank == 0: model.save_pretrained(...)`` in the last lines works.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 
+from ds_vpipe.checkpoints.stage_layout import is_outside_layers
 from ds_vpipe.engine.links.consensus import Consensus
+from ds_vpipe.engine.modules.split_module import SplitModule
+from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
+from ds_vpipe.splitting.model_hooks import StateHooks, in_order
 
 _PATIENCE_S = 5.0
 _REMEDY = (
@@ -28,18 +34,18 @@ _REMEDY = (
 
 
 class Engine(Protocol):
-    """What a pipeline's engine does for it."""
+    """Engine of a pipeline, as state dicts need it."""
 
     def come_to_rest(self, what: str) -> None:
-        """Finish what is in flight, together with the other stages that do the same."""
+        """Finish the micro-batches in flight, as all stages do."""
 
     def weights_were_set(self) -> None:
-        """At rest, the script has given the parameters other values, on all stages."""
+        """With nothing in flight, the script has given the parameters other values, on all stages."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a stage tells of an entry: shape and type of a tensor, or another value itself."""
+    """Entry of a stage's state dict: shape and type of a tensor, or another value itself."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
@@ -47,12 +53,12 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Wish:
-    """What a rank calls for."""
+class _Request:
+    """State dict that a rank calls for."""
 
     path: str
     rank0_only: bool = False
-    copied: bool = False  # in a copy of the model, which a rank at the end of its script knows nothing of
+    copied: bool = False  # in a copy of the model, unknown to a rank at the end of its script
 
     def __str__(self) -> str:
         return repr(self.path or "the model") + (" in a copy" if self.copied else "")
@@ -62,23 +68,23 @@ class WholeStates:
     """Makes state dicts whole; all ranks of a pipeline build one.
 
     Args:
-        agreement: among them.
-        engine: comes to rest before; until :meth:`leave`.
+        consensus: among them.
+        engine: drains before; until :meth:`leave`.
         stage: this rank's.
         homes: for names of the whole state dict, the stage whose value counts and the name that it has there; of other
             names the first stage that has them.
     """
 
     def __init__(
-        self, agreement: Consensus, engine: Engine, stage: int, homes: Callable[[], Mapping[str, tuple[str, int]]]
+        self, consensus: Consensus, engine: Engine, stage: int, homes: Callable[[], Mapping[str, tuple[str, int]]]
     ) -> None:
-        self._agreement, self._stage, self._homes = agreement, stage, homes
+        self._consensus, self._stage, self._homes = consensus, stage, homes
         self._engine: Engine | None = engine
         self._calls = 0
-        self._handed: list[tuple[torch.Tensor, int]] = []
+        self._given: list[tuple[torch.Tensor, int]] = []
 
     def leave(self) -> None:
-        """The engine is done; it is at rest from now on."""
+        """Gather without the engine, which has nothing in flight from now on."""
         self._engine = None
 
     def gather(
@@ -101,24 +107,24 @@ class WholeStates:
             VPipeError: not all ranks have called.
             PipelinePeerError: a rank is lost or did not answer in time.
         """
-        wish = _Wish(path, rank0_only, copied)
+        request = _Request(path, rank0_only, copied)
         with self._all_calling(what):
-            self._rest(what)
-            wishes = self._agreement.of_stages(wish, f"all ranks of the pipeline in {what}")
-        wanted = {wish for wish in wishes if wish is not None}
+            self._drain(what)
+            requests = self._consensus.of_stages(request, f"all ranks of the pipeline in {what}")
+        wanted = {request for request in requests if request is not None}
         if len(wanted) > 1:
-            modules = ", ".join(str(wish) for wish in wishes if wish is not None)
+            modules = ", ".join(str(request) for request in requests if request is not None)
             raise VPipeError(f"{what}: got calls for {modules} on different ranks, allowed is the same on every rank")
-        if copied and None in wishes:
+        if copied and None in requests:
             raise VPipeError(
                 f"{what}: called on rank {dist.get_rank()} for a copy of the model, of which another rank, whose "
                 f"script has come to its end, has a part; call state_dict() of the copy on every rank and write its "
                 f"result on one"
             )
-        return self._exchange(own, wish, what)
+        return self._exchange(own, request, what)
 
     def complete(self, path: str, own: dict[str, Any], what: str, copied: bool) -> dict[str, Any]:
-        """As :class:`~ds_vpipe.splitting.model_hooks.StateHooks` wants it.
+        """A whole state dict, for :class:`~ds_vpipe.splitting.model_hooks.StateHooks`.
 
         All ranks have equal tensors, so that scripts may write the same file on each. Of a copy of the model the
         stage's own ones are as they are: averages of weights are kept by writing into them.
@@ -130,12 +136,12 @@ class WholeStates:
             same = isinstance(mine, torch.Tensor) and (copied or _is(mine, value))
             whole[name] = mine if same else value
             if mine is not None and not same and isinstance(value, torch.Tensor):
-                self._handed.append((value, value._version))
+                self._given.append((value, value._version))
         return whole
 
     def before_loading(self) -> None:
-        """Nothing may be in flight that uses the parameters."""
-        self._rest("load_state_dict()")
+        """Finish what is in flight and uses the parameters."""
+        self._drain("load_state_dict()")
 
     def after_loading(self) -> None:
         """The parameters have other values."""
@@ -148,46 +154,46 @@ class WholeStates:
         Raises:
             VPipeError: it has.
         """
-        handed, self._handed = self._handed, []
-        if any(value._version != version for value, version in handed):
+        given, self._given = self._given, []
+        if any(value._version != version for value, version in given):
             raise VPipeError(
                 f"{call}: got a state_dict() that was written into, allowed is to read it: of a split model it is a "
                 f"copy; call model.load_state_dict() on every rank, or clone before you write"
             )
 
-    def serve(self, own: Callable[[str], Mapping[str, Any]], at_rest: bool) -> None:
-        """At the end of the script: take part in what other ranks call, until all have come to their end.
+    def serve(self, own: Callable[[str], Mapping[str, Any]], drained: bool) -> None:
+        """At the end of the script: take part in other ranks' calls until all have ended.
 
         Args:
             own: gives this stage's entries of a module.
-            at_rest: the end of the script has brought the pipeline to rest.
+            drained: the end of the script has drained the pipeline.
 
         Raises:
             VPipeError: another rank is lost, does something else or did not come in time.
         """
         what = "the end of the script"
         while True:
-            if not at_rest:
-                self._rest(what)
-            at_rest = False
-            wishes = self._agreement.of_stages(None, f"all ranks of the pipeline at {what}")
-            wanted = {wish for wish in wishes if wish is not None}
+            if not drained:
+                self._drain(what)
+            drained = False
+            requests = self._consensus.of_stages(None, f"all ranks of the pipeline at {what}")
+            wanted = {request for request in requests if request is not None}
             if not wanted:
                 return
             if len(wanted) == 1:
-                (wish,) = wanted
-                if not wish.copied:
-                    self._exchange(own(wish.path), wish, what)
+                (request,) = wanted
+                if not request.copied:
+                    self._exchange(own(request.path), request, what)
 
-    def _rest(self, what: str) -> None:
+    def _drain(self, what: str) -> None:
         if self._engine is not None:
             self._engine.come_to_rest(what)
 
-    def _exchange(self, given: Mapping[str, Any], wish: _Wish, what: str) -> dict[str, tuple[Any, Any]]:
-        within = f"{wish.path}." if wish.path else ""
+    def _exchange(self, given: Mapping[str, Any], request: _Request, what: str) -> dict[str, tuple[Any, Any]]:
+        within = f"{request.path}." if request.path else ""
         own = {within + name: value for name, value in given.items()}
-        entries = self._agreement.of_stages({name: _entry(value) for name, value in own.items()}, what)
-        receivers = [0] if wish.rank0_only else list(range(len(entries)))
+        entries = self._consensus.of_stages({name: _entry(value) for name, value in own.items()}, what)
+        receivers = [0] if request.rank0_only else list(range(len(entries)))
         homes, values, result = self._homes(), dict[tuple[str, int], Any](), dict[str, tuple[Any, Any]]()
         for name in dict.fromkeys(name for found in entries for name in found):
             home = homes.get(name)
@@ -211,16 +217,16 @@ class WholeStates:
         with torch.inference_mode(False), torch.no_grad():
             value = mine.detach().cpu().contiguous() if sends else torch.empty(entry.shape, dtype=entry.dtype)
             if value.untyped_storage().nbytes() != value.nbytes:
-                value = value.clone()  # the rest of a flat buffer would be saved with it
+                value = value.clone()  # else the whole flat buffer would be saved with it
             if value.numel() and receivers != [stage]:
-                self._agreement.bytes_of_stage(value, stage, receivers, what)
+                self._consensus.bytes_of_stage(value, stage, receivers, what)
         return value
 
     @contextmanager
     def _all_calling(self, what: str) -> Iterator[None]:
-        """Say after a while who is missing, and refuse the call in the end if somebody is."""
+        """Warn after a while of ranks that have not called, and refuse the call in the end if there are any."""
         self._calls += 1
-        name, ranks = self._agreement.pipeline
+        name, ranks = self._consensus.pipeline
         store = dist.distributed_c10d._get_default_store()
         keys = {rank: f"ds_vpipe/{name}/whole_state/{self._calls}/{rank}" for rank in ranks}
         store.set(keys[dist.get_rank()], "here")
@@ -250,6 +256,78 @@ class WholeStates:
             ) from error
         finally:
             reminder.cancel()
+
+
+class WholeModel:
+    """Weights of the whole model, gathered from all stages.
+
+    Args:
+        engine: drains before weights are gathered.
+        stage: its stage.
+
+    Attributes:
+        states: gathers them; None with one stage.
+    """
+
+    def __init__(self, engine: Engine, stage: Stage) -> None:
+        self._stage = stage
+        self.states: WholeStates | None = None
+        if stage.pipeline.num_stages == 1:
+            return
+        split = stage.module if isinstance(stage.module, SplitModule) else None
+        homes = self._homes_outside_layers if split is None else split.homes
+        self.states = WholeStates(stage.consensus, engine, stage.number, homes)
+        if split is not None:
+            split.stage_model.state_hooks = StateHooks(split.user_module, self.states)
+
+    def save(self, save_dir: str, save_filename: str, exclude_frozen: bool) -> None:
+        """Gather the weights on rank 0 and write them; the file appears when it is complete."""
+        what = f"save_16bit_model({str(save_dir)!r})"
+        state_dict = self.gather(what, True, exclude_frozen)
+        with self._stage.consensus.all_or_none(what):
+            if self._stage.links.me.rank == 0:
+                path = Path(save_dir, save_filename)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part = path.with_name(f".{path.name}.part")
+                torch.save(state_dict, part)
+                os.replace(part, path)
+
+    def leave(self) -> None:
+        """Gather without the engine, which has nothing in flight from now on."""
+        if self.states is not None:
+            self.states.leave()
+
+    def _homes_outside_layers(self) -> Mapping[str, tuple[str, int]]:
+        names = filter(is_outside_layers, self._stage.module.state_dict())
+        return {name: (name, self._stage.pipeline.num_stages - 1) for name in names}
+
+    def gather(self, what: str, rank0_only: bool, exclude_frozen: bool) -> dict[str, torch.Tensor]:
+        """A copy of the whole state dict in host memory; see ``VPipeEngine.full_state_dict()``."""
+        module = self._stage.module
+        slices = module.mpu().get_slice_parallel_world_size()
+        if slices > 1:
+            raise VPipeError(
+                f"{what}: got a model whose tensors are sliced over {slices} ranks, "
+                f"allowed are whole tensors; call save_checkpoint() and use python -m ds_vpipe.export"
+            )
+        model = module.user_module if isinstance(module, SplitModule) else module
+        own = module.own_state() if isinstance(module, SplitModule) else module.state_dict()
+        if exclude_frozen:
+            named = model.named_parameters(remove_duplicate=False)
+            frozen = {name for name, parameter in named if not parameter.requires_grad}
+            own = {name: value for name, value in own.items() if name not in frozen}
+        if self.states is None:
+            return {name: _copy(value) for name, value in own.items()}
+        found = self.states.gather(own, what, rank0_only=rank0_only)
+        copies: dict[int, Any] = {}
+        for mine, value in found.values():
+            if id(value) not in copies:
+                copies[id(value)] = value if mine is None else _copy(value)
+        return {name: copies[id(found[name][1])] for name in in_order(model, found)}
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _entry(value: Any) -> _Entry:

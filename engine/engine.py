@@ -286,7 +286,7 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeError: another rank makes another call.
             PipelinePeerError: a rank is lost or did not answer in time.
         """
-        return self.whole_model.gather("full_state_dict()", rank0_only, exclude_frozen_parameters)
+        return self.whole_model.full_state_dict("full_state_dict()", rank0_only, exclude_frozen_parameters)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -396,8 +396,7 @@ class VPipeEngine(PatchedPipelineEngine):
 
     def _refuse_half_loaded(self, call: str) -> None:
         self.checkpoints.refuse_half_loaded(call)
-        if self.whole_model.states is not None:
-            self.whole_model.states.refuse_written(call)
+        self.whole_model.refuse_written(call)
 
     def _refuse_unfit(self, call: str) -> None:
         self._refuse_failed(call)
@@ -462,7 +461,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.checkpoints.load_module(super().load_module_state_dict, *args, **kwargs)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        found = self.whole_model.gather("_consolidated_16bit_state_dict()", True, exclude_frozen_parameters)
+        found = self.whole_model.full_state_dict("_consolidated_16bit_state_dict()", True, exclude_frozen_parameters)
         return found if self.global_rank == 0 else None
 
 

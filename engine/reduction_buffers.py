@@ -1,8 +1,7 @@
 """Shared memory of DeepSpeed's all-reduce between CPU processes of one host: 69 MB per rank under ``/dev/shm``.
 
 DeepSpeed makes the files with the world, opens each by its name once, on every rank, and removes none, however a run
-ends. What is mapped needs no name, so that the names can go as soon as all ranks have mapped all files: then nothing
-is left to clean up.
+ends. Mapped memory needs no name, so that the names can go as soon as all ranks have mapped all files.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ def unnamed_buffers() -> Iterator[None]:
 
 
 def unlink_mapped() -> None:
-    """Unlink the buffers of this world, once on all of its ranks this has been called: the last one does it for all.
-
-    So no rank waits for another one, whichever of them take part.
-    """
-    mapped = mapped_buffers()
+    """Unlink the buffers of this world, on the last of its ranks that calls this, so that no rank waits for another."""
+    mapped: dict[Path, int] = {}  # with their inodes
+    with suppress(OSError):
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if FILES in line]
+        mapped = {Path(line[5]): int(line[4]) for line in lines if line[-1] != "(deleted)"}
     if not mapped or not distributed.is_initialized():
         return
     store, ranks = _get_default_store(), range(distributed.get_world_size())
@@ -59,19 +58,11 @@ def unlink_mapped() -> None:
                         path.unlink()
 
 
-def mapped_buffers() -> dict[Path, int]:
-    """Inodes of the buffers that this process has mapped, by their names as long as they have one."""
-    with suppress(OSError):
-        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if FILES in line]
-        return {Path(line[5]): int(line[4]) for line in lines if line[-1] != "(deleted)"}
-    return {}
-
-
 def unlink_unused() -> None:
     """Unlink the buffers of runs that were killed before they had mapped them all.
 
     A run that begins now under the name of an old file may be about to open it: the file is renamed first, and gets
-    its name back if somebody has opened it meanwhile.
+    its name back if a process has opened it meanwhile.
     """
     for path in Path(FILES).parent.glob(f"{Path(FILES).name}*"):
         with suppress(OSError), Claim(path) as claim:

@@ -29,7 +29,7 @@ class _OneStageHook:
 class StateHooks(_OneStageHook):
     """Hooks on all modules of a model, which make its state dicts whole.
 
-    ``others`` knows the other stages, see :class:`~ds_vpipe.engine.checkpoint.whole_state.WholeStates`.
+    ``others`` knows the other stages, see :class:`~ds_vpipe.engine.checkpoint.whole_state.WholeModel`.
     """
 
     def __init__(self, model: nn.Module, others: Any) -> None:

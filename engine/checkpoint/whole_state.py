@@ -20,7 +20,6 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
-from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
@@ -64,28 +63,66 @@ class _Request:
         return repr(self.path or "the model") + (" in a copy" if self.copied else "")
 
 
-class WholeStates:
-    """Makes state dicts whole; all ranks of a pipeline build one.
+class WholeModel:
+    """State dicts of the whole model, gathered from all stages; all ranks of a pipeline have one.
 
     Args:
-        consensus: among them.
-        engine: drains before; until :meth:`leave`.
-        stage: this rank's.
-        homes: for names of the whole state dict, the stage whose value counts and the name that it has there; of other
-            names the first stage that has them.
+        engine: drains before weights are gathered, until :meth:`leave`.
+        stage: its stage.
+
+    Attributes:
+        alone: no other stage is asked: there is one, or all scripts have ended.
     """
 
-    def __init__(
-        self, consensus: Consensus, engine: Engine, stage: int, homes: Callable[[], Mapping[str, tuple[str, int]]]
-    ) -> None:
-        self._consensus, self._stage, self._homes = consensus, stage, homes
+    def __init__(self, engine: Engine, stage: Stage) -> None:
         self._engine: Engine | None = engine
+        self._consensus, self._module, self._stage = stage.consensus, stage.module, stage.number
+        self._last = stage.pipeline.num_stages - 1
         self._calls = 0
         self._given: list[tuple[torch.Tensor, int]] = []
+        self.alone = self._last == 0
+        if isinstance(stage.module, SplitModule) and not self.alone:
+            stage.module.stage_model.state_hooks = StateHooks(stage.module.user_module, self)
 
     def leave(self) -> None:
         """Gather without the engine, which has nothing in flight from now on."""
         self._engine = None
+
+    def save(self, save_dir: str, save_filename: str, exclude_frozen: bool) -> None:
+        """Gather the weights on rank 0 and write them; the file appears when it is complete."""
+        what = f"save_16bit_model({str(save_dir)!r})"
+        state_dict = self.full_state_dict(what, True, exclude_frozen)
+        with self._consensus.all_or_none(what):
+            if dist.get_rank() == 0:
+                path = Path(save_dir, save_filename)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part = path.with_name(f".{path.name}.part")
+                torch.save(state_dict, part)
+                os.replace(part, path)
+
+    def full_state_dict(self, what: str, rank0_only: bool, exclude_frozen: bool) -> dict[str, torch.Tensor]:
+        """A copy of the whole state dict in host memory; see ``VPipeEngine.full_state_dict()``."""
+        module = self._module
+        slices = module.mpu().get_slice_parallel_world_size()
+        if slices > 1:
+            raise VPipeError(
+                f"{what}: got a model whose tensors are sliced over {slices} ranks, "
+                f"allowed are whole tensors; call save_checkpoint() and use python -m ds_vpipe.export"
+            )
+        model = module.user_module if isinstance(module, SplitModule) else module
+        own = module.own_state() if isinstance(module, SplitModule) else module.state_dict()
+        if exclude_frozen:
+            named = model.named_parameters(remove_duplicate=False)
+            frozen = {name for name, parameter in named if not parameter.requires_grad}
+            own = {name: value for name, value in own.items() if name not in frozen}
+        if self.alone:
+            return {name: _copy(value) for name, value in own.items()}
+        found = self.gather(own, what, rank0_only=rank0_only)
+        copies: dict[int, Any] = {}
+        for mine, value in found.values():
+            if id(value) not in copies:
+                copies[id(value)] = value if mine is None else _copy(value)
+        return {name: copies[id(found[name][1])] for name in in_order(model, found)}
 
     def gather(
         self, own: Mapping[str, Any], what: str, path: str = "", rank0_only: bool = False, copied: bool = False
@@ -185,6 +222,13 @@ class WholeStates:
                 if not request.copied:
                     self._exchange(own(request.path), request, what)
 
+    def _homes(self) -> Mapping[str, tuple[str, int]]:
+        """Names and stages of values by name in the whole state dict; of others the first stage that has the name."""
+        if isinstance(self._module, SplitModule):
+            return self._module.homes()
+        names = filter(is_outside_layers, self._module.state_dict())
+        return {name: (name, self._last) for name in names}
+
     def _drain(self, what: str) -> None:
         if self._engine is not None:
             self._engine.come_to_rest(what)
@@ -256,74 +300,6 @@ class WholeStates:
             ) from error
         finally:
             reminder.cancel()
-
-
-class WholeModel:
-    """Weights of the whole model, gathered from all stages.
-
-    Args:
-        engine: drains before weights are gathered.
-        stage: its stage.
-
-    Attributes:
-        states: gathers them; None with one stage.
-    """
-
-    def __init__(self, engine: Engine, stage: Stage) -> None:
-        self._stage = stage
-        self.states: WholeStates | None = None
-        if stage.pipeline.num_stages == 1:
-            return
-        split = stage.module if isinstance(stage.module, SplitModule) else None
-        homes = self._homes_outside_layers if split is None else split.homes
-        self.states = WholeStates(stage.consensus, engine, stage.number, homes)
-        if split is not None:
-            split.stage_model.state_hooks = StateHooks(split.user_module, self.states)
-
-    def save(self, save_dir: str, save_filename: str, exclude_frozen: bool) -> None:
-        """Gather the weights on rank 0 and write them; the file appears when it is complete."""
-        what = f"save_16bit_model({str(save_dir)!r})"
-        state_dict = self.gather(what, True, exclude_frozen)
-        with self._stage.consensus.all_or_none(what):
-            if self._stage.links.me.rank == 0:
-                path = Path(save_dir, save_filename)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                part = path.with_name(f".{path.name}.part")
-                torch.save(state_dict, part)
-                os.replace(part, path)
-
-    def leave(self) -> None:
-        """Gather without the engine, which has nothing in flight from now on."""
-        if self.states is not None:
-            self.states.leave()
-
-    def _homes_outside_layers(self) -> Mapping[str, tuple[str, int]]:
-        names = filter(is_outside_layers, self._stage.module.state_dict())
-        return {name: (name, self._stage.pipeline.num_stages - 1) for name in names}
-
-    def gather(self, what: str, rank0_only: bool, exclude_frozen: bool) -> dict[str, torch.Tensor]:
-        """A copy of the whole state dict in host memory; see ``VPipeEngine.full_state_dict()``."""
-        module = self._stage.module
-        slices = module.mpu().get_slice_parallel_world_size()
-        if slices > 1:
-            raise VPipeError(
-                f"{what}: got a model whose tensors are sliced over {slices} ranks, "
-                f"allowed are whole tensors; call save_checkpoint() and use python -m ds_vpipe.export"
-            )
-        model = module.user_module if isinstance(module, SplitModule) else module
-        own = module.own_state() if isinstance(module, SplitModule) else module.state_dict()
-        if exclude_frozen:
-            named = model.named_parameters(remove_duplicate=False)
-            frozen = {name for name, parameter in named if not parameter.requires_grad}
-            own = {name: value for name, value in own.items() if name not in frozen}
-        if self.states is None:
-            return {name: _copy(value) for name, value in own.items()}
-        found = self.states.gather(own, what, rank0_only=rank0_only)
-        copies: dict[int, Any] = {}
-        for mine, value in found.values():
-            if id(value) not in copies:
-                copies[id(value)] = value if mine is None else _copy(value)
-        return {name: copies[id(found[name][1])] for name in in_order(model, found)}
 
 
 def _copy(value: Any) -> Any:

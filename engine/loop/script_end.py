@@ -56,12 +56,12 @@ class ScriptEnd:
     def serve(self, at_rest: bool) -> None:
         """Take part in what ranks still call whose scripts have not come to their end."""
         whole_model, split = self._engine.whole_model, self._engine.module
-        if whole_model.states is None or not isinstance(split, SplitModule):
+        if whole_model.alone or not isinstance(split, SplitModule):
             return
         with suppress(VPipeError):  # they have a line of their own
-            whole_model.states.serve(split.own_state, at_rest)
+            whole_model.serve(split.own_state, at_rest)
         whole_model.leave()
-        whole_model.states = None
+        whole_model.alone = True
 
     def at_end(self) -> None:
         """Train what is still in flight, if the script has come to its end between two rounds."""

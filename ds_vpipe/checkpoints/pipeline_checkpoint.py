@@ -33,6 +33,11 @@ _STAGE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d+)-(?:.*-)?model_states\.pt")
 
 
+def previous_folder(folder: Path) -> Path:
+    """Name of the checkpoint that ``folder`` replaces, while a save renames them."""
+    return folder.with_name(f".{folder.name}.previous")
+
+
 def checkpoint_folder(directory: str | Path, tag: str | None = None) -> Path:
     """Folder that holds a checkpoint's files, also after a save that was killed.
 
@@ -53,8 +58,7 @@ def checkpoint_folder(directory: str | Path, tag: str | None = None) -> Path:
                 f"allowed is a directory written by save_checkpoint(); correct the path or name a tag"
             )
         tag = latest.read_text(encoding="utf-8").strip()
-    set_aside = root / tag
-    set_aside = set_aside.with_name(f".{set_aside.name}.previous")
+    set_aside = previous_folder(root / tag)
     if not (root / tag).exists() and set_aside.exists():
         return set_aside  # a save was killed between two renamings; the next load puts it back
     if not any((root / tag).glob("mp_rank_*_model_states.pt")):

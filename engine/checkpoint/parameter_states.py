@@ -24,7 +24,7 @@ _GROUPS = ("round_robin_bit16_groups", "fp16_groups", "bf16_groups")  # where th
 
 
 def stage_layout(engine: PipelineEngine) -> StageLayout:
-    """Which parameters this stage's optimizer holds, and in which order.
+    """Parameters of this stage's optimizer, in its order.
 
     Raises:
         VPipeError: the optimizer trains something that is no parameter of the module.

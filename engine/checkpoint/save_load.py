@@ -20,6 +20,7 @@ from typing import Any
 
 from deepspeed.utils import logger
 
+from ds_vpipe.checkpoints.pipeline_checkpoint import previous_folder
 from ds_vpipe.engine.checkpoint import rank_state, reshape
 from ds_vpipe.engine.checkpoint.parameter_states import with_owners_states
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, overridden
@@ -180,13 +181,9 @@ class Checkpoints:
             stage.loss_scaling.restore(stage.consensus.of_pipeline(stage.loss_scaling.state(), last))
 
 
-def _previous(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.previous")
-
-
 def _put_in_place(unfinished: Path, folder: Path, latest: Path | None) -> None:
     """Rename a complete checkpoint and let ``latest`` name it; one of the same name stays until then."""
-    previous = _previous(folder)
+    previous = previous_folder(folder)
     if folder.exists():
         shutil.rmtree(previous, ignore_errors=True)
         os.replace(folder, previous)
@@ -213,7 +210,7 @@ def _put_own_in_place(unfinished: Path, folder: Path, latest: Path | None, rank:
 
 def _clean(folder: Path) -> None:
     """Remove the checkpoint that ``folder`` has replaced, and folders of interrupted saves."""
-    shutil.rmtree(_previous(folder), ignore_errors=True)
+    shutil.rmtree(previous_folder(folder), ignore_errors=True)
     for left in folder.parent.glob(".*.unfinished"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -222,4 +219,4 @@ def _recover(folder: Path) -> None:
     """Undo a renaming that was interrupted half-way; several ranks may call it at the same time."""
     if not folder.exists():
         with suppress(FileNotFoundError):
-            os.replace(_previous(folder), folder)
+            os.replace(previous_folder(folder), folder)

@@ -91,7 +91,7 @@ def _trackers() -> dict[str, Any]:
 
 
 def _of_tracker(tracker: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    # Trackers may hand out and take over their own dict; the tensors in it are replaced and not written into.
+    # Trackers may return and take over their own dict; the tensors in it are replaced and not written into.
     return lambda: dict(tracker.get_states()), lambda states: tracker.set_states(dict(states))
 
 

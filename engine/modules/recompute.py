@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -28,18 +28,8 @@ from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.errors import VPipeError
 
 
-@runtime_checkable
-class RunsSeveral(Protocol):
-    """Module that runs consecutive layers of ``forward_funcs`` in one call, at less cost."""
-
-    user_module: torch.nn.Module
-
-    def run_several(self, start: int, stop: int, value: Any) -> Any:
-        """Run layers ``start`` to ``stop - 1``."""
-
-
 def recomputed_layers(ratio: float, num_layers: int) -> int:
-    """How many of a stage's layers, counted from its end, are recomputed."""
+    """Number of recomputed layers of a stage, which are its last ones."""
     return int(ratio * num_layers)
 
 
@@ -47,7 +37,7 @@ class Segment:
     """The recomputed layers of a part of the model: its last ones.
 
     The first micro-batch is computed to the end in its recomputation too, to compare the outputs: what torch cannot
-    restore, such as random states that nobody has registered, would give wrong gradients. Bit for bit on CPUs; on
+    restore, such as unregistered random states, would give wrong gradients. Bit for bit on CPUs; on
     other devices, where sums may be taken in any order, up to a small part of the norm.
 
     Args:
@@ -104,7 +94,7 @@ class Segment:
                     place[key] = value
 
     def _modules(self, module: PipelineModule) -> list[torch.nn.Module]:
-        if isinstance(module, RunsSeveral):
+        if hasattr(module, "run_several"):
             return list(module.user_module.modules())
         layers = module.forward_funcs[self.first : self.stop]
         return [part for layer in layers if isinstance(layer, torch.nn.Module) for part in layer.modules()]
@@ -232,10 +222,10 @@ def _name(layer: Any) -> str:
 
 @contextmanager
 def one_way() -> Iterator[None]:
-    """Torch's error of layers that save other tensors when they are run again, in one line.
+    """One line in place of torch's error of layers that save other tensors when they are run again.
 
     Raises:
-        VPipeError: in its place.
+        VPipeError: that line.
     """
     try:
         yield
@@ -280,7 +270,7 @@ def alias_free(value: Any) -> Any:
 
 
 def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:
-    if isinstance(module, RunsSeveral) and start < stop:
+    if hasattr(module, "run_several") and start < stop:  # at less cost than one by one
         return module.run_several(start, stop, value)
     numbers = layer_numbers(module)
     for position in range(start, stop):

@@ -283,7 +283,7 @@ def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value:
 
 def layer_numbers(module: PipelineModule) -> Sequence[int]:
     """Numbers in the model of the layers in ``module.forward_funcs``."""
-    several: Sequence[int] | None = getattr(module, "numbers", None)
+    several: Sequence[int] | None = vars(module).get("numbers")  # a split module has all attributes of the user's model
     return range(module._local_start, module._local_start + len(module.forward_funcs)) if several is None else several
 
 

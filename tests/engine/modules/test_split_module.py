@@ -22,7 +22,8 @@ from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.build import prepare
 from ds_vpipe.engine.engine import VPipeEngine
-from ds_vpipe.engine.modules.split_module import split_model, stages_in
+from ds_vpipe.engine.modules.recompute import layer_numbers
+from ds_vpipe.engine.modules.split_module import SplitModule, split_model, stages_in
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.initialization import _engine_class, deepspeed_initialize
 
@@ -210,6 +211,16 @@ def test_number_of_stages() -> None:
     for ds_config in ({}, {"pipeline": {"stages": 0}}, {"pipeline": {"stages": True}}):
         with pytest.raises(VPipeConfigError, match=r'pipeline\.stages.*write "pipeline": {"stages": 4}'):
             stages_in(ds_config, "uniform")
+
+
+def test_layer_numbers_are_not_looked_up_in_the_users_model() -> None:
+    """Attributes that the module itself has not are the user's model's, which may have any name."""
+    split: Any = SplitModule.__new__(SplitModule)
+    nn.Module.__init__(split)
+    split.__dict__["stage_model"] = SimpleNamespace(model=SimpleNamespace(numbers=7))
+    split._local_start, split.forward_funcs = 2, [print, print]
+    assert split.numbers == 7
+    assert list(layer_numbers(split)) == [2, 3]
 
 
 def test_models_that_split_model_does_not_take() -> None:

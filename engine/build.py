@@ -41,7 +41,6 @@ from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import apply_recompute, use_sound_checkpointing
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
-from ds_vpipe.engine.updates.clipping import GradientClipping
 from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
@@ -195,7 +194,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     pipeline = replace(prepared.pipeline, micro_batches=engine.micro_batches)
     asynchronous = not pipeline.synchronous
     pipelined = asynchronous and pipeline.num_stages > 1
-    clips_globally = _clips_globally(engine, pipeline, config)
+    clips_globally = pipelined and config.gradient_clipping_scope == "delayed_global" and engine.gradient_clipping() > 0
     tied = tied_stages(module) if asynchronous else {}
     exchanges = exchanges_by_rank(pipeline.num_stages, tied.values(), clips_globally)
     check_pipeline(pipeline, exchanges)
@@ -240,17 +239,6 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         batch_loss=lambda: BatchLoss(engine.micro_batches, engine.mpu.get_data_parallel_group(), engine.dp_world_size),
         sets_back=pipelined,
     )
-
-
-def clipping_of(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig) -> GradientClipping:
-    """Gradient clipping of a stage, by the scope that the block names."""
-    peers = stage.peers if _clips_globally(engine, stage.pipeline, config) else None
-    return GradientClipping(engine, stage.pipeline.synchronous, peers, stage.loss_scaling)
-
-
-def _clips_globally(engine: PatchedPipelineEngine, pipeline: Pipeline, config: VPipeConfig) -> bool:
-    pipelined = pipeline.num_stages > 1 and not pipeline.synchronous
-    return pipelined and config.gradient_clipping_scope == "delayed_global" and engine.gradient_clipping() > 0
 
 
 def replan(stage: Stage, config: VPipeConfig, micro_batches: int) -> None:

@@ -34,7 +34,7 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.engine.backend_threads import outlive_backend_threads
-from ds_vpipe.engine.build import Prepared, clipping_of, prepared_arguments, replan, stage_of
+from ds_vpipe.engine.build import Prepared, prepared_arguments, replan, stage_of
 from ds_vpipe.engine.checkpoint.parameter_states import stage_layout
 from ds_vpipe.engine.checkpoint.save_load import Checkpoints
 from ds_vpipe.engine.checkpoint.whole_state import WholeModel
@@ -46,6 +46,7 @@ from ds_vpipe.engine.links.groups import collective_groups, is_of_collective
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.observe.observers import Observation
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
+from ds_vpipe.engine.updates.clipping import GradientClipping
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -76,7 +77,8 @@ class VPipeEngine(PatchedPipelineEngine):
         super().__init__(*args, **kwargs)
         self.vpipe_config, self.plan = prepared.config, prepared.plan
         self.stage = stage_of(self, prepared)
-        self.clipping = clipping_of(self, self.stage, prepared.config)
+        peers = self.stage.peers if self.stage.exchanges.peers else None  # else they carry overflows alone
+        self.clipping = GradientClipping(self, self.pipeline.synchronous, peers, self.stage.loss_scaling)
         self.executor = Executor(self, self.stage, COLUMNS)
         self.evaluation = Evaluation(self, self.stage)
         self.checkpoints = Checkpoints(self, self.stage)

@@ -66,11 +66,6 @@ def update_delays(depths: Sequence[int], micro_batches: int, vertical: bool = Fa
     return tuple(update_delay(depths[0] if vertical else depth, micro_batches) for depth in depths)
 
 
-def versions_alive(depth: int, micro_batches: int) -> int:
-    """Weight versions a stage holds in steady state: the newest and those of micro-batches in flight."""
-    return 1 + update_delay(depth, micro_batches)
-
-
 @dataclass(frozen=True, slots=True)
 class Exchanges:
     """Messages of a stage around its updates, besides activations and gradients.

@@ -101,6 +101,7 @@ def parts_with_tensors(result: Any) -> Any:
 
 
 def refuse_draws(by: Any) -> SplitError:
+    """Refusal of random numbers that are drawn outside the blocks."""
     return SplitError(
         f"{place()}: {by} draws random numbers outside the blocks, which every stage would draw for itself; allowed "
         f"are draws inside a block, dropout of activations, and torch functions that return new tensors, in every "

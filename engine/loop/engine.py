@@ -191,14 +191,8 @@ class VPipeLoopEngine(VPipeEngine):
         self.rounds.drain()
         self.script_end.forget()
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """As DeepSpeed's; all ranks call it, after ``step()``. Drains."""
-        self.drain("save_checkpoint()")
-        return super().save_checkpoint(*args, **kwargs)
-
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's; all ranks call it, after ``step()``. Drains; a batch that is not complete is forgotten."""
-        self.drain("load_checkpoint()")
         found = super().load_checkpoint(*args, **kwargs)
         if found[0] is not None:
             self.rounds.loaded()
@@ -217,7 +211,6 @@ class VPipeLoopEngine(VPipeEngine):
                 f"set_train_batch_size({train_batch_size}): called after {self.rounds.in_batch} of a batch's "
                 f"{self.micro_batches} micro-batches; call it where a batch has ended"
             )
-        self.drain("set_train_batch_size()")
         super().set_train_batch_size(train_batch_size)
         self.rounds.forget_batch()
 

@@ -34,6 +34,8 @@ REAL_WIDTH, REAL_BATCH, REAL_LINEARS = 512, 256, 4
 
 
 class Sleep(torch.autograd.Function):
+    """Emulated device time of a forward and a backward pass, in seconds."""
+
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
         ctx.seconds = backward_s

@@ -17,7 +17,7 @@ import toy
 from worlds import Worlds
 
 from ds_vpipe.partition import uniform_partition
-from ds_vpipe.schedules.one_f_one_b import default_depths, versions_alive
+from ds_vpipe.schedules.one_f_one_b import default_depths, update_delay
 
 pytestmark = pytest.mark.mp
 
@@ -138,7 +138,7 @@ def test_versions_alive(worlds: Worlds, depths: Sequence[int], micro_batches: in
     ds_config = cases.config(micro_batches, OPTIMIZERS["SGD"][0], block)
     reports = worlds.run(4, cases.train, ds_config, 4, 12)
     for stage, report in enumerate(reports):
-        wanted = versions_alive(depths[0] if sync == "vertical" else depths[stage], micro_batches)
+        wanted = update_delay(depths[0] if sync == "vertical" else depths[stage], micro_batches) + 1
         assert report["alive"][-1] == wanted, f"stage {stage}"
         assert max(report["alive"]) == wanted, f"stage {stage}"
         assert report["allocated"] <= wanted + 1, f"stage {stage}"

@@ -28,7 +28,7 @@ from ds_vpipe.planning.memory import MemoryModel, stage_memory
 from ds_vpipe.planning.meters import count_allocations, watched
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.counts import StageLoad, rank_counts, stage_loads
-from ds_vpipe.schedules.one_f_one_b import versions_alive
+from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload, rank_program
 
@@ -297,7 +297,7 @@ def test_counts_are_the_closed_forms(pipeline: Pipeline) -> None:
         counts = rank_counts(pipeline, rank)
         assert max(map(sum, counts.moments)) == pipeline.in_flight(rank)
         depth = depths[0] if pipeline.vertical else depths[rank]
-        assert counts.versions == (1 if pipeline.synchronous else versions_alive(depth, size))
+        assert counts.versions == (1 if pipeline.synchronous else update_delay(depth, size) + 1)
         if pipeline.virtual_stages == 1 and rank:
             ahead = depths[rank - 1] + 1 - (0 if pipeline.synchronous else depths[rank])
             assert counts.unconfirmed == (min(ahead, size) if pipeline.synchronous else ahead,)

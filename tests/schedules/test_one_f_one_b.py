@@ -15,8 +15,8 @@ from ds_vpipe.schedules.one_f_one_b import (
     Progress,
     compute_actions,
     default_depths,
+    update_delay,
     version_used,
-    versions_alive,
     with_communication,
 )
 
@@ -197,16 +197,16 @@ def test_versions_alive_in_steady_state(depth: int, micro_batches: int) -> None:
     for _ in range(30):
         for action in compute_actions(stage.progress, depth, micro_batches):
             stage.execute(action)
-    assert set(stage.held[15:]) == {versions_alive(depth, micro_batches)}
-    assert max(stage.held) == versions_alive(depth, micro_batches)
-    assert max(stage.staleness) == versions_alive(depth, micro_batches) - 1
+    assert set(stage.held[15:]) == {update_delay(depth, micro_batches) + 1}
+    assert max(stage.held) == update_delay(depth, micro_batches) + 1
+    assert max(stage.staleness) == update_delay(depth, micro_batches)
 
 
 @pytest.mark.parametrize(
     ("depth", "micro_batches", "alive"), [(0, 1, 1), (3, 1, 4), (3, 2, 3), (3, 3, 2), (3, 4, 2), (3, 8, 2), (0, 8, 1)]
 )
 def test_versions_alive_in_numbers(depth: int, micro_batches: int, alive: int) -> None:
-    assert versions_alive(depth, micro_batches) == alive
+    assert update_delay(depth, micro_batches) + 1 == alive
 
 
 # All stages together

@@ -12,7 +12,7 @@ from shapes import trainings
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.actions import Category, Kind
 from ds_vpipe.schedules.dry_run import Link, posted_receives, receive_link, send_link
-from ds_vpipe.schedules.one_f_one_b import versions_alive
+from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import Pipeline, Schedule
 from ds_vpipe.schedules.program import Workload, programs
 from ds_vpipe.simulation.costs import StageCost
@@ -84,7 +84,7 @@ def test_no_bubble_in_the_steady_state_of_asp(
     assert simulation.throughput == pytest.approx(1 / (1 + backward_s + 0.5 / micro_batches))
     assert simulation.overall_throughput < simulation.throughput or num_stages == 1
     most = pipeline.depths[0] if vertical else None
-    alive = [versions_alive(depth if most is None else most, micro_batches) for depth in pipeline.depths]
+    alive = [(update_delay(depth if most is None else most, micro_batches) + 1) for depth in pipeline.depths]
     assert [rank.versions for rank in simulation.ranks] == alive
     assert [most for _, most in simulation.staleness] == [count - 1 for count in alive]
 
@@ -251,7 +251,7 @@ def test_peak_from_counts(training: tuple[Pipeline, Workload], activation: int, 
     for rank in range(pipeline.num_stages):
         assert simulation.ranks[rank].in_flight <= pipeline.in_flight(rank)
         depth = 0 if pipeline.synchronous else pipeline.depths[0 if pipeline.vertical else rank]
-        assert simulation.ranks[rank].versions <= versions_alive(depth, pipeline.micro_batches)
+        assert simulation.ranks[rank].versions <= (update_delay(depth, pipeline.micro_batches) + 1)
         most = (
             3 * parts
             + activation * simulation.ranks[rank].in_flight

@@ -21,7 +21,7 @@ from worlds import Worlds
 
 from ds_vpipe.engine.links.message import Message, Packer
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics, StatisticsMean, line
-from ds_vpipe.schedules.one_f_one_b import default_depths, versions_alive
+from ds_vpipe.schedules.one_f_one_b import default_depths, update_delay
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
@@ -119,8 +119,8 @@ def test_every_batch_has_a_record_of_every_stage_on_the_first(worlds: Worlds, mi
         assert {r.batch for r in records} == {batch}
         assert records[1:] == [seen[stage][batch + 1][0] for stage in range(1, stages)]
     steady = seen[0][batches]
-    assert [r.versions for r in steady] == [versions_alive(depth, micro_batches) for depth in depths]
-    assert [r.staleness for r in steady] == [versions_alive(depth, micro_batches) - 1 for depth in depths]
+    assert [r.versions for r in steady] == [update_delay(depth, micro_batches) + 1 for depth in depths]
+    assert [r.staleness for r in steady] == [update_delay(depth, micro_batches) for depth in depths]
     assert all(r.forward_s > 0 and r.backward_s > 0 and r.update_s > 0 and r.send_s > 0 for r in steady)
     assert all(r.peak_memory_bytes > 2**20 for r in steady)
     assert [r.load_s > 0 for r in steady] == [True, False, False, True]

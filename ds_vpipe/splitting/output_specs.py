@@ -104,6 +104,7 @@ class OutputSpecs:
         self._known: dict[Any, tuple[list[Any], TreeSpec]] = {}
         self._looking: set[int] = set()
         self._remembering: set[int] = set()
+        self._modules: dict[int, tuple[nn.Module, ...]] = {}
 
     def outputs(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool, name: str) -> Any:
         """Outputs of a block that is skipped, as meta tensors.
@@ -112,9 +113,9 @@ class OutputSpecs:
         arguments, writes into those, sets attributes or adds to lists, or if somebody listens inside of it, such as
         code that collects all attention weights, which would else miss entries without noticing; or if told ``again``.
         """
-        leaves, spec = tree_flatten((args, kwargs))
-        key = (id(block), block.training, torch.is_grad_enabled(), spec, *(_shape_of(leaf) for leaf in leaves))
-        if not again and id(block) not in self._remembering and key in self._known and not _watched(block):
+        leaves, spec = _flattened(args, kwargs)
+        key = (id(block), block.training, torch.is_grad_enabled(), spec, *map(_shape_of, leaves))
+        if not again and id(block) not in self._remembering and key in self._known and not self._watched(block):
             kept, out_spec = self._known[key]
             made = renewed(kept, name)
             return tree_unflatten([leaves[one.index] if isinstance(one, _Passed) else one for one in made], out_spec)
@@ -129,6 +130,12 @@ class OutputSpecs:
                 self._known.clear()
             self._known[key] = kept, out_spec
         return outputs
+
+    def _watched(self, block: nn.Module) -> bool:
+        modules = self._modules.get(id(block))
+        if modules is None:
+            modules = self._modules[id(block)] = tuple(block.modules())
+        return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
     def forget(self) -> None:
         """Run all blocks anew, whose parameters have been frozen or not."""
@@ -199,11 +206,15 @@ def _kept(leaf: Any, places: Mapping[int, int]) -> Any:
     return leaf.again() if isinstance(leaf, MetaTensor) else leaf
 
 
-def _watched(block: nn.Module) -> bool:
-    return any(module._forward_hooks or module._forward_pre_hooks for module in block.modules())
+def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Leaves of a call's arguments, and their nesting; most calls have none, and this runs in every pass."""
+    leaves = [*args, *kwargs.values()]
+    if all(leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str)) for leaf in leaves):
+        return leaves, (len(args), *kwargs)
+    return tree_flatten((args, kwargs))
 
 
 def _shape_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return (*leaf.shape, leaf.dtype, isinstance(leaf, MetaTensor), leaf.requires_grad)
+        return leaf.shape, leaf.dtype, isinstance(leaf, MetaTensor), leaf.requires_grad
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)

@@ -48,21 +48,13 @@ _WITH_MOMENTUM = ("sgd", "musgd", "rmsprop")
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes that training needs besides the weights.
+    """Bytes that training needs besides the weights."""
 
-    Attributes:
-        gradient: gradients, per byte of trained weights.
-        held: master weights and state per byte of trained weights; they stay.
-        update: what exists only during an update, per byte of trained weights.
-        bucket_bytes: a reduction's buffer, which exists only during an update.
-        temporary: per byte of the largest trained parameter what exists only during an update, of parameters that are
-            updated one by one.
-    """
-
-    gradient: Fraction = Fraction(1)
-    held: Fraction = Fraction(0)
-    update: Fraction = Fraction(0)
-    bucket_bytes: int = 0
+    gradient: Fraction = Fraction(1)  # gradients, per byte of trained weights
+    held: Fraction = Fraction(0)  # master weights and state per byte of trained weights; they stay
+    update: Fraction = Fraction(0)  # what exists only during an update, per byte of trained weights
+    bucket_bytes: int = 0  # a reduction's buffer, which exists only during an update
+    # What exists only during an update, per byte of the largest trained parameter, where they are updated one by one.
     temporary: Fraction = Fraction(0)
 
 
@@ -121,20 +113,13 @@ def configured_optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1) -> O
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices that a plan is for.
+    """Devices that a plan is for."""
 
-    Attributes:
-        budget: bytes of each, one number or one for each rank; None for no limit.
-        optimizer: bytes that training needs per byte of weights.
-        link: between two stages.
-        host_transfers: messages are kept in the memory that is planned, as on the CPU.
-        kept_weights: sets of weights that mitigations of staleness hold besides the versions, where gradients are late.
-    """
-
-    budget: int | tuple[int, ...] | None = None
-    optimizer: OptimizerBytes = NO_OPTIMIZER
-    link: Link = FREE_LINK
-    host_transfers: bool = False
+    budget: int | tuple[int, ...] | None = None  # bytes of each, one number or one for each rank; None for no limit
+    optimizer: OptimizerBytes = NO_OPTIMIZER  # bytes that training needs per byte of weights
+    link: Link = FREE_LINK  # between two stages
+    host_transfers: bool = False  # messages are kept in the memory that is planned, as on the CPU
+    # Sets of weights that mitigations of staleness hold besides the versions, where gradients are late.
     kept_weights: int = 0
 
     @classmethod

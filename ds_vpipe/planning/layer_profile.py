@@ -29,32 +29,19 @@ class LayerProfile:
 
     Bytes that a layer keeps from its forward to its backward pass are split where layers meet, because a tensor on the
     boundary may be kept by the layer before it, by the one after it, or by both, and exists once.
-
-    Attributes:
-        name: name or type, for tables.
-        forward_s: forward pass.
-        backward_s: backward pass, without recomputation; 0 if nothing requires a gradient.
-        parameter_bytes: all parameters.
-        activation_bytes: kept from forward to backward, without the layer's input and without parameters.
-        boundary_bytes: the output, which is sent if the next layer is on another rank.
-        input_kept_bytes: share of the input that is kept.
-        output_kept_bytes: share of the output that is kept; part of ``activation_bytes``.
-        workspace_bytes: most that exists for a moment during a pass, beyond what is kept.
-        frozen_bytes: the parameters that are not trained; part of ``parameter_bytes``.
-        largest_weight_bytes: the largest trained parameter; an optimizer needs a multiple of it for a moment.
     """
 
-    name: str
-    forward_s: Seconds
-    backward_s: Seconds
-    parameter_bytes: Bytes
-    activation_bytes: Bytes
-    boundary_bytes: Bytes
-    input_kept_bytes: Bytes = 0
-    output_kept_bytes: Bytes = 0
-    workspace_bytes: Bytes = 0
-    frozen_bytes: Bytes = 0
-    largest_weight_bytes: Bytes = 0
+    name: str  # name or type, for tables
+    forward_s: Seconds  # forward pass
+    backward_s: Seconds  # backward pass, without recomputation; 0 if nothing requires a gradient
+    parameter_bytes: Bytes  # all parameters
+    activation_bytes: Bytes  # kept from forward to backward, without the layer's input and without parameters
+    boundary_bytes: Bytes  # the output, which is sent if the next layer is on another rank
+    input_kept_bytes: Bytes = 0  # share of the input that is kept
+    output_kept_bytes: Bytes = 0  # share of the output that is kept; part of activation_bytes
+    workspace_bytes: Bytes = 0  # most that exists for a moment during a pass, beyond what is kept
+    frozen_bytes: Bytes = 0  # the parameters that are not trained; part of parameter_bytes
+    largest_weight_bytes: Bytes = 0  # the largest trained parameter; an optimizer needs a multiple of it for a moment
 
     @model_validator(mode="after")
     def _check_parts(self) -> Self:

@@ -32,27 +32,16 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of one stage at its peak, in bytes; arrays for alternatives of a stage.
+    """Memory of one stage at its peak, in bytes; arrays for alternatives of a stage."""
 
-    Attributes:
-        weights: newest weights.
-        versions: stashed versions of them.
-        gradients: gradients of the weights, as far as they exist then.
-        optimizer: optimizer state and master weights.
-        activations: what all micro-batches in flight keep, stage inputs and outputs included.
-        recompute: activations of the recomputed segment, which exist once during its backward pass.
-        buffers: messages being sent and received.
-        workspace: what exists beyond that for a moment, in a pass or in the update.
-    """
-
-    weights: Any = 0
-    versions: Any = 0
-    gradients: Any = 0
-    optimizer: Any = 0
-    activations: Any = 0
-    recompute: Any = 0
-    buffers: Any = 0
-    workspace: Any = 0
+    weights: Any = 0  # newest weights
+    versions: Any = 0  # stashed versions of them
+    gradients: Any = 0  # gradients of the weights, as far as they exist then
+    optimizer: Any = 0  # optimizer state and master weights
+    activations: Any = 0  # what all micro-batches in flight keep, stage inputs and outputs included
+    recompute: Any = 0  # activations of the recomputed segment, which exist once during its backward pass
+    buffers: Any = 0  # messages being sent and received
+    workspace: Any = 0  # what exists beyond that for a moment, in a pass or in the update
 
     @property
     def static(self) -> Any:

@@ -44,21 +44,13 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A pipeline with predicted seconds and bytes.
+    """A pipeline with predicted seconds and bytes."""
 
-    Attributes:
-        pipeline: with partition, ratios and depths.
-        stages: its virtual stages, in the order of the model.
-        pace_s: seconds per micro-batch in steady state.
-        seconds_per_micro_batch: the same with filling and draining, where the schedule does that.
-        notes: lines about the numbers.
-    """
-
-    pipeline: Pipeline
-    stages: tuple[StagePlan, ...]
-    pace_s: float
-    seconds_per_micro_batch: float
-    notes: tuple[str, ...] = ()
+    pipeline: Pipeline  # with partition, ratios and depths
+    stages: tuple[StagePlan, ...]  # its virtual stages, in the order of the model
+    pace_s: float  # seconds per micro-batch in steady state
+    seconds_per_micro_batch: float  # the same with filling and draining, where the schedule does that
+    notes: tuple[str, ...] = ()  # lines about the numbers
 
     @property
     def depths(self) -> tuple[int, ...]:

@@ -39,17 +39,11 @@ _CLOSE = 1e-12  # paces that differ by less are the same
 
 @dataclass(frozen=True)
 class CandidateTable:
-    """Candidate stages: tables ``[stage, stop, length - 1]`` for layers ``stop - length`` to ``stop - 1``.
+    """Candidate stages: tables ``[stage, stop, length - 1]`` for layers ``stop - length`` to ``stop - 1``."""
 
-    Attributes:
-        seconds: forward and backward pass and recomputation; infinite where it does not fit or was not looked at.
-        recomputed: layers to recompute.
-        excess: bytes over the budget at the best number of layers; negative if it fits, infinite if not looked at.
-    """
-
-    seconds: Floats
-    recomputed: Ints
-    excess: Floats
+    seconds: Floats  # forward and backward pass and recomputation; infinite where it does not fit or was not looked at
+    recomputed: Ints  # layers to recompute
+    excess: Floats  # bytes over the budget at the best number of layers; negative if it fits, infinite if not looked at
 
 
 class Candidates:

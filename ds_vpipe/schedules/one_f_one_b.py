@@ -68,17 +68,11 @@ def update_delays(depths: Sequence[int], micro_batches: int, vertical: bool = Fa
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """Messages of a stage around its updates, besides activations and gradients.
+    """Messages of a stage around its updates, besides activations and gradients."""
 
-    Attributes:
-        owns_tied: other stages hold copies of weights that this stage updates.
-        has_copies: this stage holds copies of weights that another stage updates.
-        peers: every stage sends overflows and norms of its updates to the previous stage.
-    """
-
-    owns_tied: bool = False
-    has_copies: bool = False
-    peers: bool = False
+    owns_tied: bool = False  # other stages hold copies of weights that this stage updates
+    has_copies: bool = False  # this stage holds copies of weights that another stage updates
+    peers: bool = False  # every stage sends overflows and norms of its updates to the previous stage
 
 
 def exchanges_by_rank(
@@ -92,21 +86,14 @@ def exchanges_by_rank(
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of one stage, in micro-batches since the start of training.
+    """Progress of one stage, in micro-batches since the start of training."""
 
-    Attributes:
-        forwarded: forward passes run; the next one is ``F(forwarded)``.
-        completed: backward passes run; the next one is ``B(completed)``.
-        limit: first micro-batch that has no forward pass; None while the data are not known to end.
-        refill: first micro-batch admitted after the pipeline last drained.
-        owed: micro-batches from the limit on whose gradients the next stage sends nevertheless, because it ran their
-            backward passes before it knew the limit.
-    """
-
-    forwarded: int = 0
-    completed: int = 0
-    limit: int | None = None
-    refill: int = 0
+    forwarded: int = 0  # forward passes run; the next one is F(forwarded)
+    completed: int = 0  # backward passes run; the next one is B(completed)
+    limit: int | None = None  # first micro-batch that has no forward pass; None while the data are not known to end
+    refill: int = 0  # first micro-batch admitted after the pipeline last drained
+    # Micro-batches from the limit on whose gradients the next stage sends nevertheless, because it ran their backward
+    # passes before it knew the limit.
     owed: range = range(0)
 
     @property

@@ -23,30 +23,20 @@ class Pipeline:
     Everything a rank does follows from this and the data. While a planner is still to choose, the partition or the
     ratios are None.
 
-    Attributes:
-        schedule: ``"asp"`` never drains while there are data; ``"1f1b"``, ``"gpipe"`` and ``"interleaved"`` drain in
-            every batch.
-        num_stages: ranks in the pipeline, ``K``.
-        micro_batches: micro-batches per batch, ``M``.
-        depth_map: warm-up depth of every rank, for ``"asp"`` only; None for the default. See :attr:`depths`.
-        virtual_stages: parts of the model on every rank, ``v``; more than one for ``"interleaved"`` only.
-        weight_sync: weights of a backward pass, for ``"asp"`` only: those of its forward pass (``"stash"``), the same
-            with the version index of rank 0 everywhere (``"vertical"``), or the newest (``"none"``).
-        partition: layers of each of the ``K * v`` parts; None if they are not known here.
-        recompute_ratio: share of the layers of each part that it recomputes, in [0, 1]; None if not known here.
-
     Raises:
         VPipeConfigError: a value is not allowed, or not with this schedule.
     """
 
-    schedule: Schedule
-    num_stages: int
-    micro_batches: int
-    depth_map: tuple[int, ...] | None = None
-    virtual_stages: int = 1
+    schedule: Schedule  # "asp" never drains while there are data, all others in every batch
+    num_stages: int  # ranks in the pipeline, K
+    micro_batches: int  # micro-batches per batch, M
+    depth_map: tuple[int, ...] | None = None  # depths, for "asp" only; None for the default
+    virtual_stages: int = 1  # parts of the model on every rank, v; more than one for "interleaved" only
+    # Weights of a backward pass, for "asp" only: those of its forward pass ("stash"), the same with the version index
+    # of rank 0 everywhere ("vertical"), or the newest ("none").
     weight_sync: WeightSync = "stash"
-    partition: tuple[int, ...] | None = None
-    recompute_ratio: tuple[float, ...] | None = None
+    partition: tuple[int, ...] | None = None  # layers of each of the K * v parts; None if they are not known here
+    recompute_ratio: tuple[float, ...] | None = None  # share of each part's layers, in [0, 1]; None if not known here
 
     def __post_init__(self) -> None:
         for name, wrong, allowed, remedy, reason in self._rules():

@@ -34,17 +34,11 @@ _ADMITTING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.FORWARD})
 
 
 class Filling(NamedTuple):
-    """Micro-batches between two times at which the pipeline is empty.
+    """Micro-batches between two times at which the pipeline is empty."""
 
-    Attributes:
-        start: number of the first micro-batch, a multiple of M.
-        end: number of the first micro-batch that the data do not have; None if they go on.
-        limit: end of the last complete batch, or where training stops if the data go on.
-    """
-
-    start: int
-    end: int | None
-    limit: int
+    start: int  # number of the first micro-batch, a multiple of M
+    end: int | None  # number of the first micro-batch that the data do not have; None if they go on
+    limit: int  # end of the last complete batch, or where training stops if the data go on
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,30 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Cost of one part of the model per micro-batch, in seconds and bytes.
-
-    Attributes:
-        backward_s: recomputation included.
-        send_activation_s: transfer of its output to the next part.
-        send_gradient_s: transfer of its input's gradient to the previous part.
-        update_s: reduction and update, once per batch.
-        host_s: the rank's own time for sending a message of this part, and for receiving one.
-        activation_bytes: kept from the forward to the backward pass of a micro-batch.
-        static_bytes: always held: weights, gradients, optimizer states, buffers.
-        version_bytes: one more version of the weights, held while a micro-batch in flight uses it.
-        recompute_bytes: held in addition during a backward pass.
-    """
+    """Cost of one part of the model per micro-batch, in seconds and bytes."""
 
     forward_s: float
-    backward_s: float
-    send_activation_s: float = 0.0
-    send_gradient_s: float = 0.0
-    update_s: float = 0.0
-    host_s: float = 0.0
-    activation_bytes: int = 0
-    static_bytes: int = 0
-    version_bytes: int = 0
-    recompute_bytes: int = 0
+    backward_s: float  # recomputation included
+    send_activation_s: float = 0.0  # transfer of its output to the next part
+    send_gradient_s: float = 0.0  # transfer of its input's gradient to the previous part
+    update_s: float = 0.0  # reduction and update, once per batch
+    host_s: float = 0.0  # the rank's own time for sending a message of this part, and for receiving one
+    activation_bytes: int = 0  # kept from the forward to the backward pass of a micro-batch
+    static_bytes: int = 0  # always held: weights, gradients, optimizer states, buffers
+    version_bytes: int = 0  # one more version of the weights, held while a micro-batch in flight uses it
+    recompute_bytes: int = 0  # held in addition during a backward pass
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -18,28 +18,17 @@ _FIRST = (*(category for category in Category if category.busy), Category.WAIT, 
 
 @dataclass(frozen=True)
 class RankSummary:
-    """Numbers of one rank between two instants.
+    """Numbers of one rank between two instants."""
 
-    Attributes:
-        rank: device of the pipeline.
-        busy: share of the window with passes, updates or reading, 0 to 1.
-        bubble: ``1 - busy``.
-        seconds: of each category, in which the rank did nothing before it in importance (passes and updates, then
-            waiting, then transfers beside nothing else). The rest of the window is idle.
-        idle_s: seconds without any span.
-        wait_s: seconds waited or receiving, by the kind of action, such as ``RECV_ACT``; longest first.
-        peak_bytes: most bytes allocated, or None if memory is not known.
-        staleness: mean and largest in updates, or None if not known.
-    """
-
-    rank: int
-    busy: float
-    bubble: float
+    rank: int  # device of the pipeline
+    busy: float  # share of the window with passes, updates or reading, 0 to 1
+    bubble: float  # 1 - busy
+    # Of each category, where nothing of more importance goes on: passes and updates, then waiting, then transfers.
     seconds: Mapping[str, float]
-    idle_s: float
-    wait_s: Mapping[str, float]
-    peak_bytes: int | None
-    staleness: tuple[float, int] | None
+    idle_s: float  # seconds without any span
+    wait_s: Mapping[str, float]  # seconds waited or receiving, by the kind of action, such as RECV_ACT; longest first
+    peak_bytes: int | None  # most bytes allocated, or None if memory is not known
+    staleness: tuple[float, int] | None  # mean and largest in updates, or None if not known
 
 
 @dataclass(frozen=True)

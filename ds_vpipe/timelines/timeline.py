@@ -77,30 +77,20 @@ class MemorySample(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Actions of all ranks of one pipeline over time.
+    """Actions of all ranks of one pipeline over time."""
 
-    Attributes:
-        title: one line for users.
-        source: ``"plan"``, ``"simulation"`` or ``"recording"``.
-        num_ranks: devices of the pipeline, K.
-        micro_batches: micro-batches per batch, M.
-        spans: in any order. Spans of one rank may overlap (a transfer beside a pass).
-        memory: samples of allocated bytes, in any order.
-        losses: pairs of batch and its mean loss.
-        staleness: per rank the mean and the largest number of updates between a micro-batch's forward pass and the
-            update with its gradient; empty if not known.
-        meta: further facts, as JSON types. ``"time_unit"`` names the unit that one second stands for in a timeline that
-            is not in seconds, such as ``"forward passes"``.
-    """
-
-    title: str
-    source: str
-    num_ranks: int
-    micro_batches: int
-    spans: Sequence[Span]
-    memory: Sequence[MemorySample] = ()
-    losses: Sequence[tuple[int, float]] = ()
+    title: str  # one line for users
+    source: str  # "plan", "simulation" or "recording"
+    num_ranks: int  # devices of the pipeline, K
+    micro_batches: int  # micro-batches per batch, M
+    spans: Sequence[Span]  # in any order. Spans of one rank may overlap (a transfer beside a pass).
+    memory: Sequence[MemorySample] = ()  # samples of allocated bytes, in any order
+    losses: Sequence[tuple[int, float]] = ()  # pairs of batch and its mean loss
+    # Per rank the mean and the largest number of updates between a micro-batch's forward pass and the update with its
+    # gradient; empty if not known.
     staleness: Sequence[tuple[float, int]] = ()
+    # Further facts, as JSON types. "time_unit" names the unit that one second stands for in a timeline that is not in
+    # seconds, such as "forward passes".
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -212,20 +202,13 @@ class Recording(Timeline):
     Times are seconds from ``origin_ns`` on the clock that ``clock`` names. Ranks that name the same clock share it, as
     processes of one machine share ``time.monotonic_ns()``. A receive has to end when the message is there, and a send
     must not start after its message is on its way.
-
-    Attributes:
-        rank: rank in the pipeline.
-        clock: name of the clock, such as the host's.
-        origin_ns: instant on that clock at which times begin, nanoseconds.
-        replica: data-parallel replica of the pipeline.
-        dropped: number of spans that a full ring buffer has lost, the oldest ones.
     """
 
-    rank: int = 0
-    clock: str = ""
-    origin_ns: int = 0
-    replica: int = 0
-    dropped: int = 0
+    rank: int = 0  # rank in the pipeline
+    clock: str = ""  # name of the clock, such as the host's
+    origin_ns: int = 0  # instant on that clock at which times begin, nanoseconds
+    replica: int = 0  # data-parallel replica of the pipeline
+    dropped: int = 0  # number of spans that a full ring buffer has lost, the oldest ones
 
     @property
     def ranks(self) -> range:

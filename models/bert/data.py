@@ -79,21 +79,13 @@ def micro_batches_of(
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Samples of a run.
+    """Samples of a run."""
 
-    Attributes:
-        training: the samples to train on.
-        held_out: samples that are not trained on; None if there are none.
-        unigram_entropy: of the corpus, in nats per token; None if it is not known.
-        description: one line for the log.
-        digest: equal on two ranks if and only if both have the same data.
-    """
-
-    training: Samples
-    held_out: Samples | None
-    unigram_entropy: float | None
-    description: str
-    digest: str
+    training: Samples  # the samples to train on
+    held_out: Samples | None  # samples that are not trained on; None if there are none
+    unigram_entropy: float | None  # of the corpus, in nats per token; None if it is not known
+    description: str  # one line for the log
+    digest: str  # equal on two ranks if and only if both have the same data
 
     def counted(self) -> "TrainingData":
         """Numbers of the data alone, as other ranks need them."""

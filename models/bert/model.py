@@ -32,17 +32,11 @@ SIZE_NAMES = tuple(_SIZES)
 
 @dataclass(frozen=True)
 class Model:
-    """A BERT to train.
+    """A BERT to train."""
 
-    Attributes:
-        config: of Hugging Face.
-        layers: specifications for a ``PipelineModule``; no weight is read or made yet.
-        description: one line for the log.
-    """
-
-    config: BertConfig
-    layers: list[LayerSpec]
-    description: str
+    config: BertConfig  # of Hugging Face
+    layers: list[LayerSpec]  # specifications for a PipelineModule; no weight is read or made yet
+    description: str  # one line for the log
 
 
 def model_of(arguments: Namespace) -> Model:

@@ -28,15 +28,10 @@ Sample = dict[str, Ints]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token numbers of a tokenizer.
+    """Token numbers of a tokenizer."""
 
-    Attributes:
-        special: numbers of `SPECIAL_TOKENS`.
-        continues: bool [vocabulary], true for word pieces that continue a word.
-    """
-
-    special: Sequence[int]
-    continues: NDArray[np.bool_]
+    special: Sequence[int]  # numbers of `SPECIAL_TOKENS`
+    continues: NDArray[np.bool_]  # bool [vocabulary], true for word pieces that continue a word
 
     @classmethod
     def numbered(cls, size: int) -> "Vocabulary":
@@ -56,20 +51,13 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Masking:
-    """Rule that turns two segments into a sample.
-
-    Attributes:
-        length: S, tokens of a sample, special ones included.
-        slots: P, most tokens of a sample that are predicted.
-        probability: share of the tokens that are predicted.
-        whole_words: whether the pieces of a word are predicted together.
-    """
+    """Rule that turns two segments into a sample."""
 
     vocabulary: Vocabulary
-    length: int
-    slots: int
-    probability: float = MLM_PROBABILITY
-    whole_words: bool = False
+    length: int  # S, tokens of a sample, special ones included
+    slots: int  # P, most tokens of a sample that are predicted
+    probability: float = MLM_PROBABILITY  # share of the tokens that are predicted
+    whole_words: bool = False  # whether the pieces of a word are predicted together
 
     def sample(self, first: Ints, second: Ints, next_sentence_label: int, random: np.random.Generator) -> Sample:
         """[CLS] first [SEP] second [SEP], masked and padded; the segments fit into the length."""

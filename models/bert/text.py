@@ -50,19 +50,12 @@ _ROWS = Features({"tokens": List(Value("uint16")), "ends": List(Value("int32")),
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised text: rows of sentences that fill a sequence.
+    """Tokenised text: rows of sentences that fill a sequence."""
 
-    Attributes:
-        rows: a `datasets.Dataset` of ``tokens``, the ``ends`` of their sentences, and the number of their document.
-        tokenizer: of Hugging Face.
-        digest: equal for equal text, tokenizer and sequence length.
-        documents: number of documents.
-    """
-
-    rows: Any
-    tokenizer: Any
-    digest: str
-    documents: int
+    rows: Any  # a `datasets.Dataset` of tokens, the ends of their sentences, and the number of their document
+    tokenizer: Any  # of Hugging Face
+    digest: str  # equal for equal text, tokenizer and sequence length
+    documents: int  # number of documents
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -258,15 +258,10 @@ def updates_to(row: Row, loss: float) -> float | None:
 
 @dataclass(frozen=True)
 class Pace:
-    """Duration of asynchronous updates, in units of an update of DeepSpeed's engine.
+    """Duration of asynchronous updates, in units of an update of DeepSpeed's engine."""
 
-    Attributes:
-        update: for an update while it is full.
-        drain: more for a drain and for being filled again, as after every batch of a synchronous pipeline.
-    """
-
-    update: float
-    drain: float
+    update: float  # for an update while it is full
+    drain: float  # more for a drain and for being filled again, as after every batch of a synchronous pipeline
 
 
 def paces(path: Path | None) -> dict[tuple[int, int], Pace]:

@@ -32,21 +32,13 @@ from ds_vpipe.tables import show_bytes
 
 @dataclass(frozen=True)
 class Case:
-    """One training run.
+    """One training run."""
 
-    Attributes:
-        name: for the table.
-        micro_batches: M.
-        vpipe: the block.
-        optimizer: type in the JSON.
-        params: its parameters besides the learning rate.
-    """
-
-    name: str
-    micro_batches: int
-    vpipe: dict[str, Any] = field(default_factory=dict)
-    optimizer: str = "AdamW"
-    params: dict[str, Any] = field(default_factory=dict)
+    name: str  # for the table
+    micro_batches: int  # M
+    vpipe: dict[str, Any] = field(default_factory=dict)  # the block
+    optimizer: str = "AdamW"  # type in the JSON
+    params: dict[str, Any] = field(default_factory=dict)  # its parameters besides the learning rate
 
 
 BSP = {"sync_mode": "bsp"}

@@ -19,7 +19,7 @@ from ds_vpipe.schedules.actions import Action
 from ds_vpipe.schedules.dry_run import Link, dry_run, posted_receives, receive_link, send_link
 from ds_vpipe.schedules.one_f_one_b import Exchanges
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.program import Filling, Programs, Workload, programs
+from ds_vpipe.schedules.program import Programs, Workload, programs
 from ds_vpipe.schedules.rank_order import RankOrder
 
 
@@ -40,9 +40,9 @@ def check_programs(
     pipeline: Pipeline, programs: Programs, workload: Workload, exchanges: Sequence[Exchanges] | None = None
 ) -> list[Fault]:
     """Everything that is wrong with ``programs`` as a way to train ``workload``; at most one fault per rank or link."""
-    return _order_faults(
-        pipeline, programs, workload, exchanges or (Exchanges(),) * pipeline.num_stages
-    ) or link_faults(programs, partial(posted_receives, pipeline), list(workload.fillings(pipeline))[-1])
+    exchanges = exchanges or (Exchanges(),) * pipeline.num_stages
+    faults = _order_faults(pipeline, programs, workload, exchanges)
+    return faults or link_faults(programs, partial(posted_receives, pipeline))
 
 
 def check_pipeline(pipeline: Pipeline, exchanges: Sequence[Exchanges] | None = None) -> None:
@@ -73,11 +73,10 @@ def typical_workload(pipeline: Pipeline) -> Workload:
     return Workload(len(ends) * fill + 1, ends)
 
 
-def link_faults(programs: Programs, posted: Callable[[Link], int], last: Filling | None = None) -> list[Fault]:
+def link_faults(programs: Programs, posted: Callable[[Link], int]) -> list[Fault]:
     """Receives that meet another message than theirs, or else ranks that stand for ever, or else what nobody receives.
 
-    ``posted`` gives the receives kept posted on a link. What is sent beyond an open end of the ``last`` filling may be
-    received later.
+    ``posted`` gives the receives kept posted on a link.
     """
     run = dry_run(programs, posted)
     mixed, standing = [], []
@@ -104,7 +103,6 @@ def link_faults(programs: Programs, posted: Callable[[Link], int], last: Filling
         Fault(link.source, position, action, f"rank {link.target} never receives it")
         for link, messages in run.links.items()
         for position, action in messages.sent[messages.received : messages.received + 1]
-        if last is None or last.end is not None or action.index < last.limit
     ]
     return mixed or standing or left_over
 

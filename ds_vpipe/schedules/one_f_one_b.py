@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from ds_vpipe.schedules.actions import Action, Kind
 
@@ -136,42 +137,35 @@ def with_communication(
     With ``virtual_stages`` parts of the model on each of ``num_stages`` ranks, ``stage`` is the rank. Neighbouring
     parts are on different ranks; with a single rank nothing is transferred.
     """
-    first_rank, last_rank = stage == 0, stage == num_stages - 1
-    last_part = num_stages * virtual_stages - 1
-    transfers = num_stages > 1
+    orders = _orders(stage, num_stages, exchanges, virtual_stages)
     for action in actions:
-        index, part = action.index, action.part
-        place = stage if part is None else part
-        first, last = place == 0, place == last_part
-        if action.kind is Kind.FORWARD:
-            if transfers and not first:
-                yield Action(Kind.RECV_ACT, index, part)
-            if first or last:
-                yield Action(Kind.LOAD, index, part)
-            yield action
-            if transfers and not last:
-                yield Action(Kind.SEND_ACT, index, part)
-        elif action.kind is Kind.BACKWARD:
-            if transfers and not last:
-                yield Action(Kind.RECV_GRAD, index, part)
-            yield action
-            if transfers and not first:
-                yield Action(Kind.SEND_GRAD, index, part)
-        elif action.kind is Kind.REDUCE:
-            if exchanges.has_copies:
-                yield Action(Kind.SEND_TIED_GRAD, index)
-            if exchanges.owns_tied:
-                yield Action(Kind.RECV_TIED_GRAD, index)
-            yield action
-        elif action.kind is Kind.STEP:
-            if exchanges.has_copies:
-                yield Action(Kind.RECV_TIED, index)
-            if exchanges.peers and not last_rank:
-                yield Action(Kind.RECV_PEERS, index)
-            yield action
-            if exchanges.owns_tied:
-                yield Action(Kind.SEND_TIED, index)
-            if exchanges.peers and not first_rank:
-                yield Action(Kind.SEND_PEERS, index)
-        else:
-            yield action
+        order = orders[stage if action.part is None else action.part]
+        for kind in order.get(action.kind, (action.kind,)):
+            yield action if kind is action.kind else Action(kind, action.index, action.part)
+
+
+@cache
+def _orders(
+    stage: int, num_stages: int, exchanges: Exchanges, virtual_stages: int
+) -> dict[int, dict[Kind, list[Kind]]]:
+    """Of each part of a stage, what comes before and after each computation, in order."""
+    last = num_stages * virtual_stages - 1
+    copies, owner, peers = exchanges.has_copies, exchanges.owns_tied, exchanges.peers
+    orders = {}
+    for part in range(stage, last + 1, num_stages):
+        previous, following = num_stages > 1 and part > 0, num_stages > 1 and part < last
+        due = (
+            {Kind.RECV_ACT: previous, Kind.LOAD: part in (0, last), Kind.FORWARD: True, Kind.SEND_ACT: following},
+            {Kind.RECV_GRAD: following, Kind.BACKWARD: True, Kind.SEND_GRAD: previous},
+            {Kind.SEND_TIED_GRAD: copies, Kind.RECV_TIED_GRAD: owner, Kind.REDUCE: True},
+            {
+                Kind.RECV_TIED: copies,
+                Kind.RECV_PEERS: peers and stage < num_stages - 1,
+                Kind.STEP: True,
+                Kind.SEND_TIED: owner,
+                Kind.SEND_PEERS: peers and stage > 0,
+            },
+        )
+        wanted = ([kind for kind, here in row.items() if here] for row in due)
+        orders[part] = dict(zip((Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE, Kind.STEP), wanted, strict=True))
+    return orders

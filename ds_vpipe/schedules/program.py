@@ -37,8 +37,8 @@ class Filling(NamedTuple):
     """Micro-batches between two times at which the pipeline is empty."""
 
     start: int  # number of the first micro-batch, a multiple of M
-    end: int | None  # number of the first micro-batch that the data do not have; None if they go on
-    limit: int  # end of the last complete batch, or where training stops if the data go on
+    end: int  # number of the first micro-batch that the data do not have
+    limit: int  # end of the last complete batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,6 @@ class Workload:
     Attributes:
         batches: complete batches that are trained in all.
         data_ends: for each iterator that ends before the last batch, the number of the first missing micro-batch.
-        drain: the data end after the last batch. Otherwise the program also has forward passes of later batches.
 
     Raises:
         VPipeConfigError: there is no batch, or an end lies before the one before it.
@@ -58,7 +57,6 @@ class Workload:
 
     batches: int
     data_ends: tuple[int, ...] = ()
-    drain: bool = True
 
     def __post_init__(self) -> None:
         if self.batches < 1:
@@ -85,7 +83,7 @@ class Workload:
                 yield Filling(start, end, limit)
             start = limit
         if start < total:
-            yield Filling(start, total if self.drain else None, total)
+            yield Filling(start, total, total)
 
 
 def batch_actions(pipeline: Pipeline, rank: int, progress: Progress) -> Iterator[Action]:
@@ -152,7 +150,7 @@ def rank_program(
 def _filling_actions(pipeline: Pipeline, rank: int, filling: Filling, exchanges: Exchanges) -> Iterator[Action]:
     start, end, limit = filling
     progress = Progress(start, start, None, start)
-    while progress.completed < limit or (end is not None and progress.limit is None):
+    while progress.completed < limit or progress.limit is None:
         completed = progress.completed
         for action in rank_actions(pipeline, rank, progress, exchanges):
             if action.index == end and action.kind in _ADMITTING and progress.limit is None:
@@ -164,8 +162,7 @@ def _filling_actions(pipeline: Pipeline, rank: int, filling: Filling, exchanges:
                 completed = action.index + 1
         else:
             progress = after_batch(pipeline, rank, progress)
-    if end is not None:
-        yield from rank_actions(pipeline, rank, progress, exchanges)
+    yield from rank_actions(pipeline, rank, progress, exchanges)
 
 
 def programs(pipeline: Pipeline, workload: Workload, exchanges: Sequence[Exchanges] | None = None) -> Programs:

@@ -89,12 +89,9 @@ class RankOrder:
         pipeline, rank = self._pipeline, self._rank
         self._filling = start, end, limit = self._fillings.pop(0)
         depths = pipeline.depths
-        if end is None:
-            forwards, backwards, gradients = limit + (0 if pipeline.synchronous else depths[rank]), limit, limit
-        else:
-            following = depths[min(rank + 1, pipeline.num_stages - 1)]
-            forwards, backwards, gradients = end, max(limit, end - depths[rank]), max(limit, end - following)
-        admitted = dict.fromkeys((*_ADMITTING, Kind.SEND_ACT), forwards)
+        following = depths[min(rank + 1, pipeline.num_stages - 1)]
+        backwards, gradients = max(limit, end - depths[rank]), max(limit, end - following)
+        admitted = dict.fromkeys((*_ADMITTING, Kind.SEND_ACT), end)
         ends = {kind: gradients if kind is Kind.DROP_GRAD else admitted.get(kind, backwards) for kind, _ in self._needs}
         self._ends = {step: ends[step[0]] for step in self._needs}
         self._next = {step: backwards if step[0] is Kind.DROP_GRAD else start for step in self._needs}

@@ -96,14 +96,12 @@ class Simulation:
         second half of the longest stretch without an end of data, before the pipeline drains.
         """
         size = self.pipeline.micro_batches
-        length, start, drains = max(
-            ((limit - start) // size, start // size, end is not None)
-            for start, end, limit in self.workload.fillings(self.pipeline)
-        )
+        fillings = self.workload.fillings(self.pipeline)
+        length, start = max(((limit - start) // size, start // size) for start, _, limit in fillings)
         first, last = start, start + length - 1
         if not self.pipeline.synchronous:
             ahead = update_delay(self.pipeline.depths[0], size)
-            last -= ahead if drains else 0
+            last -= ahead
             first = max(start + ahead, (start + last) // 2)
             # Micro-batches go round in a convoy as long as rank 0 has in flight: take whole convoys.
             in_flight = self.pipeline.depths[0] + 1

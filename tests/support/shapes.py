@@ -33,4 +33,4 @@ def trainings(draw: st.DrawFn, most_stages: int = 8, most_micro_batches: int = 1
     pipeline, batches = draw(pipelines(most_stages, most_micro_batches)), draw(st.integers(1, 5))
     end = (batches + 1) * pipeline.micro_batches - 1
     ends = draw(st.lists(st.integers(1, end), max_size=4)) if end else []
-    return pipeline, Workload(batches, tuple(sorted(ends)), draw(st.booleans()))
+    return pipeline, Workload(batches, tuple(sorted(ends)))

@@ -5,8 +5,6 @@ train the share of the first stage; the others' would be read and dropped, and a
 number of replicas is known in ``initialize()``, before or after which a script makes its samplers.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ launchers interleave the output of ranks, so that a message of several lines can
 because that is how the user wrote them.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -8,8 +8,6 @@ Usage::
 training kept some. A checkpoint consists of pickles: export only those that you trust.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

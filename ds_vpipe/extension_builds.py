@@ -5,8 +5,6 @@ leaves the file, for which every later start would wait without end or message. 
 torch's folder: each would build anew what another one has built with other versions.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

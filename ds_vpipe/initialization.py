@@ -1,7 +1,5 @@
 """``ds_vpipe.initialize``: DeepSpeed's, with the engine that a ``"vpipe"`` block asks for."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping

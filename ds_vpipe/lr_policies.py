@@ -11,8 +11,6 @@ first update and not from the end of the warm-up, so that the rate falls by a st
 warmup-stable-decay (Haegele et al., NeurIPS 2024).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Partitions: consecutive layers per stage."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

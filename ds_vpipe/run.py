@@ -9,8 +9,6 @@ The launcher puts ``--local_rank=N`` before the script's name; the script gets i
 where it is without ds_vpipe.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import runpy

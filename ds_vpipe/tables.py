@@ -1,7 +1,5 @@
 """Numbers for people: bytes with a unit, rows in columns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

@@ -10,8 +10,6 @@ The configuration is the checkpoint's, where ``save_checkpoint()`` was given ``c
 that of ``--config``. A checkpoint consists of pickles: export only those that you trust.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

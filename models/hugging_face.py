@@ -6,8 +6,6 @@ values to the parameters that the stage keeps, by the model's own ``_init_weight
 files, by every rank alike. To write the model back, call its ``save_pretrained(folder)`` on every rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping

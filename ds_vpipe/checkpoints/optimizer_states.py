@@ -7,8 +7,6 @@ such entries back into the form of the receiving optimizer, so that states can m
 numbers of replicas, and wrappers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

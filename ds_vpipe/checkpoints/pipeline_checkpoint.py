@@ -6,8 +6,6 @@ and replica (``[bf16_]zero_pp_rank_R_mp_rank_XX_optim_states.pt``). Files are ma
 asked for is read. They are pickles: open only checkpoints that you trust, as with DeepSpeed itself.
 """
 
-from __future__ import annotations
-
 import re
 import zipfile
 from collections.abc import Iterable, Mapping

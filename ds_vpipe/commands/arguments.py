@@ -1,7 +1,5 @@
 """Arguments that commands share, and the pipeline, profile, devices and timelines that they name."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

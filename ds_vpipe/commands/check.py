@@ -12,8 +12,6 @@ examples:
 exit status: 0 sound, 1 the schedule has a fault, 2 the configuration is wrong
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import asdict
 

@@ -7,8 +7,6 @@ examples:
   python -m ds_vpipe config --json                           as a JSON schema
 """
 
-from __future__ import annotations
-
 import argparse
 
 from ds_vpipe.commands.arguments import Answer

@@ -14,8 +14,6 @@ The result is started by: converted/launch.sh, with more arguments of the traini
 exit status: 0 converted, 2 a file is wrong or cannot be converted
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

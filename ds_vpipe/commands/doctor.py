@@ -12,8 +12,6 @@ examples:
 exit status: 0 no error, 1 at least one error, 2 the hostfile cannot be read
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -14,8 +14,6 @@ examples:
 exit status: 0 a plan, 1 --current does not fit, 2 nothing fits or something is wrong
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 

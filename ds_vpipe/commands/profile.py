@@ -16,8 +16,6 @@ examples:
 A model of the current directory is found. Then: plan --profile bert.json, simulate --profile bert.json
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

@@ -10,8 +10,6 @@ examples:
   python -m ds_vpipe report before.json after.json -o planned.html
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -11,8 +11,6 @@ examples:
   python -m ds_vpipe show --stages 2 --micro-batches 4 --schedule interleaved --virtual-stages 2 --json > plan.json
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

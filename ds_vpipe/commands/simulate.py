@@ -11,8 +11,6 @@ examples:
   python -m ds_vpipe simulate ds_config.json --profile bert.json -o simulation.json     then: report simulation.json
 """
 
-from __future__ import annotations
-
 import argparse
 
 from ds_vpipe.commands.arguments import (

@@ -9,8 +9,6 @@ examples:
   python -m ds_vpipe trace runs/timeline --save merged.json --json                  for scripts: numbers per rank
 """
 
-from __future__ import annotations
-
 import argparse
 
 from ds_vpipe.commands.arguments import Answer, add_input_arguments, summaries, timelines_from

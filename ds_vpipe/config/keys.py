@@ -4,8 +4,6 @@ A field names the values that a key accepts, what the key means, and an example.
 ``python -m ds_vpipe config`` and docs/configuration.md are made from that.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap

@@ -3,8 +3,6 @@
 Planners write such files and several configs can share one. ``recompute_ratio`` is optional in it.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

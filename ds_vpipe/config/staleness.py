@@ -5,8 +5,6 @@ that runs undisturbed (:func:`ds_vpipe.schedules.one_f_one_b.update_delay`). A s
 one, uses none of this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pydantic import field_validator

@@ -5,8 +5,6 @@ and defaults are those of ``deepspeed/runtime/config.py`` and ``deepspeed/runtim
 0.19. Values that DeepSpeed itself refuses, such as an ``"auto"`` that nobody filled in, are left to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ds_vpipe.config.block import VPipeConfig

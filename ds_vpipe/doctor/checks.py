@@ -1,7 +1,5 @@
 """Checks of observed facts: pure functions, so that tests can feed them anything. Every finding has its remedy."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field

@@ -4,8 +4,6 @@ torch is looked at in a process of its own, and DeepSpeed not imported at all: w
 hangs, that is a finding.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

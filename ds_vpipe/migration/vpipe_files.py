@@ -4,8 +4,6 @@ The YAML has one quoted ``'key': value`` pair a line and no braces, which is a Y
 who think of Python: a comma at the end of a line, a tab, ``None``. All of these are read, and nothing is executed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Hashable, Iterator

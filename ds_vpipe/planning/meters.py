@@ -10,8 +10,6 @@ release by a thread that the profiler does not follow is missed; neither trainin
 receives have such. The profiler keeps all records until the end: meant for some batches, not for a training run.
 """
 
-from __future__ import annotations
-
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable

@@ -14,8 +14,6 @@ al., Synchronization and Linearity, 1992, chapter 2.) A gpipe schedule has no su
 stages themselves.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

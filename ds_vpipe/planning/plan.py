@@ -3,8 +3,6 @@
 Plans are kept as data, written as the partition file that training reads, and printed as a table.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict, dataclass, replace

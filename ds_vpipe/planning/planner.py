@@ -6,8 +6,6 @@ that fits, and the split with the smallest pace among those that fit. Both are e
 that nothing has to be sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -14,8 +14,6 @@ returned, or those of :func:`outputs_before`, which runs the layers before on th
 and an example is made of them. :func:`.layer_profile.merge_profiles` joins the ranks' parts.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import time

@@ -15,8 +15,6 @@ that keeps the smallest reach decides whether any split reaches L. L itself is f
 split is faster than the best one found. Time O(K n w) per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

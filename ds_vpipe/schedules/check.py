@@ -8,8 +8,6 @@ Transfers of tied weights have their places in the order of a rank. Over links t
 anybody wait, by the delays of :func:`ds_vpipe.schedules.one_f_one_b.peer_delay`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

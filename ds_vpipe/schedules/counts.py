@@ -4,8 +4,6 @@ Planner and pictures need these numbers for schedules of every kind, so that the
 engine carries out and not computed beside them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -16,8 +16,6 @@ rank comes therefore does not depend on who is faster, and one dry run decides f
 semantics of a simple language for parallel programming", 1974).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple

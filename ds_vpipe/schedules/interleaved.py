@@ -18,8 +18,6 @@ Source: section 2.2 of Narayanan et al., "Efficient Large-Scale Language Model T
 Megatron-LM" (SC 2021), for multiples of K.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ds_vpipe.schedules.actions import Action, Kind

@@ -16,8 +16,6 @@ Source: the 1F1B order and weight stashing of PipeDream (Narayanan et al., SOSP 
 3.3), with gradient accumulation over M micro-batches as in PipeDream-2BW (ICML 2021).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """A pipeline: its schedule, its sizes, and its share of the model on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -13,8 +13,6 @@ A rank learns of the end of the data where it would have run the first missing m
 again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

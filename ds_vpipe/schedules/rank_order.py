@@ -4,8 +4,6 @@
 with the first that breaks one.
 """
 
-from __future__ import annotations
-
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Exchanges, version_used
 from ds_vpipe.schedules.pipeline import Pipeline

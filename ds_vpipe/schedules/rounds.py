@@ -13,8 +13,6 @@ Put together, the portions are the stage's program of :mod:`ds_vpipe.schedules.p
 second order of passes, only places where the script stands between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -11,8 +11,6 @@ is just stable for (Cohen et al., Gradient Descent on Neural Networks Typically 
 2021), and late gradients are stable for less. docs/convergence.md has what was measured.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from dataclasses import dataclass
 

@@ -20,8 +20,6 @@ State that lasts from one update to the next is kept in the base optimizer's sta
 resharded and loaded with everything else there, and master weights are treated like any others.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

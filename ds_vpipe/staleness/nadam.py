@@ -7,8 +7,6 @@ It reads and writes the state of the optimizer that it stands in for (``step``, 
 checkpoints of one are checkpoints of the other.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

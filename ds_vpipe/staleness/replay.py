@@ -12,8 +12,6 @@ Left out: dropout draws other numbers than the engine's ranks do; weights tied a
 reduced precision.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, islice, pairwise

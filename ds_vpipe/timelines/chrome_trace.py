@@ -6,8 +6,6 @@ slices of one thread may only nest, so that they get threads of their own: lane 
 Source of the form: "Trace Event Format", Google, with complete (X), flow (s, f), counter (C) and metadata (M) events.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence

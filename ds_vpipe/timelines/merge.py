@@ -11,8 +11,6 @@ Source: the two-way exchange of Cristian, "Probabilistic clock synchronization" 
 the quickest of many messages taken as in Mills' NTP clock filter. Drift during the recording is not estimated.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections import defaultdict

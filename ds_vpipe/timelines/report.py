@@ -3,8 +3,6 @@
 Tables are written here; the timelines and their memory are data, which the script of ``report.html`` draws and zooms.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Numbers of a timeline: how busy each rank is, which receives it waits in, and how fast the pipeline is."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

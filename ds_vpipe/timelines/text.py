@@ -10,8 +10,6 @@ and, if ranks hold several parts, the part before it; ``--`` continues the actio
 rank does none of these. A cell shows the action that fills most of its column, if that is at least half of it.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Parts of every benchmark: emulated and real layers, engines, ranks on this machine, tables and pictures."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

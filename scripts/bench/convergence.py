@@ -14,8 +14,6 @@ the same model, data and schedule. ``--throughput`` takes what ``schedule.py --j
 that an arm takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import multiprocessing

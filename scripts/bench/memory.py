@@ -6,8 +6,6 @@ prediction is the planner's, from a profile of the model's layers and the JSON, 
 every allocation and release of torch's CPU allocator since before the model was built; the peak is that of training.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

@@ -5,8 +5,6 @@
 there is, and prints medians in microseconds. A micro-batch is five actions (LOAD, F, B, REDUCE, STEP).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -8,8 +8,6 @@ schedules are, which then run and are measured without a recorder. Prints micro-
 simulation is off.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -6,8 +6,6 @@ link. So a transfer goes on while both ends compute, and a blocking send blocks.
 link of its own; collectives are left alone.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import cache

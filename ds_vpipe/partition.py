@@ -1,11 +1,9 @@
 """Partitions: consecutive layers per stage."""
 
-import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from itertools import accumulate
-from typing import Any
 
 from ds_vpipe.errors import Refusal, show
 
@@ -26,7 +24,7 @@ def uniform_partition(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(size + (stage < larger) for stage in range(num_stages))
 
 
-def balanced_partition(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
+def balanced_partition(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:
     """Layers per stage, at least one, with the smallest largest sum of weights on a stage.
 
     Among all such partitions it takes one with the smallest sum of squared stage weights, and among those one
@@ -34,42 +32,29 @@ def balanced_partition(weights: Sequence[float], num_stages: int) -> tuple[int, 
 
     The first step is the linear partition problem, solved by bisection over the bottleneck with a greedy test
     (Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", 2004): O(n log S) for n
-    layers of total weight S. The second is a dynamic program over the last cut: O(K n^2). Weights are
-    turned into integers exactly, so the result does not depend on rounding.
+    layers of total weight S. The second is a dynamic program over the last cut: O(K n^2).
 
     Raises:
         VPipeConfigError: there are fewer layers than stages.
-        ValueError: a weight is negative or not finite.
     """
     check_size(len(weights), num_stages)
-    costs = _as_integers(weights)
-    sums = bounds(costs)
-    limit = _bottleneck(costs, num_stages)
-
-    # By number of layers on the stages so far: squared weights, squared counts, (last count, (the one before, ...)).
-    best: dict[int, tuple[int, int, Any]] = {0: (0, 0, ())}
+    sums, limit = bounds(weights), _bottleneck(weights, num_stages)
+    # By number of layers on the stages so far: squared weights, squared counts, counts from the last stage on.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for _ in range(num_stages):
-        extended: dict[int, tuple[int, int, Any]] = {}
+        extended: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for start, (weights_squared, counts_squared, counts) in best.items():
-            for end in range(start + 1, len(costs) + 1):
+            for end in range(start + 1, bisect_right(sums, sums[start] + limit)):
                 weight, count = sums[end] - sums[start], end - start
-                if weight > limit:
-                    break
-                found = weights_squared + weight**2, counts_squared + count**2, (count, counts)
-                known = extended.get(end)
-                if known is None or found < known:
-                    extended[end] = found
+                found = weights_squared + weight**2, counts_squared + count**2, (count, *counts)
+                extended[end] = min(found, extended.get(end, found))
         best = extended
-    chain, partition = best[len(costs)][2], []
-    while chain:
-        count, chain = chain
-        partition.append(count)
-    return tuple(reversed(partition))
+    return best[len(weights)][2][::-1]
 
 
 def resolve_partition(
     method: str | Sequence[int],
-    layer_weights: Callable[[], Sequence[float]],
+    layer_weights: Callable[[], Sequence[int]],
     layer_names: Sequence[str],
     num_stages: int,
 ) -> tuple[int, ...]:
@@ -129,16 +114,6 @@ def checked_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> t
         reason = f"these are {len(counts)} counts that sum to {sum(counts)}"
         raise Refusal("vpipe.partition", counts, allowed, "correct the counts", reason).error()
     return tuple(counts)
-
-
-def _as_integers(weights: Sequence[float]) -> list[int]:
-    """Weights scaled to integers without rounding; every finite float is a fraction."""
-    for index, weight in enumerate(weights):
-        if not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"weights[{index}]: got {weight}; allowed: a finite number >= 0")
-    fractions = [Fraction(weight) for weight in weights]
-    scale = math.lcm(*(fraction.denominator for fraction in fractions))
-    return [int(fraction * scale) for fraction in fractions]
 
 
 def _bottleneck(costs: Sequence[int], num_stages: int) -> int:

@@ -19,7 +19,7 @@ def all_partitions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]
         yield tuple(end - start for start, end in pairwise(edges))
 
 
-def stage_weights(weights: Sequence[float], counts: Sequence[int]) -> list[float]:
+def stage_weights(weights: Sequence[int], counts: Sequence[int]) -> list[int]:
     edges = bounds(counts)
     return [sum(weights[start:end]) for start, end in pairwise(edges)]
 
@@ -48,32 +48,31 @@ def test_uniform(num_layers: int, num_stages: int, counts: tuple[int, ...]) -> N
         ([0, 0, 9], 3, (1, 1, 1)),
         ([9, 1, 1, 1, 1, 1, 1], 3, (1, 3, 3)),
         ([1, 0, 0, 0, 0, 1], 2, (3, 3)),
-        ([0.1, 0.2, 0.3], 2, (2, 1)),
     ],
 )
-def test_balanced(weights: list[float], num_stages: int, counts: tuple[int, ...]) -> None:
+def test_balanced(weights: list[int], num_stages: int, counts: tuple[int, ...]) -> None:
     assert balanced_partition(weights, num_stages) == counts
 
 
 @given(
-    weights=st.lists(st.integers(0, 20) | st.floats(0, 100, allow_subnormal=False), min_size=1, max_size=9),
+    weights=st.lists(st.integers(0, 20) | st.integers(0, 10**12), min_size=1, max_size=9),
     data=st.data(),
 )
-def test_balanced_is_optimal(weights: list[float], data: st.DataObject) -> None:
+def test_balanced_is_optimal(weights: list[int], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(weights)))
     counts = balanced_partition(weights, num_stages)
     assert len(counts) == num_stages
     assert min(counts) >= 1
     assert sum(counts) == len(weights)
     best = min(max(stage_weights(weights, other)) for other in all_partitions(len(weights), num_stages))
-    assert max(stage_weights(weights, counts)) == pytest.approx(best, rel=1e-12)
+    assert max(stage_weights(weights, counts)) == best
 
 
 @given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=9), data=st.data())
 def test_balanced_evens_out_the_other_stages(weights: list[int], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(weights)))
 
-    def cost(counts: tuple[int, ...]) -> tuple[float, float, int]:
+    def cost(counts: tuple[int, ...]) -> tuple[int, int, int]:
         loads = stage_weights(weights, counts)
         return max(loads), sum(load**2 for load in loads), sum(count**2 for count in counts)
 
@@ -87,12 +86,6 @@ def test_balanced_handles_many_layers() -> None:
     assert sum(counts) == 600
 
 
-@pytest.mark.parametrize("weights", [[1, -1], [float("nan"), 1], [float("inf"), 1]])
-def test_balanced_refuses_weights(weights: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"weights\[\d\]: got"):
-        balanced_partition(weights, 2)
-
-
 @pytest.mark.parametrize("partition", [lambda: uniform_partition(3, 4), lambda: balanced_partition([1, 1, 1], 4)])
 def test_fewer_layers_than_stages(partition: object) -> None:
     with pytest.raises(VPipeConfigError, match="got 4; the model has 3 layers; allowed: 1 to 3"):
@@ -102,7 +95,7 @@ def test_fewer_layers_than_stages(partition: object) -> None:
 NAMES = ["Embedding", "BertBlock", "BertBlock", "BertBlock", "BertBlock", "Head"]
 
 
-def never() -> list[float]:
+def never() -> list[int]:
     raise AssertionError("layers are counted for nothing")
 
 

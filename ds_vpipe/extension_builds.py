@@ -5,7 +5,6 @@ leaves the file, for which every later start would wait without end or message. 
 torch's folder: each would build anew what another one has built with other versions.
 """
 
-import functools
 import hashlib
 import os
 import sys
@@ -31,16 +30,12 @@ BUILDING = "whose owner has ended, but not its ninja, which still builds"
 
 
 @contextmanager
-def extension_builds(limit_s: float = BUILD_LIMIT_S) -> Iterator[None]:
-    """Builds in this environment's folder, or the one that the user names, which take over abandoned locks.
-
-    Args:
-        limit_s: for how long nothing may change beside a lock that is waited for.
-    """
+def extension_builds() -> Iterator[None]:
+    """Builds in this environment's folder, or the one that the user names, which take over abandoned locks."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", environment_folder())
     builder: Any = cpp_extension
     original = builder.FileBaton
-    builder.FileBaton = functools.partial(BuildLock, limit_s=limit_s)
+    builder.FileBaton = BuildLock
     try:
         yield
     finally:

@@ -18,7 +18,9 @@ from dataclasses import asdict
 from ds_vpipe.commands.arguments import Answer, add_pipeline_arguments, check_size, read_pipeline
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.config.unsupported import refuse_unsupported
-from ds_vpipe.schedules.program import Workload
+from ds_vpipe.schedules.check import check_programs, typical_workload
+from ds_vpipe.schedules.one_f_one_b import update_delays
+from ds_vpipe.schedules.program import Workload, programs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    from ds_vpipe.schedules.check import check_programs, typical_workload
-    from ds_vpipe.schedules.one_f_one_b import update_delays
-    from ds_vpipe.schedules.program import programs
-
     config, ds_config, pipeline = read_pipeline(arguments, arguments.config)
     refuse_unsupported(ds_config, config, pipeline.num_stages)
     if arguments.schedule is None and arguments.virtual_stages is None:  # else it is not the block's pipeline

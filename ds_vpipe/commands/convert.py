@@ -21,6 +21,8 @@ from pathlib import Path
 
 from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.errors import show
+from ds_vpipe.migration.vpipe import Conversion
+from ds_vpipe.migration.vpipe_files import read_split, read_stage_maps, read_vpipe_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,9 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    from ds_vpipe.migration.vpipe import Conversion
-    from ds_vpipe.migration.vpipe_files import read_split, read_stage_maps, read_vpipe_file
-
     file = read_vpipe_file(arguments.yaml)
     if arguments.synthetic:
         file = file.model_copy(update={"synthetic_data": True})

@@ -13,9 +13,12 @@ exit status: 0 no error, 1 at least one error, 2 the hostfile cannot be read
 """
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 from ds_vpipe.commands.arguments import Answer, checked
+from ds_vpipe.doctor.checks import diagnose
+from ds_vpipe.doctor.gather import gather
 
 _limit = checked(float, lambda value: 0 < value <= 600, "seconds, up to 600")
 
@@ -29,11 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    from dataclasses import asdict
-
-    from ds_vpipe.doctor.checks import diagnose
-    from ds_vpipe.doctor.gather import gather
-
     findings = diagnose(gather(arguments.hostfile, arguments.limit, arguments.port, arguments.ssh_port))
     counts = {level: sum(found.level == level for found in findings) for level in ("ok", "warning", "error")}
     shown = [found for found in findings if not arguments.problems or found.level != "ok"]

@@ -14,6 +14,7 @@ import argparse
 from pathlib import Path
 
 from ds_vpipe.commands.arguments import Answer, add_input_arguments, summaries, timelines_from, window
+from ds_vpipe.timelines.report import html_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    from ds_vpipe.timelines.report import html_report
-
     timelines = timelines_from(arguments)
     page = html_report(timelines, arguments.title, arguments.window)
     Path(arguments.output).write_text(page, encoding="utf-8")

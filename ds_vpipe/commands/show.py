@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ds_vpipe.commands.arguments import Answer, add_input_arguments, pixels, rate, timelines_from, window
 from ds_vpipe.errors import Refusal
+from ds_vpipe.timelines.figure import save_figure
 from ds_vpipe.timelines.text import text_grid
 
 _SUFFIXES = (".txt", ".svg", ".png", ".json")
@@ -47,8 +48,6 @@ def run(arguments: argparse.Namespace) -> Answer:
         elif path.endswith(".json"):
             timeline.save(path)
         else:
-            from ds_vpipe.timelines.figure import save_figure
-
             save_figure(timeline, path, arguments.width, arguments.window)
 
     def text() -> str:

@@ -12,6 +12,7 @@ examples:
 import argparse
 
 from ds_vpipe.commands.arguments import Answer, add_input_arguments, summaries, timelines_from
+from ds_vpipe.timelines.chrome_trace import save_chrome_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    from ds_vpipe.timelines.chrome_trace import save_chrome_trace
-
     timelines = timelines_from(arguments)
     save_chrome_trace(timelines, arguments.output)
     if arguments.save is not None:

@@ -48,9 +48,8 @@ _WITH_MOMENTUM = ("sgd", "musgd", "rmsprop")
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes that training needs besides the weights."""
+    """Bytes that training needs besides the weights and as many of gradients."""
 
-    gradient: Fraction = Fraction(1)  # gradients, per byte of trained weights
     held: Fraction = Fraction(0)  # master weights and state per byte of trained weights; they stay
     update: Fraction = Fraction(0)  # what exists only during an update, per byte of trained weights
     bucket_bytes: int = 0  # a reduction's buffer, which exists only during an update
@@ -58,8 +57,7 @@ class OptimizerBytes:
     temporary: Fraction = Fraction(0)
 
 
-NO_OPTIMIZER = OptimizerBytes()
-"""Gradients only, as for SGD without momentum in fp32."""
+NO_OPTIMIZER = OptimizerBytes()  # gradients only, as for SGD without momentum in fp32
 
 
 def optimizer_bytes(

@@ -117,13 +117,12 @@ class MemoryModel:
             return found
 
         optimizer, trained = self._optimizer, (self._trained[stop] - self._trained[starts])[:, None]
-        made = self._trained * optimizer.gradient.numerator // optimizer.gradient.denominator
-        missing = (made[stop] - made[starts])[:, None]
+        made = self._trained  # gradients, as large as the weights
         # At a layer's highest moment its own gradients are being made: they are in its workspace, or exist at its end.
         workspace = np.maximum(self._workspace[low:stop], np.diff(made)[low:stop]) - made[low + 1 : stop + 1]
         # Most that a pass needs beyond what is kept of all in flight: in the first backward pass of a batch, less the
         # gradients that do not exist yet, and in others, where all exist; and what exists only during an update.
-        first = np.maximum(peak(workspace) + made[starts][:, None], recomputed - missing)
+        first = np.maximum(peak(workspace) + made[starts][:, None], recomputed - trained)
         others = np.maximum(peak(self._workspace[low:stop]), recomputed)
         largest = np.maximum.accumulate(self._largest[low:stop][::-1])[::-1][starts - low, None]
         update = _scaled(trained, optimizer.update) + _scaled(largest, optimizer.temporary) + optimizer.bucket_bytes
@@ -137,7 +136,7 @@ class MemoryModel:
             return StageMemory(
                 weights=(self._weights[stop] - self._weights[starts])[:, None],
                 versions=(load.versions - 1) * trained,
-                gradients=_scaled(trained, optimizer.gradient) + np.minimum(0, beyond),
+                gradients=trained + np.minimum(0, beyond),
                 optimizer=_scaled(trained, optimizer.held),
                 activations=load.in_flight * kept,
                 recompute=recomputed,

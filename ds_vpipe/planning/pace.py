@@ -40,8 +40,7 @@ class Link:
         return 2 * self.seconds(size)
 
 
-FREE_LINK = Link()
-"""Transfers that take no time."""
+FREE_LINK = Link()  # transfers that take no time
 
 
 def pace(compute: Sequence[float], round_trips: Sequence[float], depths: Sequence[int] | None) -> float:

@@ -90,12 +90,9 @@ def waits_for_loss(pipeline: Pipeline, rank: int, progress: Progress) -> bool:
     micro-batch could come. The last rank has the loss itself.
     """
     ahead = progress.forwarded - filled_from(pipeline, progress)
-    return rank != pipeline.num_stages - 1 and ahead < _loss_delay(pipeline, rank)
-
-
-def _loss_delay(pipeline: Pipeline, rank: int) -> int:
-    """How far behind the newest micro-batch is whose gradient arrives in the forward portion of a round."""
-    return pipeline.depths[rank] + (0 if _gradient_is_due(pipeline, rank) else 1)
+    # How far behind the newest micro-batch is whose gradient arrives in the forward portion of a round.
+    delay = pipeline.depths[rank] + (0 if _gradient_is_due(pipeline, rank) else 1)
+    return rank != pipeline.num_stages - 1 and ahead < delay
 
 
 def _gradient_is_due(pipeline: Pipeline, rank: int) -> bool:

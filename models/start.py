@@ -79,24 +79,6 @@ def exit_code(run: Callable[[], None], who: str = "") -> int:
     return 0
 
 
-def read_ds_config(path: str) -> dict[str, Any]:
-    """The DeepSpeed JSON at `path`.
-
-    Raises:
-        VPipeConfigError: there is no such file, or it is not a JSON object.
-    """
-    where = f"--deepspeed_config {path}"
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise VPipeConfigError(f"{where}: {error.strerror}; give an existing DeepSpeed JSON file") from error
-    except ValueError as error:
-        raise VPipeConfigError(f"{where}: not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise VPipeConfigError(f"{where}: must hold a JSON object, not a {type(content).__name__}")
-    return content
-
-
 def start_process_group() -> tuple[int, int]:
     """Join the other ranks; returns this rank's number and how many there are.
 

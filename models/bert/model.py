@@ -1,6 +1,5 @@
 """Configuration and layers of the BERT that a command line asks for: a named size, a JSON file, or a folder."""
 
-import json
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from deepspeed.pipe import LayerSpec
 from huggingface_hub.errors import StrictDataclassError
 from transformers import BertConfig, BertForPreTraining
 
-from ds_vpipe.errors import Refusal, VPipeConfigError
+from ds_vpipe.errors import Refusal, VPipeConfigError, read_json
 from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.hugging_face import StoredWeights, build_meta, read_config
 
@@ -110,7 +109,11 @@ def bert_config(name_or_path: str, vocab_size: int | None = None, attention: str
             "attention_probs_dropout_prob": dropout,
         }
     else:
-        fields = _read_fields(name_or_path)
+        allowed = "a JSON file with the fields of BertConfig (hidden_size, ...)"
+        fix = f"name one, or a size: {', '.join(SIZE_NAMES)}"
+        fields = read_json(name_or_path, "--config_name", allowed, fix)
+        if "hidden_size" not in fields:
+            raise Refusal("--config_name", name_or_path, allowed, fix, "it has no hidden_size").error()
     if vocab_size is not None:
         fields["vocab_size"] = vocab_size
     try:
@@ -134,16 +137,3 @@ def _check_encoder(config: BertConfig, where: str) -> None:
     if heads < 1 or hidden % heads:
         allowed = f"a multiple of num_attention_heads, which is {heads}"
         raise Refusal(f"hidden_size {where}", hidden, allowed, "correct the file").error()
-
-
-def _read_fields(path: str) -> dict[str, Any]:
-    where = f"--config_name {path}"
-    if not Path(path).is_file():
-        raise VPipeConfigError(f"{where}: neither a size ({', '.join(SIZE_NAMES)}) nor an existing JSON file")
-    try:
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise VPipeConfigError(f"{where}: not readable as JSON: {error}") from error
-    if not isinstance(fields, dict) or "hidden_size" not in fields:
-        raise VPipeConfigError(f"{where}: must be a JSON object with the fields of BertConfig (hidden_size, ...)")
-    return fields

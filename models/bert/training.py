@@ -10,14 +10,14 @@ import torch
 from torch import distributed
 
 import ds_vpipe
-from ds_vpipe.errors import VPipeConfigError, show
+from ds_vpipe.errors import VPipeConfigError, read_json, show
 from ds_vpipe.models.bert.arguments import CHECKPOINTS, parse_arguments
 from ds_vpipe.models.bert.data import TrainingData, micro_batches_of, prepare_on_readers
 from ds_vpipe.models.bert.loss import PretrainingLoss, validate
 from ds_vpipe.models.bert.metrics import Metrics, accuracies_of
 from ds_vpipe.models.bert.model import Model, model_of
 from ds_vpipe.models.hugging_face import model_state
-from ds_vpipe.models.start import exit_code, read_ds_config, record_run, silence, start_process_group
+from ds_vpipe.models.start import exit_code, record_run, silence, start_process_group
 
 DEFAULT_STEPS_PER_PRINT = 50
 
@@ -31,14 +31,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: Namespace) -> None:
-    ds_config = read_ds_config(arguments.deepspeed_config)
+    path = arguments.deepspeed_config
+    ds_config = read_json(path, "--deepspeed_config", "a DeepSpeed JSON", "give an existing DeepSpeed JSON file")
     model = model_of(arguments)
     rank, world = start_process_group()
     record_run(arguments.output_dir, ds_config)
     # Taken out of the configuration: the engine's own progress lines would repeat those of the metrics.
     every = ds_config.pop("steps_per_print", DEFAULT_STEPS_PER_PRINT)
     if not isinstance(every, int) or every < 1:
-        raise VPipeConfigError(f"steps_per_print in {arguments.deepspeed_config}: {every!r} must be a positive integer")
+        raise VPipeConfigError(f"steps_per_print in {path}: {every!r} must be a positive integer")
     stages: int = arguments.num_stages or world
     if world % stages:
         raise VPipeConfigError(f"--num_stages {stages}: must divide the number of ranks, {world}")

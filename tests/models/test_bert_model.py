@@ -37,8 +37,9 @@ def test_a_file_and_a_vocabulary_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "not readable as JSON"),
-        ("[]", "must be a JSON object"),
+        ("{", "it is not JSON"),
+        ("[]", "it holds no object"),
+        ("{}", "it has no hidden_size"),
         ('{"hidden_size": 10, "num_attention_heads": 3}', "multiple of num_attention_heads"),
         ('{"hidden_size": "wide"}', "not a BertConfig"),
         ('{"hidden_size": 768, "is_decoder": true}', "is_decoder"),
@@ -54,5 +55,5 @@ def test_wrong_files_are_refused_in_one_line(tmp_path: Path, content: str, says:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(VPipeConfigError, match=r"huge: neither a size .*large-48l.* nor an existing JSON file"):
+    with pytest.raises(VPipeConfigError, match=r'"huge"; the file cannot be read: No such.*a size: .*large-48l'):
         bert_config("huge")

@@ -18,7 +18,6 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.arguments import parse_arguments
 from ds_vpipe.models.bert.metrics import Metrics
 from ds_vpipe.models.bert.training import main
-from ds_vpipe.models.start import read_ds_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ["--deepspeed_config", "config.json"]
@@ -150,14 +149,15 @@ def test_text_for_weights_is_read_with_their_vocabulary(tmp_path: Path) -> None:
     assert parse_arguments([*weights, "--synthetic"]).tokenizer_name is None
 
 
-@pytest.mark.parametrize(("content", "says"), [("{,", "not JSON"), ("[1]", "must hold a JSON object, not a list")])
-def test_a_wrong_config_file_is_named(tmp_path: Path, content: str, says: str) -> None:
+@pytest.mark.parametrize(("content", "says"), [("{,", "it is not JSON"), ("[1]", "it holds no object")])
+def test_a_wrong_config_file_is_named(
+    tmp_path: Path, content: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "wrong.json"
     path.write_text(content)
-    with pytest.raises(VPipeConfigError, match=rf"wrong\.json: {says}"):
-        read_ds_config(str(path))
-    with pytest.raises(VPipeConfigError, match=r"absent\.json: No such file"):
-        read_ds_config(str(tmp_path / "absent.json"))
+    for name, line in (("wrong.json", says), ("absent.json", "the file cannot be read: No such file")):
+        assert main(["--deepspeed_config", str(tmp_path / name)]) == 2
+        assert re.search(rf'--deepspeed_config: got ".*{name}"; {line}', capsys.readouterr().err)
 
 
 RESULT = {

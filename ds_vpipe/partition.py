@@ -99,8 +99,8 @@ def check_size(num_layers: int, num_stages: int) -> None:
     if num_stages < 1:
         raise ValueError(f"num_stages: got {num_stages}; allowed: an int >= 1")
     if num_layers < num_stages:
-        reason = f"the model has {num_layers} layers"
-        raise Refusal("number of stages", num_stages, f"1 to {num_layers}", "use fewer stages", reason).error()
+        key, reason = "number of stages, virtual ones counted", f"the model has {num_layers} layers"
+        raise Refusal(key, num_stages, f"1 to {num_layers}", "use fewer stages", reason).error()
 
 
 def checked_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -112,7 +112,9 @@ def checked_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> t
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
         allowed = f"{num_stages} counts >= 1 that sum to {num_layers}"
         reason = f"these are {len(counts)} counts that sum to {sum(counts)}"
-        raise Refusal("vpipe.partition", counts, allowed, "correct the counts", reason).error()
+        missing = num_layers - sum(counts)
+        fix = f"{'add' if missing > 0 else 'remove'} {abs(missing)}" if missing else "correct the counts"
+        raise Refusal("vpipe.partition", counts, allowed, fix, reason).error()
     return tuple(counts)
 
 

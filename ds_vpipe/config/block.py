@@ -17,6 +17,7 @@ from ds_vpipe.config.keys import Settings, checked_list, is_number, key, refusal
 from ds_vpipe.config.partition_file import is_partition_file, merge_partition_file
 from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.errors import Refusal, raise_first
+from ds_vpipe.partition import check_size, checked_counts
 from ds_vpipe.schedules.pipeline import Pipeline
 
 PARTITION_METHODS = ("uniform", "parameters", "profile")
@@ -282,18 +283,10 @@ class VPipeConfig(Settings):
                 fix = f"give {lengths[0]} or change the number of stages"
                 refusals.append(Refusal(f"vpipe.{name}", values, allowed, fix, f"it has {len(values)} entries"))
         raise_first(refusals)
-        if num_layers is None:
-            return
-        if isinstance(self.partition, tuple) and sum(self.partition) != num_layers:
-            total = sum(self.partition)
-            fix = f"{'add' if total < num_layers else 'remove'} {abs(num_layers - total)}"
-            reason = f"it sums to {total} but the model has {num_layers} layers"
-            allowed = f"{parts} counts that sum to {num_layers}"
-            raise Refusal("vpipe.partition", self.partition, allowed, fix, reason).error()
-        if num_layers < parts:
-            reason = f"the model has {num_layers} layers for {parts} {stage}s"
-            allowed = f"at least one layer per {stage}"
-            raise Refusal("vpipe.partition", self.partition, allowed, f"use fewer {stage}s", reason).error()
+        if num_layers is not None:
+            if isinstance(self.partition, tuple):
+                checked_counts(self.partition, num_layers, parts)
+            check_size(num_layers, parts)
 
     def pipeline(self, num_stages: int, micro_batches: int, partition: Sequence[int] | None = None) -> Pipeline:
         """The pipeline that the block asks for; None in it where the planner is to choose.

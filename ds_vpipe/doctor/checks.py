@@ -208,14 +208,9 @@ def check_node(node: NodeFacts) -> Iterator[Finding]:
     # NCCL and data loaders put their buffers into /dev/shm; containers start with 64 MiB.
     text = f"{(node.shm_bytes or 0) / (1 << 20):,.0f} MiB"
     remedy = "give 1 GiB or more: docker run --ipc=host or --shm-size=8g; Apptainer has the host's"
-    absent = f"not there on {node.host}", "mount a tmpfs of 1 GiB or more on it"
-    small = (node.shm_bytes or 0) < LEAST_SHM
-    yield _finding(
-        "/dev/shm",
-        text,
-        (node.shm_bytes is None, "warning", *absent),
-        (small, "warning", f"{text} on {node.host}", remedy),
-    )
+    absent, mount = f"not there on {node.host}", "mount a tmpfs of 1 GiB or more on it"
+    none, small, here = node.shm_bytes is None, (node.shm_bytes or 0) < LEAST_SHM, f"{text} on {node.host}"
+    yield _finding("/dev/shm", text, (none, "warning", absent, mount), (small, "warning", here, remedy))
 
     # Every neighbour and replica is a connection, every shard of data a file; -1 is no limit.
     few, text = 0 <= node.open_files < LEAST_OPEN_FILES, f"at most {node.open_files} on {node.host}"
@@ -271,12 +266,8 @@ def parse_hostfile(path: str, text: str) -> tuple[dict[str, int], list[Finding]]
         found = _finding(
             "hostfile",
             "",
-            (
-                host.startswith("-"),
-                "error",
-                f"{where}: {line!r}",
-                "write HOST slots=N",
-            ),  # ssh would take it for an option
+            # A name that begins so would be an option of ssh.
+            (host.startswith("-"), "error", f"{where}: {line!r}", "write HOST slots=N"),
             (host in hosts, "error", f"{where}: {host} is there twice", "add up its slots"),
             (slots < 1, "error", f"{where}: {line!r}", "give at least one slot, or remove it"),
         )
@@ -308,9 +299,8 @@ def check_hosts(facts: Facts) -> Iterator[Finding]:
 def _check_several(facts: Facts, hosts: list[str]) -> Iterator[Finding]:
     """Needs of several hosts: pdsh, names that all know, variables that the launcher does not hand on."""
     pdsh, text = facts.commands.get("pdsh"), f"not installed, and the hostfile has {len(hosts)} hosts"
-    yield _finding(
-        "pdsh", str(pdsh), (pdsh is None, "error", text, "install pdsh, or use deepspeed --launcher or --no_ssh")
-    )
+    remedy = "install pdsh, or use deepspeed --launcher or --no_ssh"
+    yield _finding("pdsh", str(pdsh), (pdsh is None, "error", text, remedy))
     for local in sorted({"localhost", "127.0.0.1"}.intersection(hosts))[:1]:
         text = f"{local} stands beside other hosts, which cannot reach it by that name"
         yield _warning("hostfile", text, "write the name that the others know")
@@ -356,9 +346,8 @@ def check_host(here: NodeFacts, host: str, slots: int, there: RemoteFacts) -> It
     versions = [("python", node.python, here.python)]
     versions += [(name, _public(node.packages.get(name)), _public(here.packages.get(name))) for name in PACKAGES]
     text = ", ".join(f"{name} {found} (here {ours})" for name, found, ours in versions if found != ours)
-    yield _finding(
-        f"versions {host}", "as here", (text, "error", text, "install the same on all hosts: constraints.txt")
-    )
+    remedy = "install the same on all hosts: constraints.txt"
+    yield _finding(f"versions {host}", "as here", (text, "error", text, remedy))
     if node.gpus is not None and len(node.gpus) < slots:
         text = f"{slots} slots and {len(node.gpus)} GPUs"
         yield _error(f"GPUs {host}", text, "correct slots= in the hostfile")

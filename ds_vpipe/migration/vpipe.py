@@ -108,13 +108,6 @@ class Conversion:
         root: folder in which vPipe's driver was started; None if it is to be looked for.
         model: size or JSON file of the BERT; default: the size with as many layers as ``split`` has.
 
-    Attributes:
-        ds_config: the DeepSpeed JSON.
-        hosts: the devices.
-        num_stages: pipeline stages; the other ranks are replicas.
-        command: words of the command that trains.
-        remarks: what became of every field, in the order of the file, then those on what is not in it.
-
     Raises:
         VPipeConfigError: the files contradict each other.
     """
@@ -130,7 +123,7 @@ class Conversion:
     ) -> None:
         self._file, self._maps, self._output = file, maps, output
         self._layers = list(split.partition) if split and isinstance(split.partition, tuple) else None
-        self.num_stages = len(self._layers or (maps.modules if maps else ()))
+        self.num_stages = len(self._layers or (maps.modules if maps else ()))  # the other ranks are replicas
         self._replicas = self._check_ranks()
         self._bsp, self._bert = file.sync_mode == "bsp", file.model_type == "bert"
         self._alone = file.no_input_pipelining and not self._bsp
@@ -149,6 +142,7 @@ class Conversion:
         self.command = self._command()
         remarks = [self._remark(*row[1:]) for row in self._rows() if row[0]]
         place = {key: index for index, key in enumerate(file.given)}
+        # In the order of the file, then those on what is not in it.
         self.remarks = sorted(remarks, key=lambda remark: place.get(remark.field, len(place)))
 
     def _remark(self, kind: Kind, field: str, becomes: str, why: str = "", *value: object) -> Remark:
@@ -278,12 +272,9 @@ class Conversion:
         yield ratios and not shares, "kept", name, becomes, "", ratios
         becomes, why = f"vpipe.recompute_ratio {block.get('recompute_ratio')}", "every stage but the last, whole"
         yield file.recompute, "kept", "recompute", becomes, why
-        field, depth, why = (
-            "stage_to_depth_map",
-            maps and maps.depth,
-            "a pipeline that drains after every batch has no ",
-        )
-        yield depth and not asp, "dropped", field, "", f"{why}depth to choose", depth
+        field, depth = "stage_to_depth_map", maps and maps.depth
+        why = "a pipeline that drains after every batch has no depth to choose"
+        yield depth and not asp, "dropped", field, "", why, depth
         yield depth and asp, "kept", field, "vpipe.stage_to_depth_map", "", depth
 
         for field, becomes in (
@@ -348,13 +339,8 @@ class Conversion:
         yield not bert, "dropped", "log_directory", "", "your script decides"
 
     def _schedule_rows(self) -> Iterator[Row]:
-        file, field, policy, found = (
-            self._file,
-            "learning_rate_policy",
-            self._file.learning_rate_policy,
-            self._scheduler,
-        )
-        warms_up = "lr_warmup" in file.given
+        file, found, field = self._file, self._scheduler, "learning_rate_policy"
+        policy, warms_up = file.learning_rate_policy, "lr_warmup" in file.given
         if self._bert:
             usual = policy in ("polynomial", None)
             why = f"warm-up {WARMUP_STEPS} of {TOTAL_STEPS} updates, as in vPipe's code"

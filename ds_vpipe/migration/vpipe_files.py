@@ -49,19 +49,12 @@ _MODELS = "bert, translation, image_classification, speech_to_text"
 
 
 class VPipeFile(BaseModel):
-    """A run's YAML file. Paths are as written; None is a field that is not there.
-
-    Attributes:
-        path: the file.
-        given: all fields as written, in order.
-        batch_size: samples per micro-batch and rank.
-        print_frequency: in micro-batches, as ``verbose_frequency``.
-    """
+    """A run's YAML file. Paths are as written; None is a field that is not there."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     path: Path
-    given: dict[Any, Any]
+    given: dict[Any, Any]  # all fields as written, in order
     directory: _Text = None
     log_directory: _Text = None
     module: _Text = None
@@ -75,12 +68,12 @@ class VPipeFile(BaseModel):
     sync_mode: Annotated[Literal["asp", "bsp"], _field("asp or bsp", "write one of them")]
     distributed_backend: Annotated[Literal["gloo", "nccl"], _field("gloo or nccl", "write one of them")]
     data_dir: _Text = None
-    batch_size: _Count = None
+    batch_size: _Count = None  # samples per micro-batch and rank
     learning_rate: _Number = None
     learning_rate_policy: _Text = None
     weight_decay: _Number = None
     epochs: _Count = None
-    print_frequency: _Frequency = None
+    print_frequency: _Frequency = None  # in micro-batches, as verbose_frequency
     verbose_frequency: _Frequency = None
     lr_warmup: _Flag = False
     recompute: _Flag = False

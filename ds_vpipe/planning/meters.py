@@ -53,17 +53,12 @@ class OpMeter(TorchDispatchMode):
     Args:
         roofline: of the device whose time is added up; without one they take no time.
         outside: tensors whose storages do not count, such as inputs.
-
-    Attributes:
-        live_bytes: storages that were allocated and are alive.
-        peak_bytes: the most of that so far.
-        seconds: of all operations by ``roofline``.
     """
 
     def __init__(self, roofline: Roofline | None = None, outside: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self.seconds = 0.0
+        self.live_bytes = self.peak_bytes = 0  # of storages that were allocated and are alive, and the most so far
+        self.seconds = 0.0  # of all operations by ``roofline``
         self._roofline = roofline
         self._outside = list(outside)  # which also keeps their keys theirs
         self._known = {storage_key(tensor) for tensor in self._outside}

@@ -154,18 +154,7 @@ class _Transfers:
 
 
 class SimulatedRank:
-    """One rank: its state on the way through its program, and its spans, updates and memory so far.
-
-    Attributes:
-        waiting_for: the receive whose message has not been sent yet, or None if the program is done.
-        spans: passes, updates, receives, and transfers of its messages, which go on beside everything else.
-        updates: end of each update, and the seconds that the rank has been busy by then.
-        staleness: for each backward pass the updates since the version that it uses.
-        memory: bytes held from a time on.
-        in_flight: most micro-batches in flight, summed over the rank's parts.
-        versions: most versions of the weights held.
-        end_s: end of its last pass or update, in seconds.
-    """
+    """One rank: its state on the way through its program, and its spans, updates and memory so far."""
 
     def __init__(
         self,
@@ -176,12 +165,14 @@ class SimulatedRank:
         links: dict[Link, _Transfers],
     ) -> None:
         self.rank = rank
-        self.waiting_for: Action | None = None
-        self.spans: list[Span] = []
-        self.updates: list[tuple[float, float]] = []
-        self.staleness: list[int] = []
-        self.memory: list[MemorySample] = []
-        self.in_flight, self.versions, self.end_s = 0, 1, 0.0
+        self.waiting_for: Action | None = None  # receive whose message has not been sent yet; None once it is done
+        self.spans: list[Span] = []  # passes, updates, receives, and transfers of its messages beside everything else
+        self.updates: list[tuple[float, float]] = []  # end of each, and the seconds that the rank has been busy by then
+        self.staleness: list[int] = []  # for each backward pass the updates since the version that it uses
+        self.memory: list[MemorySample] = []  # bytes held from a time on
+        self.in_flight = 0  # most micro-batches in flight, summed over the rank's parts
+        self.versions = 1  # most versions of the weights held
+        self.end_s = 0.0  # end of its last pass or update
         self._pipeline, self._costs = pipeline, costs
         self._fillings = list(workload.fillings(pipeline))
         self._filling = self._fillings.pop(0)

@@ -257,12 +257,12 @@ def test_pipeline_spreads_a_number_and_keeps_lists() -> None:
 @pytest.mark.parametrize(
     ("block", "num_stages", "num_layers", "parts"),
     [
-        ({"partition": [12, 13, 13, 10]}, 4, 49, ["vpipe.partition", "sums to 48", "49 layers", "add 1"]),
-        ({"partition": [13, 13, 13, 12]}, 4, 49, ["vpipe.partition", "sums to 51", "49 layers", "remove 2"]),
+        ({"partition": [12, 13, 13, 10]}, 4, 49, ["vpipe.partition", "sum to 48", "sum to 49", "add 1"]),
+        ({"partition": [13, 13, 13, 12]}, 4, 49, ["vpipe.partition", "sum to 51", "sum to 49", "remove 2"]),
         ({"partition": [24, 25]}, 4, 49, ["vpipe.partition", "[24, 25]", "2 entries", "4 for 4 stages"]),
         ({"recompute_ratio": [0.5]}, 2, 49, ["vpipe.recompute_ratio", "[0.5]", "1 entries", "2 for 2 stages"]),
         ({"stage_to_depth_map": [2, 1, 0]}, 4, 49, ["vpipe.stage_to_depth_map", "[2, 1, 0]", "3 entries"]),
-        ({"partition": "uniform"}, 4, 3, ["vpipe.partition", '"uniform"', "3 layers for 4 stages"]),
+        ({"partition": "uniform"}, 4, 3, ["number of stages", "got 4", "the model has 3 layers"]),
         ({"partition": [1], "recompute_ratio": [0]}, 2, 2, ["vpipe.partition", "(and 1 more)"]),
         (
             {**INTERLEAVED, "partition": [25, 24]},
@@ -270,7 +270,7 @@ def test_pipeline_spreads_a_number_and_keeps_lists() -> None:
             49,
             ["vpipe.partition", "per virtual stage, 4 for 2 stages", "2 entries"],
         ),
-        (INTERLEAVED, 2, 3, ["vpipe.partition", "3 layers for 4 virtual stages"]),
+        (INTERLEAVED, 2, 3, ["number of stages, virtual ones counted", "got 4", "the model has 3 layers"]),
         (INTERLEAVED, 1, 49, ["vpipe.virtual_stages", "got 2", "nothing to interleave"]),
     ],
 )

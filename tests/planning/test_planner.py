@@ -283,7 +283,7 @@ def test_table() -> None:
 
 def test_refused() -> None:
     profile = model(*[layer()] * 4)
-    with pytest.raises(VPipeConfigError, match=r"^number of stages: got 5; the model has 4 layers"):
+    with pytest.raises(VPipeConfigError, match=r"^number of stages.*: got 5; the model has 4 layers"):
         plan(profile, asp(5, 1), Devices())
     allowed = r"allowed: bytes > 0, one number or one for each of 2 ranks"
     with pytest.raises(VPipeConfigError, match=rf"^memory budget: got \[1, 2, 3\]; {allowed}"):

@@ -266,6 +266,7 @@ class Executor:
         """Backward pass with the weights that the forward pass used."""
         stage, record = self._stage, self._stage.in_flight[index, part]
         scaling = stage.loss_scaling
+        stage.links.wait_for_copies(Kind.STEP)  # weights change, and what is being sent may be one
         stage.weights.load_old_params((index, part))
         with one_way():
             if record.loss is not None:
@@ -274,7 +275,6 @@ class Executor:
             else:
                 self._engine.run_backward_from(record.outputs, record.gradients)
                 record.outputs, record.gradients = [], []
-        # The parameters stay at this version: the next pass or update, or the end of the call, selects another one.
         stage.weights.release((index, part))
         if part == 0:
             del stage.in_flight[index, part]

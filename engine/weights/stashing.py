@@ -17,6 +17,8 @@ import torch
 from ds_vpipe.engine.weights.versions import WeightVersions
 from ds_vpipe.errors import VPipeError
 
+_COUNTING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # of changes in place
+
 
 class Stepper(Protocol):
     """Anything with an in-place ``step()``."""
@@ -58,12 +60,13 @@ class WeightStashingOptimizer:
         self._keep_from: int | None = None
 
     def restart(self, version: int) -> None:
-        """Go on with one version, the weights as they are now; only while nothing is in flight."""
+        """Go on with one version, the newest weights; only while nothing is in flight."""
+        self.load_new_params()
         self._keep_from = None
         self._begin(version)
 
     def _begin(self, version: int) -> None:
-        self.versions = WeightVersions(self._parameters, holders=[self.base_optimizer], version=version)
+        self.versions = WeightVersions(self._parameters, version)
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
 
     @property
@@ -111,8 +114,7 @@ class WeightStashingOptimizer:
                 "flight, allowed is to do so in an empty pipeline; call engine.quiesce() before, or engine.drain() if "
                 "the script calls engine(...), on every rank"
             )
-        self.load_new_params()
-        self._begin(self.latest_version)
+        self.restart(self.latest_version)
 
     def load_old_params(self, micro_batch: Hashable) -> None:
         """Point the parameters to the weights that the forward pass of ``micro_batch`` used."""
@@ -155,14 +157,14 @@ class WeightStashingOptimizer:
     def update(self) -> Iterator[None]:
         """Context of an optimizer step, which makes the next version.
 
-        The step is made in place if nothing in flight uses the newest weights, else on a copy of them. Autograd's
-        check for changes in place is off meanwhile: thanks to the copy, no saved tensor changes.
+        The weights change in place, after a copy of them if anything in flight uses them. Autograd does not count these
+        changes: thanks to the copy, no backward pass sees them.
         """
         if self._stash and self._is_needed(self.versions.latest):
             self.versions.fork()
         else:
             self.versions.point_to_newest()
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(self.versions.parameters)):
+        with torch._C._ExcludeDispatchKeyGuard(_COUNTING):
             yield
         self.versions.advance()
         self._recycle()

@@ -1,81 +1,61 @@
-"""Weight versions of one stage: immutable storages that parameters are pointed to and away from.
+"""Weight versions of one stage: memory that is exchanged under the parameters' storages.
 
-Autograd keeps references into parameter storages from a forward pass to its backward pass, some as
-views that stay with the old storage, some through the parameter itself. Both see the right weights
-only if a storage that a micro-batch in flight has used never changes, and if the parameter points to
-that storage again while the backward pass runs. Hence an update that would overwrite such a storage is
-preceded by a fork: the values are copied into a spare storage, everything that aliases the old one is
-pointed to the spare, and the update happens there.
+Autograd keeps references to parameters and to views of them from a forward pass to its backward pass.
+Both see the right weights if the parameters' storages hold the version of the forward pass again while
+the backward pass runs. So every parameter keeps its storage, and pointing to a version exchanges the
+memory below it. Whatever else shares the storage sees the same: flat buffers of ZeRO-1 and of the
+mixed-precision wrappers, their partitions and fragments, views that a script has made.
 
-What aliases a parameter's storage depends on the optimizer: nothing else for plain fp32, flat buffers
-and their partitions and fragments for ZeRO-1 and the mixed-precision wrappers. :func:`find_aliases`
-looks for tensors that share a parameter's storage instead of knowing their names.
+An update that would overwrite a version in flight is preceded by a fork, which copies it to memory of
+its own. There may be hundreds of small weights, so those of a version lie side by side in one block,
+which is copied by one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-_MAX_DEPTH = 8
+_ALIGNMENT = 512  # bytes, as allocators have it
 
 
-def find_aliases(roots: Iterable[object], storages: set[int]) -> list[torch.Tensor]:
-    """Tensors on ``storages`` (addresses) that ``roots`` lead to.
+@dataclass(slots=True)
+class _Weights:
+    """Storages of all weights in one version.
 
-    Follows containers, and the attributes of optimizers and of DeepSpeed's own objects, but no modules.
+    Attributes:
+        storages: of the weights.
+        block: memory that they lie side by side in.
+        addresses: theirs in the block.
     """
-    found: dict[int, torch.Tensor] = {}
-    seen: set[int] = set()
 
-    def visit(item: object, depth: int) -> None:
-        if depth > _MAX_DEPTH or id(item) in seen:
-            return
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            if item.layout is torch.strided and item.untyped_storage().data_ptr() in storages:
-                found[id(item)] = item
-            children: Iterable[object] = [getattr(item, "__dict__", None)]
-        elif isinstance(item, Mapping):
-            children = chain.from_iterable(item.items())
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            children = item
-        elif isinstance(item, torch.optim.Optimizer) or _is_of_deepspeed(item):
-            children = [vars(item)]
-        else:
-            return
-        for child in children:
-            visit(child, depth + 1)
+    storages: Sequence[torch.UntypedStorage]
+    block: torch.Tensor
+    addresses: list[int]
 
-    for root in roots:
-        visit(root, 0)
-    return list(found.values())
+    @classmethod
+    def like(cls, storages: Sequence[torch.UntypedStorage]) -> _Weights:
+        """Storages of the same sizes in a new block."""
+        ends = list(accumulate((-(-s.nbytes() // _ALIGNMENT) * _ALIGNMENT for s in storages), initial=0))
+        device = storages[0].device if storages else None
+        block = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+        whole = block.untyped_storage()
+        slices = [whole[start : start + s.nbytes()] for start, s in zip(ends, storages, strict=False)]
+        return cls(slices, block, [s.data_ptr() for s in slices])
 
+    def is_in_block(self) -> bool:
+        """Whether the storages are where they were put; ``share_memory()`` moves them."""
+        return [storage.data_ptr() for storage in self.storages] == self.addresses
 
-def _is_of_deepspeed(item: object) -> bool:
-    other = isinstance(item, (torch.nn.Module, type)) or not hasattr(item, "__dict__")
-    return not other and type(item).__module__.startswith("deepspeed.")
-
-
-class _Alias(NamedTuple):
-    tensor: torch.Tensor
-    storage: int  # position among the version's storages
-
-    def on(self, flat: torch.Tensor) -> torch.Tensor:
-        """The same view on another storage."""
-        source = self.tensor
-        view = torch.empty(0, dtype=source.dtype, device=flat.device)
-        return view.set_(flat.untyped_storage(), source.storage_offset(), source.size(), source.stride())
-
-
-class _Weights(NamedTuple):
-    """Storages of a version with all aliases' views, parameters first."""
-
-    flats: list[torch.Tensor]
-    views: list[torch.Tensor]
+    def exchange(self, other: _Weights) -> None:
+        """Exchange the memory of all storages with that of ``other``'s."""
+        for storage, others in zip(self.storages, other.storages, strict=True):
+            storage._swap_data_ptr_(others)  # type: ignore[attr-defined]  # missing in torch's stubs
+        self.block, other.block = other.block, self.block
+        self.addresses, other.addresses = other.addresses, self.addresses
 
 
 class WeightVersions:
@@ -83,29 +63,16 @@ class WeightVersions:
 
     Args:
         parameters: the stage's parameters; those that do not require gradients never change and are left alone.
-        holders: objects that may hold further references to the parameters' storages, such as the optimizer.
         version: number of updates that the parameters have had already.
     """
 
-    def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], holders: Iterable[object] = (), version: int = 0
-    ) -> None:
-        unique = {id(p): p for p in parameters if p.requires_grad}
-        self.parameters = list(unique.values())
-        positions: dict[int, int] = {}
-        for parameter in self.parameters:
-            positions.setdefault(parameter.untyped_storage().data_ptr(), len(positions))
-        others = [
-            tensor
-            for tensor in find_aliases([*holders, *(vars(p) for p in self.parameters)], set(positions))
-            if id(tensor) not in unique
-        ]
-        self._aliases = [
-            _Alias(tensor, positions[tensor.untyped_storage().data_ptr()]) for tensor in (*self.parameters, *others)
-        ]
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], version: int = 0) -> None:
+        found = [parameter.untyped_storage() for parameter in parameters if parameter.requires_grad]
+        by_address = {storage.data_ptr(): storage for storage in found if storage.data_ptr()}
+        self._own = _Weights(list(by_address.values()), torch.empty(0), [])
         self._latest = self._pointed = version
+        self._held: dict[int, _Weights] = {}  # versions that the parameters do not point to
         self._spare: list[_Weights] = []
-        self._alive = {version: self._on(self._flats(len(positions)))}
 
     @property
     def latest(self) -> int:
@@ -120,18 +87,19 @@ class WeightVersions:
     @property
     def alive(self) -> tuple[int, ...]:
         """Versions held in memory of their own, oldest first; the last is the newest."""
-        return tuple(sorted(self._alive))
+        return tuple(sorted({*self._held, self._pointed}))
 
     @property
     def allocated(self) -> int:
         """Sets of storages in memory: those alive and the spare ones."""
-        return len(self._alive) + len(self._spare)
+        return 1 + len(self._held) + len(self._spare)
 
     def point_to(self, version: int) -> None:
         """Make the parameters refer to ``version``, which must be alive."""
         if version != self._pointed:
-            for parameter, view in zip(self.parameters, self._alive[version].views, strict=False):
-                parameter.data = view
+            held = self._held.pop(version)
+            self._own.exchange(held)
+            self._held[self._pointed] = held
             self._pointed = version
 
     def point_to_newest(self) -> None:
@@ -139,40 +107,25 @@ class WeightVersions:
         self.point_to(self._latest)
 
     def fork(self) -> None:
-        """Move the newest weights to spare storages for an update.
-
-        The parameters refer to them from now on, whatever they referred to before. The old storages belong to the
-        version that :meth:`advance` leaves behind.
-        """
-        source = self._alive[self._latest]
-        target = self._spare.pop() if self._spare else self._on([torch.empty_like(flat) for flat in source.flats])
-        if source.flats:
-            torch._foreach_copy_(target.flats, source.flats)
-        for alias, view in zip(self._aliases, target.views, strict=True):
-            alias.tensor.data = view
-        self._alive[self._latest + 1] = target
-        self._pointed = self._latest
+        """Point to the newest weights for an update, and copy them for the version that it leaves behind."""
+        self.point_to_newest()
+        if not self._own.is_in_block():  # the first time
+            moved = _Weights.like(self._own.storages)
+            for target, source in zip(moved.storages, self._own.storages, strict=True):
+                target.copy_(source)
+            self._own.exchange(moved)
+        copied = self._spare.pop() if self._spare else _Weights.like(self._own.storages)
+        copied.block.copy_(self._own.block)
+        self._held[self._latest] = copied
 
     def advance(self) -> None:
         """Count an update of the newest weights. Without a :meth:`fork` before it, the previous version is gone."""
-        if self._latest + 1 not in self._alive:
-            self._alive[self._latest + 1] = self._alive.pop(self._latest)
         self._latest += 1
         self._pointed = self._latest
 
     def keep_only(self, versions: set[int]) -> None:
-        """Recycle all versions but ``versions`` and the newest."""
-        for version in [v for v in self._alive if v not in versions and v != self._latest]:
-            self._spare.append(self._alive.pop(version))
-
-    def _flats(self, num_storages: int) -> list[torch.Tensor]:
-        flats: list[Any] = [None] * num_storages
-        for alias in self._aliases:
-            if flats[alias.storage] is None:
-                storage, dtype = alias.tensor.untyped_storage(), alias.tensor.dtype
-                flat = torch.empty(0, dtype=dtype, device=alias.tensor.device)
-                flats[alias.storage] = flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
-        return flats
-
-    def _on(self, flats: list[torch.Tensor]) -> _Weights:
-        return _Weights(flats, [alias.on(flats[alias.storage]) for alias in self._aliases])
+        """Recycle all versions but ``versions`` and the newest; parameters never point to one that is recycled."""
+        if self._pointed not in versions:
+            self.point_to_newest()
+        for version in [v for v in self._held if v not in versions and v != self._latest]:
+            self._spare.append(self._held.pop(version))

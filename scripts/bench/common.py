@@ -3,6 +3,7 @@
 import argparse
 import gc
 import json
+import multiprocessing
 import os
 import platform
 import sys
@@ -24,6 +25,7 @@ from torch import nn
 import ds_vpipe
 
 Row = dict[str, Any]
+PRELOADED = ["deepspeed", "torch._dynamo", "ds_vpipe.initialization"]  # an optimizer imports the second
 
 WIDTH = 1024
 BATCH = 16
@@ -139,13 +141,19 @@ def close_groups() -> None:
 
 
 def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
-    """Run ``work(rank, world, port, *arguments)`` on every rank of a world of its own, to the end."""
+    """Run ``work(rank, world, port, *arguments)`` on every rank of a world of its own, to the end.
+
+    To import everything takes a rank some seconds: ranks are forked from a process that has, unless they may use CUDA.
+    That process is started once and keeps the environment of the first world.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A port that is free now may be taken when rank 0 comes to listen on it, so this process listens in its place.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    multiprocessing.set_forkserver_preload(PRELOADED)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # told to rank 0, which does not listen then
     try:
-        mp.spawn(work, args=(world, store.port, *arguments), nprocs=world)
+        method = "spawn" if torch.cuda.is_available() else "forkserver"
+        mp.start_processes(work, args=(world, store.port, *arguments), nprocs=world, start_method=method)
     finally:
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Curve, Row, add_row, draw, markdown, parser_of, read_rows
+from common import PRELOADED, Curve, Row, add_row, draw, markdown, parser_of, read_rows
 from torch.nn.functional import cross_entropy
 from transformers.models.roberta_prelayernorm import modeling_roberta_prelayernorm as before
 
@@ -229,7 +229,9 @@ def compute(runs: Iterable[Run], options: argparse.Namespace) -> dict[Run, Row]:
     """Train what is missing, several at a time, and return everything."""
     known = results(options.output)
     missing = [(run, options) for run in dict.fromkeys(runs) if run not in known]
-    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=4) as pool:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, "ds_vpipe.models.bert.layers"])
+    with context.Pool(options.processes, maxtasksperchild=4) as pool:
         for row in pool.imap_unordered(train, missing):
             add_row(row, options.output)
             (run,) = (run for run, _ in missing if asdict(run).items() <= row.items())

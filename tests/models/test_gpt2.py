@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import launched
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -45,6 +46,10 @@ def launch(script: str, arguments: list[str]) -> str:
     return done.stdout
 
 
+def launch_in_a_world(script: str, arguments: list[str]) -> str:
+    return launched(ROOT, ["--num_accelerators", "2", "--module", "ds_vpipe.run", script, *arguments])
+
+
 def write_config(folder: Path, lr: float, partition: list[int]) -> list[str]:
     ds_config = {
         "train_micro_batch_size_per_gpu": 16,
@@ -65,9 +70,10 @@ def test_gpt2_trains_saves_and_goes_on_from_its_folder(tmp_path: Path) -> None:
     common = [*write_config(tmp_path, 1e-3, [2, 2]), "--train_file", str(text), "--block_size", "16"]
     sizes = ["--config_overrides", "n_layer=2,n_embd=32,vocab_size=300"]
     losses = []
-    for steps, before, after in ((50, sizes, "one"), (2, ["--model_name_or_path", str(tmp_path / "one")], "two")):
+    again = ["--model_name_or_path", str(tmp_path / "one")]
+    for steps, before, after, start in ((50, sizes, "one", launch), (2, again, "two", launch_in_a_world)):
         line = [*common, *before, "--max_steps", str(steps), "--output_dir", str(tmp_path / after)]
-        said = launch("models/gpt2/train.py", line)
+        said = start("models/gpt2/train.py", line)
         (found,) = re.findall(rf"after {steps} updates: validation loss ([\d.]+) nats", said)
         losses.append(float(found))
         assert GPT2LMHeadModel.from_pretrained(tmp_path / after).config.n_layer == 2

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +12,9 @@ from typing import Any
 import plain_reference
 import pytest
 import torch
+from launches import launched
 from transformers import BertForMaskedLM
-from worlds import Worlds, free_port
+from worlds import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "support" / "plain_scripts"
@@ -49,16 +47,21 @@ def write_json(folder: Path, ds_config: dict[str, Any]) -> None:
     (folder / "ds.json").write_text(json.dumps(ds_config), encoding="utf-8")
 
 
-def command_line(script: str, arguments: tuple[str, ...]) -> list[str]:
-    return [str(SCRIPTS / f"{script}.py"), "--deepspeed_config", "ds.json", "--output", "saved", *arguments]
-
-
-def launch(folder: Path, script: str, ds_config: dict[str, Any], ranks: int, *arguments: str) -> str:
-    """Run a script by the deepspeed launcher, with ``ds_vpipe.run`` where the JSON has a block; returns its output."""
-    write_json(folder, ds_config)
+def command_line(script: str, ds_config: dict[str, Any], ranks: int, *arguments: str) -> list[str]:
+    """For the launcher, with ``ds_vpipe.run`` where the JSON has a block."""
     module = ["--module", "ds_vpipe.run"] if "vpipe" in ds_config else []
-    command = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(ranks)]
-    command += ["--master_port", str(free_port()), *module, *command_line(script, arguments)]
+    script = str(SCRIPTS / f"{script}.py")
+    return [
+        *("--num_accelerators", str(ranks), *module, script),
+        *("--deepspeed_config", "ds.json", "--output", "saved", *arguments),
+    ]
+
+
+def launch(folder: Path, script: str, ds_config: dict[str, Any], ranks: int) -> str:
+    """Run a script by the deepspeed launcher; returns its output."""
+    write_json(folder, ds_config)
+    command = [str(Path(sys.executable).with_name("deepspeed")), "--master_port", str(free_port())]
+    command += command_line(script, ds_config, ranks)
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -68,29 +71,10 @@ def launch(folder: Path, script: str, ds_config: dict[str, Any], ranks: int, *ar
     return done.stdout
 
 
-def run_on_rank(folder: Path, line: list[str], with_ds_vpipe: bool) -> str:
-    """The script on a rank of a fresh world, whose default process group is there already; returns the output."""
-    from ds_vpipe.run import main
-
-    os.chdir(folder)
-    local_rank = f"--local_rank={os.environ['LOCAL_RANK']}"
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        if with_ds_vpipe:
-            assert main([local_rank, *line]) == 0, output.getvalue()[-4000:]
-        else:
-            sys.argv = [line[0], local_rank, *line[1:]]
-            runpy.run_path(line[0], run_name="__main__")
-    return output.getvalue()
-
-
 def run(folder: Path, script: str, ds_config: dict[str, Any], ranks: int, *arguments: str) -> str:
-    """As :func:`launch`, in processes that have imported everything, which is most of what a script takes.
-
-    With DeepSpeed alone where the JSON has no block.
-    """
+    """As :func:`launch`, without the launcher."""
     write_json(folder, ds_config)
-    with contextlib.closing(Worlds()) as worlds:
-        return "".join(worlds.run(ranks, run_on_rank, folder, command_line(script, arguments), "vpipe" in ds_config))
+    return launched(folder, command_line(script, ds_config, ranks, *arguments))
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
@@ -215,8 +199,8 @@ def test_through_the_launcher(tmp_path: Path, stock: dict[str, dict[str, torch.T
 def test_resuming(stock: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     """Stopped after an epoch and started again, the example ends where it does in one go."""
     ds_config = {**CONFIGS["pretraining"], "pipeline": {"stages": 2}, "vpipe": {"sync_mode": "bsp"}}
-    launch(tmp_path, "pretraining", ds_config, 2, "--epochs", "1")
-    assert "trained 20 steps" in launch(tmp_path, "pretraining", ds_config, 2, "--resume")
+    run(tmp_path, "pretraining", ds_config, 2, "--epochs", "1")
+    assert "trained 20 steps" in run(tmp_path, "pretraining", ds_config, 2, "--resume")
     assert difference(saved(tmp_path), stock["pretraining"]) <= 1e-5
 
 
@@ -233,18 +217,15 @@ def test_resuming_asynchronously(tmp_path: Path) -> None:
 def test_data_dealt_out_to_ranks(tmp_path: Path) -> None:
     """The script makes its samplers, and somebody its JSON, for as many replicas as ranks; with dropout and logits."""
     reports = {}
-    with contextlib.closing(Worlds()) as worlds:
-        for name, ranks, extra in [
-            ("stock", 1, {}),
-            ("alone", 1, {"pipeline": {"stages": 1}, "vpipe": {}}),
-            ("two", 2, {"pipeline": {"stages": 2}, "vpipe": {"partition": [2, 2]}}),
-        ]:
-            sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2 * 2 * ranks}
-            folder = tmp_path / name
-            write_json(folder, {**CONFIGS["masked_lm"], **sizes, **extra})
-            output = worlds.run(ranks, run_on_rank, folder, command_line("sharded", ()), bool(extra))
-            lines = [line for text in output for line in text.splitlines() if line.startswith("report ")]
-            reports[name] = [json.loads(line.removeprefix("report ")) for line in lines]
+    for name, ranks, extra in [
+        ("stock", 1, {}),
+        ("alone", 1, {"pipeline": {"stages": 1}, "vpipe": {}}),
+        ("two", 2, {"pipeline": {"stages": 2}, "vpipe": {"partition": [2, 2]}}),
+    ]:
+        sizes = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2 * 2 * ranks}
+        output = run(tmp_path / name, "sharded", {**CONFIGS["masked_lm"], **sizes, **extra}, ranks)
+        lines = [line for line in output.splitlines() if line.startswith("report ")]
+        reports[name] = [json.loads(line.removeprefix("report ")) for line in lines]
     assert difference(saved(tmp_path / "alone"), saved(tmp_path / "stock")) == 0
     assert saved(tmp_path / "two").keys() == saved(tmp_path / "stock").keys()
     (stock,) = reports["stock"]

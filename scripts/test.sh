@@ -35,8 +35,8 @@ ruff check .
 mypy -p ds_vpipe
 run_pytest -m "not mp" -n 2 "$@"
 if [[ $fast == false ]]; then
-    # Ranks wait for each other most of the time: two worlds at once keep two cores busy. Files of few long tests are
-    # not left for the end, where one core would have nothing to do.
-    run_pytest -m mp -n 2 --dist loadfile --no-loadscope-reorder "$@"
+    # Ranks wait for each other for a third of the time: three worlds at once keep two cores busy. Files begin in the
+    # order of collection, in which long ones are first.
+    run_pytest -m mp -n 3 --dist loadfile --no-loadscope-reorder "$@"
 fi
 [[ $selected == true ]] || exit 5

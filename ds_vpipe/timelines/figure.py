@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -133,25 +134,62 @@ def timeline_figure(timeline: Timeline, width: float | None = None, window: Wind
     return figure
 
 
-def loss_svg(timelines: Sequence[Timeline]) -> str:
-    """SVG element with the losses of all timelines that have any, over their batches."""
+@dataclass(frozen=True)
+class Curve:
+    """One line of a picture, by its points; ``bold`` ones are ours, ``dashed`` ones a reference."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    bold: bool = False
+    dashed: bool = False
+
+
+def draw(to: Path | str | io.StringIO, panels: dict[str, list[Curve]], x: str, y: str, log: bool = False) -> None:
+    """Draw curves, a panel per title, to a PNG or SVG file or a stream; ``log`` for an ``x`` of powers of two."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
+    labels = list(dict.fromkeys(curve.label for curves in panels.values() for curve in curves))
+    common = all(len(curves) == len(labels) for curves in panels.values())
+    columns = min(3, len(panels))
+    height = -(-len(panels) // columns)
     with matplotlib.rc_context({**_STYLE, "axes.edgecolor": _FAINT_INK}):
-        figure = Figure(figsize=(7.2, 3.0), dpi=1 / _PIXEL, layout="constrained")
-        axes = figure.add_subplot(xlabel="batch", ylabel="mean loss")
-        for timeline in timelines:
-            if timeline.losses:
-                label = f"{timeline.source}: {timeline.title}"
-                axes.plot(*zip(*sorted(timeline.losses), strict=True), marker=".", markersize=3, label=label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(color=_LINES, linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside lower left", frameon=False)
-        text = io.StringIO()
-        _save(figure, text, "svg")
+        figure = Figure(figsize=(5 * columns, (3.5 if common else 6) * height), layout="constrained")
+        grid = list(figure.subplots(height, columns, sharey=True, squeeze=False).flat)
+        for axes, (title, curves) in zip(grid, panels.items(), strict=False):
+            for curve in curves:
+                place = labels.index(curve.label) if common else curves.index(curve)
+                style = {"color": f"C{place}", "linewidth": 2.5 if curve.bold else 1.2}
+                style |= {
+                    "linestyle": "--" if curve.dashed else "-",
+                    "marker": "o" if log or len(curve.points) < 10 else "",
+                }
+                axes.plot(*zip(*curve.points, strict=True), label=curve.label, **style)
+            axes.set(title=title, xlabel=x)
+            axes.grid(color=_LINES, linewidth=0.8)
+            if log:
+                ticks = sorted({place for curve in curves for place, _ in curve.points})
+                axes.set_xscale("log", base=2)
+                axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+                axes.set_ylim(0, 1.05)
+            else:
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            if not common:
+                axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+        grid[0].set_ylabel(y)
+        if common:
+            figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+        _save(figure, to, "png" if str(to).endswith(".png") else "svg")
+
+
+def loss_svg(timelines: Sequence[Timeline]) -> str:
+    """SVG element with the losses of all timelines that have any, over their batches."""
+    text, given = io.StringIO(), [timeline for timeline in timelines if timeline.losses]
+    curves = [Curve(f"{timeline.source}: {timeline.title}", sorted(timeline.losses)) for timeline in given]
+    draw(text, {"": curves}, "batch", "mean loss")
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ds_vpipe import StageStatistics
+from ds_vpipe.timelines.figure import Curve, draw
 
 
 class Metrics:
@@ -124,22 +125,14 @@ def _records(folder: Path, last: float = math.inf) -> list[dict[str, Any]]:
 
 def _draw(path: Path, records: list[dict[str, Any]], unigram_entropy: float | None) -> None:
     """Draw losses over updates and the unigram entropy if it is known, in nats, into a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display, and leaves the user's pyplot settings alone
-    axes = figure.add_subplot()
-    for name, style, label in (
-        ("loss", "-", "training: masked LM + next sentence"),
-        ("validation_masked_lm_loss", "o-", "validation: masked LM"),
+    curves = []
+    for name, label in (
+        ("loss", "training: masked LM + next sentence"),
+        ("validation_masked_lm_loss", "validation: masked LM"),
     ):
         points = [(record["step"], record[name]) for record in records if name in record]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label)
+        curves += [Curve(label, points)] if points else []
     if unigram_entropy is not None:
-        axes.axhline(unigram_entropy, color="grey", linestyle="--", label="unigram entropy of the corpus")
-    axes.set(xlabel="update", ylabel="loss (nats)", title="BERT pre-training")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+        ends = [(record["step"], unigram_entropy) for record in (records[0], records[-1])]
+        curves.append(Curve("unigram entropy of the corpus", ends, dashed=True))
+    draw(path, {"BERT pre-training": curves}, "update", "loss (nats)")

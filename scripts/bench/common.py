@@ -9,7 +9,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from deepspeed.utils import logger
 from torch import nn
 
 import ds_vpipe
+from ds_vpipe.timelines.figure import Curve as Curve  # which benchmarks import from here
+from ds_vpipe.timelines.figure import draw as draw
 
 Row = dict[str, Any]
 PRELOADED = ["deepspeed", "torch._dynamo", "ds_vpipe.initialization"]  # an optimizer imports the second
@@ -189,47 +190,3 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = [f"| {' | '.join(map(str, cells))} |\n" for cells in (head, *rows)]
     return "".join([lines[0], "|---" * len(head) + "|\n", *lines[1:]])
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One line of a picture, by its points; ``bold`` ones are ours, ``dashed`` ones a reference."""
-
-    label: str
-    points: list[tuple[float, float]]
-    bold: bool = False
-    dashed: bool = False
-
-
-def draw(path: str | Path, panels: dict[str, list[Curve]], x: str, y: str, log: bool = False) -> None:
-    """Draw curves, a panel per title, to a PNG or SVG file; ``log`` for an ``x`` of powers of two."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    labels = list(dict.fromkeys(curve.label for curves in panels.values() for curve in curves))
-    common = all(len(curves) == len(labels) for curves in panels.values())
-    columns = min(3, len(panels))
-    height = -(-len(panels) // columns)
-    figure = Figure(figsize=(5 * columns, (3.5 if common else 6) * height), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = list(figure.subplots(height, columns, sharey=True, squeeze=False).flat)
-    for axes, (title, curves) in zip(grid, panels.items(), strict=False):
-        for curve in curves:
-            place = labels.index(curve.label) if common else curves.index(curve)
-            style = {"color": f"C{place}", "linewidth": 2.5 if curve.bold else 1.2}
-            style |= {"linestyle": "--" if curve.dashed else "-", "marker": "o" if log else ""}
-            axes.plot(*zip(*curve.points, strict=True), label=curve.label, **style)
-        axes.set(title=title, xlabel=x)
-        if log:
-            ticks = sorted({place for curve in curves for place, _ in curve.points})
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axes.set_ylim(0, 1.05)
-        if not common:
-            axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    for axes in grid[len(panels) :]:
-        axes.set_axis_off()
-    grid[0].set_ylabel(y)
-    if common:
-        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    figure.savefig(path, dpi=110)

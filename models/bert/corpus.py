@@ -60,6 +60,11 @@ def docstring_key() -> str:
     return digest_of([f"python-{platform.python_version()}", *versions, f"rules-{_EXTRACTION_VERSION}"])
 
 
+def write_docstrings(path: Path) -> None:
+    """Write the corpus as text, with blank lines between documents."""
+    path.write_text("\n\n".join(map("\n".join, docstring_documents())), encoding="utf-8")
+
+
 def docstring_documents() -> list[Document]:
     """Documents of the corpus, in an order that does not depend on the file system."""
     texts = [list(topics.values()), *_docstrings(Path(sysconfig.get_path("stdlib")))]

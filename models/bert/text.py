@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, BertTokenizer
 
 from ds_vpipe.errors import VPipeConfigError, VPipeError
-from ds_vpipe.models.bert.corpus import docstring_documents, docstring_key, sentences
+from ds_vpipe.models.bert.corpus import docstring_key, sentences, write_docstrings
 from ds_vpipe.models.bert.samples import (
     SPECIAL_IN_PAIR,
     SPECIAL_TOKENS,
@@ -220,7 +220,7 @@ def read_corpus(
     if not sys.stderr.isatty():  # bars are noise in a log file
         disable_progress_bars()
     if files is None:
-        files = [kept(cache / f"docstrings-{docstring_key()}.txt", _write_docstrings)]
+        files = [kept(cache / f"docstrings-{docstring_key()}.txt", write_docstrings)]
         line_by_line = True
     key = digest_of([*map(content_digest, files), line_by_line, _RULES])
     if not any(path.stat().st_size for path in files):
@@ -353,7 +353,3 @@ def kept(path: Path, write: Callable[[Path], None]) -> Path:
             write(part)
             os.replace(part, path)
     return path
-
-
-def _write_docstrings(path: Path) -> None:
-    path.write_text("\n\n".join("\n".join(document) for document in docstring_documents()), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Keys of the "vpipe" block: values, default, meaning, example.
 
 examples:
-  python -m ds_vpipe config                                  all keys
+  python -m ds_vpipe config                                  all keys, as sections of Markdown
   python -m ds_vpipe config staleness                        one, and those of its object
   python -m ds_vpipe config --markdown > docs/configuration.md
   python -m ds_vpipe config --json                           as a JSON schema
@@ -11,7 +11,7 @@ import argparse
 
 from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.config.keys import all_keys, as_markdown, as_text
+from ds_vpipe.config.keys import all_keys, as_markdown
 from ds_vpipe.errors import Refusal
 
 _PAGE = """\
@@ -27,7 +27,6 @@ Written by `python -m ds_vpipe config --markdown`.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     parser.add_argument("key", nargs="?", default="", metavar="KEY", help="name of a key; default all")
     parser.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
 
@@ -36,7 +35,5 @@ def run(arguments: argparse.Namespace) -> Answer:
     known = [name for name, _ in all_keys(VPipeConfig)]
     if arguments.key and arguments.key not in known:
         raise Refusal("key", arguments.key, ", ".join(known), "name one of them, or none").error()
-    text = as_text(VPipeConfig, arguments.key)
-    if arguments.markdown:
-        text = (_PAGE + as_markdown(VPipeConfig)).removesuffix("\n")
-    return Answer(VPipeConfig.model_json_schema, lambda: text)
+    text = as_markdown(VPipeConfig, arguments.key)
+    return Answer(VPipeConfig.model_json_schema, lambda: _PAGE + text if arguments.markdown else text)

@@ -6,7 +6,6 @@ A field names the values that a key accepts, what the key means, and an example.
 
 import math
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, get_args
 
@@ -96,25 +95,15 @@ def all_keys(model: type[Settings], parent: str = "") -> Iterator[tuple[str, Fie
             yield from all_keys(inner, f"{parent}{name}.")
 
 
-def as_markdown(model: type[Settings]) -> str:
-    """Descriptions of all keys, as sections of a Markdown page."""
+def as_markdown(model: type[Settings], start: str = "") -> str:
+    """Descriptions of the keys whose names begin with ``start``, as sections of a Markdown page."""
     sections = []
     for name, field in all_keys(model):
-        line = f"{_texts(field)['allowed']}; {_default(field)}. Example: `{_example_line(name, field)}`"
-        sections.append(f"{'#' * (2 + name.count('.'))} `{name}`\n\n{line}\n\n{field.description}\n")
-    return "\n".join(sections)
-
-
-def as_text(model: type[Settings], start: str = "") -> str:
-    """Descriptions of the keys whose names begin with ``start``, for a terminal."""
-    lines = []
-    for name, field in all_keys(model):
         if name.startswith(start):
-            lines.append(name)
-            for text in (f"{_texts(field)['allowed']}; {_default(field)}", field.description or ""):
-                lines += textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="    ")
-            lines.append(f"    example: {_example_line(name, field)}")
-    return "\n".join(lines)
+            example = f'"{name.rpartition(".")[2]}": {show(_example(field))}'
+            line = f"{_texts(field)['allowed']}; {_default(field)}. Example: `{example}`"
+            sections.append(f"{'#' * (2 + name.count('.'))} `{name}`\n\n{line}\n\n{field.description}\n")
+    return "\n".join(sections).removesuffix("\n")
 
 
 def _object_of(field: FieldInfo) -> type[Settings] | None:
@@ -129,10 +118,6 @@ def _texts(field: FieldInfo) -> dict[str, str]:
 
 def _example(field: FieldInfo) -> Any:
     return (field.examples or [None])[0]
-
-
-def _example_line(name: str, field: FieldInfo) -> str:
-    return f'"{name.rpartition(".")[2]}": {show(_example(field))}'
 
 
 def _default(field: FieldInfo) -> str:

@@ -581,6 +581,7 @@ def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str])
 def test_one_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "timeline"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line[0] != " "] == ["timeline", "timeline.enabled", "timeline.path"]
+    sections = ["## `timeline`", "### `timeline.enabled`", "### `timeline.path`"]
+    assert [line for line in lines if line.startswith("#")] == sections
     assert main(["config", "timelin"]) == 2
     assert "allowed: sync_mode, schedule" in capsys.readouterr().err

@@ -185,8 +185,15 @@ def check_size(pipeline: Pipeline, workload: Workload) -> None:
 # Profile and devices
 
 
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a DeepSpeed JSON, and the options that :func:`read_pipeline` reads."""
+    parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
+    add_pipeline_arguments(parser)
+
+
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`read_costs` reads."""
+    """Add :func:`add_config_arguments`, and the options that :func:`read_costs` reads."""
+    add_config_arguments(parser)
     group = parser.add_argument_group("costs; what is not given comes from the vpipe block of the DeepSpeed JSON")
     for name, of, what in (
         ("bandwidth", size, "of a link, per second, such as 10GB; default: link_bandwidth, or transfers are free"),

@@ -15,7 +15,7 @@ exit status: 0 sound, 1 the schedule has a fault, 2 the configuration is wrong
 import argparse
 from dataclasses import asdict
 
-from ds_vpipe.commands.arguments import Answer, add_pipeline_arguments, check_size, read_pipeline
+from ds_vpipe.commands.arguments import Answer, add_config_arguments, check_size, read_pipeline
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.schedules.check import check_programs, typical_workload
@@ -24,8 +24,7 @@ from ds_vpipe.schedules.program import Workload, programs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
-    add_pipeline_arguments(parser)
+    add_config_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -17,13 +17,7 @@ exit status: 0 a plan, 1 --current does not fit, 2 nothing fits or something is 
 import argparse
 from dataclasses import replace
 
-from ds_vpipe.commands.arguments import (
-    Answer,
-    add_pipeline_arguments,
-    add_profile_arguments,
-    read_costs,
-    read_pipeline,
-)
+from ds_vpipe.commands.arguments import Answer, add_profile_arguments, read_costs, read_pipeline
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.pace import micro_batches_for
 from ds_vpipe.planning.planner import configured_partition, configured_plan, plan
@@ -37,8 +31,6 @@ _CHECKPOINT = {"always": (1.0, 1.0), "except_last": (1.0, 0.0), "never": (0.0, 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
-    add_pipeline_arguments(parser)
     add_profile_arguments(parser)
     group = parser.add_argument_group("the plan")
     group.add_argument("--current", action="store_true", help="predict for the JSON's own split, do not search")

@@ -15,7 +15,6 @@ import argparse
 
 from ds_vpipe.commands.arguments import (
     Answer,
-    add_pipeline_arguments,
     add_profile_arguments,
     entitled,
     numbers,
@@ -37,8 +36,6 @@ _BEYOND = 10  # batches after the pipeline is full
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", metavar="DS_CONFIG", help="a DeepSpeed JSON")
-    add_pipeline_arguments(parser)
     add_profile_arguments(parser)
     parser.add_argument("--recording", metavar="FOLDER", help="of the same partition, to take the seconds from")
     group = parser.add_argument_group("costs without both: a number for all parts, or one for each with commas")

@@ -19,11 +19,9 @@ from ds_vpipe.errors import VPipeError
 Members = Sequence[tuple[str, Sequence[int]]]
 """Names and shapes of one parameter group's parameters, in the order in which the optimizer holds them."""
 
-Groups = Sequence[Members]
-"""The same for all groups of one optimizer."""
+Groups = Sequence[Members]  # the same for all groups of one optimizer
 
-PADDINGS = "param_alignment_paddings"
-"""Key of the gaps after each parameter of a ZeRO group's vector, in elements."""
+PADDINGS = "param_alignment_paddings"  # key of the gaps after each parameter of a ZeRO group's vector, in elements
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ examples:
   python -m ds_vpipe show ds_config.json --stages 4 --batches 3
   python -m ds_vpipe show ds_config.json --stages 4 -o schedule.svg -o schedule.png
   python -m ds_vpipe show runs/timeline --window 1.5:2.0 --unit 0.01
+  python -m ds_vpipe show runs/timeline -o merged.json      recordings of all ranks as one timeline, for other commands
   python -m ds_vpipe show --stages 2 --micro-batches 4 --schedule interleaved --virtual-stages 2 --json > plan.json
 """
 

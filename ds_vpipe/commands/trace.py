@@ -6,7 +6,7 @@ ranks are merged, clocks of different machines brought together from the message
 examples:
   python -m ds_vpipe trace runs/timeline -o trace.json
   python -m ds_vpipe trace ds_config.json runs/timeline --stages 4 -o trace.json    plan and recording together
-  python -m ds_vpipe trace runs/timeline --save merged.json --json                  for scripts: numbers per rank
+  python -m ds_vpipe trace runs/timeline --json                                     for scripts: numbers per rank
 """
 
 import argparse
@@ -19,14 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser)
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", metavar="FILE", default="trace.json", help="default trace.json")
-    group.add_argument("--save", metavar="FILE", help="write the first timeline too, for other commands")
 
 
 def run(arguments: argparse.Namespace) -> Answer:
     timelines = timelines_from(arguments)
     save_chrome_trace(timelines, arguments.output)
-    if arguments.save is not None:
-        timelines[0].save(arguments.save)
     return Answer(
         data=lambda: {"output": arguments.output, "timelines": summaries(timelines)},
         text=lambda: f"{arguments.output}: open it in https://ui.perfetto.dev",

@@ -25,8 +25,7 @@ MODEL_OF_LAYERS = {49: "large", 97: "large-48l"}
 LOCAL = ("localhost", "127.0.0.1")
 BSP_MICRO_BATCHES = 32
 MACROBATCH_VERSIONS = 2
-TOTAL_STEPS = 36320
-"""Updates of the schedule that vPipe's BERT always trains with, whatever the YAML says; in its code."""
+TOTAL_STEPS = 36320  # updates of the schedule that vPipe's BERT always trains with, whatever the YAML says; in its code
 WARMUP_STEPS = TOTAL_STEPS // 5
 
 _SCRIPT = Path("models/bert/train.py")

@@ -30,8 +30,7 @@ from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.meters import OpMeter, Roofline, storage_key
 
 Layer = Callable[[Any], Any]
-Tree = Any
-"""Tensors, possibly in tuples, lists and dicts; anything else is passed on as it is."""
+Tree = Any  # tensors, possibly in tuples, lists and dicts; anything else is passed on as it is
 
 
 def profile_layers(

@@ -24,8 +24,7 @@ from ds_vpipe.schedules.interleaved import interleaved_actions
 from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress, compute_actions, with_communication
 from ds_vpipe.schedules.pipeline import Pipeline
 
-Programs = tuple[tuple[Action, ...], ...]
-"""The actions of every rank, in order."""
+Programs = tuple[tuple[Action, ...], ...]  # the actions of every rank, in order
 
 _NOTHING_ELSE = Exchanges()
 _ADMITTING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.FORWARD})

@@ -13,8 +13,7 @@ _ADMITTING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.FORWARD})
 _RECEIVING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.RECV_GRAD, Kind.DROP_GRAD})
 _SENT_AS = {Kind.FORWARD: Kind.SEND_ACT, Kind.BACKWARD: Kind.SEND_GRAD}
 
-Step = tuple[Kind, int]
-"""A kind of action, and the part of the model that it is for."""
+Step = tuple[Kind, int]  # a kind of action, and the part of the model that it is for
 
 
 def _needs(pipeline: Pipeline, rank: int) -> dict[Step, list[Step]]:

@@ -48,5 +48,4 @@ class DelayWarmup:
         return largest if end is None else min(largest, end - start - 1)
 
 
-NO_WARMUP = DelayWarmup(0, (0,))
-"""A pipeline that is never drained."""
+NO_WARMUP = DelayWarmup(0, (0,))  # a pipeline that is never drained

@@ -29,8 +29,7 @@ from ds_vpipe.schedules.actions import Action, Category, Kind
 FORMAT: Final = "ds_vpipe.timelines.timeline"
 _VERSION: Final = 2
 _SOURCES: Final = ("plan", "simulation", "recording")
-Window = tuple[float, float]
-"""First and last second."""
+Window = tuple[float, float]  # first and last second
 _MAKE_ANEW = "write the file anew with this version of ds_vpipe"
 
 

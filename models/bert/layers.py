@@ -38,8 +38,7 @@ from transformers.models.bert.modeling_bert import (
 
 from ds_vpipe.models.hugging_face import StoredWeights
 
-WORDS = "embeddings.word_embeddings.weight"
-"""The tied weight, in the first layer and in the last."""
+WORDS = "embeddings.word_embeddings.weight"  # the tied weight, in the first layer and in the last
 
 DEFAULT_ATTENTION = "sdpa"
 

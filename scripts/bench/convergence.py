@@ -56,8 +56,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """The ``"staleness"`` of a block; of counts of updates the share of those of synchronous training."""
 
-RECOMMENDED = "recommended"
-"""Stands for the method that docs/convergence.md recommends, :func:`recommended`."""
+RECOMMENDED = "recommended"  # stands for the method that docs/convergence.md recommends, recommended()
 
 SYNCHRONOUS = ("adamw", "nadam")
 WARM_UP, DECAY = 100, 0.3  # updates in which the rate climbs, share of them in which it falls to 0

@@ -457,10 +457,11 @@ def test_profile_measures_and_computes(
 
 def test_trace_merges_recordings(recording: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, merged = str(tmp_path / "trace.json"), str(tmp_path / "merged.json")
-    result = printed_json(capsys, "trace", recording, "-o", trace, "--save", merged)
+    result = printed_json(capsys, "trace", recording, "-o", trace)
     assert result["output"] == trace
     assert result["timelines"][0]["throughput"] == pytest.approx(1 / 8.5)
     assert len(json.loads(Path(trace).read_text(encoding="utf-8"))["traceEvents"]) > len(TWO_STAGES.spans)
+    printed(capsys, "show", recording, "-o", merged)
     assert Timeline.load(merged).source == "recording"
     assert printed(capsys, "trace", recording, "-o", trace).startswith(trace)
 

@@ -97,8 +97,9 @@ class PatchedPipelineEngine(PipelineEngine):
         if self.is_data_parallel or self.zero_optimization():
             self._exec_reduce_grads()
             return
-        for parameter in self.stage_parameters:  # zeros where there is no gradient, as a reduction makes them
-            if parameter.grad is None and parameter.requires_grad and parameter.numel():
+        missing = [parameter for parameter in self.stage_parameters if parameter.grad is None]
+        for parameter in missing:  # zeros where there is no gradient, as a reduction makes them
+            if parameter.requires_grad and parameter.numel():
                 parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
     def run_update(self) -> None:

@@ -239,14 +239,15 @@ def one_way() -> Iterator[None]:
 
 
 def apply_recompute(module: PipelineModule, ratio: float, random_states: RandomStates) -> None:
-    """Make ``module`` recompute the last part of its layers. Ratio 0 leaves it alone."""
+    """Make ``module`` recompute the last part of its layers, and run all at less cost than DeepSpeed's forward does."""
     segment = Segment(0, len(module.forward_funcs), ratio, random_states)
 
     def forward(module: PipelineModule, inputs: Any) -> Any:
         module.micro_offset += 1
         return segment.run_part(module, inputs, module.micro_offset + 1)
 
-    if segment.first < segment.stop:
+    plain = type(module).forward is PipelineModule.forward and module.activation_checkpoint_interval == 0
+    if segment.first < segment.stop or plain:
         module.forward = MethodType(forward, module)
 
 
@@ -272,9 +273,9 @@ def alias_free(value: Any) -> Any:
 def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:
     if hasattr(module, "run_several") and start < stop:  # at less cost than one by one
         return module.run_several(start, stop, value)
-    numbers = layer_numbers(module)
+    numbers, attributes = layer_numbers(module), vars(module)
     for position in range(start, stop):
-        module.curr_layer = numbers[position]
+        attributes["curr_layer"] = numbers[position]  # a module looks through parameters and modules for each attribute
         if module.seed_layers:
             (module.seed_fn or set_random_seed)(module.base_seed * seed_offset + module.curr_layer)
         value = module.forward_funcs[position](value)

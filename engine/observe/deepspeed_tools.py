@@ -116,13 +116,17 @@ class CommsRecord:
 
     def before(self, action: Action) -> None:
         """Note time and bytes so far."""
-        self._begin, self._bytes = time.perf_counter(), self._moved(action)
+        if ds_comm.comms_logger.enabled:
+            self._begin, self._bytes = time.perf_counter(), self._moved(action)
 
     def after(self, action: Action) -> None:
         """Log the difference."""
-        size, logger = self._moved(action) - self._bytes, ds_comm.comms_logger
+        logger = ds_comm.comms_logger
+        if not logger.enabled:
+            return
+        size = self._moved(action) - self._bytes
         operation = "isend" if action.kind.value.startswith("SEND") else "recv"
-        if size and logger.enabled and (logger.prof_all or operation in logger.prof_ops):
+        if size and (logger.prof_all or operation in logger.prof_ops):
             milliseconds = max(1e-6, 1e3 * (time.perf_counter() - self._begin))
             logger.append(operation, operation, milliseconds, size)
 

@@ -35,6 +35,7 @@ from ds_vpipe.engine.execution.drain_watch import DrainWatch
 from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.groups import Groups, Peer, use_local_device
 from ds_vpipe.engine.links.stage_links import StageLinks
+from ds_vpipe.engine.links.wiring import Wiring
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, recompute_parts
 from ds_vpipe.engine.modules.partitioned import repartition, stage_counts
 from ds_vpipe.engine.modules.random_states import RandomStates
@@ -199,7 +200,13 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     exchanges = exchanges_by_rank(pipeline.num_stages, tied.values(), clips_globally)
     check_pipeline(pipeline, exchanges)
     number = engine.stage_id
-    links = StageLinks(grid, pipeline, groups, engine.device)
+    wiring = Wiring(groups, engine.device, config.link)
+    links = StageLinks(grid, pipeline, groups.me, wiring)
+    mine = links.next.activations.payload if links.has_next else None
+    payloads = prepared.consensus.of_stages(mine, "all stages to make their links")
+    if engine.global_rank == 0 and mine is not None:
+        found = ", ".join(f"{stage} {payload}" for stage, payload in enumerate(payloads) if payload is not None)
+        logger.info(f"ds_vpipe: links from each stage to the next: {found}")
     delays = update_delays(pipeline.depths, pipeline.micro_batches, pipeline.vertical)
     delay_warmup = DelayWarmup.of(config.staleness, max(delays))
     mitigation: StalenessMitigation | None = None
@@ -226,8 +233,9 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         device=engine.device,
         groups=groups,
         consensus=prepared.consensus,
+        wiring=wiring,
         links=links,
-        ties=TiedWeights(module, tied, grid, pipeline.depths, groups, engine.device),
+        ties=TiedWeights(module, tied, grid, pipeline.depths, wiring),
         feed=MicroBatchFeed(engine.device, inputs=number == 0, labels=number == pipeline.num_stages - 1),
         weights=weights,
         loss_scaling=LossScaling(engine.optimizer) if scaled else None,

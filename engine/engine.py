@@ -342,7 +342,7 @@ class VPipeEngine(PatchedPipelineEngine):
     def _end(self) -> None:
         self._finish_sends()
         self.observation.end()
-        self.stage.links.send_thread.stop()
+        self.stage.wiring.stop()
         self.stage.groups.failures.stop()
 
     def _finish_sends(self) -> None:

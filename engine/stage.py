@@ -17,6 +17,7 @@ from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.groups import Groups
 from ds_vpipe.engine.links.link import Sender
 from ds_vpipe.engine.links.stage_links import StageLinks
+from ds_vpipe.engine.links.wiring import Wiring
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
@@ -53,6 +54,7 @@ class Stage:
         device: device of the layers.
         groups: process groups, with the failures of other ranks.
         consensus: decisions that hold on all replicas of the stage, all ranks of the pipeline, or all ranks.
+        wiring: makes the links.
         links: links to the neighbouring stages.
         ties: weights tied to other stages; in an asynchronous pipeline only.
         feed: micro-batches from the script's iterators.
@@ -82,6 +84,7 @@ class Stage:
     device: torch.device
     groups: Groups
     consensus: Consensus
+    wiring: Wiring
     links: StageLinks
     ties: TiedWeights
     feed: MicroBatchFeed

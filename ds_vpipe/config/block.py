@@ -130,6 +130,13 @@ class VPipeConfig(Settings):
         "Mitigations of gradients that are some updates old; off unless named. See [training](training.md#staleness).",
         {"nadam": True},
     )
+    link: Literal["auto", "shared", "host"] = key(
+        "auto",
+        '"auto", "shared" or "host"',
+        "What carries tensors between two stages: shared memory (`shared`), for stages of one Linux host that compute "
+        "on the CPU; or gloo (`host`), for all others. `auto` takes the first that works for each two stages.",
+        "host",
+    )
     peer_timeout_s: float = key(
         300.0,
         "a number of seconds > 0",

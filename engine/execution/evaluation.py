@@ -178,7 +178,7 @@ class Evaluation:
         evaluation = self._stage.links.next.evaluation
         evaluation.send(Message.EVAL, index, self._in_flight.pop((index, part)).output)
         if self._stage.pipeline.virtual_stages == 1:
-            evaluation.flush(keep=_EVALUATIONS_UNDER_WAY)
+            evaluation.throttle(_EVALUATIONS_UNDER_WAY)
 
     # Results
 

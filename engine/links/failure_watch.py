@@ -9,6 +9,7 @@ Only that thread uses the store, so that a question about failures takes a momen
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import weakref
@@ -140,7 +141,11 @@ def _end(shared: _Shared, thread: threading.Thread) -> None:
 
 
 def break_off(group: Any) -> None:
-    """Break off all waits in ``group`` with an error. It is a process group or a backend, of no use afterwards."""
+    """Break off all waits in ``group`` with an error. It is a process group, a backend or a socket; of no use then."""
+    if isinstance(group, socket.socket):
+        with suppress(OSError):
+            group.shutdown(socket.SHUT_RDWR)
+        return
     if group is None or group.size() == 1:
         return
     if isinstance(group, dist.ProcessGroup):

@@ -79,11 +79,8 @@ class Group:
             work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
             break_off(self.backend)  # a collective would go on without the limit of this wait
-            reason = self.failures.reason()
-            if reason is not None:
-                raise PipelinePeerError(f"{self.me} stopped waiting for {what}: {reason}", reason) from error
             raisable = limit if timeout_s is None else None
-            raise PipelinePeerError(f"{self.me} waited for {what}: {_cause(error, raisable)}") from error
+            raise failed_wait(self.me, self.failures, what, error, raisable) from error
 
     def minimum(self, value: int, what: str) -> int:
         """The smallest ``value`` of all members."""
@@ -153,6 +150,26 @@ class Groups:
         if reason is not None:
             raise PipelinePeerError(f"{self.me} stopped at {doing}: {reason}", reason)
 
+    def tell(self, key: str, value: str) -> None:
+        """Leave ``value`` for another rank."""
+        self._store.set(key, value)
+
+    def ask(self, key: str, peer: Peer) -> str:
+        """The value that ``peer`` leaves.
+
+        Raises:
+            PipelinePeerError: it did not come in time.
+        """
+        try:
+            self._store.wait([key], timedelta(seconds=self.timeout_s))
+            return str(self._store.get(key).decode())
+        except RuntimeError as error:
+            raise self.failed(f"{peer} to connect ({key})", error) from error
+
+    def failed(self, what: str, error: Exception) -> PipelinePeerError:
+        """The error of a wait for ``what`` that has ended with ``error``."""
+        return failed_wait(self.me, self.failures, what, error, self.timeout_s)
+
     def of(self, name: str, ranks: Iterable[int], longest_s: float = 0.0) -> Group:
         """Group of ``ranks``, this one among them. Members of several groups make them in the same order.
 
@@ -181,6 +198,16 @@ class Groups:
         )
 
 
+def failed_wait(
+    me: Peer, failures: FailureWatch, what: str, error: Exception, limit_s: float | None
+) -> PipelinePeerError:
+    """The error that ends a wait for ``what``; ``limit_s`` is the limit that the user may raise, if any."""
+    reason = failures.reason()
+    if reason is not None:
+        return PipelinePeerError(f"{me} stopped waiting for {what}: {reason}", reason)
+    return PipelinePeerError(f"{me} waited for {what}: {_cause(error, limit_s)}")
+
+
 def use_local_device() -> None:
     """Take this rank's accelerator, before any collective: DeepSpeed takes it only while it builds an engine."""
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -201,7 +228,7 @@ def _devices() -> list[Any]:
     return [ProcessGroupGloo.create_device(interface=name) for name in names]
 
 
-def _cause(error: RuntimeError, timeout_s: float | None) -> str:
+def _cause(error: Exception, timeout_s: float | None) -> str:
     """One line for a backend's error; ``timeout_s`` is the limit in seconds that the user may raise, if any."""
     text = " ".join(str(error).split())
     if "Timed out" in text or "timeout" in text.lower():

@@ -1,250 +1,99 @@
-"""Asynchronous point-to-point links between neighbouring stages.
+"""Ends of links: asynchronous, ordered messages from one rank to another.
 
-Each direction between two stages has a process group of its own, so that the two never queue behind
-each other and a wait that fails cannot poison the links to other stages. Sends never block: gloo keeps
-them until the receiver is ready. Receives are posted ``prefetch`` messages ahead, because a gloo
-send is a rendezvous: it moves only once its receive is posted.
-
-A posted receive must be at least as long as its message. Both ends therefore follow one rule: the
-buffer for message ``n`` is as long as the longest of messages ``0 .. n - prefetch``, which are those
-that the receiver has seen when it posts it. A longer message is announced in its place by a small one
-and follows on its own; this happens only when messages grow.
-
-Every wait has a limit and a name: a timeout, a lost peer and a peer's own failure all end it with a
-:class:`~ds_vpipe.errors.PipelinePeerError`, which says who waited, for what, and from whom.
+Sends do not wait for the receiver. Every wait has a limit and a name: a timeout, a lost peer and a peer's own failure
+all end it with a :class:`~ds_vpipe.errors.PipelinePeerError`, which says who waited, for what, and from whom.
 """
 
 from __future__ import annotations
 
-import enum
 import time
-from collections import deque
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import partial
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 
-from ds_vpipe.engine.links.groups import Group, Peer
-from ds_vpipe.engine.links.message import (
-    HEADER_BYTES,
-    Expected,
-    Message,
-    Packed,
-    Packer,
-    Received,
-    Tree,
-    announcement,
-    unpack,
-)
-from ds_vpipe.engine.links.send_thread import Immediate, Runner
+from ds_vpipe.engine.links.groups import Peer
+from ds_vpipe.engine.links.message import HEADER_BYTES, Message, Received, Tree
 from ds_vpipe.errors import PipelinePeerError
 
-_ABORT_GRACE_S = 5.0  # limit of a failing stage for sending the reason to its neighbours
+ABORT_GRACE_S = 5.0
+"""Limit of a failing stage for sending the reason to its neighbours."""
 
 
-class Channel(enum.IntEnum):
-    """Links of one process group, by their tags."""
-
-    TRAINING = 0
-    EVALUATION = 2
-
-    @property
-    def own_tag(self) -> int:
-        """Tag of messages that were announced; ordinary ones use the channel's value."""
-        return self + 1
-
-
-class _Capacity:
-    """Length of the receive buffers, the same on both ends."""
-
-    def __init__(self, prefetch: int) -> None:
-        self._recent: deque[int] = deque()
-        self._prefetch = prefetch
-        self.longest = HEADER_BYTES  # at the sender: the buffer that is posted for the next message
-
-    def sent(self, size: int) -> None:
-        self._recent.append(size)
-        if len(self._recent) >= self._prefetch:
-            self.received(self._recent.popleft())
-
-    def received(self, size: int) -> int:
-        """Buffer length after a message of ``size`` bytes."""
-        self.longest = max(self.longest, size)
-        return self.longest
-
-
-@dataclass(eq=False)
-class _End:
-    """One end of a link.
+class Sender(ABC):
+    """Sending end of a link.
 
     Attributes:
-        group: of the two ranks.
+        payload: that tensors travel by.
         peer: the stage at the other end.
-        prefetch: receives that the receiving end keeps posted.
-        channel: which of the group's links this is.
-        pin: the tensors come from an accelerator and are staged through page-locked memory.
-        runner: copies, sends and posts receives. With a thread tensors that are sent must not be changed before
-            :meth:`Sender.copied`.
-        waited_s: seconds spent so far in :meth:`Sender.copied` or :meth:`Receiver.receive`.
+        bytes_sent: so far.
+        waited_s: seconds spent so far waiting for copies.
     """
 
-    group: Group
-    peer: Peer
-    prefetch: int
-    channel: Channel = Channel.TRAINING
-    pin: bool = False
-    runner: Runner = field(default_factory=Immediate)
-    waited_s: float = field(default=0.0, init=False)
+    payload: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        self._capacity = _Capacity(self.prefetch)
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    micro_batch: int
-    packer: Packer
-    packed: Packed
-    content: tuple[Message, int, Tree, int] | None  # until it has been copied
-    works: list[dist.Work] = field(default_factory=list)
-    announced: torch.Tensor | None = None
-    error: Exception | None = None
-    uncopied: bool = False
-    started: bool = False
-
-
-class Sender(_End):
-    """The sending end of a link."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
         self.bytes_sent = 0
-        self._stream = torch.cuda.Stream() if self.pin else None
-        self._packer, self._host_packer = Packer(self.pin), Packer()
-        self._outgoing: deque[_Outgoing] = deque()
+        self.waited_s = 0.0
 
+    @abstractmethod
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
         """Start sending ``tree`` and return its size in bytes.
 
         Raises:
             TypeError: the tree holds something that cannot be sent.
         """
-        packer = self._host_packer if kind.on_host else self._packer
-        packed = packer.reserve(tree)
-        outgoing = _Outgoing(micro_batch, packer, packed, (kind, micro_batch, tree, note))
-        # What is on the host needs no device, which may be what has failed.
-        computed = None if self._stream is None or kind.on_host else torch.cuda.current_stream().record_event()
-        self._outgoing.append(outgoing)
-        self.bytes_sent += packed.size
-        self.runner.submit(partial(self._copy_and_start, outgoing, computed))
-        if isinstance(self.runner, Immediate):
-            outgoing.content = None
-        return packed.size
 
-    def _copy_and_start(self, outgoing: _Outgoing, computed: torch.Event | None) -> None:
-        packed = outgoing.packed
-        outgoing.uncopied = True
-        try:
-            assert outgoing.content is not None
-            if self._stream is None or computed is None:
-                outgoing.packer.fill(packed, *outgoing.content)
-            else:
-                with torch.cuda.stream(self._stream):
-                    self._stream.wait_event(computed)
-                    outgoing.packer.fill(packed, *outgoing.content)
-                    self._stream.synchronize()
-            outgoing.uncopied = False
-            tag = self.channel.value
-            if packed.size > self._capacity.longest:
-                outgoing.announced = announcement(packed.size)
-                outgoing.works.append(self._start(outgoing.announced, tag))
-                tag = self.channel.own_tag
-            outgoing.works.append(self._start(packed.data, tag))
-        except Exception as error:
-            # Mostly the peer has gone. That is no failure of this send: a stage whose script ends before its
-            # neighbour's does not need what the neighbour computed ahead. A wait for the peer finds out.
-            outgoing.error = error
-            if outgoing.uncopied:
-                raise
-        finally:
-            self._capacity.sent(packed.size)
-            outgoing.started = True
-
+    @abstractmethod
     def copied(self) -> None:
-        """Wait until tensors sent so far may be changed; mostly they have been copied.
+        """Wait until tensors sent so far may be changed."""
 
-        Raises:
-            RuntimeError: what was sent last could not be copied.
-        """
-        if not self._outgoing:
-            return
-        latest = self._outgoing[-1]
-        if not latest.started:
-            begin = time.perf_counter()
-            self.runner.settle()
-            self.waited_s += time.perf_counter() - begin
-        if latest.uncopied and latest.error is not None:
-            raise latest.error
-        for outgoing in reversed(self._outgoing):
-            if outgoing.content is None:
-                break
-            outgoing.content = None  # tensors are let go of by the thread that made them
-
+    @abstractmethod
     def release(self, micro_batch: int) -> None:
         """Recycle buffers up to ``micro_batch``, which have been received."""
-        while self._outgoing and self._outgoing[0].micro_batch <= micro_batch:
-            self._finish(self._outgoing.popleft())
 
+    @abstractmethod
     def release_through(self, number: int) -> None:
         """Recycle buffers up to the message ``number``, received by now."""
-        numbers = [outgoing.micro_batch for outgoing in self._outgoing]
-        if number in numbers:
-            self.flush(keep=len(numbers) - 1 - numbers.index(number))
 
-    def flush(self, keep: int = 0) -> None:
-        """Wait for receipt of all messages but the latest ``keep``.
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait until no message needs this process any more.
 
         Raises:
             PipelinePeerError: the time limit passed or the peer is lost.
         """
-        while len(self._outgoing) > keep:
-            self._finish(self._outgoing.popleft())
 
+    @abstractmethod
+    def throttle(self, under_way: int) -> None:
+        """Wait until the receiver has all messages but the latest ``under_way``.
+
+        Raises:
+            PipelinePeerError: the time limit passed or the peer is lost.
+        """
+
+    @abstractmethod
     def wait_for_all(self, deadline: float) -> None:
         """:meth:`flush` until ``deadline`` (``time.monotonic()``), without an error."""
-        with suppress(Exception):  # what a task has raised comes after all are done
-            self.runner.settle()
-        with suppress(RuntimeError):
-            while self._outgoing:
-                for work in self._outgoing.popleft().works:  # gloo reports a completion once: wait only once
-                    work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
-
-    def _start(self, data: torch.Tensor, tag: int) -> dist.Work:
-        return self.group.send(data, self.peer.rank, tag)
-
-    def _finish(self, outgoing: _Outgoing) -> None:
-        if not outgoing.started:
-            self.runner.settle()
-        if outgoing.error is not None and not isinstance(outgoing.error, RuntimeError):
-            raise outgoing.error
-        for work in outgoing.works if outgoing.error is None else [outgoing.error]:
-            self.group.wait(work, f"{self.peer} to receive message {outgoing.micro_batch}")
-        outgoing.packer.release(outgoing.packed)
 
 
-class Receiver(_End):
-    """The receiving end of a link."""
+class Receiver(ABC):
+    """Receiving end of a link.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    Attributes:
+        peer: the stage at the other end.
+        bytes_received: so far.
+        waited_s: seconds spent waiting in :meth:`receive` so far.
+    """
+
+    def __init__(self, me: Peer, peer: Peer) -> None:
+        self.peer = peer
         self.bytes_received = 0
-        self._posted: deque[tuple[Expected, dist.Work | RuntimeError]] = deque()
-        for _ in range(self.prefetch):
-            self._post(self._buffer(HEADER_BYTES), None)
+        self.waited_s = 0.0
+        self._me = me
 
     def receive(self, what: str) -> Received:
         """Wait for the next message.
@@ -255,47 +104,24 @@ class Receiver(_End):
         Raises:
             PipelinePeerError: the time limit passed, the peer is lost, or it says that it has failed.
         """
-        self.runner.check()
-        if not self._posted:
-            self.runner.settle()
-        expected, work = self._posted.popleft()
-        self._wait(work, what)
-        message = expected.message()
-        if message.kind is Message.OVERSIZE:
-            data = self._buffer(message.size)
-            self._wait(self._start(data, self.channel.own_tag), what)
-            message = unpack(data)
+        message = self._next(what)
         self.bytes_received += message.size
-        self.runner.submit(partial(self._post, self._buffer(self._capacity.received(message.size)), message.words))
         if message.kind is Message.ABORT:
             reason = bytes(message.tree.tolist()).decode(errors="replace")
-            raise PipelinePeerError(f"{self.group.me} stopped waiting for {what} from {self.peer}: {reason}", reason)
+            raise PipelinePeerError(f"{self._me} stopped waiting for {what} from {self.peer}: {reason}", reason)
         return message
 
-    def _buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pin)
-
-    def _post(self, data: torch.Tensor, words: list[int] | None) -> None:
-        work = self._start(data, self.channel)
-        self._posted.append((Expected(data, words), work))
-
-    def _start(self, data: torch.Tensor, tag: int) -> dist.Work | RuntimeError:
-        try:
-            return self.group.recv(data, self.peer.rank, tag)
-        except RuntimeError as error:
-            return error  # matters only if somebody waits for it
-
-    def _wait(self, work: dist.Work | RuntimeError, what: str) -> None:
-        begin = time.perf_counter()
-        self.group.wait(work, f"{what} from {self.peer}")
-        self.waited_s += time.perf_counter() - begin
+    @abstractmethod
+    def _next(self, what: str) -> Received:
+        """The next message, also of a failure."""
 
 
 def abort_all(senders: Sequence[Sender], reason: str) -> None:
     """Send ``reason`` over every link, with a short time limit."""
     text = torch.frombuffer(bytearray(reason.encode()[: HEADER_BYTES // 2]), dtype=torch.uint8)
     for sender in senders:
-        sender.send(Message.ABORT, 0, text)
-    deadline = time.monotonic() + _ABORT_GRACE_S
+        with suppress(PipelinePeerError):  # it is lost, or does not read
+            sender.send(Message.ABORT, 0, text)
+    deadline = time.monotonic() + ABORT_GRACE_S
     for sender in senders:
         sender.wait_for_all(deadline)

@@ -31,7 +31,7 @@ Tree = Any  # None, a tensor, or a tuple or list of trees
 _ALIGN = 64
 _NONE, _TUPLE, _LIST = -1, -2, -3
 _FIXED_WORDS = 5
-_LAYOUTS = 2  # a batch's last gradient carries more than the others
+LAYOUTS = 2  # kept by a sender; a batch's last gradient carries more than the others
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
@@ -179,6 +179,62 @@ class Packed:
         """Bytes of the message."""
         return self.data.numel()
 
+    def fill(self, kind: Message, micro_batch: int, tree: Tree, note: int, non_blocking: bool = False) -> None:
+        """Copy a tree of this layout into the buffer."""
+        self.header[2:_FIXED_WORDS] = (kind, micro_batch, note)
+        for (stored, view), tensor in zip(self.views, _tensors(tree), strict=True):
+            view.copy_(stored.elements(tensor), non_blocking=non_blocking)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Layout of messages of one form: the header's words, then every tensor at its offset.
+
+    Attributes:
+        words: of the tree.
+        stored: every tensor's elements in the message.
+        dtypes: of the tensors.
+        offsets: of the tensors, in bytes.
+        size: of a message, in bytes.
+    """
+
+    words: tuple[int, ...]
+    stored: tuple[_Stored, ...]
+    dtypes: tuple[torch.dtype, ...]
+    offsets: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, words: tuple[int, ...], tree: Tree) -> Layout:
+        """Layout of ``tree``, which has ``words``."""
+        tensors = _tensors(tree)
+        stored = tuple(_Stored.of(tensor.shape, tensor.stride()) for tensor in tensors)
+        offsets = [_align(8 * (_FIXED_WORDS + len(words)))]
+        for one, tensor in zip(stored, tensors, strict=True):
+            offsets.append(_align(offsets[-1] + one.size(tensor.dtype)))
+        return cls(words, stored, tuple(tensor.dtype for tensor in tensors), tuple(offsets[:-1]), offsets[-1])
+
+    def over(self, data: torch.Tensor) -> Packed:
+        """A send buffer in ``data``, uint8 and at least as long as a message."""
+        num_words = _FIXED_WORDS + len(self.words)
+        header = data[: 8 * num_words].view(torch.int64).numpy()
+        header[:2] = (self.size, num_words)
+        header[_FIXED_WORDS:] = self.words
+        parts = zip(self.stored, self.dtypes, self.offsets, strict=True)
+        views = [(one, one.view(data, offset, dtype)) for one, dtype, offset in parts]
+        return Packed(data[: self.size], header, self.words, views)
+
+
+def words_of(tree: Tree) -> tuple[int, ...]:
+    """Words that describe ``tree`` in a header.
+
+    Raises:
+        TypeError: the tree holds a value that is neither a tensor nor None, or an unknown dtype.
+    """
+    described: list[int] = []
+    _describe(tree, described)
+    return tuple(described)
+
 
 class Packer:
     """Send buffers, those of the latest layouts recycled.
@@ -203,42 +259,25 @@ class Packer:
         Raises:
             TypeError: the tree holds a value that is neither a tensor nor None, or an unknown dtype.
         """
-        described: list[int] = []
-        _describe(tree, described)
-        words = tuple(described)
+        words = words_of(tree)
         if words not in self._spare:
-            if len(self._spare) == _LAYOUTS:
+            if len(self._spare) == LAYOUTS:
                 del self._spare[next(iter(self._spare))]
             self._spare[words] = []
         spare = self._spare[words]
-        return spare.pop() if spare else self._allocate(words, _tensors(tree))
+        if spare:
+            return spare.pop()
+        layout = Layout.of(words, tree)
+        return layout.over(torch.empty(layout.size, dtype=torch.uint8, pin_memory=self._pin))
 
     def fill(self, packed: Packed, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> None:
         """Copy ``tree`` into its reserved buffer, on any thread."""
-        packed.header[2:_FIXED_WORDS] = (kind, micro_batch, note)
-        for (stored, view), tensor in zip(packed.views, _tensors(tree), strict=True):
-            view.copy_(stored.elements(tensor), non_blocking=self._pin)
+        packed.fill(kind, micro_batch, tree, note, self._pin)
 
     def release(self, packed: Packed) -> None:
         """Take a buffer back once its message has been received."""
         if packed.words in self._spare:
             self._spare[packed.words].append(packed)
-
-    def _allocate(self, words: tuple[int, ...], tensors: list[torch.Tensor]) -> Packed:
-        num_words = _FIXED_WORDS + len(words)
-        stored = [_Stored.of(tensor.shape, tensor.stride()) for tensor in tensors]
-        offsets = [_align(8 * num_words)]
-        for one, tensor in zip(stored, tensors, strict=True):
-            offsets.append(_align(offsets[-1] + one.size(tensor.dtype)))
-        data = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=self._pin)
-        header = data[: 8 * num_words].view(torch.int64).numpy()
-        header[:2] = (offsets[-1], num_words)
-        header[_FIXED_WORDS:] = words
-        views = [
-            (one, one.view(data, offset, tensor.dtype))
-            for one, tensor, offset in zip(stored, tensors, offsets, strict=False)
-        ]
-        return Packed(data, header, words, views)
 
 
 class Expected:

@@ -8,10 +8,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ds_vpipe.engine.links.groups import Group, Groups, Peer
-from ds_vpipe.engine.links.link import Channel, Receiver, Sender
+from ds_vpipe.engine.links.groups import Peer
+from ds_vpipe.engine.links.host_link import Channel
+from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.message import Message
-from ds_vpipe.engine.links.send_thread import SendThread
+from ds_vpipe.engine.links.wiring import Wiring
 from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.dry_run import ACTIVATIONS, Link, posted_receives
@@ -29,20 +30,13 @@ class NeighbourLinks(Generic[Down, Up]):
     """Links to one neighbour: this stage's ends of those forward and backward, for training and evaluation."""
 
     def __init__(
-        self,
-        down: Callable[..., Down],
-        up: Callable[..., Up],
-        groups: tuple[Group, Group],
-        peer: Peer,
-        prefetch: int,
-        pin: bool,
-        thread: SendThread,
+        self, down: Callable[..., Down], up: Callable[..., Up], source: int, peer: Peer, prefetch: int
     ) -> None:
-        forward, backward = groups
-        self.activations: Down = down(forward, peer, prefetch, pin=pin, runner=thread)
-        self.gradients: Up = up(backward, peer, prefetch, pin=pin, runner=thread)
-        self.evaluation: Down = down(forward, peer, _EVAL_PREFETCH, Channel.EVALUATION, pin)
-        self.results: Up = up(backward, peer, _EVAL_PREFETCH, Channel.EVALUATION, pin)
+        forward, backward = f"forward from {source}", f"backward to {source}"
+        self.activations: Down = down(forward, peer, prefetch, threaded=True)
+        self.gradients: Up = up(backward, peer, prefetch, threaded=True)
+        self.evaluation: Down = down(forward, peer, _EVAL_PREFETCH, Channel.EVALUATION)
+        self.results: Up = up(backward, peer, _EVAL_PREFETCH, Channel.EVALUATION)
 
 
 class StageLinks:
@@ -52,35 +46,27 @@ class StageLinks:
         grid: DeepSpeed's process grid.
         pipeline: its schedule, with the number of receives posted ahead on a link. Where every stage has several
             parts of the model the last stage's next one is the first.
-        groups: makes the two groups of each two neighbours, forward and backward.
-        device: where the stage computes.
+        me: this stage.
+        wiring: makes the links.
 
     Attributes:
         me: this stage.
-        send_thread: sends and posts receives.
     """
 
-    def __init__(self, grid: Any, pipeline: Pipeline, groups: Groups, device: torch.device) -> None:
+    def __init__(self, grid: Any, pipeline: Pipeline, me: Peer, wiring: Wiring) -> None:
         self._previous: NeighbourLinks[Receiver, Sender] | None = None
         self._next: NeighbourLinks[Sender, Receiver] | None = None
-        self.send_thread = SendThread(device)
-        me = self.me = groups.me
+        self.me = me
         stages = range(pipeline.num_stages)
         for before, after in pairwise([*stages, 0] if pipeline.virtual_stages > 1 else stages):
             if me.stage not in (before, after):
                 continue
             source, target = (Peer(stage, grid.stage_to_global(stage)) for stage in (before, after))
-            ranks = (source.rank, target.rank)
-            pair = (
-                groups.of(f"forward from {source.rank}", ranks),
-                groups.of(f"backward to {source.rank}", ranks),
-            )
             prefetch = posted_receives(pipeline, Link(ACTIVATIONS, before, after))
-            how = (prefetch, device.type == "cuda", self.send_thread)
             if me.stage == after:
-                self._previous = NeighbourLinks(Receiver, Sender, pair, source, *how)
+                self._previous = NeighbourLinks(wiring.receiver, wiring.sender, source.rank, source, prefetch)
             else:
-                self._next = NeighbourLinks(Sender, Receiver, pair, target, *how)
+                self._next = NeighbourLinks(wiring.sender, wiring.receiver, source.rank, target, prefetch)
 
     @property
     def has_previous(self) -> bool:
@@ -144,31 +130,29 @@ class LossLinks:
 
     Args:
         grid: DeepSpeed's process grid.
-        groups: makes a group of each two ranks.
-        device: where the stage computes.
+        me: this stage.
+        wiring: makes the links.
 
     Attributes:
         senders: on the last stage, by the stage at the other end.
     """
 
-    def __init__(self, grid: Any, groups: Groups, device: torch.device) -> None:
+    def __init__(self, grid: Any, me: Peer, wiring: Wiring) -> None:
         *others, last = (Peer(stage, grid.stage_to_global(stage)) for stage in range(grid.pipe_parallel_size))
-        self._me = groups.me
+        self._me = me
         self.senders: dict[int, Sender] = {}
         self._receiver: Receiver | None = None
         for peer in others:
-            pair = (peer.rank, last.rank)
-            if self._me.stage == last.stage:
-                group = groups.of("losses", pair)
-                self.senders[peer.stage] = Sender(group, peer, _LOSS_PREFETCH, pin=device.type == "cuda")
-            elif self._me.stage == peer.stage:
-                self._receiver = Receiver(groups.of("losses", pair), last, _LOSS_PREFETCH)
+            if me.stage == last.stage:
+                self.senders[peer.stage] = wiring.sender("losses", peer, _LOSS_PREFETCH)
+            elif me.stage == peer.stage:
+                self._receiver = wiring.receiver("losses", last, _LOSS_PREFETCH)
 
     def send(self, micro_batch: int, loss: torch.Tensor, stages: Iterable[int]) -> None:
         """Start sending ``loss``, without dimensions, to ``stages``."""
         for stage in stages:
             self.senders[stage].send(Message.LOSS, micro_batch, loss)
-            self.senders[stage].flush(keep=_LOSSES_UNDER_WAY)
+            self.senders[stage].throttle(_LOSSES_UNDER_WAY)
 
     def wait(self, micro_batch: int) -> torch.Tensor:
         """The loss of ``micro_batch`` from the last stage.

@@ -55,7 +55,7 @@ class Rounds:
         whole: Any = getattr(stage.module, "user_module", stage.module)
         self._switched = tuple(dict.fromkeys((*engine.modules(), *whole.modules())))
         self._modes = [module.training for module in self._switched]
-        self._loss_links = LossLinks(engine.grid, stage.groups, stage.device)
+        self._loss_links = LossLinks(engine.grid, stage.links.me, stage.wiring)
         stage.script_senders = tuple(self._loss_links.senders.values())
         stage.sets_back = False  # a drain finishes what is in flight
         stage.feed.next_call(itertools.repeat((None, None)))  # labels travel with the inputs

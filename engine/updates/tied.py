@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
-from ds_vpipe.engine.links.groups import Groups, Peer
+from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.message import Message
+from ds_vpipe.engine.links.wiring import Wiring
 from ds_vpipe.schedules.one_f_one_b import peer_delay, updates_known
 
 _PREFETCH = 1
@@ -101,8 +102,7 @@ class TiedWeights:
         tied: Mapping[str, Sequence[int]],
         grid: Any,
         depths: Sequence[int],
-        groups: Groups,
-        device: torch.device,
+        wiring: Wiring,
     ) -> None:
         stage = grid.get_stage_id()
         self._depths, self._stage = depths, stage
@@ -115,16 +115,16 @@ class TiedWeights:
         for (owner, other), keys in sorted(pairs.items()):
             if stage not in (owner, other):
                 continue
-            ranks = [grid.stage_to_global(owner), grid.stage_to_global(other)]
-            down, up = groups.of("tied weights", ranks), groups.of("tied gradients", ranks)
             weights = [weight for key in keys for weight in _linked(module, key) if weight.requires_grad]
-            peer = Peer(other, ranks[1]) if stage == owner else Peer(owner, ranks[0])
-            receiver = Receiver(up if stage == owner else down, peer, _PREFETCH)
-            sender = Sender(down if stage == owner else up, peer, _PREFETCH, pin=device.type == "cuda")
+            peer = Peer(other if stage == owner else owner, grid.stage_to_global(other if stage == owner else owner))
             if stage == owner:
-                self._copies.append(_Copies(other, weights, receiver, sender))
+                weights_out = wiring.sender("tied weights", peer, _PREFETCH)
+                gradients_in = wiring.receiver("tied gradients", peer, _PREFETCH)
+                self._copies.append(_Copies(other, weights, gradients_in, weights_out))
             else:
-                self._owned.append(_Owned(weights, sender, receiver, owner, 0, _values(weights)))
+                weights_in = wiring.receiver("tied weights", peer, _PREFETCH)
+                gradients_out = wiring.sender("tied gradients", peer, _PREFETCH)
+                self._owned.append(_Owned(weights, gradients_out, weights_in, owner, 0, _values(weights)))
         self.weights_in = [owned.weights_in for owned in self._owned]
         self.weights_out = [copies.weights_out for copies in self._copies]
         self.gradients_in = [copies.gradients_in for copies in self._copies]

@@ -153,7 +153,6 @@ def memory_over(ds_config: dict[str, Any], stages: int, batches: int) -> list[tu
     for batch in range(1, batches + 1):
         trained.train_batch(iterator)
         if batch % (batches // 5) == 0:
-            trained.stage.links.send_thread.settle()
             gc.collect()
             tensors = sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
             resident = psutil.Process().memory_info().rss >> 20

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import toy
 from torch import nn
+
+LINK = os.environ.get("DS_VPIPE_TEST_LINK", "auto")
+"""Payload of links in tests that name none."""
 
 
 def config(micro_batches: int, optimizer: dict[str, Any], vpipe: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
@@ -23,7 +27,7 @@ def config(micro_batches: int, optimizer: dict[str, Any], vpipe: dict[str, Any] 
         **extra,
     }
     if vpipe is not None:
-        result["vpipe"] = {"peer_timeout_s": 60, **vpipe}
+        result["vpipe"] = {"peer_timeout_s": 60, "link": LINK, **vpipe}
     return result
 
 

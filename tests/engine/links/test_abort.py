@@ -10,6 +10,7 @@ import torch
 
 from ds_vpipe.engine.links import groups
 from ds_vpipe.engine.links.groups import Group, Peer
+from ds_vpipe.engine.links.host_link import HostSender
 from ds_vpipe.engine.links.link import Sender, abort_all
 from ds_vpipe.engine.links.message import Message, unpack
 from ds_vpipe.engine.links.send_thread import SendThread
@@ -29,7 +30,7 @@ class Backend:
 def sender(backend: Any, thread: SendThread, pin: bool = False) -> Sender:
     failures: Any = None
     group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
-    return Sender(group, Peer(1, 1), 2, pin=pin, runner=thread)
+    return HostSender(group, Peer(1, 1), 2, pin=pin, runner=thread)
 
 
 def reasons(backend: Backend) -> list[str]:

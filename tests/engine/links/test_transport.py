@@ -5,36 +5,39 @@ from __future__ import annotations
 import gc
 import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from worlds import Worlds
 
-from ds_vpipe.errors import PipelinePeerError
+from ds_vpipe.errors import PipelinePeerError, VPipeConfigError
 
 pytestmark = pytest.mark.mp
+PAYLOADS = pytest.mark.parametrize("payload", ["host", "shared"])
 
 TIMEOUT_S = 30.0
 
 
-def group_of_two(timeout_s: float = TIMEOUT_S) -> Any:
+def wiring_of(payload: str, timeout_s: float = TIMEOUT_S) -> Any:
     from ds_vpipe.engine.links.groups import Groups, Peer
+    from ds_vpipe.engine.links.wiring import Wiring
 
-    return Groups(Peer(3 + rank(), rank()), timeout_s).of("test", [0, 1])
+    return Wiring(Groups(Peer(3 + rank(), rank()), timeout_s), torch.device("cpu"), payload)  # type: ignore[arg-type]
 
 
-def link(prefetch: int, timeout_s: float = TIMEOUT_S, threaded: bool = False) -> Any:
+def ends(wiring: Any, prefetch: int = 2, **how: Any) -> Any:
     """The sending end of a link on rank 0, the receiving end on rank 1."""
     from ds_vpipe.engine.links.groups import Peer
-    from ds_vpipe.engine.links.link import Receiver, Sender
-    from ds_vpipe.engine.links.send_thread import Immediate, SendThread
 
-    group, here, there = group_of_two(timeout_s), Peer(3, 0), Peer(4, 1)
-    runner = SendThread() if threaded else Immediate()
     if rank() == 0:
-        return Sender(group, there, prefetch, runner=runner)
-    return Receiver(group, here, prefetch, runner=runner)
+        return wiring.sender("test", Peer(4, 1), prefetch, **how)
+    return wiring.receiver("test", Peer(3, 0), prefetch, **how)
+
+
+def link(payload: str, prefetch: int = 2, timeout_s: float = TIMEOUT_S, threaded: bool = False) -> Any:
+    return ends(wiring_of(payload, timeout_s), prefetch, threaded=threaded)
 
 
 def rank() -> int:
@@ -54,9 +57,9 @@ def content(size: int, number: int) -> tuple[Any, ...]:
     return values.float().requires_grad_(), (None, values.to(torch.int16)), values % 3 == 0
 
 
-def exchange(prefetch: int, sizes: list[int], threaded: bool) -> int:
+def exchange(payload: str, prefetch: int, sizes: list[int], threaded: bool) -> int:
     """Send messages of ``sizes`` and check each; returns how many had to be announced."""
-    from ds_vpipe.engine.links import link as module
+    from ds_vpipe.engine.links import host_link as module
     from ds_vpipe.engine.links.message import Message
 
     announced: list[int] = []
@@ -69,7 +72,7 @@ def exchange(prefetch: int, sizes: list[int], threaded: bool) -> int:
 
     patched.announcement = counted
     try:
-        end = link(prefetch, threaded=threaded)
+        end = link(payload, prefetch, threaded=threaded)
         if rank() == 0:
             for number, size in enumerate(sizes):
                 tensors = content(size, number)
@@ -100,52 +103,103 @@ def exchange(prefetch: int, sizes: list[int], threaded: bool) -> int:
         patched.announcement = original
 
 
-def exchange_all(prefetch: int, all_sizes: list[list[int]], threaded: bool) -> list[int]:
-    return [exchange(prefetch, sizes, threaded) for sizes in all_sizes]
+def exchange_all(payload: str, prefetch: int, all_sizes: list[list[int]], threaded: bool) -> list[int]:
+    return [exchange(payload, prefetch, sizes, threaded) for sizes in all_sizes]
 
 
-@pytest.mark.parametrize("threaded", [False, True])
-@pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_messages_of_any_size_arrive_in_order(worlds: Worlds, prefetch: int, threaded: bool) -> None:
+@pytest.mark.parametrize(
+    ("payload", "prefetch", "threaded"),
+    [*(("host", prefetch, threaded) for prefetch in (1, 2, 5) for threaded in (False, True)), ("shared", 1, False)],
+)
+def test_messages_of_any_size_arrive_in_order(worlds: Worlds, payload: str, prefetch: int, threaded: bool) -> None:
     chance = random.Random(prefetch)
     jumps = [chance.choice([0, 1, 30, 700, 5_000, 200_000]) for _ in range(60)]
     grows, shrinks = [int(1.3**n) for n in range(40)], [int(1.3**n) for n in range(40, 0, -1)]
     level, small = [50_000] * 20, [9] * 30
-    counts = worlds.run(2, exchange_all, prefetch, [jumps, grows, shrinks, level, small], threaded)[0]
+    counts = worlds.run(2, exchange_all, payload, prefetch, [jumps, grows, shrinks, level, small], threaded)[0]
+    if payload == "shared":
+        return
     # Only growth needs an announcement: the receiver learns of a size ``prefetch`` messages later.
     assert counts[0] > 0
     assert counts[1] > prefetch
     assert counts[2:] == [prefetch, prefetch, 0]
 
 
-def two_channels(count: int) -> list[list[int]]:
-    """Two links in one group; the receiver empties the second one first."""
-    from ds_vpipe.engine.links.groups import Peer
-    from ds_vpipe.engine.links.link import Channel, Receiver, Sender
+def two_channels(payload: str, count: int) -> list[list[int]]:
+    """Two links of one name; the receiver empties the second one first."""
+    from ds_vpipe.engine.links.host_link import Channel
     from ds_vpipe.engine.links.message import Message
 
-    group, here, there = group_of_two(), Peer(3, 0), Peer(4, 1)
-    channels = (Channel.TRAINING, Channel.EVALUATION)
+    wiring = wiring_of(payload)
+    links = [ends(wiring, channel=channel) for channel in (Channel.TRAINING, Channel.EVALUATION)]
     if rank() == 0:
-        senders = [Sender(group, there, 2, channel) for channel in channels]
         for number in range(count):
-            for sender, first in zip(senders, (0, 1000), strict=True):
+            for sender, first in zip(links, (0, 1000), strict=True):
                 sender.send(Message.ACTIVATION, number, torch.full((1 + 3000 * (number % 2),), first + number))
-        for sender in senders:
+        for sender in links:
             sender.flush()
         return []
-    receivers = [Receiver(group, here, 2, channel) for channel in channels]
-    return [[int(receiver.receive("").tree[-1]) for _ in range(count)] for receiver in reversed(receivers)]
+    return [[int(receiver.receive("").tree[-1]) for _ in range(count)] for receiver in reversed(links)]
 
 
-def test_links_of_one_group_do_not_mix(worlds: Worlds) -> None:
-    assert worlds.run(2, two_channels, 7)[1] == [list(range(1000, 1007)), list(range(7))]
+@PAYLOADS
+def test_links_of_one_name_do_not_mix(worlds: Worlds, payload: str) -> None:
+    assert worlds.run(2, two_channels, payload, 7)[1] == [list(range(1000, 1007)), list(range(7))]
+
+
+def chosen(payload: str, unable: int | None, tensor: float) -> tuple[str, float]:
+    """The payload of a link, on a rank of which shared memory may not work, and a value that it carries."""
+    from ds_vpipe.engine.links import wiring
+    from ds_vpipe.engine.links.message import Message
+
+    if unable == rank():
+        patched: Any = wiring
+        platform, patched.sys = patched.sys, SimpleNamespace(platform="darwin")
+    try:
+        end = link(payload)
+        if rank() == 0:
+            end.send(Message.ACTIVATION, 0, torch.full((9_000,), tensor))
+            end.throttle(0)
+            return end.payload, tensor
+        received = end.receive("").tree
+        return "shared" if type(end).__name__.startswith("Shared") else "host", float(received.mean())
+    finally:
+        if unable == rank():
+            patched.sys = platform
+
+
+@pytest.mark.parametrize(
+    ("payload", "unable", "wanted"),
+    [
+        ("auto", None, "shared"),
+        ("shared", None, "shared"),
+        ("host", None, "host"),
+        ("auto", 0, "host"),
+        ("auto", 1, "host"),
+    ],
+)
+def test_payload_of_a_link(worlds: Worlds, payload: str, unable: int | None, wanted: str) -> None:
+    assert worlds.run(2, chosen, payload, unable, 2.5) == [(wanted, 2.5)] * 2
+
+
+def refused(unable: int) -> str:
+    with pytest.raises(VPipeConfigError) as error:
+        chosen("shared", unable, 0.0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("unable", [0, 1])
+def test_shared_memory_that_does_not_work_is_refused_on_both_ranks(worlds: Worlds, unable: int) -> None:
+    for text in worlds.run(2, refused, unable):
+        assert text.startswith('vpipe.link: got "shared", and stage ')
+        assert text.endswith('allowed here: "auto", "host"; change the key')
+        assert "\n" not in text
 
 
 def recycle() -> int:
     from ds_vpipe.engine.links.message import Message
 
-    end = link(2)
+    end = link("host")
     if rank() == 1:
         for number in range(20):
             assert end.receive("").tree.tolist() == [number] * 4
@@ -163,11 +217,11 @@ def test_buffers_are_recycled_once_delivered(worlds: Worlds) -> None:
     assert worlds.run(2, recycle)[0] <= 4
 
 
-def abort(reason: str, prefetch: int) -> Any:
+def abort(payload: str, reason: str, prefetch: int) -> Any:
     from ds_vpipe.engine.links.link import abort_all
     from ds_vpipe.engine.links.message import Message
 
-    end = link(prefetch)
+    end = link(payload, prefetch)
     if rank() == 0:
         end.send(Message.ACTIVATION, 0, torch.ones(3))
         abort_all([end], reason)
@@ -178,38 +232,39 @@ def abort(reason: str, prefetch: int) -> Any:
     return str(error.value), error.value.reason
 
 
-@pytest.mark.parametrize("prefetch", [1, 3])
-def test_abort_arrives_in_place_of_a_message(worlds: Worlds, prefetch: int) -> None:
+@pytest.mark.parametrize(("payload", "prefetch"), [("host", 1), ("host", 3), ("shared", 1)])
+def test_abort_arrives_in_place_of_a_message(worlds: Worlds, payload: str, prefetch: int) -> None:
     reason = "stage 3 (rank 0) failed in F1: ValueError: größer"
-    text, got = worlds.run(2, abort, reason, prefetch)[1]
+    text, got = worlds.run(2, abort, payload, reason, prefetch)[1]
     assert got == reason
     assert text == f"stage 4 (rank 1) stopped waiting for RECV_ACT1 from stage 3 (rank 0): {reason}"
 
 
-def test_a_long_reason_is_cut(worlds: Worlds) -> None:
-    _, got = worlds.run(2, abort, "x" * 10_000, 1)[1]
+@PAYLOADS
+def test_a_long_reason_is_cut(worlds: Worlds, payload: str) -> None:
+    _, got = worlds.run(2, abort, payload, "x" * 10_000, 1)[1]
     assert set(got) == {"x"}
     assert 1000 < len(got) < 4096
 
 
-def wait_to_send() -> tuple[str, float]:
+def wait_to_send(payload: str) -> tuple[str, float]:
     from ds_vpipe.engine.links.message import Message
 
-    end = link(1, timeout_s=0.5)
+    end = link(payload, 1, timeout_s=0.5)
     start, text = time.monotonic(), ""
     if rank() == 0:
         for number in range(5, 9):
             end.send(Message.ACTIVATION, number, torch.ones(3))
         with pytest.raises(PipelinePeerError) as error:
-            end.flush()
+            end.throttle(0)
         text = str(error.value)
     waited = time.monotonic() - start
     barrier()
     return text, waited
 
 
-def wait_to_receive() -> tuple[str, float]:
-    end = link(2, timeout_s=0.5)
+def wait_to_receive(payload: str) -> tuple[str, float]:
+    end = link(payload, timeout_s=0.5)
     start, text = time.monotonic(), ""
     if rank() == 1:
         with pytest.raises(PipelinePeerError) as error:
@@ -220,37 +275,33 @@ def wait_to_receive() -> tuple[str, float]:
     return text, waited
 
 
-def test_a_wait_ends_at_the_time_limit(worlds: Worlds) -> None:
+@PAYLOADS
+def test_a_wait_ends_at_the_time_limit(worlds: Worlds, payload: str) -> None:
     remedy = (
         "nothing came within 0.5 s; see that rank's log, or raise vpipe.peer_timeout_s if a step may take that long"
     )
-    text, waited = worlds.run(2, wait_to_receive)[1]
+    text, waited = worlds.run(2, wait_to_receive, payload)[1]
     assert text == f"stage 4 (rank 1) waited for RECV_ACT7 from stage 3 (rank 0): {remedy}"
     assert 0.4 < waited < 10
-    text, waited = worlds.run(2, wait_to_send)[0]
-    assert text == f"stage 3 (rank 0) waited for stage 4 (rank 1) to receive message 6: {remedy}"
+    text, waited = worlds.run(2, wait_to_send, payload)[0]
+    first = 6 if payload == "host" else 5  # a receive that is posted ahead takes a message that nobody asks for
+    assert text == f"stage 3 (rank 0) waited for stage 4 (rank 1) to receive message {first}: {remedy}"
     assert 0.4 < waited < 10
 
 
-def outlive(sends: int) -> str:
+def outlive(payload: str, sends: int) -> str:
     """Rank 1 leaves the link after one message; rank 0 goes on sending, and notices when it waits."""
-    from ds_vpipe.engine.links.groups import Peer
-    from ds_vpipe.engine.links.link import Receiver
+    from ds_vpipe.engine.links.link import abort_all
     from ds_vpipe.engine.links.message import Message
 
-    group = group_of_two(5.0)
-    end: Any
+    end = link(payload, 1, 5.0)
     if rank() == 1:
-        end = Receiver(group, Peer(3, 0), 1)
         end.receive("RECV_ACT0")
-        del end, group
+        del end
         gc.collect()
         barrier()
         barrier()
         return ""
-    from ds_vpipe.engine.links.link import Sender, abort_all
-
-    end = Sender(group, Peer(4, 1), 1)
     end.send(Message.ACTIVATION, 0, torch.ones(3))
     end.release(0)
     barrier()
@@ -259,7 +310,7 @@ def outlive(sends: int) -> str:
         time.sleep(0.05)
     text = "no error"
     try:
-        end.flush()
+        end.throttle(0)
     except PipelinePeerError as error:
         text = str(error)
     end.wait_for_all(time.monotonic() + 1.0)
@@ -268,8 +319,9 @@ def outlive(sends: int) -> str:
     return text
 
 
-def test_sending_to_a_peer_that_has_gone_is_no_error_until_somebody_waits(worlds: Worlds) -> None:
-    text = worlds.run(2, outlive, 4)[0]
+@PAYLOADS
+def test_sending_to_a_peer_that_has_gone_is_no_error_until_somebody_waits(worlds: Worlds, payload: str) -> None:
+    text = worlds.run(2, outlive, payload, 4)[0]
     assert text.startswith("stage 3 (rank 0) waited for stage 4 (rank 1) to receive message 1: it is gone")
     assert "\n" not in text
 
@@ -278,7 +330,7 @@ def fail_to_copy() -> str:
     """A tensor that cannot be copied: copied() raises the error, though another thread has met it."""
     from ds_vpipe.engine.links.message import Message
 
-    end = link(1, threaded=True)
+    end = link("host", 1, threaded=True)
     barrier()
     if rank() == 1:
         return ""
@@ -300,8 +352,8 @@ def through_a_fake_accelerator() -> list[str]:
     """What a link does with streams, in order; there is no accelerator here."""
     from contextlib import contextmanager
 
-    from ds_vpipe.engine.links import link as module
-    from ds_vpipe.engine.links.groups import Peer
+    from ds_vpipe.engine.links import host_link as module
+    from ds_vpipe.engine.links.groups import Groups, Peer
     from ds_vpipe.engine.links.message import Message, Packer
 
     log: list[str] = []
@@ -346,15 +398,15 @@ def through_a_fake_accelerator() -> list[str]:
         here, there = Peer(3, 0), Peer(4, 1)
         from ds_vpipe.engine.links.send_thread import SendThread
 
-        group = group_of_two()
+        group = Groups(Peer(3 + rank(), rank()), TIMEOUT_S).of("test", [0, 1])
         if rank() == 0:
-            end = module.Sender(group, there, 1, pin=True, runner=SendThread())
+            end = module.HostSender(group, there, 1, pin=True, runner=SendThread())
             assert end._packer.asked_to_pin
             start, end._start = end._start, lambda *message: log.append("send") or start(*message)
             end.send(Message.ACTIVATION, 0, torch.ones(3))
             end.flush()
         else:
-            assert module.Receiver(group, here, 1).receive("RECV_ACT0").tree.tolist() == [1, 1, 1]
+            assert module.HostReceiver(group, here, 1).receive("RECV_ACT0").tree.tolist() == [1, 1, 1]
     finally:
         for (place, name), original in kept.items():
             setattr(place, name, original)

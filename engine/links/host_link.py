@@ -1,0 +1,255 @@
+"""Links over gloo, for stages on different hosts and for accelerators.
+
+Each direction between two stages has a process group of its own, so that the two never queue behind
+each other and a wait that fails cannot poison the links to other stages. Sends never block: gloo keeps
+them until the receiver is ready. Receives are posted ``prefetch`` messages ahead, because a gloo
+send is a rendezvous: it moves only once its receive is posted.
+
+A posted receive must be at least as long as its message. Both ends therefore follow one rule: the
+buffer for message ``n`` is as long as the longest of messages ``0 .. n - prefetch``, which are those
+that the receiver has seen when it posts it. A longer message is announced in its place by a small one
+and follows on its own; this happens only when messages grow.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ds_vpipe.engine.links.groups import Group, Peer
+from ds_vpipe.engine.links.link import Receiver, Sender
+from ds_vpipe.engine.links.message import (
+    HEADER_BYTES,
+    Expected,
+    Message,
+    Packed,
+    Packer,
+    Received,
+    Tree,
+    announcement,
+    unpack,
+)
+from ds_vpipe.engine.links.send_thread import Immediate, Runner
+
+
+class Channel(enum.IntEnum):
+    """Links of one process group, by their tags."""
+
+    TRAINING = 0
+    EVALUATION = 2
+
+    @property
+    def own_tag(self) -> int:
+        """Tag of messages that were announced; ordinary ones use the channel's value."""
+        return self + 1
+
+
+class _Capacity:
+    """Length of the receive buffers, the same on both ends."""
+
+    def __init__(self, prefetch: int) -> None:
+        self._recent: deque[int] = deque()
+        self._prefetch = prefetch
+        self.longest = HEADER_BYTES  # at the sender: the buffer that is posted for the next message
+
+    def sent(self, size: int) -> None:
+        self._recent.append(size)
+        if len(self._recent) >= self._prefetch:
+            self.received(self._recent.popleft())
+
+    def received(self, size: int) -> int:
+        """Buffer length after a message of ``size`` bytes."""
+        self.longest = max(self.longest, size)
+        return self.longest
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    micro_batch: int
+    packer: Packer
+    packed: Packed
+    content: tuple[Message, int, Tree, int] | None  # until it has been copied
+    works: list[dist.Work] = field(default_factory=list)
+    announced: torch.Tensor | None = None
+    error: Exception | None = None
+    uncopied: bool = False
+    started: bool = False
+
+
+class HostSender(Sender):
+    """Sending end of a link over gloo.
+
+    Args:
+        group: of the two ranks.
+        peer: the stage at the other end.
+        prefetch: receives that the receiving end keeps posted.
+        channel: which of the group's links this is.
+        pin: the tensors come from an accelerator and are staged through page-locked memory.
+        runner: copies and sends. With a thread tensors that are sent must not be changed before :meth:`copied`.
+    """
+
+    payload = "host"
+
+    def __init__(
+        self, group: Group, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, pin: bool = False,
+        runner: Runner | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(peer)
+        self._group, self._channel, self._runner = group, channel, runner or Immediate()
+        self._capacity = _Capacity(prefetch)
+        self._stream = torch.cuda.Stream() if pin else None
+        self._packer, self._host_packer = Packer(pin), Packer()
+        self._outgoing: deque[_Outgoing] = deque()
+
+    def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
+        packer = self._host_packer if kind.on_host else self._packer
+        packed = packer.reserve(tree)
+        outgoing = _Outgoing(micro_batch, packer, packed, (kind, micro_batch, tree, note))
+        # What is on the host needs no device, which may be what has failed.
+        computed = None if self._stream is None or kind.on_host else torch.cuda.current_stream().record_event()
+        self._outgoing.append(outgoing)
+        self.bytes_sent += packed.size
+        self._runner.submit(partial(self._copy_and_start, outgoing, computed))
+        if isinstance(self._runner, Immediate):
+            outgoing.content = None
+        return packed.size
+
+    def _copy_and_start(self, outgoing: _Outgoing, computed: torch.Event | None) -> None:
+        packed = outgoing.packed
+        outgoing.uncopied = True
+        try:
+            assert outgoing.content is not None
+            if self._stream is None or computed is None:
+                outgoing.packer.fill(packed, *outgoing.content)
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._stream.wait_event(computed)
+                    outgoing.packer.fill(packed, *outgoing.content)
+                    self._stream.synchronize()
+            outgoing.uncopied = False
+            tag = self._channel.value
+            if packed.size > self._capacity.longest:
+                outgoing.announced = announcement(packed.size)
+                outgoing.works.append(self._start(outgoing.announced, tag))
+                tag = self._channel.own_tag
+            outgoing.works.append(self._start(packed.data, tag))
+        except Exception as error:
+            # Mostly the peer has gone. That is no failure of this send: a stage whose script ends before its
+            # neighbour's does not need what the neighbour computed ahead. A wait for the peer finds out.
+            outgoing.error = error
+            if outgoing.uncopied:
+                raise
+        finally:
+            self._capacity.sent(packed.size)
+            outgoing.started = True
+
+    def copied(self) -> None:
+        """Wait until tensors sent so far may be changed; mostly they have been copied.
+
+        Raises:
+            RuntimeError: what was sent last could not be copied.
+        """
+        if not self._outgoing:
+            return
+        latest = self._outgoing[-1]
+        if not latest.started:
+            begin = time.perf_counter()
+            self._runner.settle()
+            self.waited_s += time.perf_counter() - begin
+        if latest.uncopied and latest.error is not None:
+            raise latest.error
+        for outgoing in reversed(self._outgoing):
+            if outgoing.content is None:
+                break
+            outgoing.content = None  # tensors are let go of by the thread that made them
+
+    def release(self, micro_batch: int) -> None:
+        while self._outgoing and self._outgoing[0].micro_batch <= micro_batch:
+            self._finish(self._outgoing.popleft())
+
+    def release_through(self, number: int) -> None:
+        numbers = [outgoing.micro_batch for outgoing in self._outgoing]
+        if number in numbers:
+            self.throttle(len(numbers) - 1 - numbers.index(number))
+
+    def flush(self) -> None:
+        self.throttle(0)
+
+    def throttle(self, under_way: int) -> None:
+        while len(self._outgoing) > under_way:
+            self._finish(self._outgoing.popleft())
+
+    def wait_for_all(self, deadline: float) -> None:
+        with suppress(Exception):  # what a task has raised comes after all are done
+            self._runner.settle()
+        with suppress(RuntimeError):
+            while self._outgoing:
+                for work in self._outgoing.popleft().works:  # gloo reports a completion once: wait only once
+                    work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
+
+    def _start(self, data: torch.Tensor, tag: int) -> dist.Work:
+        return self._group.send(data, self.peer.rank, tag)
+
+    def _finish(self, outgoing: _Outgoing) -> None:
+        if not outgoing.started:
+            self._runner.settle()
+        if outgoing.error is not None and not isinstance(outgoing.error, RuntimeError):
+            raise outgoing.error
+        for work in outgoing.works if outgoing.error is None else [outgoing.error]:
+            self._group.wait(work, f"{self.peer} to receive message {outgoing.micro_batch}")
+        outgoing.packer.release(outgoing.packed)
+
+
+class HostReceiver(Receiver):
+    """Receiving end of a link over gloo; arguments as of :class:`HostSender`."""
+
+    def __init__(
+        self, group: Group, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, pin: bool = False,
+        runner: Runner | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(group.me, peer)
+        self._group, self._channel, self._pin, self._runner = group, channel, pin, runner or Immediate()
+        self._capacity = _Capacity(prefetch)
+        self._posted: deque[tuple[Expected, dist.Work | RuntimeError]] = deque()
+        for _ in range(prefetch):
+            self._post(self._buffer(HEADER_BYTES), None)
+
+    def _next(self, what: str) -> Received:
+        self._runner.check()
+        if not self._posted:
+            self._runner.settle()
+        expected, work = self._posted.popleft()
+        self._wait(work, what)
+        message = expected.message()
+        if message.kind is Message.OVERSIZE:
+            data = self._buffer(message.size)
+            self._wait(self._start(data, self._channel.own_tag), what)
+            message = unpack(data)
+        self._runner.submit(partial(self._post, self._buffer(self._capacity.received(message.size)), message.words))
+        return message
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
+
+    def _post(self, data: torch.Tensor, words: list[int] | None) -> None:
+        work = self._start(data, self._channel)
+        self._posted.append((Expected(data, words), work))
+
+    def _start(self, data: torch.Tensor, tag: int) -> dist.Work | RuntimeError:
+        try:
+            return self._group.recv(data, self.peer.rank, tag)
+        except RuntimeError as error:
+            return error  # matters only if somebody waits for it
+
+    def _wait(self, work: dist.Work | RuntimeError, what: str) -> None:
+        begin = time.perf_counter()
+        self._group.wait(work, f"{what} from {self.peer}")
+        self.waited_s += time.perf_counter() - begin

@@ -1,0 +1,163 @@
+"""Choice of the payload of each link, and the two ends of every link.
+
+``shared`` needs two processes of one host that compute on the CPU. Whether they are is not guessed from names of hosts,
+of which containers may have one of their own each: the two ranks try to connect.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import uuid
+from contextlib import nullcontext, suppress
+from typing import Literal
+
+import torch
+
+from ds_vpipe.engine.links.groups import Group, Groups, Peer
+from ds_vpipe.engine.links.host_link import Channel, HostReceiver, HostSender
+from ds_vpipe.engine.links.link import Receiver, Sender
+from ds_vpipe.engine.links.send_thread import SendThread
+from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, SharedSender
+from ds_vpipe.errors import VPipeConfigError
+
+Payload = Literal["auto", "shared", "host"]
+
+
+class Wiring:
+    """Maker of the links of one engine; all ranks make the same ones in the same order.
+
+    Args:
+        groups: of the engine.
+        device: where the stage computes.
+        payload: of all links; ``auto`` takes ``shared`` where it works.
+    """
+
+    def __init__(self, groups: Groups, device: torch.device, payload: Payload) -> None:
+        self._groups, self._device, self._payload = groups, device, payload
+        self._sockets: dict[int, socket.socket | None] = {}  # by the rank at the other end; None if it is elsewhere
+        self._made: dict[tuple[str, int], Group] = {}
+        self._thread: SendThread | None = None
+
+    def sender(
+        self, name: str, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, threaded: bool = False
+    ) -> Sender:
+        """Sending end of a link to ``peer``.
+
+        Args:
+            name: of the link, the same on both ends; links of two channels may share it.
+            peer: the stage at the other end.
+            prefetch: messages that the receiver takes ahead.
+            channel: of the name.
+            threaded: whether messages may be packed in a thread, until :meth:`Sender.copied`.
+
+        Raises:
+            PipelinePeerError: the other rank did not make its end in time.
+            VPipeConfigError: the payload that was asked for does not work between the two.
+        """
+        if self._shares_memory_with(peer):
+            return SharedSender(self._connection(name, peer, channel))
+        return HostSender(self._group(name, peer), peer, prefetch, channel, *self._host(threaded))
+
+    def receiver(
+        self, name: str, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, threaded: bool = False
+    ) -> Receiver:
+        """Receiving end of a link from ``peer``; see :meth:`sender`."""
+        if self._shares_memory_with(peer):
+            return SharedReceiver(self._connection(name, peer, channel))
+        return HostReceiver(self._group(name, peer), peer, prefetch, channel, *self._host(threaded))
+
+    def stop(self) -> None:
+        """End the send thread, if there is one."""
+        if self._thread is not None:
+            self._thread.stop()
+
+    def _host(self, threaded: bool) -> tuple[bool, SendThread | None]:
+        if threaded and self._thread is None:
+            self._thread = SendThread(self._device)
+        return self._device.type == "cuda", self._thread if threaded else None
+
+    def _group(self, name: str, peer: Peer) -> Group:
+        key = name, peer.rank
+        if key not in self._made:
+            self._made[key] = self._groups.of(name, sorted((self._groups.me.rank, peer.rank)))
+        return self._made[key]
+
+    def _shares_memory_with(self, peer: Peer) -> bool:
+        if peer.rank not in self._sockets:
+            found = None if self._payload == "host" else self._connect(peer)
+            if found is None and self._payload == "shared":
+                raise VPipeConfigError(
+                    f'vpipe.link: got "shared", and {self._groups.me} and {peer} are not processes of one Linux host '
+                    f'that compute on the CPU; allowed here: "auto", "host"; change the key'
+                )
+            self._sockets[peer.rank] = found
+        return self._sockets[peer.rank] is not None
+
+    def _connect(self, peer: Peer) -> socket.socket | None:
+        """Socket to the other rank, on which those of links travel; None if the two share no memory.
+
+        The address is an abstract one: no file is left behind. Processes of other users are refused.
+        """
+        groups, able = self._groups, sys.platform == "linux" and self._device.type == "cpu"
+        low, high = sorted((groups.me.rank, peer.rank))
+        pair = f"socket of {low} and {high}"
+        if groups.me.rank == high:
+            address = groups.ask(f"{pair}: address", peer)
+            found = _connected(address, groups.timeout_s) if able and address else None
+            groups.tell(f"{pair}: answer", "" if found is None else "connected")
+            return found
+        address = f"ds_vpipe-{uuid.uuid4()}" if able else ""
+        with _socket(groups.timeout_s) if able else nullcontext() as server:
+            if server is not None:
+                server.bind(f"\0{address}")
+                server.listen()
+            groups.tell(f"{pair}: address", address)
+            if not groups.ask(f"{pair}: answer", peer) or server is None:
+                return None
+            while not _is_of_same_user(accepted := server.accept()[0]):
+                accepted.close()
+            accepted.settimeout(groups.timeout_s)
+            return accepted
+
+    def _connection(self, name: str, peer: Peer, channel: Channel) -> Connection:
+        """A link's own socket, which the lower rank makes."""
+        groups, pair = self._groups, self._sockets[peer.rank]
+        assert pair is not None
+        link = f"{name}, channel {channel.value}".encode()
+        try:
+            if groups.me.rank < peer.rank:
+                end, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with other:
+                    socket.send_fds(pair, [link], [other.fileno()])
+            else:
+                given, descriptors, *_ = socket.recv_fds(pair, 1024, 1)
+                if given != link:
+                    raise ConnectionError(f"connection closed, or another link: {given.decode()!r}")
+                end = socket.socket(fileno=descriptors[0])
+        except OSError as error:
+            raise groups.failed(f"{peer} to connect ({link.decode()})", error) from error
+        return Connection(end, groups.me, peer, groups.timeout_s, groups.failures)
+
+
+def _socket(timeout_s: float) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(timeout_s)
+    return made
+
+
+def _connected(address: str, timeout_s: float) -> socket.socket | None:
+    made = _socket(timeout_s)
+    with suppress(OSError):
+        made.connect(f"\0{address}")
+        if _is_of_same_user(made):
+            return made
+    made.close()
+    return None
+
+
+def _is_of_same_user(end: socket.socket) -> bool:
+    _, user, _ = struct.unpack("iii", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(user == os.getuid())

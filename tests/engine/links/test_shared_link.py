@@ -1,0 +1,373 @@
+"""Blocks of shared memory: whose they are, how many there are, and what is left of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_vpipe.engine.links import shared_link, wiring
+from ds_vpipe.engine.links.failure_watch import break_off
+from ds_vpipe.engine.links.groups import Peer
+from ds_vpipe.engine.links.link import abort_all
+from ds_vpipe.engine.links.message import Message
+from ds_vpipe.engine.links.shared_link import INLINE_BYTES, Connection, SharedReceiver, SharedSender
+from ds_vpipe.errors import PipelinePeerError
+
+HERE, THERE = Peer(3, 0), Peer(4, 1)
+
+
+class Failures:
+    """Failures of other ranks: none, or one that a test sets."""
+
+    def __init__(self) -> None:
+        self.why: str | None = None
+
+    def breaks(self, end: object) -> None:
+        """Nobody polls."""
+
+    def reason(self) -> str | None:
+        return self.why
+
+
+def connections(timeout_s: float = 5.0, failures: Any = None) -> tuple[Connection, Connection]:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    known = failures or Failures()
+    return Connection(ends[0], HERE, THERE, timeout_s, known), Connection(ends[1], THERE, HERE, timeout_s, known)
+
+
+def link(timeout_s: float = 5.0) -> tuple[SharedSender, SharedReceiver]:
+    here, there = connections(timeout_s)
+    return SharedSender(here), SharedReceiver(there)
+
+
+def large(value: float, size: int = 10_000) -> torch.Tensor:
+    return torch.full((size,), value)
+
+
+def test_a_message_that_is_kept_stays_as_it_came() -> None:
+    sender, receiver = link()
+    kept = []
+    for number in range(6):
+        sender.send(Message.ACTIVATION, number, (large(number), large(-number)))
+        kept.append(receiver.receive("").tree[number % 2])  # a view of either tensor holds the block
+    assert [float(tensor.sum()) / 10_000 for tensor in kept] == [0, -1, 2, -3, 4, -5]
+    assert len(sender._blocks) == 6
+
+
+def test_a_block_is_used_again_once_nothing_refers_to_it() -> None:
+    sender, receiver = link()
+    places = set()
+    for number in range(20):
+        sender.send(Message.ACTIVATION, number, large(number))
+        tensor = receiver.receive("").tree
+        part = tensor[5:9].view(2, 2)
+        del tensor
+        assert part.tolist() == [[number, number]] * 2
+        places.add(part.data_ptr())
+    assert len(sender._blocks) == len(places) <= 2
+
+
+def test_what_autograd_has_saved_holds_a_block() -> None:
+    sender, receiver = link()
+    sender.send(Message.ACTIVATION, 0, large(3.0).requires_grad_())
+    tensor = receiver.receive("").tree
+    result = (tensor**2).sum()
+    leaf = tensor.detach()
+    del tensor
+    sender.send(Message.ACTIVATION, 1, large(7.0))
+    del leaf
+    receiver.receive("")
+    sender.send(Message.ACTIVATION, 2, large(8.0))
+    result.backward()
+    assert len(sender._blocks) == 2
+    assert float(receiver.receive("").tree[0]) == 8.0
+
+
+def test_blocks_grow_and_are_not_more_than_messages_in_use() -> None:
+    sender, receiver = link()
+    for number, size in enumerate(int(1000 * 1.2**step) for step in range(40)):
+        sender.send(Message.ACTIVATION, number, large(number, size))
+        assert float(receiver.receive("").tree.sum()) == number * size
+    assert len(sender._blocks) <= 2
+    assert len(receiver._blocks) <= 2
+    mapped = Path("/proc/self/maps").read_text().count("memfd:ds_vpipe")
+    assert mapped <= 4  # both ends are here; what was replaced is no longer mapped
+
+
+def test_small_messages_need_no_block() -> None:
+    sender, receiver = link()
+    for number in range(300):
+        tree = (torch.tensor(number / 2), torch.arange(number % 100, dtype=torch.int16), None)
+        size = sender.send(Message.LOSS, number, tree, note=number)
+        assert size <= INLINE_BYTES
+        message = receiver.receive("")
+        assert (message.kind, message.micro_batch, message.note) == (Message.LOSS, number, number)
+        assert message.tree[0].item() == number / 2
+        assert torch.equal(message.tree[1], tree[1])
+    assert sender._blocks == []
+
+
+def test_both_ways_round_the_limit_of_small_messages() -> None:
+    sender, receiver = link()
+    for size in (*range(INLINE_BYTES - 200, INLINE_BYTES + 200, 8), 0, 1):
+        sender.send(Message.ACTIVATION, 0, torch.arange(size, dtype=torch.uint8).requires_grad_(False))
+        tensor = receiver.receive("").tree
+        assert torch.equal(tensor, torch.arange(size, dtype=torch.uint8))
+        assert tensor.data_ptr() % 64 == 0 or size == 0
+    assert 0 < len(sender._blocks) <= 2
+
+
+def test_a_process_that_was_forked_gives_nothing_back() -> None:
+    """As the workers of a DataLoader are: their copies of tensors are freed at any time."""
+    sender, receiver = link()
+    sender.send(Message.ACTIVATION, 0, large(1.0))
+    held = [receiver.receive("").tree]
+    child = os.fork()
+    if child == 0:
+        held.clear()
+        os._exit(0)
+    os.waitpid(child, 0)
+    for number in range(1, 4):
+        sender.send(Message.ACTIVATION, number, large(9.0))
+        receiver.receive("")
+    assert held[0].sum() == 10_000
+
+
+def test_tensors_may_be_freed_by_any_thread() -> None:
+    sender, receiver = link()
+    for number in range(50):
+        sender.send(Message.ACTIVATION, number, large(number))
+        held = [receiver.receive("").tree]
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+    assert len(sender._blocks) <= 2
+
+
+def test_answers_that_find_no_room_come_later() -> None:
+    """The sender does not read answers while it sends nothing."""
+    sender, receiver = link()
+    for number in range(150):
+        sender.send(Message.ACTIVATION, number, large(number, 600))
+    received = [receiver.receive("").tree for _ in range(150)]
+    sent = [receiver._answers.give(-1) for _ in range(600)]  # the socket is full of receipts
+    sender._unreceived.extend(0 for _ in sent)
+    received.clear()
+    assert receiver._answers._due
+    for number in range(150):
+        sender.send(Message.ACTIVATION, number, large(number, 600))
+        receiver.receive("")
+    sender._read_answers()
+    receiver._answers.give(-1)
+    sender._unreceived.append(0)
+    sender._read_answers()
+    assert not receiver._answers._due
+    assert sorted(block.number for block in sender._free) == list(range(len(sender._blocks)))
+
+
+def test_a_full_socket_is_waited_for_with_a_limit() -> None:
+    sender, receiver = link(timeout_s=0.3)
+
+    def send() -> None:
+        for number in range(100_000):
+            sender.send(Message.LOSS, number, torch.zeros(()))
+
+    with pytest.raises(PipelinePeerError, match=r"stage 3 \(rank 0\) waited for stage 4 \(rank 1\) to receive message"):
+        send()
+    assert receiver.receive("").micro_batch == 0
+    abort_all([sender], "why")  # there may be room for it or not
+
+
+def test_a_sender_waits_for_room_in_the_socket() -> None:
+    sender, receiver = link()
+
+    def send() -> None:
+        for number in range(2_000):
+            sender.send(Message.LOSS, number, torch.zeros(()))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    time.sleep(0.1)
+    assert thread.is_alive()
+    assert [receiver.receive("").micro_batch for _ in range(2_000)] == list(range(2_000))
+    thread.join()
+
+
+def test_throttle() -> None:
+    sender, receiver = link(timeout_s=0.2)
+    for number in range(5):
+        sender.send(Message.EVAL, number, large(number))
+    sender.throttle(5)
+    for _ in range(3):
+        receiver.receive("")
+    sender.throttle(2)
+    with pytest.raises(PipelinePeerError, match="to receive message 3"):
+        sender.throttle(1)
+
+
+def test_what_was_sent_arrives_though_the_sender_has_gone() -> None:
+    sender, receiver = link()
+    sender.send(Message.ACTIVATION, 0, large(1.0))
+    sender.send(Message.ACTIVATION, 1, large(2.0))
+    receiver.receive("")  # its answers are never read
+    del sender
+    assert receiver.receive("").tree.sum() == 20_000
+    with pytest.raises(PipelinePeerError, match=r"waited for RECV_ACT2 from stage 3 \(rank 0\): it is gone"):
+        receiver.receive("RECV_ACT2")
+
+
+def test_a_known_failure_ends_a_wait() -> None:
+    failures = Failures()
+    here, there = connections(60.0, failures)
+    receiver = SharedReceiver(there)
+
+    def fail() -> None:
+        time.sleep(0.1)
+        failures.why = "stage 0 (rank 2) failed"
+        break_off(there.end)
+
+    threading.Thread(target=fail).start()
+    with pytest.raises(
+        PipelinePeerError, match=r"stopped waiting for RECV_ACT0 .*: stage 0 \(rank 2\) failed"
+    ) as error:
+        receiver.receive("RECV_ACT0")
+    assert error.value.reason == failures.why
+    del here
+
+
+def test_processes_of_other_users_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ends[0], ends[1]:
+        assert wiring._is_of_same_user(ends[0])
+        monkeypatch.setattr(wiring.os, "getuid", lambda: os.geteuid() + 1)
+        assert not wiring._is_of_same_user(ends[0])
+
+
+def test_a_block_that_cannot_be_had_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    sender, _ = link()
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(shared_link.mmap, "mmap", full)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        sender.send(Message.ACTIVATION, 0, large(1.0))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def killed(act: Callable[[Connection], None], survive: Callable[[Connection], str], seed: int) -> str:
+    """What the survivor says whose peer, a process of its own, is killed at a random moment."""
+    here, there = connections(20.0)
+    child = os.fork()
+    if child == 0:
+        try:
+            here.end.close()
+            act(there)
+        finally:
+            os._exit(0)
+    there.end.close()
+    timer = threading.Timer(random.Random(seed).uniform(0.0, 0.02), os.kill, (child, signal.SIGKILL))
+    timer.start()
+    try:
+        return survive(here)
+    finally:
+        timer.join()
+        os.waitpid(child, 0)
+
+
+def receive_all(connection: Connection) -> str:
+    receiver, number = SharedReceiver(connection), 0
+    try:
+        while True:
+            message = receiver.receive("RECV_ACT")
+            assert message.micro_batch == number
+            assert not message.tree[0].numel() or bool((message.tree[0] == number).all())
+            number += 1
+    except PipelinePeerError as error:
+        return str(error)
+
+
+def send_all(connection: Connection) -> str:
+    sender, number = SharedSender(connection), 0
+    try:
+        while True:
+            sender.send(Message.ACTIVATION, number, (large(number, 700 * (number % 90)), None))
+            sender.throttle(8)
+            number += 1
+    except PipelinePeerError as error:
+        return str(error)
+
+
+KILLS = int(os.environ.get("DS_VPIPE_KILLS", "15"))  # at either end
+MESSAGES = int(os.environ.get("DS_VPIPE_MESSAGES", "2000"))
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
+
+
+@pytest.mark.parametrize("act", [send_all, receive_all])
+def test_a_killed_peer_ends_every_wait_and_leaves_nothing(act: Callable[[Connection], str]) -> None:
+    survive = receive_all if act is send_all else send_all
+    gc.collect()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for seed in range(KILLS):
+        text = killed(act, survive, seed)  # type: ignore[arg-type]
+        assert "it is gone (connection closed)" in text
+        assert "\n" not in text
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert "memfd:ds_vpipe" not in Path("/proc/self/maps").read_text()
+
+
+def random_tree(number: int) -> tuple[Any, ...]:
+    chance = random.Random(number)
+    sizes = [int(10 ** chance.uniform(0, 5)) - 1 for _ in range(chance.choice([0, 1, 1, 2, 5]))]
+    tensors = [torch.full((size,), (number + at) % 100).to(chance.choice(DTYPES)) for at, size in enumerate(sizes)]
+    return None, *tensors
+
+
+def send_random(connection: Connection) -> None:
+    sender, chance = SharedSender(connection), random.Random(0)
+    for number in range(MESSAGES):
+        sender.send(Message.ACTIVATION, number, random_tree(number))
+        if chance.random() < 0.01:
+            time.sleep(chance.uniform(0, 0.01))
+    sender.throttle(0)
+
+
+def test_random_messages() -> None:
+    """Of random sizes and dtypes, with random delays at both ends; some are kept for a while."""
+    here, there = connections(60.0)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            here.end.close()
+            send_random(there)
+            status = 0
+        finally:
+            os._exit(status)
+    there.end.close()
+    receiver, chance, kept = SharedReceiver(here), random.Random(1), []
+    for number in range(MESSAGES):
+        message = receiver.receive("")
+        kept.append((number, message))
+        if chance.random() < 0.01:
+            time.sleep(chance.uniform(0, 0.01))
+        while kept and chance.random() < 0.6:
+            first, message = kept.pop(chance.randrange(len(kept)))
+            assert message.micro_batch == first
+            for found, wanted in zip(message.tree, random_tree(first), strict=True):
+                assert (found is None and wanted is None) or torch.equal(found, wanted), first
+        if len(kept) > 40:
+            del kept[:20]
+    assert os.waitpid(child, 0)[1] == 0

@@ -302,7 +302,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.whole_model.save(save_dir, save_filename, exclude_frozen_parameters)
         return True
 
-    def come_to_rest(self, what: str) -> None:
+    def drain_before(self, what: str) -> None:
         """Empty the pipeline before ``what``, which all stages do together."""
         self.quiesce()
 

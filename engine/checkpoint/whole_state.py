@@ -35,7 +35,7 @@ _REMEDY = (
 class Engine(Protocol):
     """Engine of a pipeline, as state dicts need it."""
 
-    def come_to_rest(self, what: str) -> None:
+    def drain_before(self, what: str) -> None:
         """Finish the micro-batches in flight, as all stages do."""
 
     def weights_were_set(self) -> None:
@@ -231,7 +231,7 @@ class WholeModel:
 
     def _drain(self, what: str) -> None:
         if self._engine is not None:
-            self._engine.come_to_rest(what)
+            self._engine.drain_before(what)
 
     def _exchange(self, given: Mapping[str, Any], request: _Request, what: str) -> dict[str, tuple[Any, Any]]:
         within = f"{request.path}." if request.path else ""

@@ -198,30 +198,7 @@ class Evaluation:
         device = self._stage.device
         if self._stage.is_last:
             data = map_tree(lambda leaf: leaf.detach().to(device, dtype, copy=True), data)
-        return arrived(self.from_last_stage(data), device)
-
-    def from_last_stage(self, tree: Tree) -> Tree:
-        """The last stage's ``tree`` on every stage, neighbour by neighbour."""
-        stage = self._stage
-        if not stage.is_last:
-            tree = stage.links.next.results.receive("the result of an evaluation").tree
-        if not stage.is_first:
-            stage.links.previous.results.send(Message.EVAL, 0, tree)
-            stage.links.previous.results.flush()
-        return tree
-
-    def of_all_stages(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """Tensors of all stages of the pipeline, in order, on each of them; ``what`` is the name of the wait.
-
-        By links, on which a stage that fails says so, and not by a collective.
-        """
-        stage = self._stage
-        known = () if stage.is_first else stage.links.previous.evaluation.receive(what).tree
-        known = (*known, mine)
-        if not stage.is_last:
-            stage.links.next.evaluation.send(Message.EVAL, 0, known)
-            self.flush()
-        return list(self.from_last_stage(known))
+        return arrived(self._stage.links.from_last_stage(data), device)
 
 
 def or_no_data(iterator: Iterator[Any] | None, batch_fn: Callable[..., Any] | None) -> Iterator[Any] | None:

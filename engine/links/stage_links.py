@@ -11,7 +11,7 @@ import torch
 from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.links.host_link import Channel
 from ds_vpipe.engine.links.link import Receiver, Sender
-from ds_vpipe.engine.links.message import Message
+from ds_vpipe.engine.links.message import Message, Tree
 from ds_vpipe.engine.links.wiring import Wiring
 from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.schedules.actions import Kind
@@ -56,7 +56,7 @@ class StageLinks:
     def __init__(self, grid: Any, pipeline: Pipeline, me: Peer, wiring: Wiring) -> None:
         self._previous: NeighbourLinks[Receiver, Sender] | None = None
         self._next: NeighbourLinks[Sender, Receiver] | None = None
-        self.me = me
+        self.me, self._last = me, pipeline.num_stages - 1
         stages = range(pipeline.num_stages)
         for before, after in pairwise([*stages, 0] if pipeline.virtual_stages > 1 else stages):
             if me.stage not in (before, after):
@@ -114,6 +114,27 @@ class StageLinks:
             self._next.activations.copied()
         if self._previous is not None and kind is Kind.FORWARD:
             self._previous.gradients.copied()
+
+    def from_last_stage(self, tree: Tree) -> Tree:
+        """The last stage's ``tree`` on every stage, neighbour by neighbour."""
+        if self.me.stage < self._last:
+            tree = self.next.results.receive("the result of an evaluation").tree
+        if self.me.stage > 0:
+            self.previous.results.send(Message.EVAL, 0, tree)
+            self.previous.results.flush()
+        return tree
+
+    def of_all_stages(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """Tensors of all stages of the pipeline, in order, on each of them; ``what`` is the name of the wait.
+
+        By links, on which a stage that fails says so, and not by a collective.
+        """
+        known = () if self.me.stage == 0 else self.previous.evaluation.receive(what).tree
+        known = (*known, mine)
+        if self.me.stage < self._last:
+            self.next.evaluation.send(Message.EVAL, 0, known)
+            self.next.evaluation.flush()
+        return list(self.from_last_stage(known))
 
     def flush(self) -> None:
         """Wait for receipt of all training messages."""

@@ -175,7 +175,7 @@ class VPipeLoopEngine(VPipeEngine):
             with self._aborting():
                 self._drain()
 
-    def come_to_rest(self, what: str) -> None:
+    def drain_before(self, what: str) -> None:
         """Drain, and meet the other stages even if nothing is in flight: one that goes on instead ends with a line."""
         self._refuse_failed(what)
         self.rounds.order.expect_between(what)

@@ -52,7 +52,7 @@ class ScriptEvaluation:
             if self.alike(packed):
                 return self._evaluated(packed)
             what = "the micro-batches of all ranks to evaluate"
-            calls = self._engine.evaluation.of_all_stages(as_bytes((args, kwargs)), what)
+            calls = self._stage.links.of_all_stages(as_bytes((args, kwargs)), what)
             given = [from_bytes(call, stage.device) for call in calls]
             return [self._evaluated(stage.module.pack(*call)) for call in given][stage.number]
 
@@ -61,7 +61,7 @@ class ScriptEvaluation:
         if self._stage.pipeline.num_stages == 1:
             return True
         what = "all stages to compare what they are handed"
-        first, *others = self._engine.evaluation.of_all_stages(digest(packed), what)
+        first, *others = self._stage.links.of_all_stages(digest(packed), what)
         return all(torch.equal(first, other) for other in others)
 
     def _evaluated(self, packed: Any) -> Any:
@@ -98,11 +98,11 @@ class ScriptEvaluation:
 
     def _everywhere(self, output: Any) -> Any:
         """The last stage's ``output`` on all stages."""
-        stage, evaluation = self._stage, self._engine.evaluation
+        stage = self._stage
         if stage.pipeline.num_stages == 1:
             return output
         if not stage.is_last:
-            return from_bytes(evaluation.from_last_stage(None), stage.device)
+            return from_bytes(stage.links.from_last_stage(None), stage.device)
         try:
             copied = as_bytes(output)
         except Exception as error:  # whatever pickle makes of classes of the user's
@@ -111,7 +111,7 @@ class ScriptEvaluation:
                 f"evaluation: forward returned a {type(output).__name__} that cannot be copied to the other stages "
                 f"({type(error).__name__}: {reason}); allowed is what pickle copies; return tensors, tuples and dicts"
             ) from error
-        evaluation.from_last_stage(copied)
+        stage.links.from_last_stage(copied)
         return output
 
 

@@ -3,6 +3,7 @@
 #   throughput       ten pipelines, 24 ms per stage and micro-batch
 #   throughput-96ms  DeepSpeed's pipeline and ours, 96 ms
 #   overhead         processor time of the engine itself
+#   links            one-way time of messages, by payload
 #   memory           predicted against counted peaks
 #   simulation       simulated against measured throughput
 #   recorder         the price of a timeline
@@ -41,6 +42,8 @@ overhead() {
     done
 }
 
+links() { "$python" scripts/bench/links.py; }
+
 memory() {
     "$python" scripts/bench/memory.py
     "$python" scripts/bench/memory.py --vocabulary 30528 --layers 4 --batch 4 \
@@ -74,6 +77,6 @@ convergence-k32() {
 }
 
 case ${1:-} in
-    throughput | throughput-96ms | overhead | memory | simulation | recorder | convergence | convergence-k32) "$1" ;;
-    *) sed -n '2,11s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+    throughput | throughput-96ms | overhead | links | memory | simulation | recorder | convergence | convergence-k32) "$1" ;;
+    *) sed -n '2,12s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
 esac

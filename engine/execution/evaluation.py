@@ -33,18 +33,23 @@ _FAILED, _ENDED, _READY = range(3)  # what became of reading a rank's evaluation
 
 
 def evaluation_actions(pipeline: Pipeline, rank: int, micro_batches: int) -> Iterator[Action]:
-    """Actions of one rank in an evaluation: all micro-batches go through a part before the next one."""
-    last = pipeline.num_parts - 1
-    for part in pipeline.parts_of(rank):
-        named = part if pipeline.virtual_stages > 1 else None
-        for index in range(micro_batches):
-            if part > 0:
-                yield Action(Kind.RECV_ACT, index, named)
-            if part in (0, last):
-                yield Action(Kind.LOAD, index, named)
-            yield Action(Kind.FORWARD, index, named)
-            if part < last:
-                yield Action(Kind.SEND_ACT, index, named)
+    """Actions of one rank in an evaluation; with several parts groups of micro-batches go through all, one by one.
+
+    A group of one micro-batch per stage comes round when the first stage has finished with it.
+    """
+    last, several = pipeline.num_parts - 1, pipeline.virtual_stages > 1
+    group = pipeline.num_stages if several else micro_batches
+    for start in range(0, micro_batches, max(1, group)):
+        for part in pipeline.parts_of(rank):
+            named = part if several else None
+            for index in range(start, min(start + group, micro_batches)):
+                if part > 0:
+                    yield Action(Kind.RECV_ACT, index, named)
+                if part in (0, last):
+                    yield Action(Kind.LOAD, index, named)
+                yield Action(Kind.FORWARD, index, named)
+                if part < last:
+                    yield Action(Kind.SEND_ACT, index, named)
 
 
 class Evaluation:

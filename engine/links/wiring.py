@@ -24,6 +24,8 @@ from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, Shared
 from ds_vpipe.errors import VPipeConfigError
 
 Payload = Literal["auto", "shared", "host"]
+MOST_AHEAD = 32
+"""Messages that a socket has room for, each of the largest that go through it whole; in fact there is more."""
 
 
 class Wiring:
@@ -57,7 +59,7 @@ class Wiring:
             PipelinePeerError: the other rank did not make its end in time.
             VPipeConfigError: the payload that was asked for does not work between the two.
         """
-        if self._shares_memory_with(peer):
+        if self._shares_memory_with(peer, prefetch):
             return SharedSender(self._connection(name, peer, channel))
         return HostSender(self._group(name, peer), peer, prefetch, channel, *self._host(threaded))
 
@@ -65,7 +67,7 @@ class Wiring:
         self, name: str, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, threaded: bool = False
     ) -> Receiver:
         """Receiving end of a link from ``peer``; see :meth:`sender`."""
-        if self._shares_memory_with(peer):
+        if self._shares_memory_with(peer, prefetch):
             return SharedReceiver(self._connection(name, peer, channel))
         return HostReceiver(self._group(name, peer), peer, prefetch, channel, *self._host(threaded))
 
@@ -85,7 +87,9 @@ class Wiring:
             self._made[key] = self._groups.of(name, sorted((self._groups.me.rank, peer.rank)))
         return self._made[key]
 
-    def _shares_memory_with(self, peer: Peer) -> bool:
+    def _shares_memory_with(self, peer: Peer, prefetch: int) -> bool:
+        if prefetch > MOST_AHEAD and self._payload != "shared":
+            return False
         if peer.rank not in self._sockets:
             found = None if self._payload == "host" else self._connect(peer)
             if found is None and self._payload == "shared":
@@ -94,6 +98,11 @@ class Wiring:
                     f'that compute on the CPU; allowed here: "auto", "host"; change the key'
                 )
             self._sockets[peer.rank] = found
+        if prefetch > MOST_AHEAD:
+            raise VPipeConfigError(
+                f'vpipe.link: got "shared", and {self._groups.me} and {peer} are {prefetch - 1} micro-batches apart; '
+                f'allowed are {MOST_AHEAD - 1}, or "auto" or "host"; change the key, or the depths'
+            )
         return self._sockets[peer.rank] is not None
 
     def _connect(self, peer: Peer) -> socket.socket | None:

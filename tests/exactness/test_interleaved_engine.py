@@ -162,3 +162,17 @@ def recomputed(ds_config: dict[str, Any]) -> list[int]:
 def test_ratios_of_stages_and_of_parts(worlds: Worlds, ratio: Any, expected: list[list[int]]) -> None:
     block = {**INTERLEAVED, "partition": [2, 3, 2, 3], "recompute_ratio": ratio}
     assert worlds.run(2, recomputed, cases.config(2, SGD, block)) == expected
+
+
+def long_evaluation(ds_config: dict[str, Any], count: int) -> list[float]:
+    engine = cases.engine(ds_config, 2)
+    losses = [float(engine.eval_batch(toy.data(count), num_micro_batches=number)) for number in (count, count // 2)]
+    engine.destroy()
+    return losses
+
+
+def test_an_evaluation_of_any_length(worlds: Worlds) -> None:
+    """Results must not pile up before a stage that still has to send its own."""
+    blocks = [{"sync_mode": "bsp"}, {**INTERLEAVED, "peer_timeout_s": 20}]
+    one, several = (worlds.run(2, long_evaluation, cases.config(2, SGD, block), 1501)[0] for block in blocks)
+    assert one == several

@@ -189,6 +189,15 @@ def test_a_full_socket_is_waited_for_with_a_limit() -> None:
     abort_all([sender], "why")  # there may be room for it or not
 
 
+def test_a_socket_has_room_for_messages_that_stages_are_apart() -> None:
+    sender, receiver = link(timeout_s=0.3)
+    for number in range(wiring.MOST_AHEAD + 1):
+        size = sender.send(Message.ACTIVATION, number, torch.zeros(INLINE_BYTES - 192, dtype=torch.uint8))
+    assert INLINE_BYTES - 64 <= size <= INLINE_BYTES
+    assert sender._blocks == []
+    del receiver
+
+
 def test_a_sender_waits_for_room_in_the_socket() -> None:
     sender, receiver = link()
 
@@ -259,6 +268,7 @@ def test_a_block_that_cannot_be_had_leaves_nothing_open(monkeypatch: pytest.Monk
         raise OSError(12, "Cannot allocate memory")
 
     sender, _ = link()
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(shared_link.mmap, "mmap", full)
     with pytest.raises(OSError, match="Cannot allocate memory"):

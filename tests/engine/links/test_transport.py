@@ -188,6 +188,18 @@ def refused(unable: int) -> str:
     return str(error.value)
 
 
+def far_apart() -> tuple[str, str]:
+    with pytest.raises(VPipeConfigError) as error:
+        link("shared", prefetch=34)
+    return type(link("auto", prefetch=34)).__name__, str(error.value)
+
+
+def test_stages_too_far_apart_for_a_socket(worlds: Worlds) -> None:
+    for (name, text), wanted in zip(worlds.run(2, far_apart), ("HostSender", "HostReceiver"), strict=True):
+        assert name == wanted
+        assert "33 micro-batches apart; allowed are 31, or" in text
+
+
 @pytest.mark.parametrize("unable", [0, 1])
 def test_shared_memory_that_does_not_work_is_refused_on_both_ranks(worlds: Worlds, unable: int) -> None:
     for text in worlds.run(2, refused, unable):

@@ -179,17 +179,17 @@ class Late:
 def train_with_late_copies(batches: int) -> Any:
     from types import SimpleNamespace
 
-    from ds_vpipe.engine.links import link
+    from ds_vpipe.engine.links import host_link
     from ds_vpipe.engine.observe import statistics
 
     late = Late()
     clock: Any = SimpleNamespace(perf_counter=lambda: late.seconds, monotonic=time.monotonic)
-    trained = cases.engine(cases.config(1, SGD, {}), 2)
+    trained = cases.engine(cases.config(1, SGD, {"link": "host"}), 2)
     with contextlib.ExitStack() as patched:
-        for module in (link, statistics):
+        for module in (host_link, statistics):
             patched.enter_context(mock.patch.object(module, "time", clock))
         if trained.stage.links.has_next:
-            trained.stage.links.next.activations.runner = late
+            trained.stage.links.next.activations._runner = late
         iterator = toy.data()
         for _ in range(batches):
             trained.train_batch(iterator)

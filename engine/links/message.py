@@ -226,11 +226,7 @@ class Layout:
 
 
 def words_of(tree: Tree) -> tuple[int, ...]:
-    """Words that describe ``tree`` in a header.
-
-    Raises:
-        TypeError: the tree holds a value that is neither a tensor nor None, or an unknown dtype.
-    """
+    """Words that describe ``tree`` in a header; TypeError for what cannot be sent."""
     described: list[int] = []
     _describe(tree, described)
     return tuple(described)

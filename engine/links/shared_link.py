@@ -173,15 +173,13 @@ class SharedSender(Sender):
     def _layout(self, tree: Tree) -> tuple[Layout, Packed | None]:
         """Layout of ``tree``, and a buffer if it goes through the socket."""
         words = words_of(tree)
-        found = self._layouts.get(words)
-        if found is None:
+        if words not in self._layouts:
             if len(self._layouts) == LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
             layout = Layout.of(words, tree)
-            whole = layout.size <= INLINE_BYTES
-            found = layout, layout.over(torch.empty(layout.size, dtype=torch.uint8)) if whole else None
-            self._layouts[words] = found
-        return found
+            buffer = torch.empty(layout.size, dtype=torch.uint8) if layout.size <= INLINE_BYTES else None
+            self._layouts[words] = layout, None if buffer is None else layout.over(buffer)
+        return self._layouts[words]
 
     def _block(self, size: int, new: list[int]) -> _Block:
         """A block that is free; the descriptor of a new one is added to ``new``."""
@@ -251,16 +249,14 @@ class _Answers:
         if os.getpid() != self._process:
             return
         self._due.append(number)
-        with suppress(IndexError):  # somebody else has given the last
+        with suppress(IndexError, OSError):  # somebody else has given the last, or nobody is there to know
             while self._due:
                 first = self._due.popleft()
                 try:
                     self._end.send(_ANSWER.pack(first))
                 except BlockingIOError:
                     self._due.appendleft(first)
-                    return
-                except OSError:
-                    return  # nobody is there to know
+                    raise
 
 
 class SharedReceiver(Receiver):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,13 +67,19 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
     dist.barrier()
 
 
-def main() -> None:
-    """Run both ends."""
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--bytes", type=int, nargs="+", default=[64, 1_000_000, 16_000_000], help="of a message")
     parser.add_argument("--repetitions", type=int, default=7)
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Run both ends."""
+    options = parse()
     print(machine(), flush=True)
-    start(work, 2, parser.parse_args())
+    start(work, 2, options)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 
 ``python scripts/bench/schedule.py`` starts K ranks on this machine and trains two equal layers per stage with
 
+* bare: processes and sockets that do asp's passes and updates in its order without an engine, weights of passes in
+  flight or ``torch.distributed``: what the machine itself costs;
 * stock: DeepSpeed's ``PipelineEngine``; dualpipev: its ``DualPipeVEngine``;
 * torch-1f1b, torch-interleaved, torch-zbv: ``torch.distributed.pipelining``, two parts per rank but for the first;
 * bsp, gpipe, interleaved: our synchronous schedules; asp: the asynchronous one; asp-deeper: deep enough to hide
@@ -20,11 +22,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +110,19 @@ OURS: dict[str, Callable[[Case], dict[str, Any] | None]] = {
     "asp": lambda case: {},
     "asp-deeper": lambda case: {"stage_to_depth_map": deeper(case)},
 }
-ARMS = ("stock", "dualpipev", "torch-1f1b", "torch-interleaved", "torch-zbv", *list(OURS)[1:])
+ARMS = ("bare", "stock", "dualpipev", "torch-1f1b", "torch-interleaved", "torch-zbv", *list(OURS)[1:])
+
+
+def keeps_full(arm: str) -> bool:
+    """Whether an arm fills the pipeline once and not in every batch."""
+    return arm == "bare" or arm.startswith("asp")
 
 
 def refusal(arm: str, case: Case) -> str | None:
     """Why an arm cannot do a case, or None."""
     stages, micro_batches = case.stages, case.micro_batches
+    if arm == "bare" and (case.link or case.work == "real"):
+        return "does emulated work without links"  # whose messages a socket holds, so that no send waits
     if arm in ("dualpipev", "torch-zbv") and micro_batches < 2 * stages:
         return "needs M >= 2K"
     if arm == "torch-1f1b" and micro_batches < stages:
@@ -122,6 +134,8 @@ def refusal(arm: str, case: Case) -> str | None:
 
 def trainer(arm: str, case: Case) -> tuple[Any, Train]:
     """The engine of an arm, None for torch's, and a function that trains a batch."""
+    if arm == "bare":
+        return None, bare_trainer(case)
     if arm.startswith("torch"):
         return None, torch_trainer(arm, case)
     vpipe, module_class = (None, "DualPipeVModule") if arm == "dualpipev" else (OURS[arm](case), "PipelineModule")
@@ -129,6 +143,51 @@ def trainer(arm: str, case: Case) -> tuple[Any, Train]:
     config = ds_config(case.micro_batches, vpipe, samples)
     engine = engine_for(case.layers(), case.stages, config, module_class=module_class)
     return engine, trainer_of(engine, micro_batch(case.work))
+
+
+def neighbours(rank: int, stages: int) -> tuple[Any, Any]:
+    """Connections to the processes of the previous and the next stage, None where there is none."""
+    names = [f"\0bare-{os.environ['MASTER_PORT']}-{stage}" for stage in range(stages)]
+    listener = Listener(names[rank], "AF_UNIX")
+    dist.barrier()
+    previous = Client(names[rank - 1], "AF_UNIX") if rank > 0 else None
+    following = listener.accept() if rank < stages - 1 else None
+    listener.close()
+    return previous, following
+
+
+def bare_trainer(case: Case) -> Train:
+    """Asp's passes and updates at its default depths."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    previous, following = neighbours(rank, case.stages)
+    module = torch.nn.Sequential(*[spec.build() for spec in case.layers()[VIRTUAL * rank : VIRTUAL * (rank + 1)]])
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
+    data, labels = micro_batch(case.work)
+    in_flight: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+
+    def received(connection: Any) -> torch.Tensor:
+        return torch.frombuffer(bytearray(connection.recv_bytes()), dtype=data.dtype).view_as(data)
+
+    def forward() -> None:
+        value = received(previous).requires_grad_() if previous else data.clone()
+        output = module(value)
+        in_flight.append((value, output if following else torch.nn.functional.mse_loss(output, labels)))
+        if following:
+            following.send_bytes(output.detach().numpy())
+
+    def train() -> None:
+        for _ in range(case.micro_batches):
+            while len(in_flight) < case.stages - rank:
+                forward()
+            value, output = in_flight.popleft()
+            torch.autograd.backward(output, received(following) if following else None)
+            if previous:
+                previous.send_bytes(value.grad.numpy())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
 
 
 def torch_trainer(arm: str, case: Case) -> Train:
@@ -201,7 +260,7 @@ def train_for(batches: int, arm: str, case: Case, links: EmulatedLinks | None) -
     engine, train = trainer(arm, case)
     if links is not None:
         links.bytes_per_s = ACTIVATION_BYTES / (case.link * case.stage_ms / 1000)
-    settling = SETTLING + (math.ceil(4 * case.stages / case.micro_batches) if arm.startswith("asp") else 0)
+    settling = SETTLING + (math.ceil(4 * case.stages / case.micro_batches) if keeps_full(arm) else 0)
     dist.barrier()
     for _ in range(settling):
         train()
@@ -225,10 +284,11 @@ def measure(case: Case, links: EmulatedLinks | None, options: argparse.Namespace
     seconds = []
     for repetition in range(options.repetitions):
         seconds.append(stage_seconds(case))
-        for arm in able[repetition % len(able) :] + able[: repetition % len(able)]:
+        first = repetition % max(1, len(able))
+        for arm in able[first:] + able[:first]:
             # About how many times a stage's compute a batch takes.
             slots = case.micro_batches
-            slots += 0 if arm.startswith("asp") else (case.stages - 1) * (1 + 2 * case.link)
+            slots += 0 if keeps_full(arm) else (case.stages - 1) * (1 + 2 * case.link)
             batches = max(2, math.ceil(options.seconds / (seconds[0] * slots)))
             rates[arm].append(batches * case.micro_batches / train_for(batches, arm, case, links))
     alone = statistics.median(seconds)
@@ -282,7 +342,7 @@ def table(rows: list[Row]) -> str:
     for (real, link, stages, micro_batches), found in sorted(cases.items()):
         kind = "real" if real else f"link {link:.0%}" if link else "emulated"
         cells = [f"{found[arm]['efficiency']:.3f}" if arm in found else "" for arm in arms]
-        fastest = max(found.values(), key=lambda row: row["rate"])
+        fastest = max((row for arm, row in found.items() if arm != "bare"), key=lambda row: row["rate"])
         ratio = f"{fastest['arm']} {fastest['rate'] / found['stock']['rate']:.2f}" if "stock" in found else ""
         lines.append((kind, stages, micro_batches, f"{next(iter(found.values()))['stage_ms']:.1f}", *cells, ratio))
     return markdown(["work", "K", "M", "stage, ms", *arms, "fastest, x stock"], lines)
@@ -296,7 +356,11 @@ def panels(rows: list[Row]) -> dict[str, list[Curve]]:
             title = f"K = {row['stages']}" + (f", transfers of {row['link']:.0%} of compute" if row["link"] else "")
             found.setdefault(title, {}).setdefault(row["arm"], {})[row["micro_batches"]] = row["efficiency"]
     return {
-        title: [Curve(arm, [*arms.get(arm, {}).items()], bold=arm.startswith("asp")) for arm in ARMS if arm in arms]
+        title: [
+            Curve(arm, [*arms.get(arm, {}).items()], bold=arm.startswith("asp"), dashed=arm == "bare")
+            for arm in ARMS
+            if arm in arms
+        ]
         for title, arms in found.items()
     }
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.mp
 
 ARMS = [
+    "bare",
     "stock",
     "dualpipev",
     "torch-1f1b",

@@ -153,6 +153,8 @@ def memory_over(ds_config: dict[str, Any], stages: int, batches: int) -> list[tu
     for batch in range(1, batches + 1):
         trained.train_batch(iterator)
         if batch % (batches // 5) == 0:
+            if trained.stage.wiring._thread is not None:
+                trained.stage.wiring._thread.settle()
             gc.collect()
             tensors = sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
             resident = psutil.Process().memory_info().rss >> 20

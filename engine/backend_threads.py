@@ -6,8 +6,6 @@ called without an active exception", in place of an exit status of 0. This happe
 checkpoint, whose last act is a collective.
 """
 
-from __future__ import annotations
-
 import atexit
 import time
 

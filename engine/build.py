@@ -62,25 +62,15 @@ _WITHOUT_BLOCK = {"sync_mode": "bsp"}  # whoever puts the engine in the place of
 
 @dataclass(frozen=True)
 class Prepared:
-    """A module that is ready to be built around.
+    """A module that is ready to be built around."""
 
-    Attributes:
-        model_parameters: for DeepSpeed; other ones than were given where layers have changed hands.
-        config: the block, with numbers where it left something to the planner.
-        pipeline: what runs.
-        plan: where the block left something to the planner.
-        random_states: what recomputation restores.
-        groups: makes the engine's process groups.
-        consensus: of all ranks.
-    """
-
-    model_parameters: Any
-    config: VPipeConfig
-    pipeline: Pipeline
-    plan: Plan | None
-    random_states: RandomStates
-    groups: Groups
-    consensus: Consensus
+    model_parameters: Any  # for DeepSpeed; other ones than were given where layers have changed hands
+    config: VPipeConfig  # the block, with numbers where it left something to the planner
+    pipeline: Pipeline  # what runs
+    plan: Plan | None  # where the block left something to the planner
+    random_states: RandomStates  # what recomputation restores
+    groups: Groups  # makes the engine's process groups
+    consensus: Consensus  # of all ranks
 
 
 def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any, parameters: Any) -> Prepared:

@@ -4,8 +4,6 @@ Everything here relies on private names of DeepSpeed, or mends what is wrong in 
 different times. Each entry says why it is there; ``tests/engine/test_deepspeed_internals.py`` lists them.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,15 +26,10 @@ _BUILDING = threading.Lock()  # what _without_handshake() replaces belongs to th
 
 
 class PatchedPipelineEngine(PipelineEngine):
-    """DeepSpeed's engine of one stage, with each pass and the update as a call of its own.
+    """DeepSpeed's engine of one stage, with each pass and the update as a call of its own."""
 
-    Attributes:
-        stage_parameters: all parameters of this stage, each once.
-        lr_kwargs: for the learning-rate scheduler of the next update.
-    """
-
-    stage_parameters: tuple[nn.Parameter, ...]
-    lr_kwargs: dict[str, Any] | None = None
+    stage_parameters: tuple[nn.Parameter, ...]  # all parameters of this stage, each once
+    lr_kwargs: dict[str, Any] | None = None  # for the learning-rate scheduler of the next update
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _without_handshake():

@@ -15,8 +15,6 @@ that every stage has it before its own update without a further message. A faili
 all its links, in place of the message that its neighbours wait for.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import time
@@ -62,12 +60,6 @@ class VPipeEngine(PatchedPipelineEngine):
 
     Args:
         prepared: result of :func:`ds_vpipe.engine.build.prepare`; by default it is called here.
-
-    Attributes:
-        vpipe_config: the ``"vpipe"`` block.
-        plan: result of the planner, with predicted bytes of every stage; None if the block leaves it nothing to plan.
-        stage: state of this rank, its links and its weights.
-        executor: carries out the stage's actions.
     """
 
     def __init__(self, *args: Any, prepared: Prepared | None = None, **kwargs: Any) -> None:
@@ -75,11 +67,12 @@ class VPipeEngine(PatchedPipelineEngine):
             kwargs, prepared = prepared_arguments(args, kwargs)
             args = ()
         super().__init__(*args, **kwargs)
-        self.vpipe_config, self.plan = prepared.config, prepared.plan
-        self.stage = stage_of(self, prepared)
+        self.vpipe_config = prepared.config
+        self.plan = prepared.plan  # with predicted bytes of every stage; None if the block leaves nothing to plan
+        self.stage = stage_of(self, prepared)  # state of this rank, its links and its weights
         peers = self.stage.peers if self.stage.exchanges.peers else None  # else they carry overflows alone
         self.clipping = GradientClipping(self, self.pipeline.synchronous, peers, self.stage.loss_scaling)
-        self.executor = Executor(self, self.stage, COLUMNS)
+        self.executor = Executor(self, self.stage, COLUMNS)  # carries out the stage's actions
         self.evaluation = Evaluation(self, self.stage)
         self.checkpoints = Checkpoints(self, self.stage)
         self.whole_model = WholeModel(self, self.stage)

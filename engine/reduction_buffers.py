@@ -4,8 +4,6 @@ DeepSpeed makes the files with the world, opens each by its name once, on every 
 ends. Mapped memory needs no name, so that the names can go as soon as all ranks have mapped all files.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

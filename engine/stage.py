@@ -1,7 +1,5 @@
 """State of one rank of a pipeline: its layers, links, weights and progress."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,80 +29,49 @@ from ds_vpipe.staleness.mitigation import StalenessMitigation
 
 
 class DataEnd(NamedTuple):
-    """End of the data, known to a stage until the pipeline is filled again.
+    """End of the data, known to a stage until the pipeline is filled again."""
 
-    Attributes:
-        call: number of the ``train_batch()`` call whose iterator has ended.
-        left_over: micro-batches of the incomplete batch before the end, each with the call in which it was read.
-    """
-
-    call: int
+    call: int  # number of the train_batch() call whose iterator has ended
+    # Micro-batches of the incomplete batch before the end, each with the call in which it was read.
     left_over: list[tuple[int, Any]]
 
 
 @dataclass(slots=True)
 class Stage:
-    """One rank's share of a pipeline.
+    """One rank's share of a pipeline."""
 
-    Attributes:
-        pipeline: schedule and sizes; replaced by ``set_train_batch_size()``.
-        number: index of the stage, from 0.
-        exchanges_by_rank: messages around updates, of every stage.
-        module: layers of the stage.
-        device: device of the layers.
-        groups: process groups, with the failures of other ranks.
-        consensus: decisions that hold on all replicas of the stage, all ranks of the pipeline, or all ranks.
-        wiring: makes the links.
-        links: links to the neighbouring stages.
-        ties: weights tied to other stages; in an asynchronous pipeline only.
-        feed: micro-batches from the script's iterators.
-        weights: weight versions, around the optimizer.
-        loss_scaling: loss scale with fp16, else None.
-        peers: overflows and norms of other stages, in an asynchronous pipeline that needs them, else None.
-        mitigation: mitigation of staleness, on stages with a delay if the block asks for it, else None.
-        delay_warmup: drain intervals.
-        random_states: random states that recomputation and evaluation restore.
-        drains: count of batches in which the pipeline is emptied, for a warning.
-        batch_loss: makes the sum of a new batch's losses, on the last stage.
-        sets_back: whether micro-batches in flight may be withdrawn, and admitted again later.
-        script_senders: links on which the last stage sends losses to scripts.
-        progress: micro-batches forwarded and completed.
-        in_flight: micro-batches between their forward and backward passes.
-        action: the current action, for error messages.
-        losses: sum of the current batch's losses, on the last stage.
-        report: losses and statistics of the current batch, once this stage has them.
-        data_end: end of the data, once this stage knows of it and until the pipeline is filled again.
-        failure: why training cannot go on, or None.
-    """
-
-    pipeline: Pipeline
-    number: int
-    exchanges_by_rank: tuple[Exchanges, ...]
-    module: PipelineModule
-    device: torch.device
-    groups: Groups
-    consensus: Consensus
-    wiring: Wiring
-    links: StageLinks
-    ties: TiedWeights
-    feed: MicroBatchFeed
-    weights: WeightStashingOptimizer
-    loss_scaling: LossScaling | None
+    pipeline: Pipeline  # schedule and sizes; replaced by set_train_batch_size()
+    number: int  # index of the stage, from 0
+    exchanges_by_rank: tuple[Exchanges, ...]  # messages around updates, of every stage
+    module: PipelineModule  # layers of the stage
+    device: torch.device  # device of the layers
+    groups: Groups  # process groups, with the failures of other ranks
+    consensus: Consensus  # decisions that hold on all replicas of the stage, all ranks of the pipeline, or all ranks
+    wiring: Wiring  # makes the links
+    links: StageLinks  # links to the neighbouring stages
+    ties: TiedWeights  # weights tied to other stages; in an asynchronous pipeline only
+    feed: MicroBatchFeed  # micro-batches from the script's iterators
+    weights: WeightStashingOptimizer  # weight versions, around the optimizer
+    loss_scaling: LossScaling | None  # with fp16, else None
+    # Overflows and norms of other stages, in an asynchronous pipeline that needs them, else None.
     peers: PeerUpdates | None
+    # Mitigation of staleness, on stages with a delay if the block asks for it, else None.
     mitigation: StalenessMitigation | None
-    delay_warmup: DelayWarmup
-    random_states: RandomStates
-    drains: DrainWatch
-    batch_loss: Callable[[], BatchLoss]
-    sets_back: bool
-    script_senders: Sequence[Sender] = ()
-    progress: Progress = field(default_factory=Progress)
+    delay_warmup: DelayWarmup  # intervals between drains
+    random_states: RandomStates  # those that recomputation and evaluation restore
+    drains: DrainWatch  # count of batches in which the pipeline is emptied, for a warning
+    batch_loss: Callable[[], BatchLoss]  # makes the sum of a new batch's losses, on the last stage
+    sets_back: bool  # whether micro-batches in flight may be withdrawn, and admitted again later
+    script_senders: Sequence[Sender] = ()  # links on which the last stage sends losses to scripts
+    progress: Progress = field(default_factory=Progress)  # micro-batches forwarded and completed
+    # Micro-batches between their forward and backward passes.
     in_flight: dict[Key, InFlight] = field(default_factory=dict)
-    action: object = "start"
-    losses: BatchLoss | None = None
-    report: BatchReport | None = None
+    action: object = "start"  # the current action, for error messages
+    losses: BatchLoss | None = None  # sum of the current batch's losses, on the last stage
+    report: BatchReport | None = None  # losses and statistics of the current batch, once this stage has them
+    # End of the data, once this stage knows of it and until the pipeline is filled again.
     data_end: DataEnd | None = None
-    failure: str | None = None
+    failure: str | None = None  # why training cannot go on, or None
 
     @property
     def exchanges(self) -> Exchanges:

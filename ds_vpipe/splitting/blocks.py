@@ -14,19 +14,12 @@ _NEVER_CALLED = {nn.ModuleList, nn.ModuleDict}
 
 @dataclass(frozen=True)
 class BlockList:
-    """Modules that a model may be split between, such as the elements of a list.
+    """Modules that a model may be split between, such as the elements of a list."""
 
-    Attributes:
-        name: where they are in the model.
-        names: of each in the model.
-        modules: the same.
-        merged: what is before the first and behind the last one is no piece of its own.
-    """
-
-    name: str
-    names: tuple[str, ...]
+    name: str  # where they are in the model
+    names: tuple[str, ...]  # of each of them
     modules: tuple[nn.Module, ...]
-    merged: bool = False
+    merged: bool = False  # what is before the first and behind the last one is no piece of its own
 
     @property
     def kinds(self) -> set[type]:

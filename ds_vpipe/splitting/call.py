@@ -6,8 +6,6 @@ this is. Numbers, which may be others in every call, travel as shapes of empty t
 no look at values on a device.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections import UserDict
@@ -26,19 +24,15 @@ _BITS = 60
 
 
 class CallForm:
-    """What all calls alike have in common: nesting, keywords, values that are neither tensors nor numbers.
-
-    Attributes:
-        fingerprint: the same on all ranks, and for no other form.
-        num_tensors: how many travel, two for each number.
-        written: those of them that the forward writes to.
-    """
+    """What all calls alike have in common: nesting, keywords, values that are neither tensors nor numbers."""
 
     def __init__(self, spec: TreeSpec, plain: list[Any]) -> None:
         self._spec, self._plain = spec, plain
-        self.written: set[int] = set()
+        self.written: set[int] = set()  # travelling tensors that the forward writes to
         text = repr((spec, [repr(value) for value in plain]))
+        # The same on all ranks, and for no other form.
         self.fingerprint = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _BITS)
+        # How many travel, two for each number.
         self.num_tensors = sum(2 if value.number else 1 for value in plain if isinstance(value, _Travels))
 
     def rebuild(self, tensors: tuple[Any, ...]) -> Call:

@@ -1,7 +1,5 @@
 """A pass without any values, which finds out which piece uses what: parameters, buffers, values of earlier pieces."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -29,27 +27,18 @@ from ds_vpipe.splitting.output_specs import MadeUpValues
 
 
 class DryRun(ForwardPass):
-    """A pass without any values, on copies of the buffers; behind the blocks with made-up values if told to guess.
-
-    Attributes:
-        sequence: the blocks called, in order.
-        touched: the pieces that use each parameter, by name.
-        block_pieces: the piece that first calls a block with a module, by the module's ``id``.
-        writers: the piece that writes to a buffer.
-        readers: the pieces that read a buffer outside the blocks.
-        cut_short: the call that was given was not run to its end.
-        drawn_by: the operation that has drawn random numbers outside the blocks since the last torch function.
-    """
+    """A pass without any values, on copies of the buffers; behind the blocks with made-up values if told to guess."""
 
     def __init__(self, split: Any, buffers: dict[Where, torch.Tensor], guess: bool) -> None:
         super().__init__(split, sys.maxsize, None)
-        self.sequence: list[nn.Module] = []
-        self.touched: dict[str, set[int]] = {}
-        self.block_pieces: dict[int, int] = {}
-        self.writers: dict[Where, int] = {}
-        self.readers: dict[Where, set[int]] = defaultdict(set)
+        self.sequence: list[nn.Module] = []  # the blocks called, in order
+        self.touched: dict[str, set[int]] = {}  # the pieces that use each parameter, by name
+        self.block_pieces: dict[int, int] = {}  # the piece that first calls a block with a module, by the module's id
+        self.writers: dict[Where, int] = {}  # the piece that writes to a buffer
+        self.readers: dict[Where, set[int]] = defaultdict(set)  # the pieces that read a buffer outside the blocks
+        # The operation that has drawn random numbers outside the blocks since the last torch function.
         self.drawn_by: Any = None
-        self.cut_short = True
+        self.cut_short = True  # the call that was given was not run to its end
         self._last_use: dict[Source, int] = {}
         self._forms: dict[Place, Any] = {}
         self._drawn: dict[Place, Any] = {}

@@ -35,19 +35,12 @@ OUTSIDE = -1
 
 
 class Place(NamedTuple):
-    """Place in a forward where values are seen.
+    """Place in a forward where values are seen."""
 
-    Attributes:
-        piece: that is running.
-        kind: "argument", "result", "function" or "parameter".
-        number: of the block's call, or of the function's within its block or outside.
-        block: call of the block that a function is called in, or :data:`OUTSIDE`.
-    """
-
-    piece: int
-    kind: str
-    number: int
-    block: int = OUTSIDE
+    piece: int  # that is running
+    kind: str  # "argument", "result", "function" or "parameter"
+    number: int  # of the block's call, or of the function's within its block or outside
+    block: int = OUTSIDE  # call of the block that a function is called in, or OUTSIDE
 
 
 class Source(NamedTuple):
@@ -59,20 +52,14 @@ class Source(NamedTuple):
 
 @dataclass
 class Crossings:
-    """Values that cross each cut in calls of one form and mode.
+    """Values that cross each cut in calls of one form and mode."""
 
-    Attributes:
-        arriving: for every piece, and behind the last, the values that it gets, in the order in which they travel.
-        forms: of the places where those are made.
-        drawn: function calls outside the blocks that draw random numbers, with the operation that does.
-        names: of the functions called outside the blocks, by piece.
-        compared: first and last piece of runs whose function calls have been compared with ``names``.
-    """
-
+    # For every piece, and behind the last, the values that it gets, in the order in which they travel.
     arriving: list[tuple[Source, ...]]
-    forms: dict[Place, Any]
-    drawn: dict[Place, Any]
-    names: dict[tuple[int, int], list[str]]
+    forms: dict[Place, Any]  # of the places where those are made
+    drawn: dict[Place, Any]  # function calls outside the blocks that draw random numbers, with the operation that does
+    names: dict[tuple[int, int], list[str]]  # of the functions called outside the blocks, by piece
+    # First and last piece of runs whose function calls have been compared with ``names``.
     compared: set[tuple[int, int]] = field(default_factory=set)
 
     def mark(self, piece: int) -> torch.Tensor:
@@ -110,20 +97,14 @@ def refuse_draws(by: Any) -> SplitError:
 
 
 class ForwardPass(TorchFunctionMode):
-    """One pass through the forward. As a mode it sees the calls of torch's functions that return tensors.
-
-    Attributes:
-        start: pieces before it have no values.
-        calls: of blocks so far.
-        piece: that is running.
-        block: call of the block that is running, or :data:`OUTSIDE`.
-        names: of the functions called, by piece and block, where they are counted: in ``scopes``, or everywhere.
-    """
+    """One pass through the forward. As a mode it sees the calls of torch's functions that return tensors."""
 
     def __init__(self, split: ForwardSplit, start: int, scopes: set[tuple[int, int]] | None) -> None:
         super().__init__()
-        self.split, self.start, self._scopes = split, start, scopes
-        self.calls, self.piece, self.block = 0, 0, OUTSIDE
+        self.split, self.start, self._scopes = split, start, scopes  # pieces before ``start`` have no values
+        self.calls, self.piece = 0, 0  # calls of blocks so far, and the piece that is running
+        self.block = OUTSIDE  # or the call of the block that is running
+        # Of the functions called, by piece and block, where they are counted: in ``scopes``, or everywhere.
         self.names = defaultdict[tuple[int, int], list[str]](list)
         self._paths = defaultdict[tuple[int, int], int](int)
         self._enabled, self._hook = torch.is_grad_enabled(), guards.saved_tensors_hook()

@@ -6,8 +6,6 @@ skipped; after the run's last piece the forward is ended. What depends only on t
 is therefore computed on each stage. Any other value that a later piece uses travels from the piece that makes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,16 +29,7 @@ _set_class = object.__dict__["__class__"].__set__  # also where a class has a ``
 
 
 class ForwardSplit:
-    """Split of a model's forward into pieces.
-
-    Attributes:
-        specs: of what the blocks return.
-        members: parameters in each block, by its ``id``.
-        outside: parameters outside the blocks.
-        sequence: the blocks in the order in which they are called; None until the first dry run.
-        buffer_piece: the piece of each buffer.
-        running: the model's forward is called here, and not by somebody else.
-    """
+    """Split of a model's forward into pieces."""
 
     def __init__(self, model: nn.Module, blocks: BlockList, slots: Sequence[ParameterSlot], log: AccessLog) -> None:
         self.model, self.log = model, log
@@ -49,18 +38,20 @@ class ForwardSplit:
         self._names = {id(block): name for block, name in zip(blocks.modules, blocks.names, strict=True)}
         self._intercepting = {own: self._intercepting_class(own) for own in map(type, self.blocks)}
         parts = {id(block): {id(part) for part in block.modules()} for block in self.blocks}
+        # Parameters in each block, by its id.
         self.members = {block: [slot for slot in slots if id(slot.module) in found] for block, found in parts.items()}
-        self.specs = OutputSpecs(log)
+        self.specs = OutputSpecs(log)  # of what the blocks return
         self._inside = set().union(*parts.values())
-        self.outside = [slot for slot in slots if id(slot.module) not in self._inside]
+        self.outside = [slot for slot in slots if id(slot.module) not in self._inside]  # parameters outside the blocks
         self._modules = {id(module): module for module in model.modules()}
         self._by_name = {str(slot.meta.slot): slot for slot in reversed(slots)}
+        # The blocks in the order in which they are called; None until the first dry run.
         self.sequence: list[nn.Module] | None = None
         self._left_out: frozenset[int] = frozenset()
         self._crossings: dict[Mode, Crossings] = {}
         self._handler: ForwardPass | None = None
-        self.running = False
-        self.buffer_piece: dict[Where, int] = {}
+        self.running = False  # the model's forward is called here, and not by somebody else
+        self.buffer_piece: dict[Where, int] = {}  # the piece of each buffer
         self._ever_written: dict[Where, int] = {}
 
     # Where pieces begin

@@ -1,7 +1,5 @@
 """State that a pass through a forward leaves as it was: random generators, buffers, counters, saved tensors."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Collection, Iterator

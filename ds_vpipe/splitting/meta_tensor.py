@@ -51,20 +51,13 @@ def place() -> str:
 
 
 class AccessLog:
-    """Operations on the meta tensors of one model.
-
-    Attributes:
-        strict: absent and present values must not meet: what the stage computes is real from now on.
-        holder: who lacks the values, for messages.
-        dry_run: the :class:`~ds_vpipe.splitting.dry_run.DryRun` that is going on, or None.
-        bare_results: of operations, on the meta device.
-    """
+    """Operations on the meta tensors of one model."""
 
     def __init__(self) -> None:
-        self.strict = False
-        self.holder = "this stage"
-        self.dry_run: Any = None
-        self.bare_results: dict[Any, Any] = {}
+        self.strict = False  # absent and present values must not meet: what the stage computes is real from now on
+        self.holder = "this stage"  # who lacks the values, for messages
+        self.dry_run: Any = None  # the DryRun that is going on, or None
+        self.bare_results: dict[Any, Any] = {}  # of operations, on the meta device
 
     @property
     def piece(self) -> int | None:
@@ -97,31 +90,18 @@ class AccessLog:
 
 
 class MetaTensor(torch.Tensor):
-    """A tensor without values.
+    """A tensor without values."""
 
-    Attributes:
-        bare: the same on the meta device.
-        access_log: sees what is done with it.
-        origin: which value is missing, for messages.
-        slot: name of the parameter that it stands for, if it is one itself.
-        made_in: in a dry run the piece that made it.
-        first_use: in a dry run the first piece that uses it.
-        source: the :class:`~ds_vpipe.splitting.forward_pass.Source` that it comes from, if it can be found again.
-        guess: a made-up value, inside of a block that looks at values.
-        root: what it is a view of.
-        views: of it, as weak references.
-    """
-
-    bare: torch.Tensor
-    access_log: AccessLog
-    origin: str
-    slot: str | None
-    made_in: int | None
-    first_use: int | None = None
-    source: Any = None
-    guess: torch.Tensor | None = None
-    root: MetaTensor | None = None
-    views: Sequence[weakref.ref[MetaTensor]] = ()
+    bare: torch.Tensor  # the same on the meta device
+    access_log: AccessLog  # sees what is done with it
+    origin: str  # which value is missing, for messages
+    slot: str | None  # name of the parameter that it stands for, if it is one itself
+    made_in: int | None  # in a dry run the piece that made it
+    first_use: int | None = None  # in a dry run the first piece that uses it
+    source: Any = None  # the Source that it comes from, if it can be found again
+    guess: torch.Tensor | None = None  # a made-up value, inside of a block that looks at values
+    root: MetaTensor | None = None  # what it is a view of
+    views: Sequence[weakref.ref[MetaTensor]] = ()  # of it, as weak references
 
     @staticmethod
     def __new__(

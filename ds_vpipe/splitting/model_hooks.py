@@ -1,7 +1,5 @@
 """Hooks on a model of which a rank has one stage: whole state dicts, and refusal of direct calls."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial

@@ -1,7 +1,5 @@
 """Specs of what blocks return where they are skipped: shapes and types, from a run on no values or on made-up ones."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ nothing of it. While the user's forward runs it is among the module's parameters
 it is known which of them a stage keeps, its buffers before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,25 +17,18 @@ from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError
 
 
 class ParameterSlot:
-    """One name of one parameter in a model.
-
-    Attributes:
-        name: as in the model's ``state_dict()``.
-        module: that the parameter is registered in.
-        key: its name there.
-        parameter: None if the stage does not keep it.
-        spare: a parameter that is put aside until it is known that the stage does not keep it.
-        pieces: that use it.
-        meta: stands for it.
-        tie: the same for all names of one parameter.
-    """
+    """One name of one parameter in a model."""
 
     def __init__(self, name: str, module: nn.Module, key: str, parameter: nn.Parameter, meta: MetaTensor) -> None:
-        self.name, self.module, self.key, self.meta = name, module, key, meta
-        self.parameter: nn.Parameter | None = parameter
+        self.name = name  # as in the model's ``state_dict()``
+        self.module, self.key = module, key  # where the parameter is registered, and its name there
+        self.meta = meta  # stands for it
+        self.parameter: nn.Parameter | None = parameter  # None if the stage does not keep it
+        # A parameter that is put aside until it is known that the stage does not keep it.
         self.spare: nn.Parameter | None = None
-        self.pieces: tuple[int, ...] = ()
-        self.tie, self.size, self.trained = id(parameter), parameter.numel(), parameter.requires_grad
+        self.pieces: tuple[int, ...] = ()  # that use it
+        self.tie = id(parameter)  # the same for all names of one parameter
+        self.size, self.trained = parameter.numel(), parameter.requires_grad
 
     def put(self, value: torch.Tensor | None) -> None:
         """Let the module have ``value`` as its parameter, or none, but the meta tensor as an attribute."""

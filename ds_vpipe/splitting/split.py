@@ -3,8 +3,6 @@
 What a piece uses is found with an example of a call: the one that is given, the model's own, or a guess.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -25,12 +25,7 @@ from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, m
 
 
 class Piece(nn.Module):
-    """Layer of a pipeline: the tensors of a piece, with their names in the model, and its part of the forward.
-
-    Attributes:
-        index: of the piece.
-        kind: type name of its module, for partitions by type.
-    """
+    """Layer of a pipeline: the tensors of a piece, with their names in the model, and its part of the forward."""
 
     def __init__(self, stage: StageModel, index: int, kind: str) -> None:
         super().__init__()
@@ -93,25 +88,19 @@ def _tensors(module: nn.Module) -> set[Where]:
 
 
 class StageModel:
-    """Pieces of a model.
-
-    Attributes:
-        model: the user's, which is changed: it keeps the parameters of the stage.
-        piece_names: one per piece.
-        pieces: all of them; those that are not kept have no parameters.
-        state_hooks: make the model's state dicts whole, if there is somebody who can.
-    """
+    """Pieces of a model."""
 
     def __init__(self, model: nn.Module, split: ForwardSplit, slots: list[ParameterSlot]) -> None:
-        self.model, self.piece_names = model, split.piece_names
+        self.model, self.piece_names = model, split.piece_names  # the user's, which keeps the parameters of the stage
         self._split, self._slots = split, slots
         self._forms = CallForms()
         self._tried: set[Any] = set()
         self._kept: frozenset[int] = frozenset()
         self._released = False
         self._last_output: Any = None
-        self.state_hooks: StateHooks | None = None
+        self.state_hooks: StateHooks | None = None  # make the model's state dicts whole, if there is somebody who can
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+        # All of them; those that are not kept have no parameters.
         self.pieces = [Piece(self, index, kinds.get(name, name)) for index, name in enumerate(self.piece_names)]
         self.keep(range(len(self.pieces)))
 

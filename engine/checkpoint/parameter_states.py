@@ -1,7 +1,5 @@
 """States of a running stage's optimizer by parameter, whatever wrapper DeepSpeed has put around it."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Each rank's small file beside DeepSpeed's checkpoint, which makes resuming exact."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -6,8 +6,6 @@ than to a layer (learning-rate schedule, counters, loss scale) comes from the st
 stage's first trained parameter.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -9,8 +9,6 @@ after that, so that a run that is killed at any moment leaves the one before. On
 moment in between.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -5,8 +5,6 @@ of a pipeline have to call for it. A rank whose script has ended takes part in t
 ``if rank == 0: model.save_pretrained(...)`` in the last lines works.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -69,9 +67,6 @@ class WholeModel:
     Args:
         engine: drains before weights are gathered, until :meth:`leave`.
         stage: its stage.
-
-    Attributes:
-        alone: no other stage is asked: there is one, or all scripts have ended.
     """
 
     def __init__(self, engine: Engine, stage: Stage) -> None:
@@ -80,7 +75,7 @@ class WholeModel:
         self._last = stage.pipeline.num_stages - 1
         self._calls = 0
         self._given: list[tuple[torch.Tensor, int]] = []
-        self.alone = self._last == 0
+        self.alone = self._last == 0  # no other stage is asked: there is one, or all scripts have ended
         if isinstance(stage.module, SplitModule) and not self.alone:
             stage.module.stage_model.state_hooks = StateHooks(stage.module.user_module, self)
 

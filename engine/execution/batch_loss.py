@@ -82,10 +82,6 @@ class BatchReport:
         loss_scale: factor of the batch's losses.
         num_stages: K.
         columns: statistics of each stage.
-
-    Attributes:
-        losses: as given, fp64.
-        statistics: one row per stage, ``[K, columns]``; a stage fills in its own before it passes the report on.
     """
 
     __slots__ = ("_numbers", "losses", "statistics")
@@ -99,7 +95,8 @@ class BatchReport:
     def _refer_to(self, numbers: Numbers) -> None:
         end = _HEAD + int(numbers[1])
         self._numbers = numbers
-        self.losses: Numbers = numbers[_HEAD:end]
+        self.losses: Numbers = numbers[_HEAD:end]  # as given, fp64
+        # One row per stage, [K, columns]; a stage fills in its own before it passes the report on.
         self.statistics: Numbers = numbers[end:].reshape(-1, int(numbers[2]))
 
     @property

@@ -9,8 +9,6 @@ An iterator may refill its buffers when it is asked again, so what is kept is a 
 iterator: with tensor slices one rank of a slice reads, and ``batch_fn`` makes of None what that one sends.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator

@@ -14,8 +14,6 @@ labels: inputs and labels stay together even if these micro-batches are then dro
 call fills the pipeline again from there. Nothing is lost but the work of the forward passes.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 

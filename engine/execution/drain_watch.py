@@ -1,7 +1,5 @@
 """A warning about a pipeline that is emptied in batch after batch, which makes it as slow as a synchronous one."""
 
-from __future__ import annotations
-
 from deepspeed.utils import logger
 
 _IN_A_ROW = 3

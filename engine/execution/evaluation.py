@@ -6,8 +6,6 @@ version on every stage between two ``train_batch()`` calls. Random state and the
 back afterwards, so that training goes on bit for bit as if there had been no evaluation.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Executor of a stage's actions: one method per kind of action."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -70,16 +68,12 @@ class Executor:
         engine: DeepSpeed's engine, which runs passes and updates.
         stage: state of the rank, which every action changes.
         statistics: how many numbers each stage adds to the report of a batch.
-
-    Attributes:
-        methods: the method of each kind of action.
-        watchers: observers of every action; the first begins first and ends last.
     """
 
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, statistics: int) -> None:
         self._engine, self._stage, self._statistics = engine, stage, statistics
         self._several_parts = stage.pipeline.virtual_stages > 1
-        self.watchers: list[Watcher] = []
+        self.watchers: list[Watcher] = []  # observers of every action; the first begins first and ends last
         self.methods: dict[Kind, Callable[[int, int], None]] = {
             Kind.LOAD: self.load,
             Kind.RECV_ACT: self.receive_activation,

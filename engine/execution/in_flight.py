@@ -1,7 +1,5 @@
 """Record of a micro-batch between its forward and backward passes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,29 +33,19 @@ class _Entry(torch.autograd.Function):
 
 @dataclass(slots=True)
 class InFlight:
-    """One micro-batch in flight at one stage.
+    """One micro-batch in flight at one stage."""
 
-    Attributes:
-        call: number of the ``train_batch()`` call whose iterator it was read from.
-        inputs: input of the stage's first layer.
-        labels: second argument of the loss function, on the last stage.
-        output: output of the forward pass, until it is sent.
-        outputs: output tensors that will get a gradient.
-        gradients: those gradients, once received; None for a tensor that the next stage did not use.
-        loss: loss, on the last stage.
-        script_loss: loss to be sent back to the first stage, for scripts that get the loss of every micro-batch.
-        taken: copy of the micro-batch, on the first stage if it may have to be admitted again.
-    """
-
-    call: int
-    inputs: Tree = None
-    labels: Any = None
-    output: Tree = None
-    outputs: list[torch.Tensor] = field(default_factory=list)
+    call: int  # number of the train_batch() call whose iterator it was read from
+    inputs: Tree = None  # input of the stage's first layer
+    labels: Any = None  # second argument of the loss function, on the last stage
+    output: Tree = None  # output of the forward pass, until it is sent
+    outputs: list[torch.Tensor] = field(default_factory=list)  # output tensors that will get a gradient
+    # Those gradients, once received; None for a tensor that the next stage did not use.
     gradients: list[torch.Tensor | None] = field(default_factory=list)
-    loss: torch.Tensor | None = None
+    loss: torch.Tensor | None = None  # on the last stage
+    # Loss to be sent back to the first stage, for scripts that get the loss of every micro-batch.
     script_loss: torch.Tensor | None = None
-    taken: Any = None
+    taken: Any = None  # copy of the micro-batch, on the first stage if it may have to be admitted again
 
     def enter(self, as_made: bool = False) -> Tree:
         """The inputs as the stage's first layer gets them.

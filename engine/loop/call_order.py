@@ -1,7 +1,5 @@
 """The order in which a training script calls its engine: forward, ``backward()``, ``step()``, and again."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

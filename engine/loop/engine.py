@@ -7,8 +7,6 @@ handed in. What needs all stages at the same micro-batch (evaluation, checkpoint
 pipeline first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -33,11 +31,8 @@ class VPipeLoopEngine(VPipeEngine):
     ``own_parameters(given)``, which gives of the whole model's parameters the stage's own, and ``take_output()``, which
     gives on the last stage everything that the module's ``forward`` has returned in an evaluation.
 
-    Attributes:
-        micro_steps, global_steps, global_samples: as the script counts, alike on all ranks at the same line. The
-            stage's own updates are ``stashing_optimizer.latest_version``.
-        rounds: passes and updates in the portions in which the script asks for them.
-        script_end: what is left to do when the script ends.
+    ``micro_steps``, ``global_steps`` and ``global_samples`` are as the script counts, alike on all ranks at the same
+    line; the stage's own updates are ``stashing_optimizer.latest_version``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,9 +42,9 @@ class VPipeLoopEngine(VPipeEngine):
                 f'vpipe.schedule: got "{self.pipeline.schedule}" for a module that is called micro-batch by '
                 f'micro-batch; allowed: "1f1b" and "gpipe"; write "1f1b" and remove vpipe.virtual_stages'
             )
-        self.rounds = Rounds(self)
+        self.rounds = Rounds(self)  # passes and updates in the portions in which the script asks for them
         self.script_evaluation = ScriptEvaluation(self, self.rounds)
-        self.script_end = ScriptEnd(self, self.rounds, self.drain)
+        self.script_end = ScriptEnd(self, self.rounds, self.drain)  # what is left to do when the script ends
         self._boundary: bool | None = None  # what the script has said
         self._stepped = False  # a round that the script has said is no boundary may have its step() or not
         self._compared = self.num_stages == 1  # what the stages are handed

@@ -6,8 +6,6 @@ loaders that deal the data out to all ranks give them, each rank's is run throug
 the result of its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Iterator

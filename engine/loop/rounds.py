@@ -1,7 +1,5 @@
 """Rounds of a script that loops over forward, backward and step: passes, updates, losses, and drains between them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,20 +29,14 @@ class Rounds:
 
     Args:
         engine: its ``global_steps`` and ``global_samples`` are the script's, but inside an update.
-
-    Attributes:
-        order: the call that is due.
-        inside: an action is being carried out: DeepSpeed asks, not the script.
-        in_batch: micro-batches of the script's batch that have had their ``step()``.
-        own_counts: ``global_steps`` and ``global_samples`` of this stage's updates.
     """
 
     def __init__(self, engine: VPipeEngine) -> None:
         self._engine, self._stage = engine, engine.stage
-        self.order = CallOrder()
-        self.inside = False
-        self.in_batch = 0
-        self.own_counts = (0, 0)
+        self.order = CallOrder()  # the call that is due
+        self.inside = False  # an action is being carried out: DeepSpeed asks, not the script
+        self.in_batch = 0  # micro-batches of the script's batch that have had their step()
+        self.own_counts = (0, 0)  # global_steps and global_samples of this stage's updates
         self._round = Round((), (), ())
         self._waits = False  # for the loss of the round's own micro-batch
         self._losses: dict[int, ScriptLoss] = {}  # on the last stage, by micro-batch

@@ -1,7 +1,5 @@
 """The end of a looping script: micro-batches still in flight are trained, and other ranks get what they still need."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import sys
@@ -25,14 +23,11 @@ class ScriptEnd:
         engine: the engine.
         rounds: its rounds.
         drain: trains what is in flight on every stage; takes the name of the call that needs it.
-
-    Attributes:
-        idle: nothing has been handed in since the last drain.
     """
 
     def __init__(self, engine: VPipeEngine, rounds: Rounds, drain: Callable[[str], None]) -> None:
         self._engine, self._rounds, self._drain = engine, rounds, drain
-        self.idle = True
+        self.idle = True  # nothing has been handed in since the last drain
         atexit.register(serve_at_end, weakref.ref(self))
 
     def expect(self) -> None:

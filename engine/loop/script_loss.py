@@ -94,15 +94,11 @@ def check_graph(loss: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) ->
 
 
 class ScriptLoss:
-    """What becomes of one micro-batch's loss between ``engine(...)`` and its backward pass.
-
-    Attributes:
-        open: a backward pass of the pipeline is under way.
-        used: it has come through here.
-    """
+    """What becomes of one micro-batch's loss between ``engine(...)`` and its backward pass."""
 
     def __init__(self) -> None:
-        self.open = self.used = False
+        self.open = False  # a backward pass of the pipeline is under way
+        self.used = False  # it has come through here
 
     def gated(self, loss: torch.Tensor) -> LossTensor:
         """The loss as the script gets it; ``loss`` is the model's, or a number from elsewhere."""

@@ -5,8 +5,6 @@ where a batch ends for it. The stage's update of that batch comes up to W_s roun
 on. So what the groups hold where a batch is handed in goes with the batch.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager

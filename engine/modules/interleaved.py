@@ -4,8 +4,6 @@ DeepSpeed's ``PipelineModule`` holds one run of layers. Here ``forward_funcs`` h
 through the chosen one. Layers keep their numbers in the model, in names of parameters and of checkpoint files.
 """
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Sequence
 from typing import Any
@@ -17,15 +15,10 @@ from ds_vpipe.engine.modules.recompute import Segment
 
 
 class InterleavedMixin(PipelineModule):
-    """Module with several parts, made by :func:`interleave`.
+    """Module with several parts, made by :func:`interleave`."""
 
-    Attributes:
-        numbers: numbers in the model of this rank's layers.
-        chunk: which of this rank's parts ``forward()`` runs, from 0.
-    """
-
-    numbers: list[int]
-    chunk: int
+    numbers: list[int]  # numbers in the model of this rank's layers
+    chunk: int  # which of this rank's parts forward() runs, from 0
     _ends: list[int]
     _segments: list[Segment]
     _offsets: list[int]

@@ -4,8 +4,6 @@
 script has built with another one, with their weights.
 """
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain

@@ -4,8 +4,6 @@ A tracker keeps generator states of its own and lends them to torch for a block 
 include them. DeepSpeed has one; Megatron's is found if it has been imported. Others can be registered.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import sys

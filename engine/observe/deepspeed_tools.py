@@ -5,8 +5,6 @@ stops some of them; it logs messages through ``deepspeed.comm``, which links bet
 are watchers of the stage's actions, and write under the names of DeepSpeed's log lines.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -44,9 +44,6 @@ class PeakMemory:
     Args:
         device: where the stage computes.
         weights: tensors that are there already and count; of each storage once.
-
-    Attributes:
-        name: of what is measured.
     """
 
     def __init__(self, device: torch.device, weights: Iterable[torch.Tensor]) -> None:

@@ -33,9 +33,6 @@ class Observation:
         stage: the stage.
         config: the ``"vpipe"`` block.
         plan: with predicted bytes, where the block left something to the planner.
-
-    Attributes:
-        watchers: in the order in which they begin.
     """
 
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig, plan: Plan | None) -> None:
@@ -44,7 +41,7 @@ class Observation:
         self._meter = StageMeter(stage, links)
         self._rows: Sequence[Sequence[float]] = ()
         self._mean = StatisticsMean()
-        self.watchers: list[Watcher] = [self, CommsRecord(links)]
+        self.watchers: list[Watcher] = [self, CommsRecord(links)]  # in the order in which they begin
         if engine.wall_clock_breakdown():
             self.watchers.append(WallClock(engine.timers, engine.grid.pipe_groups[0]))
         if engine.flops_profiler_enabled() and engine.global_rank == 0:

@@ -5,8 +5,6 @@ pass ends when its kernels are queued. The buffer is written when the engine is 
 fails, one file per rank in the folder ``timeline.path``; ``python -m ds_vpipe report FOLDER`` draws it.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 import time

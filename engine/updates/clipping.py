@@ -1,7 +1,5 @@
 """Gradient clipping of a stage, by its own norm or the model's as far as known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ DeepSpeed's optimizers change the scale inside their ``step()``, before they uns
 that a batch in which the scale grows is divided by the new one. Here the scale changes after the update.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Optimizers of a DeepSpeed JSON that DeepSpeed does not make: apex's, and LAMB without a GPU."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable

@@ -9,8 +9,6 @@ synchronous pipeline every group takes part in the gradient norm. A placeholder 
 belongs to no layer and is in no model checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

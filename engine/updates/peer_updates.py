@@ -7,8 +7,6 @@ update ``t - d`` of an earlier stage, with ``d`` of :func:`ds_vpipe.schedules.on
 ``t`` of a later one. Which message a row comes with depends on the schedule and never on time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -22,16 +20,13 @@ class PeerUpdates:
     Args:
         num_stages: K.
         stage: the stage that keeps the table.
-
-    Attributes:
-        own_norm: unscaled gradient norm of the stage's current update.
     """
 
     def __init__(self, num_stages: int, stage: int) -> None:
         self._stage = stage
         self._table = torch.zeros(num_stages, 2, dtype=torch.float64)
         self._overflows_known = 0.0
-        self.own_norm = 0.0
+        self.own_norm = 0.0  # unscaled gradient norm of the stage's current update
 
     @property
     def table(self) -> torch.Tensor:

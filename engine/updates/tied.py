@@ -12,8 +12,6 @@ Each pair of owner and copy has links of its own: weights may be large, and the 
 use for them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -86,14 +84,7 @@ class TiedWeights:
         tied: stages of every tied key, owner first; see :func:`tied_stages`.
         grid: DeepSpeed's process grid.
         depths: warm-up depth of every stage.
-        groups: makes the two groups of each owner and copy.
-        device: where the stage computes.
-
-    Attributes:
-        weights_in: links from the owners.
-        weights_out: links to the copies.
-        gradients_in: links from the copies.
-        gradients_out: links to the owners.
+        wiring: makes the two links of each owner and copy.
     """
 
     def __init__(
@@ -125,10 +116,10 @@ class TiedWeights:
                 weights_in = wiring.receiver("tied weights", peer, _PREFETCH)
                 gradients_out = wiring.sender("tied gradients", peer, _PREFETCH)
                 self._owned.append(_Owned(weights, gradients_out, weights_in, owner, 0, _values(weights)))
-        self.weights_in = [owned.weights_in for owned in self._owned]
-        self.weights_out = [copies.weights_out for copies in self._copies]
-        self.gradients_in = [copies.gradients_in for copies in self._copies]
-        self.gradients_out = [owned.gradients_out for owned in self._owned]
+        self.weights_in = [owned.weights_in for owned in self._owned]  # links from the owners
+        self.weights_out = [copies.weights_out for copies in self._copies]  # links to the copies
+        self.gradients_in = [copies.gradients_in for copies in self._copies]  # links from the copies
+        self.gradients_out = [owned.gradients_out for owned in self._owned]  # links to the owners
 
     def send_gradients(self, batch: int) -> None:
         """Send the copies' gradients of ``batch`` to their owners; there is nothing left to update here."""

@@ -145,13 +145,9 @@ def _refuse_moe(model: PipelineModule, config: VPipeConfig, consensus: Consensus
 
 
 def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Prepared]:
-    """Arguments of an engine that was not built by :func:`ds_vpipe.initialize`, as that would pass them.
+    """Arguments of a ``PipelineEngine`` that a script builds, as :func:`ds_vpipe.initialize` would pass them.
 
     Without a ``"vpipe"`` block the engine is synchronous, as the one whose place it takes.
-
-    Args:
-        args: positional arguments of ``PipelineEngine``.
-        kwargs: its keyword arguments.
 
     Raises:
         VPipeConfigError: as :func:`prepare`.

@@ -62,11 +62,9 @@ class PatchedPipelineEngine(PipelineEngine):
         DeepSpeedEngine.backward(self, loss)
 
     def run_backward_from(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Backward pass from received gradients, which DeepSpeed has in the body of an instruction only.
+        """Backward pass from received gradients, None for outputs that were not used.
 
-        Args:
-            outputs: of the forward pass.
-            gradients: of each; None for an output that was not used.
+        DeepSpeed has it in the body of an instruction only.
         """
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
         self._running_engine_backward = True  # DeepSpeed's hooks take it for engine.backward()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -165,10 +165,6 @@ class ForwardPass(TorchFunctionMode):
 
     def _at_block(self, kind: str, number: int, value: Any) -> None:
         self.at(Place(self.piece, kind, number), *tree_flatten(value))
-
-    def going_on(self) -> AbstractContextManager[None]:
-        """Inside, the forward runs."""
-        raise NotImplementedError
 
     def at(self, place: Place, leaves: Any, form: Any) -> None:
         """See values at a place."""

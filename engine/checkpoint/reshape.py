@@ -116,7 +116,7 @@ def load_reshaped(
 
 def _load_states(engine: PipelineEngine, checkpoint: PipelineCheckpoint, stage: int, trained: list[str]) -> None:
     states = checkpoint.states(trained)
-    if engine.optimizer is not None and form_of(engine.optimizer.state_dict()).masters is not None:
+    if form_of(engine.optimizer.state_dict()).masters is not None:
         for name, state in states.items():
             if state.master is None:  # a plain optimizer trains the weights themselves
                 states[name] = dataclasses.replace(state, master=checkpoint.weight(name))

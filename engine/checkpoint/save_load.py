@@ -29,12 +29,7 @@ from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 
 class Checkpoints:
-    """Checkpoints of one stage, saved and loaded while nothing is in flight.
-
-    Args:
-        engine: DeepSpeed's, which writes and reads most files.
-        stage: its stage.
-    """
+    """Checkpoints of one stage, saved and loaded while nothing is in flight; DeepSpeed's engine does most files."""
 
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage) -> None:
         self._engine, self._stage = engine, stage

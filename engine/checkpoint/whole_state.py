@@ -62,15 +62,10 @@ class _Request:
 
 
 class WholeModel:
-    """State dicts of the whole model, gathered from all stages; all ranks of a pipeline have one.
-
-    Args:
-        engine: drains before weights are gathered, until :meth:`leave`.
-        stage: its stage.
-    """
+    """State dicts of the whole model, gathered from all stages; all ranks of a pipeline have one."""
 
     def __init__(self, engine: Engine, stage: Stage) -> None:
-        self._engine: Engine | None = engine
+        self._engine: Engine | None = engine  # drains before weights are gathered, until leave()
         self._consensus, self._module, self._stage = stage.consensus, stage.module, stage.number
         self._last = stage.pipeline.num_stages - 1
         self._calls = 0

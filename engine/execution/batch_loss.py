@@ -19,7 +19,7 @@ class BatchLoss:
     """Adds up the losses of one batch and averages them over data-parallel replicas.
 
     Args:
-        micro_batches: micro-batches per batch.
+        micro_batches: per batch.
         group: the last stage's replicas.
         replicas: how many there are.
     """

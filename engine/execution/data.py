@@ -47,35 +47,25 @@ class EndOfData(Exception):  # noqa: N818 - no error: like StopIteration
 class MicroBatchFeed:
     """Reads items, one a micro-batch, from the iterators of successive ``train_batch()`` calls.
 
-    Args:
-        device: the stage's.
-        inputs: whether the stage uses inputs.
-        labels: whether it uses labels.
+    Of each the stage, which computes on ``device``, uses the ``inputs`` and the ``labels``, or not.
     """
 
     def __init__(self, device: torch.device, *, inputs: bool, labels: bool) -> None:
         self._device, self._uses = device, (inputs, labels)
-        self._call = -1
+        self.call = -1  # number of the current train_batch() call, from 0
         self._iterators: dict[int, Iterator[Item]] = {}  # by the first call that used each
         self._ended: set[int] = set()  # has ended while reading ahead, and the user has not been told yet
         self._returned: defaultdict[int, deque[Item]] = defaultdict(deque)  # read from an iterator, but not used yet
         self._ahead: deque[tuple[int, MicroBatch | None]] = deque()  # admitted once, to be admitted again
         self._iterator_there: Iterator[Item] | None = None
 
-    @property
-    def call(self) -> int:
-        """Number of the current ``train_batch()`` call, from 0."""
-        return self._call
-
     def next_call(self, iterator: Iterator[Item] | None, all_have: Callable[[bool], bool] = bool) -> None:
         """The next ``train_batch()`` call begins; it reads from ``iterator`` (None: nothing to read here).
 
-        Args:
-            iterator: of this call.
-            all_have: whether all ranks of the stage pass True; of a tensor slice one may read for all, and what the
-                others have of its micro-batches goes with its iterator.
+        ``all_have`` tells whether all ranks of the stage pass True: of a tensor slice one may read for all, and what
+        the others have of its micro-batches goes with its iterator.
         """
-        self._call += 1
+        self.call += 1
         if self._iterator_there is not None:
             if not all_have(iterator is self._iterator_there):
                 self._ahead.clear()
@@ -84,7 +74,7 @@ class MicroBatchFeed:
             return
         newest = max(self._iterators, default=None)
         if newest is None or self._iterators[newest] is not iterator:
-            self._iterators[self._call] = iterator
+            self._iterators[self.call] = iterator
 
     def forget_before(self, call: int) -> None:
         """No micro-batch that was read before ``call`` will be asked for again."""
@@ -161,7 +151,7 @@ class MicroBatchFeed:
     def start_over(self) -> None:
         """Training goes on from a checkpoint: what was read ahead counts only if the same iterator is used on."""
         if self._ahead:
-            self._iterator_there = self._iterators.get(self._source(self._call) or 0)
+            self._iterator_there = self._iterators.get(self._source(self.call) or 0)
 
     def give_back(self, call: int, item: Item) -> None:
         """Undo the last :meth:`read` of ``call``."""
@@ -217,10 +207,7 @@ def own_copy(tree: Any, device: torch.device | None = None) -> Any:
 def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
     """A micro-batch's inputs on ``device``: tensors in tuples or lists become tensors in tuples.
 
-    Args:
-        value: the stage's own.
-        device: where to.
-        copy: whether ``value`` has to stay what it is, whatever layers do in place.
+    With ``copy`` they stay what they are, whatever layers do in place.
 
     Raises:
         VPipeError: the inputs hold something else.

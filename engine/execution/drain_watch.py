@@ -6,14 +6,10 @@ _IN_A_ROW = 3
 
 
 class DrainWatch:
-    """Count of batches in a row after each of which the pipeline was emptied.
-
-    Args:
-        speaks: whether this rank is the one that warns.
-    """
+    """Count of batches in a row after each of which the pipeline was emptied."""
 
     def __init__(self, speaks: bool) -> None:
-        self._speaks = speaks
+        self._speaks = speaks  # this rank is the one that warns
         self._latest, self._row = -2, 0
         self.warned = False
 

@@ -50,9 +50,8 @@ class InFlight:
     def enter(self, as_made: bool = False) -> Tree:
         """The inputs as the stage's first layer gets them.
 
-        Args:
-            as_made: gradients of the inputs keep the strides that autograd gives them, as in a model that is not cut;
-                else they get those of the inputs, as DeepSpeed's do.
+        With ``as_made`` their gradients keep the strides that autograd gives them, as in a model that is not cut; else
+        they get those of the inputs, as DeepSpeed's do.
         """
         return _enter(self.inputs, as_made)
 

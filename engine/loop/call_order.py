@@ -11,6 +11,7 @@ Call = Literal["engine(...)", "backward()", "step()"]
 _FORWARD: Call = "engine(...)"
 _BACKWARD: Call = "backward()"
 _STEP: Call = "step()"
+_NEXT: dict[Call, Call] = {_FORWARD: _BACKWARD, _BACKWARD: _STEP, _STEP: _FORWARD}
 _REMEDY = "call engine(...), engine.backward(loss) and engine.step() in turn, once for every micro-batch"
 
 
@@ -33,13 +34,13 @@ class CallOrder:
         """
         if call == self._due:
             return
-        given = "called twice in a row" if call == _before(self._due) else f"called where {self._due} is due"
+        given = "called twice in a row" if self._due == _NEXT[call] else f"called where {self._due} is due"
         note = "; evaluate in eval() mode or under torch.no_grad()" if call == _FORWARD else ""
         raise CallOrderError(f"{call}: {given}; {_REMEDY}{note}")
 
     def done(self, call: Call) -> None:
         """``call`` is done; the next one is due."""
-        self._due = {_FORWARD: _BACKWARD, _BACKWARD: _STEP, _STEP: _FORWARD}[call]
+        self._due = _NEXT[call]
 
     def expect_between(self, what: str) -> None:
         """Refuse ``what``, which brings the pipeline to rest, in the middle of a round.
@@ -67,7 +68,3 @@ def check_loss(loss: Any) -> None:
             "backward(loss): got a tensor without a graph, allowed is what engine(...) returned in training; do not "
             "detach it, and call engine.train() before if the engine or the model was in eval() mode"
         )
-
-
-def _before(due: Call) -> Call:
-    return {_FORWARD: _STEP, _BACKWARD: _FORWARD, _STEP: _BACKWARD}[due]

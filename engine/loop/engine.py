@@ -274,19 +274,11 @@ class VPipeLoopEngine(VPipeEngine):
         self._boundary = bool(is_boundary)
 
     def train_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: a plain module has no iterator of its own.
-
-        Raises:
-            CallOrderError: always.
-        """
+        """Refused with a CallOrderError: a plain module has no iterator of its own."""
         raise CallOrderError("train_batch(): the model was no PipelineModule; call engine(...), backward() and step()")
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: a plain module has no iterator of its own.
-
-        Raises:
-            CallOrderError: always.
-        """
+        """Refused with a CallOrderError: a plain module has no iterator of its own."""
         raise CallOrderError("eval_batch(): the model was no PipelineModule; call engine(...) in eval() mode")
 
     def _compare_once(self, packed: Any) -> None:

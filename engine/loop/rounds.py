@@ -65,14 +65,7 @@ class Rounds:
     # A round
 
     def run_forward(self, packed: Any) -> torch.Tensor:
-        """The forward portion of the round of the next micro-batch.
-
-        Args:
-            packed: its inputs, on the first stage.
-
-        Returns:
-            The loss for the script.
-        """
+        """The forward portion of the round of the next micro-batch, of the inputs ``packed``; the script's loss."""
         stage, engine = self._stage, self._engine
         self._modes = [module.training for module in self._switched]
         progress, micro_batch = stage.progress, stage.progress.forwarded

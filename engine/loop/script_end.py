@@ -19,10 +19,7 @@ from ds_vpipe.errors import VPipeError
 class ScriptEnd:
     """Work that the end of the interpreter brings, while micro-batches are in flight.
 
-    Args:
-        engine: the engine.
-        rounds: its rounds.
-        drain: trains what is in flight on every stage; takes the name of the call that needs it.
+    ``drain`` trains those on every stage, and takes the name of the call that needs it.
     """
 
     def __init__(self, engine: VPipeEngine, rounds: Rounds, drain: Callable[[str], None]) -> None:

@@ -53,10 +53,7 @@ class InterleavedMixin(PipelineModule):
 def interleave(module: PipelineModule, numbers: Sequence[int], ends: Sequence[int]) -> None:
     """Let ``module`` run its layers part by part.
 
-    Args:
-        module: with this rank's layers in ``forward_funcs``.
-        numbers: their numbers in the model.
-        ends: where each of the rank's parts ends in ``forward_funcs``.
+    ``numbers`` are those of this rank's layers in the model; ``ends`` is where each part ends in ``forward_funcs``.
     """
     kind = type(module)
     offset = module.__dict__.pop("micro_offset", 0)

@@ -102,9 +102,6 @@ class CommsRecord:
     """The pipeline's messages in DeepSpeed's communication log (``comms_logger``); nothing while that is off.
 
     Sends are listed as ``isend``, since they only start, and receives as ``recv``, with the time that the stage waited.
-
-    Args:
-        links: the links that actions of each kind use.
     """
 
     def __init__(self, links: Links) -> None:
@@ -148,11 +145,7 @@ class _Untimed:
 
 
 class StageProfile(FlopsProfiler):
-    """DeepSpeed's flops profile of a stage's first forward pass from ``profile_step`` on.
-
-    Args:
-        engine: the stage's engine; its ``flops_profiler`` settings hold.
-    """
+    """DeepSpeed's flops profile of a stage's first forward pass from ``profile_step`` on, by the engine's settings."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine.module, _Untimed(engine), engine.flops_profiler_recompute_fwd_factor())

@@ -23,12 +23,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # host names may be the same
 
 
 class Recorder:
-    """Watcher of a stage that keeps the span of every action.
-
-    Args:
-        stage: the stage. On CUDA the allocated bytes are sampled after every pass.
-        replica: number of the pipeline's replica.
-    """
+    """Watcher of a stage that keeps the span of every action, and on CUDA the allocated bytes after every pass."""
 
     def __init__(self, stage: Stage, replica: int) -> None:
         self._stage, self._replica = stage, replica

@@ -87,12 +87,7 @@ COLUMNS = len(_FIELDS)
 
 
 class StageMeter:
-    """Watcher of one stage that makes a record of each batch.
-
-    Args:
-        stage: the stage.
-        links: the links that actions of each kind use; they count bytes and waiting time.
-    """
+    """Watcher of one stage that makes a record of each batch; its ``links`` count bytes and waiting time."""
 
     def __init__(self, stage: Stage, links: Mapping[Kind, Sequence[Sender | Receiver]]) -> None:
         self._stage = stage
@@ -186,7 +181,6 @@ class StatisticsMean:
 
 def line(records: Sequence[StageStatistics]) -> str:
     """The records of all stages in one line, a column for each stage."""
-
     rows: dict[str, tuple[int, Callable[[StageStatistics], float]]] = {
         "busy %": (0, lambda r: 100 * r.busy),
         "forward ms": (1, lambda r: 1e3 * r.forward_s),

@@ -15,15 +15,10 @@ _OVERFLOWS, _SQUARED_NORM = range(2)
 
 
 class PeerUpdates:
-    """Table of updates skipped for an overflow, and squared norm of the latest gradient, by stage.
-
-    Args:
-        num_stages: K.
-        stage: the stage that keeps the table.
-    """
+    """Table of updates skipped for an overflow, and squared norm of the latest gradient, by stage."""
 
     def __init__(self, num_stages: int, stage: int) -> None:
-        self._stage = stage
+        self._stage = stage  # which keeps the table
         self._table = torch.zeros(num_stages, 2, dtype=torch.float64)
         self._overflows_known = 0.0
         self.own_norm = 0.0  # unscaled gradient norm of the stage's current update

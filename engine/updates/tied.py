@@ -80,7 +80,7 @@ class TiedWeights:
     """The tied weights of one stage; all ranks build one.
 
     Args:
-        module: the pipeline module.
+        module: with the layers of the stage.
         tied: stages of every tied key, owner first; see :func:`tied_stages`.
         grid: DeepSpeed's process grid.
         depths: warm-up depth of every stage.

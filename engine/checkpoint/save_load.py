@@ -29,7 +29,7 @@ from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 
 class Checkpoints:
-    """Checkpoints of one stage, saved and loaded while nothing is in flight; DeepSpeed's engine does most files."""
+    """Checkpoints of one stage, saved and loaded at rest. DeepSpeed's engine writes and reads most files."""
 
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage) -> None:
         self._engine, self._stage = engine, stage

@@ -191,9 +191,7 @@ class WholeModel:
     def serve(self, own: Callable[[str], Mapping[str, Any]], drained: bool) -> None:
         """At the end of the script: take part in other ranks' calls until all have ended.
 
-        Args:
-            own: gives this stage's entries of a module.
-            drained: the end of the script has drained the pipeline.
+        ``own`` gives this stage's entries of a module; ``drained``: the end of the script has drained the pipeline.
 
         Raises:
             VPipeError: another rank is lost, does something else or did not come in time.

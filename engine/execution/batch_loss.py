@@ -16,13 +16,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class BatchLoss:
-    """Adds up the losses of one batch and averages them over data-parallel replicas.
-
-    Args:
-        micro_batches: per batch.
-        group: the last stage's replicas.
-        replicas: how many there are.
-    """
+    """Sum of a batch's losses, averaged over replicas. ``group`` are those of the last stage."""
 
     def __init__(self, micro_batches: int, group: Any, replicas: int) -> None:
         self._micro_batches, self._group, self._replicas = micro_batches, group, replicas

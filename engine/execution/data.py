@@ -13,6 +13,7 @@ import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,20 +29,15 @@ NO_DATA: Iterator[Item] = itertools.repeat(None)
 """Iterator of a rank that has none, for ``batch_fn``."""
 
 
+@dataclass(eq=False)
 class EndOfData(Exception):  # noqa: N818 - no error: like StopIteration
-    """The first stage has no more micro-batches, so the rest of the current batch's program is another.
+    """The first stage has no more micro-batches, so the rest of the current batch's program is another."""
 
-    Attributes:
-        limit: no micro-batch from here on belongs to a complete batch.
-        read: the first stage has sent micro-batches up to here all the same.
-        call: number of the ``train_batch()`` call in which the first stage found out.
-        unlabelled: micro-batches that the first stage has read and sent to nobody.
-        asked: the first stage has asked its iterator for one more, and the last one has yet to do the same.
-    """
-
-    def __init__(self, limit: int, read: int, call: int, unlabelled: int = 0, asked: bool = True) -> None:
-        super().__init__(limit, read)
-        self.limit, self.read, self.call, self.unlabelled, self.asked = limit, read, call, unlabelled, asked
+    limit: int  # no micro-batch from here on belongs to a complete batch
+    read: int  # the first stage has sent micro-batches up to here all the same
+    call: int  # number of the train_batch() call in which the first stage found out
+    unlabelled: int = 0  # micro-batches that the first stage has read and sent to nobody
+    asked: bool = True  # the first stage has asked its iterator for one more, and the last one has yet to do the same
 
 
 class MicroBatchFeed:

@@ -51,12 +51,7 @@ def evaluation_actions(pipeline: Pipeline, rank: int, micro_batches: int) -> Ite
 
 
 class Evaluation:
-    """Evaluation on one stage.
-
-    Args:
-        engine: DeepSpeed's, which reads the data, runs forward passes and keeps the outputs.
-        stage: nothing of it is changed.
-    """
+    """Evaluation on one stage, of which nothing is changed. DeepSpeed's engine runs passes and keeps outputs."""
 
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage) -> None:
         self._engine, self._stage = engine, stage

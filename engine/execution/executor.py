@@ -62,16 +62,11 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
 
 
 class Executor:
-    """Training of one stage.
-
-    Args:
-        engine: DeepSpeed's engine, which runs passes and updates.
-        stage: state of the rank, which every action changes.
-        statistics: how many numbers each stage adds to the report of a batch.
-    """
+    """Training of one stage. Actions change the stage's state; DeepSpeed's engine runs passes and updates."""
 
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, statistics: int) -> None:
-        self._engine, self._stage, self._statistics = engine, stage, statistics
+        self._engine, self._stage = engine, stage
+        self._statistics = statistics  # how many numbers each stage adds to the report of a batch
         self._several_parts = stage.pipeline.virtual_stages > 1
         self.watchers: list[Watcher] = []  # observers of every action; the first begins first and ends last
         self.methods: dict[Kind, Callable[[int, int], None]] = {

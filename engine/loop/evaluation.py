@@ -21,12 +21,7 @@ from ds_vpipe.errors import VPipeError
 
 
 class ScriptEvaluation:
-    """Evaluation between two rounds.
-
-    Args:
-        engine: drained before each evaluation.
-        rounds: gives random numbers.
-    """
+    """Evaluation between two rounds, of an engine that has been drained."""
 
     def __init__(self, engine: VPipeEngine, rounds: Rounds) -> None:
         self._engine, self._stage, self._rounds = engine, engine.stage, rounds

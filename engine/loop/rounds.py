@@ -27,8 +27,7 @@ _SAME_ROUNDS = "every rank has to run the same number of rounds before it evalua
 class Rounds:
     """The rounds of one stage, under two counts: the script's, alike on all ranks, and inside an update the stage's.
 
-    Args:
-        engine: its ``global_steps`` and ``global_samples`` are the script's, but inside an update.
+    The engine's ``global_steps`` and ``global_samples`` are the script's, but inside an update.
     """
 
     def __init__(self, engine: VPipeEngine) -> None:

@@ -76,15 +76,10 @@ def links_by_kind(stage: Stage) -> Links:
 
 
 class WallClock:
-    """DeepSpeed's wall clock breakdown of one stage.
-
-    Args:
-        timers: the engine's ``SynchronizedWallClockTimer``.
-        ranks: one pipeline, so that there is a log line for every stage.
-    """
+    """DeepSpeed's wall clock breakdown of one stage. ``ranks`` are one pipeline's: each stage has a log line."""
 
     def __init__(self, timers: Any, ranks: Sequence[int]) -> None:
-        self._timers = timers
+        self._timers = timers  # the engine's SynchronizedWallClockTimer
         timers.log = partial(timers.log, ranks=list(ranks))  # DeepSpeed prints those of rank 0 only
 
     def before(self, action: Action) -> None:

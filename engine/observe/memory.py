@@ -39,7 +39,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 class PeakMemory:
-    """Peak bytes from now on; ``weights``, which are there already, count too, each storage once."""
+    """Peak bytes from now on. ``weights``, which are there already, count too, each storage once."""
 
     def __init__(self, device: torch.device, weights: Iterable[torch.Tensor]) -> None:
         self._device, self._before, self.name = device, 0, "measured peak"

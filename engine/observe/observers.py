@@ -26,14 +26,7 @@ if TYPE_CHECKING:
 
 
 class Observation:
-    """Watchers of one stage, with their statistics.
-
-    Args:
-        engine: DeepSpeed's; its hooks' timers and its profiler are replaced.
-        stage: the stage.
-        config: the ``"vpipe"`` block.
-        plan: with predicted bytes, where the block left something to the planner.
-    """
+    """Watchers of one stage, with their statistics. The engine's profiler and its hooks' timers are replaced."""
 
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig, plan: Plan | None) -> None:
         self._engine, self._stage, self._timeline, self._plan = engine, stage, config.timeline, plan

@@ -23,7 +23,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # host names may be the same
 
 
 class Recorder:
-    """Watcher of a stage that keeps the span of every action, and on CUDA the allocated bytes after every pass."""
+    """Watcher of a stage that keeps the span of every action. On CUDA it samples the allocated bytes after a pass."""
 
     def __init__(self, stage: Stage, replica: int) -> None:
         self._stage, self._replica = stage, replica

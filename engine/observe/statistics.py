@@ -87,7 +87,7 @@ COLUMNS = len(_FIELDS)
 
 
 class StageMeter:
-    """Watcher of one stage that makes a record of each batch; its ``links`` count bytes and waiting time."""
+    """Watcher of one stage that makes a record of each batch. Its ``links`` count bytes and waiting time."""
 
     def __init__(self, stage: Stage, links: Mapping[Kind, Sequence[Sender | Receiver]]) -> None:
         self._stage = stage

@@ -15,11 +15,7 @@ import torch
 
 
 class LossScaling:
-    """The loss scale of one stage's fp16 optimizer.
-
-    Args:
-        optimizer: DeepSpeed's fp16 or ZeRO optimizer. Its own changes of the scale are switched off.
-    """
+    """The loss scale of one stage's fp16 or ZeRO optimizer. Its own changes of the scale are switched off."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -50,10 +50,7 @@ def restricted(model_parameters: Sequence[Any], own: Own, placeholder: Placehold
 def trainable(model_parameters: Sequence[Any], placeholder: Placeholder, *, each_group: bool) -> list[Any]:
     """Parameters, or groups of them, with placeholders instead of frozen ones.
 
-    Args:
-        model_parameters: as :func:`listed` returns them.
-        placeholder: makes one.
-        each_group: also where other groups have something to train.
+    They are as :func:`listed` returns them. With ``each_group`` also where other groups have something to train.
     """
     members = [p for item in model_parameters for p in (item["params"] if isinstance(item, dict) else [item])]
     if not each_group and any(parameter.requires_grad for parameter in members):

@@ -201,7 +201,7 @@ class Executor:
         last = part == stage.pipeline.num_parts - 1
         choose_part(stage, part)
         with stage.weights.forward((index, part), self._vertical_version(index)):
-            output = self._run_stage(record, last)
+            output = stage.weights.versions.own_copies(self._run_stage(record, last))
         record.labels = None
         if last and stage.losses is not None:
             record.loss = stage.losses.add(output, stage.module.get_additional_losses())
@@ -255,7 +255,6 @@ class Executor:
         """Backward pass with the weights that the forward pass used."""
         stage, record = self._stage, self._stage.in_flight[index, part]
         scaling = stage.loss_scaling
-        stage.links.wait_for_copies(Kind.STEP)  # weights change, and what is being sent may be one
         stage.weights.load_old_params((index, part))
         with one_way():
             if record.loss is not None:
@@ -264,6 +263,8 @@ class Executor:
             else:
                 self._engine.run_backward_from(record.outputs, record.gradients)
                 record.outputs, record.gradients = [], []
+        if part != 0:
+            record.keep_input_gradients(stage.weights.versions.own_copies)
         stage.weights.release((index, part))
         if part == 0:
             del stage.in_flight[index, part]

@@ -1,5 +1,6 @@
 """Record of a micro-batch between its forward and backward passes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +60,12 @@ class InFlight:
         """Keep the output until it is sent, and its tensors with gradients until the backward pass."""
         self.output = output
         self.outputs = [leaf for leaf in leaves(output) if leaf is not None and leaf.requires_grad]
+
+    def keep_input_gradients(self, copies: Callable[[torch.Tensor | None], torch.Tensor | None]) -> None:
+        """Keep what ``copies`` makes of the gradients of the inputs until they are sent."""
+        for leaf in leaves(self.inputs):
+            if leaf is not None and leaf.requires_grad:
+                leaf.grad = copies(leaf.grad)
 
     def input_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the inputs that require one, in order."""

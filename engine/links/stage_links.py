@@ -108,7 +108,7 @@ class StageLinks:
     def wait_for_copies(self, kind: Kind) -> None:
         """Wait until an action of ``kind`` may change sent tensors.
 
-        A layer may write to a buffer that was an output; an output may be a weight, a gradient never is.
+        A layer may write to a buffer that was an output, and so may hooks of an optimizer.
         """
         if self._next is not None and kind in (Kind.FORWARD, Kind.STEP):
             self._next.activations.copied()

@@ -17,8 +17,6 @@ import torch
 from ds_vpipe.engine.weights.versions import WeightVersions
 from ds_vpipe.errors import VPipeError
 
-_COUNTING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # of changes in place
-
 
 class Stepper(Protocol):
     """Anything with an in-place ``step()``."""
@@ -68,6 +66,7 @@ class WeightStashingOptimizer:
     def _begin(self, version: int) -> None:
         self.versions = WeightVersions(self._parameters, version)
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
+        self._checked = version
 
     @property
     def latest_version(self) -> int:
@@ -94,10 +93,15 @@ class WeightStashingOptimizer:
 
         Raises:
             KeyError: the version is no longer alive.
-            VPipeError: parameters have been unfrozen while micro-batches are in flight that have used them.
+            VPipeError: parameters have been unfrozen, or put on other memory, while micro-batches are in flight that
+                have used them.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
-            self._take_in_unfrozen()
+            self._take_in("requires_grad: got parameters that were unfrozen")
+        if self._checked != self.latest_version:  # once per update: there may be hundreds of parameters
+            if not self.versions.has_all():
+                self._take_in("p.data = values: got parameters that were put on other memory")
+            self._checked = self.latest_version
         version = self.versions.latest if version is None else version
         self.versions.point_to(version)
         try:
@@ -106,13 +110,13 @@ class WeightStashingOptimizer:
             self.versions.point_to_newest()
         self._in_flight[micro_batch] = version
 
-    def _take_in_unfrozen(self) -> None:
-        """Include unfrozen parameters in the versions: updates would else change weights that are in use."""
+    def _take_in(self, given: str) -> None:
+        """Include changed parameters in the versions: updates would else change weights that are in use."""
         if self._in_flight or self.num_versions > 1:
             raise VPipeError(
-                "requires_grad: got parameters that were unfrozen while micro-batches that have used them are in "
-                "flight, allowed is to do so in an empty pipeline; call engine.quiesce() before, or engine.drain() if "
-                "the script calls engine(...), on every rank"
+                f"{given} while micro-batches that have used them are in flight, allowed is to do so in an empty "
+                f"pipeline; call engine.quiesce() before, or engine.drain() if the script calls engine(...), on every "
+                f"rank"
             )
         self.restart(self.latest_version)
 
@@ -157,14 +161,16 @@ class WeightStashingOptimizer:
     def update(self) -> Iterator[None]:
         """Context of an optimizer step, which makes the next version.
 
-        The weights change in place, after a copy of them if anything in flight uses them. Autograd does not count these
-        changes: thanks to the copy, no backward pass sees them.
+        The weights change in place, after a copy of them if anything in flight uses them. Thanks to the copy no
+        backward pass sees these changes, so autograd's counters of them are reset. It counts all other changes that
+        the optimizer or its hooks make: of frozen weights and buffers in use there is no copy.
         """
         if self._stash and self._is_needed(self.versions.latest):
             self.versions.fork()
         else:
             self.versions.point_to_newest()
-        with torch._C._ExcludeDispatchKeyGuard(_COUNTING):
+        counted = self.versions.trained if self._in_flight else ()
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(counted):
             yield
         self.versions.advance()
         self._recycle()

@@ -1,4 +1,4 @@
-"""Weight versions of one stage: memory that is exchanged under the parameters' storages.
+"""Weight versions of one stage: memory that is exchanged below the parameters' storages.
 
 Autograd keeps references to parameters and to views of them from a forward pass to its backward pass.
 Both see the right weights if the parameters' storages hold the version of the forward pass again while
@@ -6,56 +6,48 @@ the backward pass runs. So every parameter keeps its storage, and pointing to a 
 memory below it. Whatever else shares the storage sees the same: flat buffers of ZeRO-1 and of the
 mixed-precision wrappers, their partitions and fragments, views that a script has made.
 
-An update that would overwrite a version in flight is preceded by a fork, which copies it to memory of
-its own. There may be hundreds of small weights, so those of a version lie side by side in one block,
-which is copied by one call.
+An update that would overwrite a version in flight is preceded by a fork: the values are copied to memory
+of their own, and the update is made in place. So the newest weights stay in the memory in which the
+parameters were built. What knows an address and no storage, such as a numpy array or a process that shares
+the memory, sees the newest weights at any time, as without versions, and no memory is freed under it.
+
+Nothing that shares a weight's storage may be read later as a value of its version: whoever keeps or sends
+such a tensor copies it while the version is pointed to (:meth:`WeightVersions.own_copies`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from typing import Any
 
 import torch
 
-_ALIGNMENT = 512  # bytes, as allocators have it
 
-
-@dataclass(slots=True)
 class _Weights:
     """Storages of all weights in one version.
 
-    Attributes:
+    Args:
         storages: of the weights.
-        block: memory that they lie side by side in.
-        addresses: theirs in the block.
     """
 
-    storages: Sequence[torch.UntypedStorage]
-    block: torch.Tensor
-    addresses: list[int]
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        self.storages = storages
+        words = torch.int64 if all(storage.nbytes() % 8 == 0 for storage in storages) else torch.uint8
+        self._contents = [torch.empty(0, dtype=words, device=s.device).set_(s) for s in storages]
 
-    @classmethod
-    def like(cls, storages: Sequence[torch.UntypedStorage]) -> _Weights:
-        """Storages of the same sizes in a new block."""
-        ends = list(accumulate((-(-s.nbytes() // _ALIGNMENT) * _ALIGNMENT for s in storages), initial=0))
-        device = storages[0].device if storages else None
-        block = torch.empty(ends[-1], dtype=torch.uint8, device=device)
-        whole = block.untyped_storage()
-        slices = [whole[start : start + s.nbytes()] for start, s in zip(ends, storages, strict=False)]
-        return cls(slices, block, [s.data_ptr() for s in slices])
+    def like(self) -> _Weights:
+        """Storages of the same sizes in new memory."""
+        return _Weights([torch.UntypedStorage(s.nbytes(), device=s.device) for s in self.storages])
 
-    def is_in_block(self) -> bool:
-        """Whether the storages are where they were put; ``share_memory()`` moves them."""
-        return [storage.data_ptr() for storage in self.storages] == self.addresses
+    def copy_from(self, other: _Weights) -> None:
+        """Copy the contents of all storages; there may be hundreds of small ones."""
+        if self._contents:
+            torch._foreach_copy_(self._contents, other._contents)
 
     def exchange(self, other: _Weights) -> None:
         """Exchange the memory of all storages with that of ``other``'s."""
         for storage, others in zip(self.storages, other.storages, strict=True):
             storage._swap_data_ptr_(others)  # type: ignore[attr-defined]  # missing in torch's stubs
-        self.block, other.block = other.block, self.block
-        self.addresses, other.addresses = other.addresses, self.addresses
 
 
 class WeightVersions:
@@ -64,12 +56,16 @@ class WeightVersions:
     Args:
         parameters: the stage's parameters; those that do not require gradients never change and are left alone.
         version: number of updates that the parameters have had already.
+
+    Attributes:
+        trained: the parameters that have versions.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], version: int = 0) -> None:
-        found = [parameter.untyped_storage() for parameter in parameters if parameter.requires_grad]
-        by_address = {storage.data_ptr(): storage for storage in found if storage.data_ptr()}
-        self._own = _Weights(list(by_address.values()), torch.empty(0), [])
+        self.trained = tuple({id(p): p for p in parameters if p.requires_grad}.values())
+        # By storage, not by address: two storages may lie in the same memory, and each is read through its own.
+        self._found = {storage._cdata: storage for storage in map(torch.Tensor.untyped_storage, self.trained)}
+        self._own = _Weights([storage for storage in self._found.values() if storage.data_ptr()])
         self._latest = self._pointed = version
         self._held: dict[int, _Weights] = {}  # versions that the parameters do not point to
         self._spare: list[_Weights] = []
@@ -109,13 +105,8 @@ class WeightVersions:
     def fork(self) -> None:
         """Point to the newest weights for an update, and copy them for the version that it leaves behind."""
         self.point_to_newest()
-        if not self._own.is_in_block():  # the first time
-            moved = _Weights.like(self._own.storages)
-            for target, source in zip(moved.storages, self._own.storages, strict=True):
-                target.copy_(source)
-            self._own.exchange(moved)
-        copied = self._spare.pop() if self._spare else _Weights.like(self._own.storages)
-        copied.block.copy_(self._own.block)
+        copied = self._spare.pop() if self._spare else self._own.like()
+        copied.copy_from(self._own)
         self._held[self._latest] = copied
 
     def advance(self) -> None:
@@ -129,3 +120,16 @@ class WeightVersions:
             self.point_to_newest()
         for version in [v for v in self._held if v not in versions and v != self._latest]:
             self._spare.append(self._held.pop(version))
+
+    def own_copies(self, tree: Any) -> Any:
+        """``tree`` with copies of the tensors that share memory with a weight, now of the version pointed to."""
+        if isinstance(tree, torch.Tensor):
+            shares = tree.layout is torch.strided and tree.untyped_storage()._cdata in self._found
+            return tree.clone() if shares else tree
+        if type(tree) in (tuple, list):
+            return type(tree)(self.own_copies(item) for item in tree)
+        return tree
+
+    def has_all(self) -> bool:
+        """Whether the parameters are still on the storages that have versions, which ``p.data = values`` ends."""
+        return all(parameter.untyped_storage()._cdata in self._found for parameter in self.trained)

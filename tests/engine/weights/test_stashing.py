@@ -146,6 +146,55 @@ def test_keep_from_holds_versions_for_forward_passes_to_come() -> None:
     assert list(optimizer.versions.alive) == [2, 3]
 
 
+def test_changes_of_what_has_no_versions_are_still_counted() -> None:
+    """An optimizer's hooks may change frozen weights and buffers that are in use."""
+    weight, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    base = torch.optim.SGD([weight], lr=1.0)
+    optimizer = WeightStashingOptimizer(base, [weight, frozen])
+    base.register_step_post_hook(lambda *_: frozen.mul_(0))
+    with optimizer.forward(0):
+        loss = (weight * frozen).sum()
+    with torch.no_grad():
+        optimizer.step()
+    optimizer.load_old_params(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_optimizer_may_differentiate() -> None:
+    """Also through changes of views in place, which autograd follows by its counters."""
+    weight, optimizer = counting()
+
+    def step() -> torch.Tensor:
+        values = torch.ones(3, requires_grad=True)
+        changed = values * 2
+        changed[0] = 0
+        changed.sum().backward()
+        assert values.grad is not None
+        return values.grad
+
+    optimizer.base_optimizer.step = step  # type: ignore[method-assign]
+    with optimizer.forward(0):
+        assert weight == 0
+    assert optimizer.step().tolist() == [0, 2, 2]
+
+
+def test_weights_on_other_memory_get_versions_where_nothing_is_in_flight() -> None:
+    weight, optimizer = counting()
+    with optimizer.forward(0):
+        pass
+    optimizer.step()
+    weight.data = torch.tensor(7.0)
+    with pytest.raises(VPipeError, match=r"^p.data = values: got .* other memory while .* call engine.quiesce\(\)"):
+        forward(weight, optimizer, 1)
+    optimizer.release(0)
+    assert forward(weight, optimizer, 1) == 7
+    optimizer.step()
+    assert float(weight.detach()) == 8
+    optimizer.load_old_params(1)
+    assert float(weight.detach()) == 7
+
+
 def test_step_passes_on_arguments_and_result() -> None:
     weight = nn.Parameter(torch.ones(2))
     base = Silent([weight], lr=1.0)

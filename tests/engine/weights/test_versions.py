@@ -218,6 +218,7 @@ def test_weights_that_were_moved_to_shared_memory_are_still_those_that_updates_g
         update(versions, parameters)
         versions.keep_only({versions.latest - 1})
         assert all((parameter == number + 1).all() for parameter in module.parameters())
+        assert all(parameter.is_shared() for parameter in parameters), "updates are seen by other processes"
         assert all((value == number).all() for value in values_of(versions, parameters, versions.latest - 1))
 
 
@@ -247,6 +248,44 @@ def test_frozen_and_repeated_parameters() -> None:
     assert trained.tolist() == [1, 1, 1]
     assert pointer(frozen) == before
     assert torch.equal(frozen, torch.ones(3))
+
+
+def test_arrays_over_weights_see_the_newest() -> None:
+    """They know an address and keep no memory alive."""
+    parameter = nn.Parameter(torch.zeros(1000))
+    array = parameter.detach().numpy()
+    versions = WeightVersions([parameter])
+    for number in range(1, 4):
+        update(versions, [parameter])
+        versions.point_to(number - 1)
+        assert (array == number).all()
+        versions.point_to_newest()
+        versions.keep_only({number})
+        assert array.ctypes.data == parameter.data_ptr()
+
+
+def test_two_storages_in_the_same_memory() -> None:
+    array = torch.zeros(3).numpy()
+    parameters = [nn.Parameter(torch.from_numpy(array)), nn.Parameter(torch.from_numpy(array[1:]))]
+    versions = WeightVersions([*parameters, nn.Parameter(torch.from_numpy(array))])
+    update(versions, parameters)
+    assert parameters[1].tolist() == [2, 2]
+    versions.point_to(0)
+    assert [parameter.tolist() for parameter in parameters] == [[0, 0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("view", [lambda w: w, lambda w: w.t(), lambda w: w.detach()[1], lambda w: w.data])
+def test_what_leaves_a_version_is_copied(view: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    weight, other = nn.Parameter(torch.zeros(2, 2)), torch.zeros(2)
+    versions = WeightVersions([weight])
+    update(versions, [weight])
+    versions.point_to(0)
+    first, (second, none) = versions.own_copies((view(weight), [other, None]))
+    assert (second is other, none) == (True, None)
+    assert first.requires_grad == view(weight).requires_grad
+    versions.point_to_newest()
+    assert view(weight).flatten().tolist() == [1] * first.numel()
+    assert first.flatten().tolist() == [0] * first.numel()
 
 
 def test_nothing_to_train() -> None:

@@ -15,11 +15,12 @@ from typing import ClassVar
 import torch
 
 from ds_vpipe.engine.links.groups import Peer
-from ds_vpipe.engine.links.message import HEADER_BYTES, Message, Received, Tree
+from ds_vpipe.engine.links.message import Message, Received, Tree
 from ds_vpipe.errors import PipelinePeerError
 
 ABORT_GRACE_S = 5.0
 """Limit of a failing stage for sending the reason to its neighbours."""
+_REASON_BYTES = 1024  # so that it needs no memory, which may be what has failed
 
 
 class Sender(ABC):
@@ -118,7 +119,7 @@ class Receiver(ABC):
 
 def abort_all(senders: Sequence[Sender], reason: str) -> None:
     """Send ``reason`` over every link, with a short time limit."""
-    text = torch.frombuffer(bytearray(reason.encode()[: HEADER_BYTES // 2]), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(reason.encode()[:_REASON_BYTES]), dtype=torch.uint8)
     for sender in senders:
         with suppress(PipelinePeerError):  # it is lost, or does not read
             sender.send(Message.ABORT, 0, text)

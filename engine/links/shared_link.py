@@ -4,9 +4,10 @@ A link is a Unix socket, which carries a few words per message and wakes the rec
 for one message at a time. Small messages go through the socket whole. A larger one is written into a free block once,
 and the receiver's tensors are views of it: nothing is copied on arrival.
 
-A block is the receiver's until the last tensor in it is gone, also one that a layer or a script has kept; then its
-number goes back over the socket. What is received is acknowledged there too. The number of blocks is that of messages
-in use at a time. Where none is free and large enough, a new one takes the number of a free one, which it replaces.
+A block is the receiver's until the last tensor in it is gone, also one that a layer or a script has kept; a flag in
+the block says so. Receipts go over the socket, one for each message and not larger, so that there is room for them
+where there was for the messages. The number of blocks is that of messages in use at a time. Where none is free and
+large enough, a new one takes the number of a free one, which it replaces.
 
 Blocks have no names: their descriptors travel over the socket, so that the kernel frees them with the last process
 that has them, however that ends, and so does a socket end a wait for a process that is lost.
@@ -14,6 +15,7 @@ that has them, however that ends, and so does a socket end a wait for a process 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import select
@@ -32,15 +34,17 @@ from ds_vpipe.engine.links.failure_watch import FailureWatch
 from ds_vpipe.engine.links.groups import Peer, failed_wait
 from ds_vpipe.engine.links.link import ABORT_GRACE_S, Receiver, Sender
 from ds_vpipe.engine.links.message import LAYOUTS, Layout, Message, Packed, Received, Tree, unpack, words_of
-from ds_vpipe.errors import PipelinePeerError
+from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 INLINE_BYTES = 2048
 """Size of the longest message that goes through the socket."""
 
 _REFERENCE = struct.Struct("qq")  # number of a block and bytes of the message in it; or the latter alone: all follows
-_WHOLE, _RECEIVED = -1, -1
-_ANSWER = struct.Struct("q")  # the number of a block that is free again, or _RECEIVED
+_WHOLE = -1
+_RECEIPT = b"received"
+_FLAG_BYTES = 64  # at the start of a block, so that the message is aligned; the first is 1 while the block is in use
 _PAGES = 16 * mmap.PAGESIZE
+_LONGEST_POLL_MS = 2**31 - 1
 
 
 class Connection:
@@ -68,15 +72,22 @@ class Connection:
         """The error of a wait for ``what`` that has ended with ``error``."""
         return failed_wait(self.me, self._failures, what, error, self._timeout_s)
 
+    def no_memory(self, size: int, error: OSError) -> VPipeError:
+        """The error of a message of ``size`` bytes for which there is no memory."""
+        return VPipeError(
+            f"{self.me}: no shared memory for a message of {size} bytes to or from {self.peer} ({error}); raise the "
+            f'limits of memory and of open files (ulimit -n), or set vpipe.link to "host"'
+        )
+
     def read(self, size: int) -> tuple[bytes, list[int]]:
         """The next packet of at most ``size`` bytes, and the descriptor in it, if there is one.
 
         Raises:
-            OSError: the time limit passed, or the other end is closed.
+            OSError: the time limit passed, the other end is closed, or this process has too many open files.
         """
         while True:
             try:
-                data, descriptors, *_ = socket.recv_fds(self.end, size, 1)
+                data, descriptors, flags, _ = socket.recv_fds(self.end, size, 1)
             except BlockingIOError:
                 self._wait(self._readable, self._timeout_s)
             except ConnectionResetError:
@@ -84,6 +95,8 @@ class Connection:
             else:
                 if not data:
                     raise ConnectionError("connection closed")
+                if flags & socket.MSG_CTRUNC:
+                    raise OSError(errno.EMFILE, "no descriptor left for a block; raise the limit (ulimit -n)")
                 return data, descriptors
 
     def write(self, parts: list[Any], descriptors: list[int], limit_s: float | None = None) -> None:
@@ -101,8 +114,25 @@ class Connection:
 
     @staticmethod
     def _wait(poll: select.poll, limit_s: float) -> None:
-        if not poll.poll(1000 * limit_s):
+        if not poll.poll(min(1000 * limit_s, _LONGEST_POLL_MS)):
             raise TimeoutError("Timed out")
+
+
+def _mapped(descriptor: int, size: int) -> torch.Tensor:
+    """Shared memory of a descriptor, which may be closed; ``mmap.mmap`` would keep another one open."""
+    try:
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(errno.ENOMEM, " ".join(str(error).split())) from error
+
+
+def gives_memory() -> bool:
+    """Whether blocks can be had here; some Pythons and containers do without ``memfd_create`` or ``/proc``."""
+    try:
+        os.close(_Block(0, 1).descriptor)
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 class _Block:
@@ -110,18 +140,25 @@ class _Block:
 
     def __init__(self, number: int, size: int) -> None:
         step = max(_PAGES, 1 << max(0, size.bit_length() - 4))
-        self.number, self.capacity = number, -(-size // step) * step
+        total = -(-(size + _FLAG_BYTES) // step) * step
+        self.number, self.capacity = number, total - _FLAG_BYTES
         self.descriptor = os.memfd_create("ds_vpipe")  # until the receiver has got it
         try:
-            os.ftruncate(self.descriptor, self.capacity)
-            self._data = torch.frombuffer(mmap.mmap(self.descriptor, self.capacity), dtype=torch.uint8)
+            memory = _mapped(self.descriptor, total)
         except OSError:
             os.close(self.descriptor)
             raise
+        self._flag, self._data = memory[:1].numpy(), memory[_FLAG_BYTES:]
         self._packed: Packed | None = None
 
+    @property
+    def in_use(self) -> bool:
+        """Whether the receiver has a message in it, or will have."""
+        return bool(self._flag[0])
+
     def packed(self, layout: Layout) -> Packed:
-        """A send buffer in the block."""
+        """A send buffer in the block, which is in use from now on."""
+        self._flag[0] = 1
         if self._packed is None or self._packed.words != layout.words:
             self._packed = layout.over(self._data)
         return self._packed
@@ -139,20 +176,22 @@ class SharedSender(Sender):
         super().__init__(connection.peer)
         self._connection = connection
         self._blocks: list[_Block] = []
-        self._free: list[_Block] = []
         self._layouts: dict[tuple[int, ...], tuple[Layout, Packed | None]] = {}
         self._unreceived: deque[int] = deque()
         self._error: OSError | None = None  # mostly the peer has gone, which matters only to one who waits for it
 
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
-        self._read_answers()
+        self._read_receipts()
         layout, packed = self._layout(tree)
         self.bytes_sent += layout.size
         if self._error is not None:
             return layout.size
         new: list[int] = []
         if packed is None:
-            block = self._block(layout.size, new)
+            try:
+                block = self._block(layout.size, new)
+            except OSError as error:
+                raise self._connection.no_memory(layout.size, error) from error
             packed = block.packed(layout)
             parts: list[Any] = [_REFERENCE.pack(block.number, layout.size)]
         else:
@@ -162,7 +201,7 @@ class SharedSender(Sender):
             self._unreceived.append(micro_batch)
             self._connection.write(parts, new, ABORT_GRACE_S if kind is Message.ABORT else None)
         except TimeoutError as error:
-            raise self._connection.failed(self._receipt(), error) from error
+            raise self._connection.failed(self._awaited(), error) from error
         except OSError as error:
             self._error = error
         finally:
@@ -183,27 +222,21 @@ class SharedSender(Sender):
 
     def _block(self, size: int, new: list[int]) -> _Block:
         """A block that is free; the descriptor of a new one is added to ``new``."""
-        for at, block in enumerate(self._free):
+        free = [block for block in self._blocks if not block.in_use]
+        for block in free:
             if block.capacity >= size:
-                return self._free.pop(at)
-        number = self._free.pop().number if self._free else len(self._blocks)
+                return block
+        number = free[-1].number if free else len(self._blocks)
         block = _Block(number, size)
         new.append(block.descriptor)
         self._blocks[number : number + 1] = [block]
         return block
 
-    def _read_answers(self) -> None:
-        """Note what has been received and which blocks are free again, without waiting."""
+    def _read_receipts(self) -> None:
+        """Note what has been received, without waiting."""
         with suppress(OSError):
-            while data := self._connection.end.recv(_ANSWER.size):
-                self._answered(data)
-
-    def _answered(self, data: bytes) -> None:
-        (number,) = _ANSWER.unpack(data)
-        if number == _RECEIVED:
-            self._unreceived.popleft()
-        else:
-            self._free.append(self._blocks[number])
+            while self._connection.end.recv(len(_RECEIPT)):
+                self._unreceived.popleft()
 
     def copied(self) -> None:
         """Nothing to wait for: they have been copied."""
@@ -221,42 +254,18 @@ class SharedSender(Sender):
         """Nothing to wait for, as in :meth:`flush`."""
 
     def throttle(self, under_way: int) -> None:
-        self._read_answers()
+        self._read_receipts()
         while len(self._unreceived) > under_way:
             try:
                 if self._error is not None:
                     raise self._error
-                self._answered(self._connection.read(_ANSWER.size)[0])
+                self._connection.read(len(_RECEIPT))
             except OSError as error:
-                raise self._connection.failed(self._receipt(), error) from error
+                raise self._connection.failed(self._awaited(), error) from error
+            self._unreceived.popleft()
 
-    def _receipt(self) -> str:
+    def _awaited(self) -> str:
         return f"{self.peer} to receive message {self._unreceived[0]}"
-
-
-class _Answers:
-    """Answers of a receiver, given without waiting; those that find no room go with a later one.
-
-    A process that the receiver's has forked has its tensors too, but must not give blocks back.
-    """
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end, self._process = end, os.getpid()
-        self._due: deque[int] = deque()
-
-    def give(self, number: int) -> None:
-        """Answer with ``number``; called by any thread, and wherever a tensor may be freed."""
-        if os.getpid() != self._process:
-            return
-        self._due.append(number)
-        with suppress(IndexError, OSError):  # somebody else has given the last, or nobody is there to know
-            while self._due:
-                first = self._due.popleft()
-                try:
-                    self._end.send(_ANSWER.pack(first))
-                except BlockingIOError:
-                    self._due.appendleft(first)
-                    raise
 
 
 class SharedReceiver(Receiver):
@@ -265,8 +274,8 @@ class SharedReceiver(Receiver):
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection.me, connection.peer)
         self._connection = connection
-        self._answers = _Answers(connection.end)
-        self._blocks: dict[int, mmap.mmap] = {}
+        self._blocks: dict[int, np.ndarray[Any, Any]] = {}
+        self._process = os.getpid()
 
     def _next(self, what: str) -> Received:
         begin = time.perf_counter()
@@ -278,14 +287,40 @@ class SharedReceiver(Receiver):
             self.waited_s += time.perf_counter() - begin
         number, size = _REFERENCE.unpack_from(packet)
         for descriptor in descriptors:  # the block is new
-            self._blocks[number] = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-            os.close(descriptor)
+            self._map(number, descriptor)
         if number == _WHOLE:
             data = torch.empty(size, dtype=torch.uint8)
             data.numpy()[:] = np.frombuffer(packet, dtype=np.uint8, offset=_REFERENCE.size)
         else:
-            memory = np.frombuffer(self._blocks[number], dtype=np.uint8, count=size)
-            weakref.finalize(memory, self._answers.give, number).atexit = False
+            block = self._blocks[number]
+            memory = block[_FLAG_BYTES : _FLAG_BYTES + size]
+            weakref.finalize(memory, _give_back, block, self._process).atexit = False
             data = torch.from_numpy(memory)
-        self._answers.give(_RECEIVED)
+        self._give_receipt(what)
         return unpack(data)
+
+    def _map(self, number: int, descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        try:
+            self._blocks[number] = _mapped(descriptor, size).numpy()
+        except OSError as error:
+            raise self._connection.no_memory(size, error) from error
+        finally:
+            os.close(descriptor)
+
+    def _give_receipt(self, what: str) -> None:
+        try:
+            self._connection.write([_RECEIPT], [])
+        except TimeoutError as error:
+            raise self._connection.failed(f"{self.peer} to read the receipt of {what}", error) from error
+        except OSError:
+            pass  # the other end is closed: nobody is there to know
+
+
+def _give_back(block: np.ndarray[Any, Any], process: int) -> None:
+    """Let the sender use a block again; wherever its last tensor is freed, also by the garbage collector.
+
+    A process that the receiver's has forked has its tensors too, but must not give blocks back.
+    """
+    if os.getpid() == process:
+        block[0] = 0

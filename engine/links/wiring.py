@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import sys
 import uuid
 from contextlib import nullcontext, suppress
 from typing import Literal
@@ -20,7 +19,7 @@ from ds_vpipe.engine.links.groups import Group, Groups, Peer
 from ds_vpipe.engine.links.host_link import Channel, HostReceiver, HostSender
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.send_thread import SendThread
-from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, SharedSender
+from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, SharedSender, gives_memory
 from ds_vpipe.errors import VPipeConfigError
 
 Payload = Literal["auto", "shared", "host"]
@@ -95,7 +94,8 @@ class Wiring:
             if found is None and self._payload == "shared":
                 raise VPipeConfigError(
                     f'vpipe.link: got "shared", and {self._groups.me} and {peer} are not processes of one Linux host '
-                    f'that compute on the CPU; allowed here: "auto", "host"; change the key'
+                    f'that compute on the CPU and may share memory (memfd_create); allowed here: "auto", "host"; '
+                    f"change the key"
                 )
             self._sockets[peer.rank] = found
         if prefetch > MOST_AHEAD:
@@ -110,7 +110,7 @@ class Wiring:
 
         The address is an abstract one: no file is left behind. Processes of other users are refused.
         """
-        groups, able = self._groups, sys.platform == "linux" and self._device.type == "cpu"
+        groups, able = self._groups, self._device.type == "cpu" and gives_memory()
         low, high = sorted((groups.me.rank, peer.rank))
         pair = f"socket of {low} and {high}"
         if groups.me.rank == high:
@@ -126,8 +126,11 @@ class Wiring:
             groups.tell(f"{pair}: address", address)
             if not groups.ask(f"{pair}: answer", peer) or server is None:
                 return None
-            while not _is_of_same_user(accepted := server.accept()[0]):
-                accepted.close()
+            try:
+                while not _is_of_same_user(accepted := server.accept()[0]):
+                    accepted.close()
+            except OSError as error:
+                raise groups.failed(f"{peer} to connect ({pair})", error) from error
             accepted.settimeout(groups.timeout_s)
             return accepted
 
@@ -146,6 +149,7 @@ class Wiring:
                 if given != link:
                     raise ConnectionError(f"connection closed, or another link: {given.decode()!r}")
                 end = socket.socket(fileno=descriptors[0])
+                end.set_inheritable(False)  # programs that a script starts would keep it open after this process
         except OSError as error:
             raise groups.failed(f"{peer} to connect ({link.decode()})", error) from error
         return Connection(end, groups.me, peer, groups.timeout_s, groups.failures)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import random
+import resource
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.shared_link import INLINE_BYTES, Connection, SharedReceiver, SharedSender
-from ds_vpipe.errors import PipelinePeerError
+from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
 
 HERE, THERE = Peer(3, 0), Peer(4, 1)
 
@@ -155,25 +157,111 @@ def test_tensors_may_be_freed_by_any_thread() -> None:
     assert len(sender._blocks) <= 2
 
 
-def test_answers_that_find_no_room_come_later() -> None:
-    """The sender does not read answers while it sends nothing."""
+def test_receipts_find_room_where_their_messages_did() -> None:
+    """Stages that run all forward passes first send as many messages as there is room for, and then read receipts."""
+    sender, receiver = link(timeout_s=0.5)
+    for number in range(250):
+        sender.send(Message.ACTIVATION, number, large(number, 600))
+    for _ in range(250):
+        receiver.receive("")  # freed at once
+    sender.throttle(0)
+
+
+def test_blocks_that_are_freed_together_come_back() -> None:
+    sender, receiver = link(timeout_s=0.5)
+    kept = []
+    for number in range(400):
+        sender.send(Message.EVAL, number, large(number, 600))
+        kept.append(receiver.receive("").tree)
+    kept.clear()
+    sender.send(Message.EVAL, number, large(number, 600))
+    receiver.receive("")
+    sender.throttle(0)
+    assert len(sender._blocks) == 400
+    assert not any(block.in_use for block in sender._blocks)
+
+
+def test_messages_that_are_kept_need_no_descriptors() -> None:
+    """A script may keep the results of more evaluations than a process may have open files."""
     sender, receiver = link()
-    for number in range(150):
-        sender.send(Message.ACTIVATION, number, large(number, 600))
-    received = [receiver.receive("").tree for _ in range(150)]
-    sent = [receiver._answers.give(-1) for _ in range(600)]  # the socket is full of receipts
-    sender._unreceived.extend(0 for _ in sent)
-    received.clear()
-    assert receiver._answers._due
-    for number in range(150):
-        sender.send(Message.ACTIVATION, number, large(number, 600))
+    before, kept = len(os.listdir("/proc/self/fd")), []
+    for number in range(20):
+        sender.send(Message.EVAL, number, large(number))
+        kept.append(receiver.receive("").tree)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@contextmanager
+def no_more_open_files() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_too_many_open_files_have_a_name() -> None:
+    sender, receiver = link()
+    sender.send(Message.ACTIVATION, 0, large(1.0))
+    with no_more_open_files(), pytest.raises(PipelinePeerError, match=r"waited for RECV_ACT0 .*no descriptor left"):
+        receiver.receive("RECV_ACT0")
+    with no_more_open_files(), pytest.raises(VPipeError, match=r"stage 3 .* no shared memory .*Too many open files"):
+        sender.send(Message.ACTIVATION, 1, large(1.0))
+
+
+def test_a_failure_for_want_of_memory_is_told() -> None:
+    sender, receiver = link()
+    with no_more_open_files():
+        abort_all([sender], "why " * 2000)
+    with pytest.raises(PipelinePeerError, match="why why"):
         receiver.receive("")
-    sender._read_answers()
-    receiver._answers.give(-1)
-    sender._unreceived.append(0)
-    sender._read_answers()
-    assert not receiver._answers._due
-    assert sorted(block.number for block in sender._free) == list(range(len(sender._blocks)))
+
+
+def test_limits_of_years() -> None:
+    sender, receiver = link(timeout_s=1e8)
+    timer = threading.Timer(0.1, sender.send, (Message.LOSS, 7, torch.zeros(())))
+    timer.start()
+    assert receiver.receive("").micro_batch == 7
+    timer.join()
+
+
+class Directory:
+    """What one rank tells another, where an address has been left."""
+
+    me, timeout_s, failures = THERE, 1.0, Failures()
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def ask(self, key: str, peer: Peer) -> str:
+        return "nowhere"
+
+    def tell(self, key: str, value: str) -> None:
+        self.told.append(value)
+
+
+def wiring_of(payload: wiring.Payload) -> wiring.Wiring:
+    groups: Any = Directory()
+    return wiring.Wiring(groups, torch.device("cpu"), payload)
+
+
+def test_where_blocks_cannot_be_had_nothing_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shared_link.gives_memory()
+    monkeypatch.delattr(os, "memfd_create")  # as in Pythons that were built for old systems
+    assert not shared_link.gives_memory()
+    assert not wiring_of("auto")._shares_memory_with(HERE, 2)
+    with pytest.raises(VPipeConfigError, match=r'vpipe\.link: got "shared"'):
+        wiring_of("shared")._shares_memory_with(HERE, 2)
+
+
+def test_programs_that_a_script_starts_do_not_keep_a_link_open() -> None:
+    ends, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), socket.socketpair()
+    wired = wiring_of("shared")
+    wired._sockets[HERE.rank] = ends[0]
+    with ends[0], ends[1], given[0], given[1]:
+        socket.send_fds(ends[1], [b"forward, channel 0"], [given[0].fileno()])
+        assert not wired._connection("forward", HERE, wiring.Channel.TRAINING).end.get_inheritable()
 
 
 def test_a_full_socket_is_waited_for_with_a_limit() -> None:
@@ -264,14 +352,14 @@ def test_processes_of_other_users_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_block_that_cannot_be_had_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(12, "Cannot allocate memory")
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unable to mmap:\nCannot allocate memory (12)")
 
     sender, _ = link()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(shared_link.mmap, "mmap", full)
-    with pytest.raises(OSError, match="Cannot allocate memory"):
+    monkeypatch.setattr(shared_link.torch, "from_file", full)
+    with pytest.raises(VPipeError, match=r"stage 3 \(rank 0\): no shared memory for a message of .*Cannot allocate"):
         sender.send(Message.ACTIVATION, 0, large(1.0))
     assert len(os.listdir("/proc/self/fd")) == before
 

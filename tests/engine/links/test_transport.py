@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,7 +153,7 @@ def chosen(payload: str, unable: int | None, tensor: float) -> tuple[str, float]
 
     if unable == rank():
         patched: Any = wiring
-        platform, patched.sys = patched.sys, SimpleNamespace(platform="darwin")
+        able, patched.gives_memory = patched.gives_memory, lambda: False
     try:
         end = link(payload)
         if rank() == 0:
@@ -165,7 +164,7 @@ def chosen(payload: str, unable: int | None, tensor: float) -> tuple[str, float]
         return "shared" if type(end).__name__.startswith("Shared") else "host", float(received.mean())
     finally:
         if unable == rank():
-            patched.sys = platform
+            patched.gives_memory = able
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from datasets import Dataset
 
 from ds_vpipe.errors import VPipeConfigError, VPipeError
-from ds_vpipe.models.bert import prepare, text
+from ds_vpipe.models.bert import corpus, prepare, text
 from ds_vpipe.models.bert.arguments import parse_arguments
 from ds_vpipe.models.bert.data import micro_batches
 from ds_vpipe.models.bert.samples import SPECIAL_TOKENS
@@ -222,7 +222,7 @@ def test_samples_use_the_special_tokens_of_the_vocabulary(file: Path, tmp_path: 
 def test_shards_hold_the_samples_of_streaming_in_the_order_of_streaming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: list[str]
 ) -> None:
-    monkeypatch.setattr(text, "docstring_documents", documents)
+    monkeypatch.setattr(corpus, "docstring_documents", documents)
     monkeypatch.setattr(text, "docstring_key", lambda: "small")
     assert made(tmp_path / "out", "--seed", "5", "--dupe_factor", "2", *whole) == 0
     shape = ["--max_seq_length", str(LENGTH), "--max_predictions_per_seq", str(SLOTS), "--seed", "5"]

@@ -8,7 +8,7 @@
 * stock: DeepSpeed's ``PipelineEngine``; dualpipev: its ``DualPipeVEngine``;
 * torch-1f1b, torch-interleaved, torch-zbv: ``torch.distributed.pipelining``, two parts per rank but for the first;
 * bsp, gpipe, interleaved: our synchronous schedules; asp: the asynchronous one; asp-deeper: deep enough to hide
-  transfers.
+  transfers; asp-host: asp over gloo, as between hosts, where the others use shared memory.
 
 Two kinds of work: emulated, layers that sleep, so that two cores can stand for any number of devices and only
 schedule, communication and bookkeeping are measured; and real, matrix products with one thread per rank. ``--links``
@@ -109,6 +109,7 @@ OURS: dict[str, Callable[[Case], dict[str, Any] | None]] = {
     "interleaved": lambda case: {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": VIRTUAL},
     "asp": lambda case: {},
     "asp-deeper": lambda case: {"stage_to_depth_map": deeper(case)},
+    "asp-host": lambda case: {"link": "host"},
 }
 ARMS = ("bare", "stock", "dualpipev", "torch-1f1b", "torch-interleaved", "torch-zbv", *list(OURS)[1:])
 
@@ -139,6 +140,8 @@ def trainer(arm: str, case: Case) -> tuple[Any, Train]:
     if arm.startswith("torch"):
         return None, torch_trainer(arm, case)
     vpipe, module_class = (None, "DualPipeVModule") if arm == "dualpipev" else (OURS[arm](case), "PipelineModule")
+    if vpipe is not None and case.link:
+        vpipe = {**vpipe, "link": "host"}  # shared memory would not be slow
     samples = REAL_BATCH if case.work == "real" else 1
     config = ds_config(case.micro_batches, vpipe, samples)
     engine = engine_for(case.layers(), case.stages, config, module_class=module_class)
@@ -258,6 +261,7 @@ def train_for(batches: int, arm: str, case: Case, links: EmulatedLinks | None) -
     The pipeline is made for it and taken apart afterwards: no other one's threads share the cores with it.
     """
     engine, train = trainer(arm, case)
+    before = 0 if links is None else links.messages
     if links is not None:
         links.bytes_per_s = ACTIVATION_BYTES / (case.link * case.stage_ms / 1000)
     settling = SETTLING + (math.ceil(4 * case.stages / case.micro_batches) if keeps_full(arm) else 0)
@@ -270,6 +274,8 @@ def train_for(batches: int, arm: str, case: Case, links: EmulatedLinks | None) -
     seconds = slowest(seconds_since(begin, case))
     if links is not None:
         links.bytes_per_s = math.inf
+        if links.messages == before:
+            raise RuntimeError(f"{arm} sends nothing over emulated links, and would be measured without them")
     if engine is not None:
         engine.destroy()
     del engine, train

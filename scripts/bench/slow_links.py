@@ -1,6 +1,6 @@
 """Slow links between ranks of one machine: every point-to-point message takes the time that its bytes would take.
 
-Whoever sends or receives through ``torch.distributed``, whatever the library above it, gets works whose ``wait()``
+Whoever sends or receives through ``torch.distributed`` or our links over gloo gets works whose ``wait()``
 returns when the message would be there: after both ends have asked for it, and after the messages before it on the same
 link. So a transfer goes on while both ends compute, and a blocking send blocks. Each direction between two ranks is a
 link of its own; collectives are left alone.
@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+
+from ds_vpipe.engine.links.groups import Group
 
 _MESSAGES = 256  # whose moments are kept; more than are ever on their way
 _SENT, _POSTED = 0, 1
@@ -41,19 +43,32 @@ class EmulatedLinks:
 
         def slow_send(group: Any, tensors: list[Any], to: int, tag: int = 0) -> Any:
             link = (rank, dist.get_global_rank(group, to))
-            arrive = self._begin(_SENT, link, group, tag, tensors)
-            return _Slow(send(group, tensors, to, tag), arrive)
+            return _Slow(send(group, tensors, to, tag), self._begin(_SENT, link, group.group_name, tag, tensors))
 
         def slow_recv(group: Any, tensors: list[Any], source: int, tag: int = 0) -> Any:
             link = (dist.get_global_rank(group, source), rank)
-            arrive = self._begin(_POSTED, link, group, tag, tensors)
-            return _Slow(recv(group, tensors, source, tag), arrive)
+            return _Slow(recv(group, tensors, source, tag), self._begin(_POSTED, link, group.group_name, tag, tensors))
+
+        our_send, our_recv = Group.send, Group.recv
+
+        def our_slow_send(group: Group, data: Any, to: int, tag: int) -> Any:
+            return _Slow(our_send(group, data, to, tag), self._begin(_SENT, (rank, to), group.name, tag, [data]))
+
+        def our_slow_recv(group: Group, data: Any, source: int, tag: int) -> Any:
+            arrive = self._begin(_POSTED, (source, rank), group.name, tag, [data])
+            return _Slow(our_recv(group, data, source, tag), arrive)
 
         groups.send, groups.recv = slow_send, slow_recv
+        Group.send, Group.recv = our_slow_send, our_slow_recv
 
-    def _begin(self, end: int, link: tuple[int, int], group: Any, tag: int, tensors: list[Any]) -> Callable[[], None]:
+    @property
+    def messages(self) -> int:
+        """How many have been sent or asked for."""
+        return sum(self._counts.values())
+
+    def _begin(self, end: int, link: tuple[int, int], name: str, tag: int, tensors: list[Any]) -> Callable[[], None]:
         """Write down that an end has asked for its next message; returns a wait until it would be there."""
-        stream = f"{group.group_name}-{link[0]}-{link[1]}-{tag}"
+        stream = f"{name}-{link[0]}-{link[1]}-{tag}".replace("/", "-")
         if stream not in self._moments:
             path = self._folder / stream
             with path.open("ab") as file:  # whichever end comes first makes the file

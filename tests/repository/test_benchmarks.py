@@ -27,6 +27,7 @@ ARMS = [
     "interleaved",
     "asp",
     "asp-deeper",
+    "asp-host",
 ]
 SMALL = {
     "schedule.py": (

@@ -134,9 +134,12 @@ def small_documents() -> list[list[str]]:
 
 
 def with_small_corpus(cache: str, arguments: list[str], run: Any) -> Any:
-    from ds_vpipe.models.bert import text
+    from ds_vpipe.models.bert import corpus, text
 
-    with mock.patch.multiple(text, docstring_documents=small_documents, docstring_key=lambda: "small"):
+    with (
+        mock.patch.object(corpus, "docstring_documents", small_documents),
+        mock.patch.object(text, "docstring_key", return_value="small"),
+    ):
         return run([*arguments, "--cache_dir", cache])
 
 

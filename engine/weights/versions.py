@@ -126,8 +126,9 @@ class WeightVersions:
         if isinstance(tree, torch.Tensor):
             shares = tree.layout is torch.strided and tree.untyped_storage()._cdata in self._found
             return tree.clone() if shares else tree
-        if type(tree) in (tuple, list):
-            return type(tree)(self.own_copies(item) for item in tree)
+        if isinstance(tree, (tuple, list)):
+            items = map(self.own_copies, tree)
+            return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)
         return tree
 
     def has_all(self) -> bool:

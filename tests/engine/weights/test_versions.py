@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -286,6 +287,8 @@ def test_what_leaves_a_version_is_copied(view: Callable[[nn.Parameter], torch.Te
     versions.point_to_newest()
     assert view(weight).flatten().tolist() == [1] * first.numel()
     assert first.flatten().tolist() == [0] * first.numel()
+    named = namedtuple("Output", "weight")(weight)
+    assert versions.own_copies(named).weight.data_ptr() != weight.data_ptr()
 
 
 def test_nothing_to_train() -> None:

@@ -215,4 +215,4 @@ def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any]
 def _shape_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, isinstance(leaf, MetaTensor), leaf.requires_grad
-    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
+    return type(leaf), leaf if isinstance(leaf, (bool, int, float, str)) else None  # 1 and 1.0 give other types

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from ds_vpipe.splitting.blocks import all_modules, block_choices
 from ds_vpipe.splitting.call import CallForms, find_loss, loss_of
 from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError
+from ds_vpipe.splitting.output_specs import OutputSpecs
 from ds_vpipe.splitting.split import as_call, from_data, guesses, split_in_process
 
 
@@ -283,3 +284,14 @@ def test_blocks_that_hand_a_mask_on() -> None:
         arguments = tokens(seed), padding().roll(seed, 0)
         assert torch.equal(split.forward(*arguments), model(*arguments))
         split.backward(split.forward(*arguments))
+
+
+def test_specs_of_a_skipped_block_depend_on_the_type_of_a_number() -> None:
+    class Scale(nn.Module):
+        def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:
+            return x * by
+
+    log, block = AccessLog(), Scale()
+    specs, x = OutputSpecs(log), MetaTensor.like(torch.ones(3, dtype=torch.int64), log, "input")
+    found = [specs.outputs(block, (x, by), {}, False, "result").dtype for by in (1, 1.0, 1, True)]
+    assert found == [torch.int64, torch.float32, torch.int64, torch.int64]

@@ -128,7 +128,7 @@ class WeightVersions:
             return tree.clone() if shares else tree
         if isinstance(tree, (tuple, list)):
             items = map(self.own_copies, tree)
-            return tree._make(items) if hasattr(tree, "_make") else type(tree)(items)
+            return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
         return tree
 
     def has_all(self) -> bool:

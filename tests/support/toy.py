@@ -13,7 +13,7 @@ VOCABULARY, HIDDEN, SEQUENCE, MICRO_BATCH, CLASSES = 11, 8, 5, 2, 3
 
 def seeded(seed: int, build: Any) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for five kinds of devices
         return build()
 
 
@@ -44,7 +44,7 @@ class Norm(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for five kinds of devices
             nn.init.uniform_(self.norm.weight, 0.5, 1.5)
             nn.init.normal_(self.norm.bias, std=0.1)
 

@@ -14,6 +14,7 @@ from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import Refusal, read_json
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile, merge_profiles
+from ds_vpipe.schedules.moves import Move, check_move
 from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline
 from ds_vpipe.schedules.program import Workload
@@ -164,9 +165,25 @@ def _num_stages(config: VPipeConfig) -> int:
 def workload_from(arguments: argparse.Namespace, pipeline: Pipeline, beyond: int) -> Workload:
     """The batches asked for, or those that fill the pipeline and ``beyond`` more."""
     filling = 0 if pipeline.synchronous else update_delay(pipeline.depths[0], pipeline.micro_batches)
-    workload = Workload(arguments.batches or filling + beyond)
+    moves: list[Move] = getattr(arguments, "move", [])
+    for earlier, later in zip([None, *moves], moves, strict=False):
+        check_move(pipeline, None, later, 0, earlier)
+    enough = max([filling, *(one.settled_batch(pipeline) for one in moves)]) + beyond
+    workload = Workload(arguments.batches or enough, (), tuple(moves))
     check_size(pipeline, workload)
     return workload
+
+
+def add_move_argument(parser: argparse._ActionsContainer) -> None:
+    """Add the option for moves of layers, which :func:`workload_from` reads."""
+    what = "a layer that moves to a neighbouring stage at a micro-batch while training runs; may be given again"
+    name = "LAYER:STAGE:STAGE:MICRO_BATCH"
+    parser.add_argument("--move", action="append", default=[], type=move, metavar=name, help=what)
+
+
+def move(text: str) -> Move:
+    """A move from its numbers."""
+    return Move(*map(int, text.split(":")))
 
 
 def check_size(pipeline: Pipeline, workload: Workload) -> None:
@@ -241,6 +258,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--backward", type=seconds, default=2.0, metavar="X", help="a backward pass; default 2")
     group.add_argument("--transfer", type=seconds, default=0.0, metavar="X", help="a transfer; default 0")
     group.add_argument("--update", type=seconds, default=0.0, metavar="X", help="an update; default 0")
+    add_move_argument(group)
     group = parser.add_argument_group("recordings")
     group.add_argument("--replica", type=int, default=0, metavar="N", help="which data-parallel replica; default 0")
     what = "seconds to add to each rank's clock; default: estimated from the messages between ranks"

@@ -15,6 +15,7 @@ import argparse
 
 from ds_vpipe.commands.arguments import (
     Answer,
+    add_move_argument,
     add_profile_arguments,
     entitled,
     numbers,
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("update", "an update; default 0, also with --profile"),
     ):
         group.add_argument(f"--{name}", type=numbers(seconds), metavar="S", help=f"seconds of {what}")
+    add_move_argument(parser)
     group = parser.add_argument_group("output")
     group.add_argument("-o", "--output", metavar="FILE", help="write the timeline, for show, trace and report")
 

@@ -53,6 +53,17 @@ class Kind(enum.Enum):
     RECV_TIED = "RECV_TIED"
     SEND_PEERS = "SEND_PEERS"  # overflows and norms of updates, to the previous stage
     RECV_PEERS = "RECV_PEERS"
+    # A layer after this many updates, with its optimizer state, and its gradient of a batch, to the stage that it moves
+    # to: down to the next one among the activations, or up to the previous one among the gradients.
+    SEND_LAYER_DOWN = "SEND_LAYER_DOWN"
+    RECV_LAYER_DOWN = "RECV_LAYER_DOWN"
+    SEND_LAYER_GRAD_DOWN = "SEND_LAYER_GRAD_DOWN"
+    RECV_LAYER_GRAD_DOWN = "RECV_LAYER_GRAD_DOWN"
+    SEND_LAYER_UP = "SEND_LAYER_UP"
+    RECV_LAYER_UP = "RECV_LAYER_UP"
+    SEND_LAYER_GRAD_UP = "SEND_LAYER_GRAD_UP"
+    RECV_LAYER_GRAD_UP = "RECV_LAYER_GRAD_UP"
+    STEP_LAYER = "STEP_LAYER"  # one optimizer update of that layer alone, whose gradient has come late
 
     @property
     def category(self) -> Category:
@@ -72,6 +83,7 @@ _CATEGORIES = {
     Kind.BACKWARD: Category.BACKWARD,
     Kind.REDUCE: Category.UPDATE,
     Kind.STEP: Category.UPDATE,
+    Kind.STEP_LAYER: Category.UPDATE,
 }
 _PER_MICRO_BATCH = frozenset(list(Kind)[: list(Kind).index(Kind.REDUCE)])
 
@@ -80,7 +92,8 @@ _PER_MICRO_BATCH = frozenset(list(Kind)[: list(Kind).index(Kind.REDUCE)])
 class Action:
     """One action of one stage.
 
-    ``index`` counts micro-batches from 0, and batches for the kinds from REDUCE on (:attr:`Kind.per_batch`).
+    ``index`` counts micro-batches from 0, and batches for the kinds from REDUCE on (:attr:`Kind.per_batch`). Which
+    layer moves follows from the batch: one moves at a time.
 
     ``part`` is the part of the model that a pass or a transfer belongs to, or None where the rank holds only one.
     """

@@ -29,7 +29,11 @@ ACTIVATIONS, GRADIENTS = "activations", "gradients"
 
 
 class Link(NamedTuple):
-    """One direction between two neighbouring ranks. News of updates travels among the gradients."""
+    """One direction between two neighbouring ranks.
+
+    News of updates and layers that move to the previous rank travel among the gradients, layers that move to the next
+    one among the activations.
+    """
 
     channel: str
     source: int
@@ -44,10 +48,15 @@ _SENDS = {
     Kind.SEND_ACT: (ACTIVATIONS, 1, Kind.RECV_ACT, 1),
     Kind.SEND_GRAD: (GRADIENTS, -1, Kind.RECV_GRAD, -1),
     Kind.SEND_PEERS: (GRADIENTS, -1, Kind.RECV_PEERS, 0),
+    Kind.SEND_LAYER_DOWN: (ACTIVATIONS, 1, Kind.RECV_LAYER_DOWN, 0),
+    Kind.SEND_LAYER_GRAD_DOWN: (ACTIVATIONS, 1, Kind.RECV_LAYER_GRAD_DOWN, 0),
+    Kind.SEND_LAYER_UP: (GRADIENTS, -1, Kind.RECV_LAYER_UP, 0),
+    Kind.SEND_LAYER_GRAD_UP: (GRADIENTS, -1, Kind.RECV_LAYER_GRAD_UP, 0),
 }
 _RECEIVES = {
-    Kind.RECV_ACT: (ACTIVATIONS, -1),
+    **dict.fromkeys((Kind.RECV_ACT, Kind.RECV_LAYER_DOWN, Kind.RECV_LAYER_GRAD_DOWN), (ACTIVATIONS, -1)),
     **dict.fromkeys((Kind.RECV_GRAD, Kind.DROP_GRAD, Kind.RECV_PEERS), (GRADIENTS, 1)),
+    **dict.fromkeys((Kind.RECV_LAYER_UP, Kind.RECV_LAYER_GRAD_UP), (GRADIENTS, 1)),
 }
 
 

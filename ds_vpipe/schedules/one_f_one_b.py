@@ -94,6 +94,7 @@ class Progress:
     # Micro-batches from the limit on whose gradients the next stage sends nevertheless, because it ran their backward
     # passes before it knew the limit.
     owed: range = range(0)
+    end: int | None = None  # first micro-batch that was asked for and was not there, once the stage knows of it
 
     @property
     def drained(self) -> bool:

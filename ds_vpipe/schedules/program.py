@@ -21,6 +21,7 @@ from typing import NamedTuple
 from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.interleaved import interleaved_actions
+from ds_vpipe.schedules.moves import Move, with_moves
 from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress, compute_actions, with_communication
 from ds_vpipe.schedules.pipeline import Pipeline
 
@@ -47,6 +48,7 @@ class Workload:
     Attributes:
         batches: complete batches that are trained in all.
         data_ends: for each iterator that ends before the last batch, the number of the first missing micro-batch.
+        moves: of layers between stages, in order; :func:`~ds_vpipe.schedules.moves.check_move` says which are possible.
 
     Raises:
         VPipeConfigError: there is no batch, or an end lies before the one before it.
@@ -54,6 +56,7 @@ class Workload:
 
     batches: int
     data_ends: tuple[int, ...] = ()
+    moves: tuple[Move, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batches < 1:
@@ -107,11 +110,16 @@ def batch_actions(pipeline: Pipeline, rank: int, progress: Progress) -> Iterator
 
 
 def rank_actions(
-    pipeline: Pipeline, rank: int, progress: Progress, exchanges: Exchanges = _NOTHING_ELSE
+    pipeline: Pipeline,
+    rank: int,
+    progress: Progress,
+    exchanges: Exchanges = _NOTHING_ELSE,
+    moves: Sequence[Move] = (),
 ) -> Iterator[Action]:
     """Actions of ``rank`` from ``progress`` to the end of the batch: :func:`batch_actions` with transfers."""
     actions = batch_actions(pipeline, rank, progress)
-    return with_communication(actions, rank, pipeline.num_stages, exchanges, pipeline.virtual_stages)
+    actions = with_communication(actions, rank, pipeline.num_stages, exchanges, pipeline.virtual_stages)
+    return with_moves(actions, pipeline, rank, progress, moves) if moves else actions
 
 
 def after_batch(pipeline: Pipeline, rank: int, progress: Progress) -> Progress:
@@ -133,7 +141,7 @@ def at_data_end(pipeline: Pipeline, rank: int, progress: Progress, limit: int, e
     depths = pipeline.depths
     owed = range(max(limit, end - depths[rank]), end - depths[rank + 1]) if rank + 1 < len(depths) else range(0)
     forwarded, completed = min(progress.forwarded, limit), min(progress.completed, limit)
-    return replace(progress, forwarded=forwarded, completed=completed, limit=limit, owed=owed)
+    return replace(progress, forwarded=forwarded, completed=completed, limit=limit, owed=owed, end=end)
 
 
 def rank_program(
@@ -141,15 +149,17 @@ def rank_program(
 ) -> Iterator[Action]:
     """All actions with which ``rank`` trains ``workload``."""
     for filling in workload.fillings(pipeline):
-        yield from _filling_actions(pipeline, rank, filling, exchanges)
+        yield from _filling_actions(pipeline, rank, filling, exchanges, workload.moves)
 
 
-def _filling_actions(pipeline: Pipeline, rank: int, filling: Filling, exchanges: Exchanges) -> Iterator[Action]:
+def _filling_actions(
+    pipeline: Pipeline, rank: int, filling: Filling, exchanges: Exchanges, moves: Sequence[Move]
+) -> Iterator[Action]:
     start, end, limit = filling
     progress = Progress(start, start, None, start)
     while progress.completed < limit or progress.limit is None:
         completed = progress.completed
-        for action in rank_actions(pipeline, rank, progress, exchanges):
+        for action in rank_actions(pipeline, rank, progress, exchanges, moves):
             if action.index == end and action.kind in _ADMITTING and progress.limit is None:
                 reached = replace(progress, forwarded=end, completed=completed)
                 progress = at_data_end(pipeline, rank, reached, limit, end)
@@ -159,7 +169,7 @@ def _filling_actions(pipeline: Pipeline, rank: int, filling: Filling, exchanges:
                 completed = action.index + 1
         else:
             progress = after_batch(pipeline, rank, progress)
-    yield from rank_actions(pipeline, rank, progress, exchanges)
+    yield from rank_actions(pipeline, rank, progress, exchanges, moves)
 
 
 def programs(pipeline: Pipeline, workload: Workload, exchanges: Sequence[Exchanges] | None = None) -> Programs:

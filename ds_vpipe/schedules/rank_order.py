@@ -7,7 +7,7 @@ with the first that breaks one.
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Exchanges, version_used
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.program import Workload
+from ds_vpipe.schedules.program import Filling, Workload
 
 _ADMITTING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.FORWARD})
 _RECEIVING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.RECV_GRAD, Kind.DROP_GRAD})
@@ -84,7 +84,8 @@ class RankOrder:
     def _refill(self) -> None:
         """Begin the next filling: what is in flight belongs to no complete batch."""
         pipeline, rank = self._pipeline, self._rank
-        self._filling = start, end, limit = self._fillings.pop(0)
+        self._filling = self._fillings.pop(0)
+        start, end, limit = self._filling
         depths = pipeline.depths
         following = depths[min(rank + 1, pipeline.num_stages - 1)]
         backwards, gradients = max(limit, end - depths[rank]), max(limit, end - following)
@@ -94,6 +95,11 @@ class RankOrder:
         self._next = {step: backwards if step[0] is Kind.DROP_GRAD else start for step in self._needs}
         self._in_flight = 0
         self._unsent: Action | None = None
+
+    @property
+    def filling(self) -> Filling:
+        """Where the data of what is in flight begin and end."""
+        return self._filling
 
     def step(self, action: Action) -> str | None:
         """Do ``action``; say what is wrong if it is not allowed now."""

@@ -21,7 +21,7 @@ from math import gcd
 from ds_vpipe.errors import PipelineProtocolError, Refusal
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.counts import versions_held
-from ds_vpipe.schedules.dry_run import Link, link_ends, posted_receives, receive_link, send_link
+from ds_vpipe.schedules.dry_run import ACTIVATIONS, Link, link_ends, posted_receives, receive_link, send_link
 from ds_vpipe.schedules.one_f_one_b import update_delay, version_used
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload, rank_program
@@ -45,7 +45,7 @@ def simulate(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload)
     links: dict[Link, _Transfers] = {}
     for rank in range(pipeline.num_stages) if pipeline.num_stages > 1 else ():
         for link in link_ends(send_link, rank, pipeline.num_stages).values():
-            links[link] = _Transfers(posted_receives(pipeline, link))
+            links[link] = _Transfers(link.channel, posted_receives(pipeline, link))
     ranks = tuple(SimulatedRank(rank, pipeline, costs, workload, links) for rank in range(pipeline.num_stages))
     runnable = list(reversed(ranks))
     while runnable:
@@ -132,8 +132,9 @@ class Simulation:
     @cached_property
     def timeline(self) -> Timeline:
         """Passes, updates, receives, and transfers that take time."""
+        sizes = f"{self.pipeline.schedule}, K = {self.pipeline.num_stages}, M = {self.pipeline.micro_batches}"
         return Timeline(
-            title=f"{self.pipeline.schedule}, K = {self.pipeline.num_stages}, M = {self.pipeline.micro_batches}",
+            title=", ".join([sizes, *map(str, self.workload.moves)]),
             source="simulation",
             num_ranks=self.pipeline.num_stages,
             micro_batches=self.pipeline.micro_batches,
@@ -147,6 +148,7 @@ class Simulation:
 class _Transfers:
     """Messages of one link."""
 
+    channel: str
     posted: int  # receives that the other end keeps posted
     sent: list[tuple[Action, float, float, SimulatedRank]] = field(default_factory=list)  # when, seconds, sender
     taken: list[float] = field(default_factory=list)  # when the other end received each
@@ -217,7 +219,9 @@ class SimulatedRank:
             elif kind in self._out:
                 self._clock += cost.host_s
                 link, target = self._out[kind]
-                seconds = cost.send_activation_s if kind is Kind.SEND_ACT else cost.send_gradient_s
+                # What moves of a layer is counted as one more message of its link: its size is not known here.
+                down = link.channel == ACTIVATIONS
+                seconds = cost.send_activation_s if down else cost.send_gradient_s
                 link.sent.append((action, self._clock, seconds, self))
                 woken.add(target)
         self._forget_incomplete()

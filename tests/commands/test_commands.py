@@ -260,6 +260,17 @@ def test_simulate_by_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert Timeline.load(tmp_path / "s.json").source == "simulation"
 
 
+def test_moves_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--stages", "3", "--micro-batches", "1")
+    costs = ("--forward", "1", "--send", "4")
+    moves = ("--move", "3:0:1:6", "--move", "3:1:0:20")
+    assert "layer 3 from stage 0 to 1 at micro-batch 6" in printed(capsys, "show", *argv, *moves)
+    plain = printed_json(capsys, "simulate", *argv, *costs, "--batches", "24")
+    with_moves = printed_json(capsys, "simulate", *argv, *costs, "--batches", "24", *moves)
+    assert plain["makespan_s"] < with_moves["makespan_s"] < 1.5 * plain["makespan_s"]
+    assert "multiples of 1 from 3 on" in refused(capsys, "show", *argv, "--move", "3:0:1:2")
+
+
 def test_simulate_a_profile(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = printed_json(capsys, "simulate", config, "--profile", profile)
     assert result["throughput"] == pytest.approx(1 / 6e-3)  # two layers of 3 ms on every stage

@@ -27,6 +27,15 @@ TEXTS = {
     "RECV_TIED4": Action(Kind.RECV_TIED, 4),
     "SEND_PEERS6": Action(Kind.SEND_PEERS, 6),
     "RECV_PEERS6": Action(Kind.RECV_PEERS, 6),
+    "SEND_LAYER_DOWN6": Action(Kind.SEND_LAYER_DOWN, 6),
+    "RECV_LAYER_DOWN6": Action(Kind.RECV_LAYER_DOWN, 6),
+    "SEND_LAYER_GRAD_DOWN6": Action(Kind.SEND_LAYER_GRAD_DOWN, 6),
+    "RECV_LAYER_GRAD_DOWN6": Action(Kind.RECV_LAYER_GRAD_DOWN, 6),
+    "SEND_LAYER_UP6": Action(Kind.SEND_LAYER_UP, 6),
+    "RECV_LAYER_UP6": Action(Kind.RECV_LAYER_UP, 6),
+    "SEND_LAYER_GRAD_UP6": Action(Kind.SEND_LAYER_GRAD_UP, 6),
+    "RECV_LAYER_GRAD_UP6": Action(Kind.RECV_LAYER_GRAD_UP, 6),
+    "STEP_LAYER6": Action(Kind.STEP_LAYER, 6),
 }
 
 

@@ -55,12 +55,20 @@ def test_links_of_a_ring() -> None:
         Kind.SEND_ACT: Link("activations", 2, 0),
         Kind.SEND_GRAD: Link("gradients", 2, 1),
         Kind.SEND_PEERS: Link("gradients", 2, 1),
+        Kind.SEND_LAYER_DOWN: Link("activations", 2, 0),
+        Kind.SEND_LAYER_GRAD_DOWN: Link("activations", 2, 0),
+        Kind.SEND_LAYER_UP: Link("gradients", 2, 1),
+        Kind.SEND_LAYER_GRAD_UP: Link("gradients", 2, 1),
     }
     assert link_ends(receive_link, 0, 3) == {
         Kind.RECV_ACT: Link("activations", 2, 0),
         Kind.RECV_GRAD: Link("gradients", 1, 0),
         Kind.DROP_GRAD: Link("gradients", 1, 0),
         Kind.RECV_PEERS: Link("gradients", 1, 0),
+        Kind.RECV_LAYER_DOWN: Link("activations", 2, 0),
+        Kind.RECV_LAYER_GRAD_DOWN: Link("activations", 2, 0),
+        Kind.RECV_LAYER_UP: Link("gradients", 1, 0),
+        Kind.RECV_LAYER_GRAD_UP: Link("gradients", 1, 0),
     }
     assert str(received_as(Action.parse("5SEND_ACT7"))) == "6RECV_ACT7"
     assert str(received_as(Action.parse("5SEND_GRAD7"))) == "4RECV_GRAD7"

@@ -71,6 +71,7 @@ class Replay:
         ties: groups of places that are one weight, the owner's first.
         micro_batch: inputs and labels by number and replica.
         staleness: mitigations, as in the ``"vpipe"`` block.
+        moves: layers that go to a neighbouring stage: position, old stage, new stage, first micro-batch; in order.
     """
 
     counts: Sequence[int]
@@ -95,6 +96,7 @@ class Replay:
     ties: Sequence[Sequence[Place]] = ()
     micro_batch: Callable[[int, int], Any] = toy.micro_batch
     staleness: dict[str, Any] = field(default_factory=dict)
+    moves: Sequence[tuple[int, int, int, int]] = ()
 
     def __post_init__(self) -> None:
         self.on_time = self.staleness.get("synchronous_updates", 0)
@@ -220,13 +222,25 @@ class Replay:
         leaves: dict[Place, torch.Tensor] = {}
         autocast = torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
         for position, layer in enumerate(self.layers):
-            depth = self.depths[0] if self.vertical else self.depths[self.stage_of[position]]
-            version = batch if self.newest else max(self.refill(j), j - depth) // self.micro_batches
+            version = batch if self.newest else max(self.refill(j), j - self.lag(position, j)) // self.micro_batches
             weights = {n: w.clone().requires_grad_() for n, w in self.history[version][position].items()}
             leaves.update({(position, n): w for n, w in weights.items()})
             with autocast:
                 value = functional_call(layer, weights, (value,))
         return self.criterion(value, labels), leaves
+
+    def lag(self, position: int, j: int) -> int:
+        """By how many micro-batches the version that ``j`` uses is behind.
+
+        A layer that has moved to the next stage is as late as before until the old stage's last gradient has come
+        there with an activation, or in a drain.
+        """
+        lag = self.depths[self.stage_of[position]]
+        for layer, old, new, first in self.moves:
+            if layer == position and j >= first:
+                on_its_way = new > old and j < first + self.depths[old] and self.refill(j) < first
+                lag = self.depths[old if on_its_way else new]
+        return self.depths[0] if self.vertical else lag
 
     def update(self, batch: int, scale: float) -> None:
         overflows, norms = [], []

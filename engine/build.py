@@ -33,6 +33,7 @@ from ds_vpipe.engine.execution.batch_loss import BatchLoss
 from ds_vpipe.engine.execution.data import MicroBatchFeed
 from ds_vpipe.engine.execution.drain_watch import DrainWatch
 from ds_vpipe.engine.links.consensus import Consensus
+from ds_vpipe.engine.links.device import copies_of
 from ds_vpipe.engine.links.groups import Groups, Peer, use_local_device
 from ds_vpipe.engine.links.stage_links import StageLinks
 from ds_vpipe.engine.links.wiring import Wiring
@@ -186,7 +187,8 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     exchanges = exchanges_by_rank(pipeline.num_stages, tied.values(), clips_globally)
     check_pipeline(pipeline, exchanges)
     number = engine.stage_id
-    wiring = Wiring(groups, engine.device, config.link)
+    copies = copies_of(engine.device)
+    wiring = Wiring(groups, copies, config.link)
     links = StageLinks(grid, pipeline, groups.me, wiring)
     mine = links.next.activations.payload if links.has_next else None
     payloads = prepared.consensus.of_stages(mine, "all stages to make their links")
@@ -217,12 +219,13 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         exchanges_by_rank=exchanges,
         module=module,
         device=engine.device,
+        copies=copies,
         groups=groups,
         consensus=prepared.consensus,
         wiring=wiring,
         links=links,
         ties=TiedWeights(module, tied, grid, pipeline.depths, wiring),
-        feed=MicroBatchFeed(engine.device, inputs=number == 0, labels=number == pipeline.num_stages - 1),
+        feed=MicroBatchFeed(copies, inputs=number == 0, labels=number == pipeline.num_stages - 1),
         weights=weights,
         loss_scaling=LossScaling(engine.optimizer) if scaled else None,
         peers=PeerUpdates(pipeline.num_stages, number) if pipelined and (clips_globally or dynamic) else None,

@@ -420,7 +420,7 @@ class VPipeEngine(PatchedPipelineEngine):
         report, me = self.stage.report, self.stage.links.me
         if report is None:
             raise PipelineProtocolError(f"{me}: batch without a loss")
-        losses = torch.from_numpy(report.losses).to(self.device, torch.float32)
+        losses = report.losses.float()
         self.dp_group_loss, mean, *additional = losses.unbind()
         names = self.module.get_additional_losses()
         if names is None and len(losses) == 2:

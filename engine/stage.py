@@ -12,6 +12,7 @@ from ds_vpipe.engine.execution.data import MicroBatchFeed
 from ds_vpipe.engine.execution.drain_watch import DrainWatch
 from ds_vpipe.engine.execution.in_flight import InFlight, Key
 from ds_vpipe.engine.links.consensus import Consensus
+from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Groups
 from ds_vpipe.engine.links.link import Sender
 from ds_vpipe.engine.links.stage_links import StageLinks
@@ -45,6 +46,7 @@ class Stage:
     exchanges_by_rank: tuple[Exchanges, ...]  # messages around updates, of every stage
     module: PipelineModule  # layers of the stage
     device: torch.device  # device of the layers
+    copies: DeviceCopies | None  # copies to and from that device; None on the CPU
     groups: Groups  # process groups, with the failures of other ranks
     consensus: Consensus  # decisions that hold on all replicas of the stage, all ranks of the pipeline, or all ranks
     wiring: Wiring  # makes the links

@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 
 from ds_vpipe.errors import VPipeError
 
-_HEAD = 3  # loss scale, number of losses, statistics of a stage
+_HEAD = 2  # loss scale, statistics of a stage
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -72,42 +72,33 @@ class BatchReport:
     """Losses and statistics of one batch, on the way from the last stage to the first with its last gradient.
 
     Args:
-        losses: mean loss of this pipeline, of all replicas, then the model's additional losses; ``[2 + n]``.
-        loss_scale: factor of the batch's losses.
-        num_stages: K.
-        columns: statistics of each stage.
+        numbers: loss scale, statistics of a stage, then those of all stages; on the host.
+        losses: mean loss of this pipeline, of all replicas, then the model's additional losses; ``[2 + n]``, fp64,
+            where the stage computes: the host does not wait for them.
     """
 
     __slots__ = ("_numbers", "losses", "statistics")
 
-    def __init__(self, losses: torch.Tensor, loss_scale: float, num_stages: int, columns: int) -> None:
-        numbers = np.zeros(_HEAD + losses.numel() + num_stages * columns)
-        numbers[:_HEAD] = (loss_scale, losses.numel(), columns)
-        numbers[_HEAD : _HEAD + losses.numel()] = losses.tolist()
-        self._refer_to(numbers)
-
-    def _refer_to(self, numbers: Numbers) -> None:
-        end = _HEAD + int(numbers[1])
-        self._numbers = numbers
-        self.losses: Numbers = numbers[_HEAD:end]  # as given, fp64
+    def __init__(self, numbers: Numbers, losses: torch.Tensor) -> None:
+        self._numbers, self.losses = numbers, losses
         # One row per stage, [K, columns]; a stage fills in its own before it passes the report on.
-        self.statistics: Numbers = numbers[end:].reshape(-1, int(numbers[2]))
+        self.statistics: Numbers = numbers[_HEAD:].reshape(-1, int(numbers[1]))
+
+    @classmethod
+    def of(cls, losses: torch.Tensor, loss_scale: float, num_stages: int, columns: int) -> BatchReport:
+        """The last stage's, of ``columns`` statistics of each stage."""
+        numbers = np.zeros(_HEAD + num_stages * columns)
+        numbers[:_HEAD] = (loss_scale, columns)
+        return cls(numbers, losses)
 
     @property
     def loss_scale(self) -> float:
         """Factor of the batch's losses."""
         return float(self._numbers[0])
 
-    def pack(self) -> torch.Tensor:
-        """One fp64 vector on the host, which shares the report's memory."""
-        return torch.from_numpy(self._numbers)
-
-    @classmethod
-    def unpack(cls, numbers: torch.Tensor) -> BatchReport:
-        """A report with a copy of a packed one."""
-        report = cls.__new__(cls)
-        report._refer_to(numbers.numpy().copy())
-        return report
+    def pack(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its arguments; the numbers as a vector that shares the report's memory."""
+        return torch.from_numpy(self._numbers), self.losses
 
 
 def _scalar(what: str, value: Any) -> torch.Tensor:

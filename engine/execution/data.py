@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
+from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.errors import VPipeError
 
 Item = Any  # what an iterator gives: (inputs, labels), or what batch_fn makes that of
@@ -43,11 +44,11 @@ class EndOfData(Exception):  # noqa: N818 - no error: like StopIteration
 class MicroBatchFeed:
     """Reads items, one a micro-batch, from the iterators of successive ``train_batch()`` calls.
 
-    Of each the stage, which computes on ``device``, uses the ``inputs`` and the ``labels``, or not.
+    Of each the stage uses the ``inputs`` and the ``labels``, or not, and ``copies`` bring them to its accelerator.
     """
 
-    def __init__(self, device: torch.device, *, inputs: bool, labels: bool) -> None:
-        self._device, self._uses = device, (inputs, labels)
+    def __init__(self, copies: DeviceCopies | None, *, inputs: bool, labels: bool) -> None:
+        self._copies, self._uses = copies, (inputs, labels)
         self.call = -1  # number of the current train_batch() call, from 0
         self._iterators: dict[int, Iterator[Item]] = {}  # by the first call that used each
         self._ended: set[int] = set()  # has ended while reading ahead, and the user has not been told yet
@@ -117,7 +118,7 @@ class MicroBatchFeed:
                 "micro-batch: got None, allowed is (inputs, labels); pass an iterator of those, or let the function "
                 "given to set_batch_fn() return them for None"
             )
-        inputs, labels = (own_copy(item[at], self._device) if used else None for at, used in enumerate(self._uses))
+        inputs, labels = (own_copy(item[at], self._copies) if used else None for at, used in enumerate(self._uses))
         return inputs, labels
 
     def read_again(self, items: Iterable[tuple[int, MicroBatch | None]]) -> None:
@@ -184,8 +185,8 @@ class MicroBatchFeed:
         return max((number for number in self._iterators if number <= call), default=None)
 
 
-def own_copy(tree: Any, device: torch.device | None = None) -> Any:
-    """A tree whose tensors and NumPy arrays nobody else writes into; page-locked if it has to go to ``device``."""
+def own_copy(tree: Any, copies: DeviceCopies | None = None) -> Any:
+    """A tree whose tensors and NumPy arrays nobody else writes into; page-locked if ``copies`` will read them."""
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):
@@ -193,15 +194,15 @@ def own_copy(tree: Any, device: torch.device | None = None) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         leaf = leaf.detach()
-        if device is not None and device.type == "cuda" and leaf.device.type == "cpu" and leaf.layout is torch.strided:
-            return torch.empty_like(leaf, pin_memory=True).copy_(leaf)
+        if copies is not None and leaf.device.type == "cpu" and leaf.layout is torch.strided:
+            return copies.host_copy(leaf)
         return leaf.clone()
 
     return tree_map(copied, tree)
 
 
-def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
-    """A micro-batch's inputs on ``device``: tensors in tuples or lists become tensors in tuples.
+def to_device(value: Any, copies: DeviceCopies | None, *, copy: bool = False) -> Any:
+    """A micro-batch's inputs where the stage computes: tensors in tuples or lists become tensors in tuples.
 
     With ``copy`` they stay what they are, whatever layers do in place.
 
@@ -211,17 +212,19 @@ def to_device(value: Any, device: torch.device, *, copy: bool = False) -> Any:
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True, copy=copy)
+        if copies is not None and value.device.type == "cpu":
+            return copies.to_device(value)
+        return value.to("cpu" if copies is None else copies.accelerator.device, copy=copy)
     if isinstance(value, (tuple, list)):
-        return tuple(to_device(item, device, copy=copy) for item in value)
+        return tuple(to_device(item, copies, copy=copy) for item in value)
     raise VPipeError(
         f"micro-batch: got {type(value).__name__} where tensors, None and tuples or lists of them are allowed; "
         f"let the iterator return (inputs, labels) made of those"
     )
 
 
-def labels_to_device(value: Any, device: torch.device) -> Any:
+def labels_to_device(value: Any, copies: DeviceCopies | None) -> Any:
     """Like :func:`to_device` for what only the loss function sees: whatever is no tensor stays what it is."""
     if isinstance(value, (tuple, list)):
-        return tuple(labels_to_device(item, device) for item in value)
-    return to_device(value, device) if isinstance(value, torch.Tensor) else value
+        return tuple(labels_to_device(item, copies) for item in value)
+    return to_device(value, copies) if isinstance(value, torch.Tensor) else value

@@ -17,8 +17,9 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.data import NO_DATA, labels_to_device, own_copy, to_device
-from ds_vpipe.engine.execution.executor import arrived, carry_out, choose_part
+from ds_vpipe.engine.execution.executor import carry_out, choose_part
 from ds_vpipe.engine.execution.in_flight import InFlight, Key
+from ds_vpipe.engine.links.device import arrived
 from ds_vpipe.engine.links.message import Message, Tree, leaves
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import PipelinePeerError, VPipeError
@@ -148,13 +149,13 @@ class Evaluation:
         inputs, labels = stage.feed.take(next(self._engine.data_iterator), self._engine.batch_fn)
         record = self._in_flight.setdefault((index, part), InFlight(0))
         if part == 0:
-            record.inputs = to_device(inputs, stage.device)
+            record.inputs = to_device(inputs, stage.copies)
         if part == stage.pipeline.num_parts - 1:
-            record.labels = labels_to_device(labels, stage.device)
+            record.labels = labels_to_device(labels, stage.copies)
 
     def _receive(self, index: int, part: int) -> None:
         message = self._stage.links.previous.evaluation.receive("the input of an evaluation micro-batch")
-        self._in_flight[index, part] = InFlight(0, arrived(message.tree, self._stage.device))
+        self._in_flight[index, part] = InFlight(0, arrived(message.tree, self._stage.copies))
 
     def _forward(self, index: int, part: int) -> None:
         engine, stage = self._engine, self._stage
@@ -196,7 +197,7 @@ class Evaluation:
         device = self._stage.device
         if self._stage.is_last:
             data = map_tree(lambda leaf: leaf.detach().to(device, dtype, copy=True), data)
-        return arrived(self._stage.links.from_last_stage(data), device)
+        return arrived(self._stage.links.from_last_stage(data), self._stage.copies)
 
 
 def or_no_data(iterator: Iterator[Any] | None, batch_fn: Callable[..., Any] | None) -> Iterator[Any] | None:

@@ -6,14 +6,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution import drain
 from ds_vpipe.engine.execution.batch_loss import BatchReport
 from ds_vpipe.engine.execution.data import EndOfData, MicroBatch, labels_to_device, own_copy, to_device
 from ds_vpipe.engine.execution.in_flight import InFlight
-from ds_vpipe.engine.links.message import Message, Received, copied_to
+from ds_vpipe.engine.links.device import arrived
+from ds_vpipe.engine.links.message import Message, Received
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
 from ds_vpipe.engine.modules.recompute import one_way
 from ds_vpipe.engine.modules.split_module import SplitModule
@@ -49,7 +48,7 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
     for action in actions:
         stage.action = action
         stage.groups.check(action)
-        stage.links.wait_for_copies(action.kind)  # may wait for earlier work of an accelerator: not watched
+        stage.links.wait_for_copies(action.kind)
         for watcher in watchers:
             watcher.before(action)
         try:
@@ -135,7 +134,7 @@ class Executor:
                     f"label iterator of the last stage ended at micro-batch {index}, the first stage's did not: "
                     f"give both stages iterators over the same data"
                 ) from None
-            record.labels = labels_to_device(feed.take(item, self._engine.batch_fn)[1], stage.device)
+            record.labels = labels_to_device(feed.take(item, self._engine.batch_fn)[1], stage.copies)
             feed.forget_before(record.call)
             return
         if self._several_parts and index % stage.pipeline.micro_batches == 0:
@@ -144,8 +143,8 @@ class Executor:
         if taken is None:  # the data end here, as before a quiesce, in which the later stages forgot it
             raise EndOfData(index - index % stage.pipeline.micro_batches, index, call)
         feed.forget_before(call)
-        inputs = to_device(taken[0], stage.device, copy=stage.sets_back)
-        record = InFlight(call, inputs, labels_to_device(taken[1], stage.device))
+        inputs = to_device(taken[0], stage.copies, copy=stage.sets_back)
+        record = InFlight(call, inputs, labels_to_device(taken[1], stage.copies))
         if stage.sets_back:
             record.taken = taken
         stage.in_flight[index, part] = record
@@ -188,7 +187,7 @@ class Executor:
             raise EndOfData(limit, read, message.note, unlabelled, bool(asked))
         self._expect(message, Message.ACTIVATION, self._number(index, part))
         inputs, table = message.tree
-        stage.in_flight[index, part] = InFlight(message.note, arrived(inputs, stage.device))
+        stage.in_flight[index, part] = InFlight(message.note, arrived(inputs, stage.copies))
         if stage.peers is not None:
             stage.peers.from_earlier(table)
         if not self._several_parts:
@@ -234,10 +233,11 @@ class Executor:
     def receive_gradient(self, index: int, part: int) -> None:
         """Wait for the gradient of the output."""
         stage, record = self._stage, self._stage.in_flight[index, part]
-        gradients, report, record.script_loss = self._gradient_message(index, part).tree
-        record.gradients = list(arrived(gradients, stage.device))
-        if report is not None:
-            stage.report = BatchReport.unpack(report)
+        tree, numbers = self._gradient_message(index, part).tree
+        gradients, losses, record.script_loss = arrived(tree, stage.copies)
+        record.gradients = list(gradients)
+        if numbers is not None:
+            stage.report = BatchReport(numbers.numpy().copy(), losses.clone())
 
     def drop_gradient(self, index: int, part: int) -> None:
         """Wait for a gradient of an incomplete batch at the end of the data, and drop it."""
@@ -272,13 +272,13 @@ class Executor:
             stage.progress = replace(stage.progress, completed=index + 1)
         if stage.losses is not None and part == stage.pipeline.num_parts - 1 and self._ends_batch(index):
             scale = 1.0 if scaling is None else scaling.scale
-            stage.report = BatchReport(stage.losses.means(), scale, stage.pipeline.num_stages, self._statistics)
+            stage.report = BatchReport.of(stage.losses.means(), scale, stage.pipeline.num_stages, self._statistics)
 
     def send_gradient(self, index: int, part: int) -> None:
         """Start sending the gradient of the input to the previous stage."""
         stage, record = self._stage, self._stage.in_flight.pop((index, part))
-        report = stage.report.pack() if stage.report is not None and self._ends_batch(index) else None
-        tree = record.input_gradients(), report, record.script_loss
+        numbers, losses = stage.report.pack() if stage.report is not None and self._ends_batch(index) else (None, None)
+        tree = (record.input_gradients(), losses, record.script_loss), numbers
         stage.links.previous.gradients.send(Message.GRADIENT, self._number(index, part - 1), tree)
 
     # Once per batch
@@ -360,12 +360,3 @@ def choose_part(stage: Stage, part: int) -> None:
     """Select the layers of ``part`` in a module that has several parts."""
     if isinstance(stage.module, InterleavedMixin):
         stage.module.chunk = part // stage.pipeline.num_stages
-
-
-def arrived(tree: Any, device: torch.device) -> Any:
-    """Received tensors on the stage's device; on the CPU they are there already."""
-    if device.type == "cpu":
-        return tree
-    if isinstance(tree, torch.Tensor):
-        return copied_to(tree.detach(), device).requires_grad_(tree.requires_grad)
-    return type(tree)(arrived(item, device) for item in tree) if isinstance(tree, (tuple, list)) else tree

@@ -20,10 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
 
+from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Peer
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.message import (
@@ -35,6 +37,7 @@ from ds_vpipe.engine.links.message import (
     Received,
     Tree,
     announcement,
+    host_memory,
     unpack,
 )
 from ds_vpipe.engine.links.send_thread import Immediate, Runner
@@ -77,6 +80,7 @@ class _Outgoing:
     packer: Packer
     packed: Packed
     content: tuple[Message, int, Tree, int] | None  # until it has been copied
+    leaving: torch.Event | None = None  # end of its copy from an accelerator
     works: list[dist.Work] = field(default_factory=list)
     announced: torch.Tensor | None = None
     error: Exception | None = None
@@ -92,48 +96,49 @@ class HostSender(Sender):
         peer: the stage at the other end.
         prefetch: receives that the receiving end keeps posted.
         channel: which of the group's links this is.
-        pin: the tensors come from an accelerator and are staged through page-locked memory.
-        runner: copies and sends. With a thread tensors that are sent must not be changed before :meth:`copied`.
+        copies: those of an accelerator, whose tensors are staged through page-locked memory.
+        runner: copies and sends, and waits for copies from an accelerator.
+        threaded: tensors that are sent are not changed before :meth:`copied`.
     """
 
     payload = "host"
 
     def __init__(
-        self, group: Group, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, pin: bool = False,
-        runner: Runner | None = None,
+        self, group: Group, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING,
+        copies: DeviceCopies | None = None, runner: Runner | None = None, threaded: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(peer)
-        self._group, self._channel, self._runner = group, channel, runner or Immediate()
+        self._group, self._channel, self._runner, self._threaded = group, channel, runner or Immediate(), threaded
         self._capacity = _Capacity(prefetch)
-        self._stream = torch.cuda.Stream() if pin else None
-        self._packer, self._host_packer = Packer(pin), Packer()
+        self._copies, self._host_packer = copies, Packer()
+        self._packer = Packer() if copies is None else Packer(copies.accelerator.host_memory)
         self._outgoing: deque[_Outgoing] = deque()
 
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
         packer = self._host_packer if kind.on_host else self._packer
-        packed = packer.reserve(tree)
-        outgoing = _Outgoing(micro_batch, packer, packed, (kind, micro_batch, tree, note))
-        # What is on the host needs no device, which may be what has failed.
-        computed = None if self._stream is None or kind.on_host else torch.cuda.current_stream().record_event()
+        packed, content = packer.reserve(tree), (kind, micro_batch, tree, note)
+        outgoing = _Outgoing(micro_batch, packer, packed, content)
+        if self._copies is not None:
+            if kind.on_host:  # it needs no device, which may be what has failed
+                packed.fill(*content)
+            else:
+                outgoing.leaving = self._copies.to_host(partial(packed.fill, *content))
         self._outgoing.append(outgoing)
         self.bytes_sent += packed.size
-        self._runner.submit(partial(self._copy_and_start, outgoing, computed))
-        if isinstance(self._runner, Immediate):
-            outgoing.content = None
+        self._runner.submit(partial(self._copy_and_start, outgoing))
+        if not self._threaded:
+            self.copied()
         return packed.size
 
-    def _copy_and_start(self, outgoing: _Outgoing, computed: torch.Event | None) -> None:
+    def _copy_and_start(self, outgoing: _Outgoing) -> None:
         packed = outgoing.packed
         outgoing.uncopied = True
         try:
-            assert outgoing.content is not None
-            if self._stream is None or computed is None:
-                outgoing.packer.fill(packed, *outgoing.content)
-            else:
-                with torch.cuda.stream(self._stream):
-                    self._stream.wait_event(computed)
-                    outgoing.packer.fill(packed, *outgoing.content)
-                    self._stream.synchronize()
+            if outgoing.leaving is not None:
+                outgoing.leaving.synchronize()
+            elif self._copies is None:
+                assert outgoing.content is not None
+                packed.fill(*outgoing.content)
             outgoing.uncopied = False
             tag = self._channel.value
             if packed.size > self._capacity.longest:
@@ -152,7 +157,7 @@ class HostSender(Sender):
             outgoing.started = True
 
     def copied(self) -> None:
-        """Wait until tensors sent so far may be changed; mostly they have been copied.
+        """Wait until tensors sent so far may be changed; mostly they have been copied. An accelerator waits itself.
 
         Raises:
             RuntimeError: what was sent last could not be copied.
@@ -160,15 +165,17 @@ class HostSender(Sender):
         if not self._outgoing:
             return
         latest = self._outgoing[-1]
-        if not latest.started:
+        if self._copies is None and not latest.started:
             begin = time.perf_counter()
             self._runner.settle()
             self.waited_s += time.perf_counter() - begin
         if latest.uncopied and latest.error is not None:
             raise latest.error
-        for outgoing in reversed(self._outgoing):
-            if outgoing.content is None:
-                break
+        kept = list(takewhile(lambda outgoing: outgoing.content is not None, reversed(self._outgoing)))
+        leaving = next((outgoing.leaving for outgoing in kept if outgoing.leaving is not None), None)
+        if self._copies is not None and leaving is not None:
+            self._copies.wait(leaving)
+        for outgoing in kept:
             outgoing.content = None  # tensors are let go of by the thread that made them
 
     def release(self, micro_batch: int) -> None:
@@ -189,7 +196,7 @@ class HostSender(Sender):
 
     def wait_for_all(self, deadline: float) -> None:
         with suppress(Exception):  # what a task has raised comes after all are done
-            self._runner.settle()
+            self._runner.settle(max(0.01, deadline - time.monotonic()))  # a task may wait for a device that hangs
         with suppress(RuntimeError):
             while self._outgoing:
                 for work in self._outgoing.popleft().works:  # gloo reports a completion once: wait only once
@@ -212,32 +219,32 @@ class HostReceiver(Receiver):
     """Receiving end of a link over gloo; arguments as of :class:`HostSender`."""
 
     def __init__(
-        self, group: Group, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, pin: bool = False,
-        runner: Runner | None = None,
+        self, group: Group, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING,
+        copies: DeviceCopies | None = None, runner: Runner | None = None,
     ) -> None:  # fmt: skip
         super().__init__(group.me, peer)
-        self._group, self._channel, self._pin, self._runner = group, channel, pin, runner or Immediate()
+        self._group, self._channel, self._runner = group, channel, runner or Immediate()
+        self._memory = host_memory if copies is None else copies.accelerator.host_memory
+        # A send thread that waits for a device would post receives too late.
+        self._poster = self._runner if copies is None else Immediate()
         self._capacity = _Capacity(prefetch)
         self._posted: deque[tuple[Expected, dist.Work | RuntimeError]] = deque()
         for _ in range(prefetch):
-            self._post(self._buffer(HEADER_BYTES), None)
+            self._post(self._memory(HEADER_BYTES), None)
 
     def _next(self, what: str) -> Received:
         self._runner.check()
         if not self._posted:
-            self._runner.settle()
+            self._poster.settle()
         expected, work = self._posted.popleft()
         self._wait(work, what)
         message = expected.message()
         if message.kind is Message.OVERSIZE:
-            data = self._buffer(message.size)
+            data = self._memory(message.size)
             self._wait(self._start(data, self._channel.own_tag), what)
             message = unpack(data)
-        self._runner.submit(partial(self._post, self._buffer(self._capacity.received(message.size)), message.words))
+        self._poster.submit(partial(self._post, self._memory(self._capacity.received(message.size)), message.words))
         return message
-
-    def _buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
 
     def _post(self, data: torch.Tensor, words: list[int] | None) -> None:
         work = self._start(data, self._channel)

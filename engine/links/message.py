@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -165,6 +165,11 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copy.copy_(elements, non_blocking=True).as_strided(tensor.shape, tensor.stride()).data
 
 
+def host_memory(size: int) -> torch.Tensor:
+    """Bytes of host memory."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
 @dataclass(slots=True)
 class Packed:
     """A send buffer with a view for each tensor."""
@@ -179,11 +184,11 @@ class Packed:
         """Bytes of the message."""
         return self.data.numel()
 
-    def fill(self, kind: Message, micro_batch: int, tree: Tree, note: int, non_blocking: bool = False) -> None:
-        """Copy a tree of this layout into the buffer."""
+    def fill(self, kind: Message, micro_batch: int, tree: Tree, note: int) -> None:
+        """Copy a tree of this layout into the buffer; tensors of an accelerator without waiting."""
         self.header[2:_FIXED_WORDS] = (kind, micro_batch, note)
         for (stored, view), tensor in zip(self.views, _tensors(tree), strict=True):
-            view.copy_(stored.elements(tensor), non_blocking=non_blocking)
+            view.copy_(stored.elements(tensor), non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,17 +241,17 @@ class Packer:
     """Send buffers, those of the latest layouts recycled.
 
     Args:
-        pin: allocate page-locked host memory, for tensors that come from an accelerator.
+        memory: allocates so many bytes of host memory, by default ordinary ones.
     """
 
-    def __init__(self, pin: bool = False) -> None:
-        self._pin = pin
+    def __init__(self, memory: Callable[[int], torch.Tensor] = host_memory) -> None:
+        self._memory = memory
         self._spare: dict[tuple[int, ...], list[Packed]] = {}
 
     def pack(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> Packed:
         """A buffer with a copy of ``tree``."""
         packed = self.reserve(tree)
-        self.fill(packed, kind, micro_batch, tree, note)
+        packed.fill(kind, micro_batch, tree, note)
         return packed
 
     def reserve(self, tree: Tree) -> Packed:
@@ -264,11 +269,7 @@ class Packer:
         if spare:
             return spare.pop()
         layout = Layout.of(words, tree)
-        return layout.over(torch.empty(layout.size, dtype=torch.uint8, pin_memory=self._pin))
-
-    def fill(self, packed: Packed, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> None:
-        """Copy ``tree`` into its reserved buffer, on any thread."""
-        packed.fill(kind, micro_batch, tree, note, self._pin)
+        return layout.over(self._memory(layout.size))
 
     def release(self, packed: Packed) -> None:
         """Take a buffer back once its message has been received."""

@@ -12,8 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable
 
-import torch
-
 Task = Callable[[], None]
 
 
@@ -24,7 +22,7 @@ class Immediate:
         """Run ``task`` now."""
         task()
 
-    def settle(self) -> None:
+    def settle(self, limit_s: float | None = None) -> None:
         """Nothing is left to run."""
 
     def check(self) -> None:
@@ -37,13 +35,13 @@ class SendThread:
     It ends with :meth:`stop` or its last reference.
 
     Args:
-        device: that tasks use.
+        begin: what the thread does first.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, begin: Task | None = None) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
-        arguments = (self._tasks, self._errors, device)
+        arguments = (self._tasks, self._errors, begin)
         self._thread = threading.Thread(target=_work, args=arguments, name="ds_vpipe-send", daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._tasks, self._thread)  # at the latest when the interpreter ends
@@ -55,13 +53,13 @@ class SendThread:
         else:
             task()
 
-    def settle(self) -> None:
-        """Wait until all tasks have run; raise the first error of one."""
+    def settle(self, limit_s: float | None = None) -> None:
+        """Wait until all tasks have run, or the limit has passed; raise the first error of one."""
         if self._end.alive:
             done = threading.Lock()
             done.acquire()
             self._tasks.put(done.release)
-            done.acquire()
+            done.acquire(timeout=-1 if limit_s is None else limit_s)
         self.check()
 
     def stop(self) -> None:
@@ -86,9 +84,9 @@ def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> Non
         thread.join()
 
 
-def _work(tasks: queue.SimpleQueue[Task | None], errors: list[BaseException], device: torch.device | None) -> None:
-    if device is not None and device.type == "cuda":
-        torch.cuda.set_device(device)
+def _work(tasks: queue.SimpleQueue[Task | None], errors: list[BaseException], begin: Task | None) -> None:
+    if begin is not None:
+        begin()
     while (task := tasks.get()) is not None:
         try:
             task()

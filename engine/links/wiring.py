@@ -13,8 +13,7 @@ import uuid
 from contextlib import nullcontext, suppress
 from typing import Literal
 
-import torch
-
+from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer
 from ds_vpipe.engine.links.host_link import Channel, HostReceiver, HostSender
 from ds_vpipe.engine.links.link import Receiver, Sender
@@ -32,12 +31,15 @@ class Wiring:
 
     Args:
         groups: of the engine.
-        device: where the stage computes.
+        copies: those of the accelerator that the stage computes on, or None.
         payload: of all links; ``auto`` takes ``shared`` where it works.
+
+    Attributes:
+        copies: as given.
     """
 
-    def __init__(self, groups: Groups, device: torch.device, payload: Payload) -> None:
-        self._groups, self._device, self._payload = groups, device, payload
+    def __init__(self, groups: Groups, copies: DeviceCopies | None, payload: Payload) -> None:
+        self._groups, self.copies, self._payload = groups, copies, payload
         self._sockets: dict[int, socket.socket | None] = {}  # by the rank at the other end; None if it is elsewhere
         self._made: dict[tuple[str, int], Group] = {}
         self._thread: SendThread | None = None
@@ -60,7 +62,8 @@ class Wiring:
         """
         if self._shares_memory_with(peer, prefetch):
             return SharedSender(self._connection(name, peer, channel))
-        return HostSender(self._group(name, peer), peer, prefetch, channel, *self._host(threaded))
+        thread = self._send_thread(threaded or self.copies is not None)
+        return HostSender(self._group(name, peer), peer, prefetch, channel, self.copies, thread, threaded)
 
     def receiver(
         self, name: str, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, threaded: bool = False
@@ -68,17 +71,17 @@ class Wiring:
         """Receiving end of a link from ``peer``; see :meth:`sender`."""
         if self._shares_memory_with(peer, prefetch):
             return SharedReceiver(self._connection(name, peer, channel))
-        return HostReceiver(self._group(name, peer), peer, prefetch, channel, *self._host(threaded))
+        return HostReceiver(self._group(name, peer), peer, prefetch, channel, self.copies, self._send_thread(threaded))
 
     def stop(self) -> None:
         """End the send thread, if there is one."""
         if self._thread is not None:
             self._thread.stop()
 
-    def _host(self, threaded: bool) -> tuple[bool, SendThread | None]:
-        if threaded and self._thread is None:
-            self._thread = SendThread(self._device)
-        return self._device.type == "cuda", self._thread if threaded else None
+    def _send_thread(self, wanted: bool) -> SendThread | None:
+        if wanted and self._thread is None:
+            self._thread = SendThread(None if self.copies is None else self.copies.accelerator.use)
+        return self._thread if wanted else None
 
     def _group(self, name: str, peer: Peer) -> Group:
         key = name, peer.rank
@@ -110,7 +113,7 @@ class Wiring:
 
         The address is an abstract one: no file is left behind. Processes of other users are refused.
         """
-        groups, able = self._groups, self._device.type == "cpu" and gives_memory()
+        groups, able = self._groups, self.copies is None and gives_memory()
         low, high = sorted((groups.me.rank, peer.rank))
         pair = f"socket of {low} and {high}"
         if groups.me.rank == high:

@@ -10,6 +10,7 @@ import torch
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.execution.data import EndOfData
 from ds_vpipe.engine.execution.drain import next_drain
+from ds_vpipe.engine.links.device import arrived
 from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.stage_links import LossLinks
 from ds_vpipe.engine.loop.call_order import CallOrder
@@ -65,7 +66,7 @@ class Rounds:
 
     def run_forward(self, packed: Any) -> torch.Tensor:
         """The forward portion of the round of the next micro-batch, of the inputs ``packed``; the script's loss."""
-        stage, engine = self._stage, self._engine
+        stage = self._stage
         self._modes = [module.training for module in self._switched]
         progress, micro_batch = stage.progress, stage.progress.forwarded
         self._round = next_round(stage.pipeline, stage.number, progress, stage.exchanges)
@@ -80,9 +81,9 @@ class Rounds:
             assert loss is not None
             return self._losses[micro_batch].gated(loss)
         if self._waits:
-            self._newest = (micro_batch, self._loss_links.wait(micro_batch))
+            self._newest = (micro_batch, arrived(self._loss_links.wait(micro_batch), stage.copies))
         assert self._newest is not None
-        return ScriptLoss().gated(self._newest[1].to(engine.device))
+        return ScriptLoss().gated(self._newest[1])
 
     def run_backward(self, loss: torch.Tensor) -> None:
         """The backward portion of the round, from what the script has made of the loss."""

@@ -69,7 +69,7 @@ class Observation:
         row = self._meter.close(batch - 1).row()
         self._rows = [row]
         if self._recorder is not None:
-            self._recorder.loss(batch - 1, float(stage.report.losses[1]))
+            self._recorder.loss(batch - 1, stage.report.losses[1])
         rows = stage.report.statistics
         rows[stage.number] = row
         if stage.is_first:

@@ -19,6 +19,7 @@ from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.timelines.timeline import MemorySample, Recording, Span
 
 SPANS_KEPT = 1 << 17  # about 33 MB; some thousand batches of four micro-batches
+_READ_AT_ONCE = 256  # losses
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # host names may be the same in two containers
 
 
@@ -31,6 +32,7 @@ class Recorder:
         self._spans: deque[tuple[Action, int, int, int | None]] = deque(maxlen=SPANS_KEPT)
         self._memory: deque[tuple[int, int]] = deque(maxlen=SPANS_KEPT)
         self._losses: deque[tuple[int, float]] = deque(maxlen=SPANS_KEPT)
+        self._unread: list[tuple[int, torch.Tensor]] = []
         self._staleness = (0, 0, 0)  # sum, count, most
         self._recorded = 0
         self._begin = 0
@@ -59,14 +61,23 @@ class Recorder:
         if device.type == "cuda" and action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP):
             self._memory.append((end, torch.cuda.memory_allocated(device)))
 
-    def loss(self, batch: int, value: float) -> None:
-        """Keep the mean loss of ``batch``."""
-        self._losses.append((batch, value))
+    def loss(self, batch: int, value: torch.Tensor) -> None:
+        """Keep the mean loss of ``batch``. The host waits for an accelerator to read one, and reads many at once."""
+        self._unread.append((batch, value))
+        if len(self._unread) == _READ_AT_ONCE:
+            self._read_losses()
+
+    def _read_losses(self) -> None:
+        if self._unread:
+            batches, values = zip(*self._unread, strict=True)
+            self._losses.extend(zip(batches, torch.stack(values).tolist(), strict=True))
+            self._unread.clear()
 
     def recording(self) -> Recording:
         """The recording so far."""
         pipeline, number = self._stage.pipeline, self._stage.number
         total, count, most = self._staleness
+        self._read_losses()
 
         def seconds(instant: int) -> float:
             return round((instant - self._origin) * 1e-9, 9)

@@ -6,8 +6,8 @@ with it, so that the first stage has every stage's record of a batch without a m
 own. The update in a record is therefore the one before the batch's own.
 
 Seconds are the host's, from ``time.perf_counter()``. Nothing waits for a device on their account: on
-CUDA a pass counts until its kernels are queued, and the time until they are done shows where the host
-waits for them, which is in ``wait_copies_s``.
+an accelerator a pass counts until its kernels are queued, and the time until they are done shows where
+the host waits for messages, which leave once they are done.
 """
 
 from __future__ import annotations

@@ -16,11 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
+from ds_vpipe.engine.links.device import arrived
 from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.message import Message
@@ -97,6 +99,7 @@ class TiedWeights:
     ) -> None:
         stage = grid.get_stage_id()
         self._depths, self._stage = depths, stage
+        self._arrived = partial(arrived, copies=wiring.copies)
         self._copies: list[_Copies] = []
         self._owned: list[_Owned] = []
         pairs: dict[tuple[int, int], list[str]] = {}
@@ -135,8 +138,8 @@ class TiedWeights:
             for weight, gradient in zip(copies.weights, message.tree, strict=True):
                 if gradient is None:
                     continue
-                arrived = gradient.detach().to(weight.device, copy=True)
-                weight.grad = arrived if weight.grad is None else weight.grad.add_(arrived)
+                here = self._arrived(gradient.detach())
+                weight.grad = here.clone() if weight.grad is None else weight.grad.add_(here)
 
     def send_weights(self, version: int, micro_batches: int, refill: int) -> None:
         """Send the owner's newest weights, which have had ``version`` updates."""
@@ -187,7 +190,7 @@ class TiedWeights:
                 owned.ahead.append(list(owned.weights_in.receive(f"tied weights after update {version}").tree))
             for weight, value in zip(owned.weights, owned.ahead[-1] if owned.ahead else (), strict=False):
                 kept.append((weight, weight.data))
-                weight.data = value.to(weight.device)
+                weight.data = self._arrived(value)
         try:
             yield
         finally:
@@ -216,10 +219,10 @@ class TiedWeights:
         self.flush()
         return found
 
-    @staticmethod
-    def _receive(owned: _Owned, version: int, what: str) -> None:
+    def _receive(self, owned: _Owned, version: int, what: str) -> None:
         while owned.version < version:
-            owned.values = owned.ahead.popleft() if owned.ahead else list(owned.weights_in.receive(what).tree)
+            values = owned.ahead.popleft() if owned.ahead else list(owned.weights_in.receive(what).tree)
+            owned.values = self._arrived(values)
             owned.version += 1
 
 

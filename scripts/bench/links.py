@@ -29,7 +29,7 @@ class Round:
 
     def __init__(self, rank: int, payload: Payload) -> None:
         me, peer = Peer(rank, rank), Peer(1 - rank, 1 - rank)
-        wiring = Wiring(Groups(me, TIMEOUT_S), torch.device("cpu"), payload)
+        wiring = Wiring(Groups(me, TIMEOUT_S), None, payload)
         self._asks = rank == 0
         if self._asks:
             self._out, self._into = wiring.sender("there", peer, 2), wiring.receiver("back", peer, 2)

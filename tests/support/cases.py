@@ -7,13 +7,17 @@ import gc
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import toy
+from simulated_device import simulated_copies
 from torch import nn
 
 LINK = os.environ.get("DS_VPIPE_TEST_LINK", "auto")
 """Payload of links in tests that name none."""
+DEVICE = os.environ.get("DS_VPIPE_TEST_DEVICE", "cpu")
+"""Where engines of tests compute that do not say: ``cpu``, or on a ``simulated`` accelerator."""
 
 
 def config(micro_batches: int, optimizer: dict[str, Any], vpipe: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
@@ -37,6 +41,7 @@ def engine(
     loss_fn: Any = None,
     dropout: float = 0.0,
     specs: Callable[[], list[Any]] | None = None,
+    device: str = DEVICE,
     **module: Any,
 ) -> Any:
     """An engine from ``ds_vpipe.initialize`` for a plain ``PipelineModule``."""
@@ -55,7 +60,20 @@ def engine(
         partition_method="uniform",
         **module,
     )
-    return ds_vpipe.initialize(model=net, config=ds_config)[0]
+    shared = ds_config.get("vpipe", {}).get("link") == "shared"  # which is for stages that compute on the CPU
+    if device == "cpu" or "vpipe" not in ds_config or shared:
+        return ds_vpipe.initialize(model=net, config=ds_config)[0]
+    copies = simulated_copies(seed=torch.distributed.get_rank())
+    with mock.patch("ds_vpipe.engine.build.copies_of", return_value=copies):
+        trained = ds_vpipe.initialize(model=net, config=ds_config)[0]
+    destroy = trained.destroy
+
+    def end() -> None:
+        destroy()
+        copies.accelerator.end()  # type: ignore[attr-defined]
+
+    trained.destroy = end
+    return trained
 
 
 def parameters(trained: Any) -> dict[str, torch.Tensor]:

@@ -12,8 +12,6 @@ import torch
 from ds_vpipe.engine.execution.data import NO_DATA, MicroBatchFeed, own_copy, to_device
 from ds_vpipe.errors import VPipeError
 
-CPU = torch.device("cpu")
-
 
 class Restarting:
     """Ends after each epoch and starts over when it is asked again."""
@@ -33,14 +31,14 @@ class Restarting:
 
 
 def feed_of(*iterators: Any) -> MicroBatchFeed:
-    feed = MicroBatchFeed(CPU, inputs=True, labels=True)
+    feed = MicroBatchFeed(None, inputs=True, labels=True)
     for iterator in iterators:
         feed.next_call(iterator)
     return feed
 
 
 def test_calls_are_numbered_from_zero() -> None:
-    feed = MicroBatchFeed(CPU, inputs=True, labels=True)
+    feed = MicroBatchFeed(None, inputs=True, labels=True)
     for number in range(3):
         feed.next_call(iter(()) if number != 1 else None)
         assert feed.call == number
@@ -109,7 +107,7 @@ def test_what_is_taken_is_the_stages_own() -> None:
     assert torch.equal(labels["a"], torch.zeros(2))
     assert labels["b"][0].tolist() == [0, 0]
     assert labels["b"][1] == "name"
-    last = MicroBatchFeed(CPU, inputs=False, labels=True).take(buffers, None)
+    last = MicroBatchFeed(None, inputs=False, labels=True).take(buffers, None)
     assert last[0] is None
     assert last[1]["a"].tolist() == [1, 1]
 
@@ -213,15 +211,15 @@ def test_no_iterator_on_a_stage_that_reads() -> None:
 
 def test_to_device_copies_what_is_kept() -> None:
     mine = torch.zeros(3)
-    moved = to_device((mine, [mine[1:], None]), CPU, copy=True)
+    moved = to_device((mine, [mine[1:], None]), None, copy=True)
     assert isinstance(moved, tuple)
     assert isinstance(moved[1], tuple)
     assert moved[1][1] is None
     moved[0].add_(1)
     moved[1][0].add_(1)
     assert torch.equal(mine, torch.zeros(3))
-    assert to_device(None, CPU) is None
-    assert to_device(mine, CPU) is mine
+    assert to_device(None, None) is None
+    assert to_device(mine, None) is mine
 
 
 def test_copies_take_no_graph_along() -> None:
@@ -234,5 +232,5 @@ def test_copies_take_no_graph_along() -> None:
 @pytest.mark.parametrize(("batch", "name"), [({"a": torch.zeros(1)}, "dict"), ((torch.zeros(1), 3), "int")])
 def test_to_device_refuses(batch: Any, name: str) -> None:
     with pytest.raises(VPipeError, match=f"^micro-batch: got {name} where tensors, None and tuples or lists") as error:
-        to_device(batch, CPU)
+        to_device(batch, None)
     assert "\n" not in str(error.value)

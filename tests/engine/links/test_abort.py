@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +11,11 @@ import pytest
 import torch
 
 from ds_vpipe.engine.links import groups
+from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Peer
 from ds_vpipe.engine.links.host_link import HostSender
 from ds_vpipe.engine.links.link import Sender, abort_all
-from ds_vpipe.engine.links.message import Message, unpack
+from ds_vpipe.engine.links.message import Message, Packed, unpack
 from ds_vpipe.engine.links.send_thread import SendThread
 
 
@@ -27,44 +30,49 @@ class Backend:
         return SimpleNamespace(wait=lambda limit: True)
 
 
-def sender(backend: Any, thread: SendThread, pin: bool = False) -> Sender:
+class Failed(Accelerator):
+    """Every call raises but the first, for streams."""
+
+    def stream(self) -> Any:
+        return SimpleNamespace(wait_event=self.host_memory, record_event=self.host_memory)
+
+    def current_stream(self) -> Any:
+        return self.host_memory(0)
+
+    def host_memory(self, size: int) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def sender(backend: Any, thread: SendThread, copies: DeviceCopies | None = None) -> Sender:
     failures: Any = None
     group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
-    return HostSender(group, Peer(1, 1), 2, pin=pin, runner=thread)
+    return HostSender(group, Peer(1, 1), 2, copies=copies, runner=thread, threaded=True)
 
 
 def reasons(backend: Backend) -> list[str]:
     return [bytes(message.tree.tolist()).decode() for message in map(unpack, backend.sent)]
 
 
-def test_abort_leaves_on_every_link_though_a_message_could_not_be_copied() -> None:
+def test_abort_leaves_on_every_link_though_a_message_could_not_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     thread, backends = SendThread(), [Backend(), Backend()]
     senders = [sender(backend, thread) for backend in backends]
 
     def fail(*_: Any) -> None:
         raise ValueError("copy")
 
-    senders[0]._packer.fill = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(Packed, "fill", fail)
     senders[0].send(Message.ACTIVATION, 0, torch.ones(3))
     while not thread._errors:
         pass
-    del senders[0]._packer.fill
+    monkeypatch.undo()
     abort_all(senders, "reason")
     assert [reasons(backend) for backend in backends] == [["reason"], ["reason"]]
     thread.stop()
 
 
-def test_messages_of_the_host_leave_after_the_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_event=broken, synchronize=broken))
-    for name in ("current_stream", "stream", "synchronize", "Event"):
-        monkeypatch.setattr(torch.cuda, name, broken)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: broken() if pin_memory else empty(*a, **k))
+def test_messages_of_the_host_leave_after_the_device_has_failed() -> None:
     thread, backend = SendThread(), Backend()
-    link = sender(backend, thread, pin=True)
+    link = sender(backend, thread, DeviceCopies(Failed(torch.device("cpu"))))
     with pytest.raises(RuntimeError, match="device-side assert"):
         link.send(Message.ACTIVATION, 0, torch.ones(3))
     link.send(Message.END, 1, torch.tensor([1, 1, 0, 0]))
@@ -73,6 +81,24 @@ def test_messages_of_the_host_leave_after_the_device_has_failed(monkeypatch: pyt
     abort_all([link], "reason")
     kinds = [unpack(data).kind for data in backend.sent]
     assert kinds == [Message.END, Message.PEERS, Message.QUIESCE, Message.ABORT]
+    thread.stop()
+
+
+def test_an_end_does_not_wait_for_a_device_that_hangs() -> None:
+    gate = threading.Event()
+    copies: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(host_memory=lambda size: torch.empty(size, dtype=torch.uint8)),
+        to_host=lambda copy: SimpleNamespace(synchronize=gate.wait),
+        wait=lambda event: None,
+    )
+    thread, backend = SendThread(), Backend()
+    link = sender(backend, thread, copies)
+    link.send(Message.ACTIVATION, 0, torch.ones(3))
+    begin = time.monotonic()
+    link.wait_for_all(begin + 0.2)
+    assert time.monotonic() - begin < 5
+    assert not backend.sent
+    gate.set()
     thread.stop()
 
 

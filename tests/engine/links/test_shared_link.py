@@ -243,7 +243,7 @@ class Directory:
 
 def wiring_of(payload: wiring.Payload) -> wiring.Wiring:
     groups: Any = Directory()
-    return wiring.Wiring(groups, torch.device("cpu"), payload)
+    return wiring.Wiring(groups, None, payload)
 
 
 def test_where_blocks_cannot_be_had_nothing_connects(monkeypatch: pytest.MonkeyPatch) -> None:

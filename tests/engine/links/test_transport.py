@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,11 +21,11 @@ PAYLOADS = pytest.mark.parametrize("payload", ["host", "shared"])
 TIMEOUT_S = 30.0
 
 
-def wiring_of(payload: str, timeout_s: float = TIMEOUT_S) -> Any:
+def wiring_of(payload: str, timeout_s: float = TIMEOUT_S, copies: Any = None) -> Any:
     from ds_vpipe.engine.links.groups import Groups, Peer
     from ds_vpipe.engine.links.wiring import Wiring
 
-    return Wiring(Groups(Peer(3 + rank(), rank()), timeout_s), torch.device("cpu"), payload)  # type: ignore[arg-type]
+    return Wiring(Groups(Peer(3 + rank(), rank()), timeout_s), copies, payload)  # type: ignore[arg-type]
 
 
 def ends(wiring: Any, prefetch: int = 2, **how: Any) -> Any:
@@ -35,8 +37,10 @@ def ends(wiring: Any, prefetch: int = 2, **how: Any) -> Any:
     return wiring.receiver("test", Peer(3, 0), prefetch, **how)
 
 
-def link(payload: str, prefetch: int = 2, timeout_s: float = TIMEOUT_S, threaded: bool = False) -> Any:
-    return ends(wiring_of(payload, timeout_s), prefetch, threaded=threaded)
+def link(
+    payload: str, prefetch: int = 2, timeout_s: float = TIMEOUT_S, threaded: bool = False, copies: Any = None
+) -> Any:
+    return ends(wiring_of(payload, timeout_s, copies), prefetch, threaded=threaded)
 
 
 def rank() -> int:
@@ -339,19 +343,19 @@ def test_sending_to_a_peer_that_has_gone_is_no_error_until_somebody_waits(worlds
 
 def fail_to_copy() -> str:
     """A tensor that cannot be copied: copied() raises the error, though another thread has met it."""
-    from ds_vpipe.engine.links.message import Message
+    from ds_vpipe.engine.links.message import Message, Packed
 
     end = link("host", 1, threaded=True)
     barrier()
     if rank() == 1:
         return ""
     tensor = torch.ones(3)
-    end._packer.fill = lambda *_: torch.ones(2).copy_(tensor)
-    end.send(Message.ACTIVATION, 0, tensor)
-    try:
-        end.copied()
-    except RuntimeError as error:
-        return str(error)
+    with mock.patch.object(Packed, "fill", side_effect=lambda *_: torch.ones(2).copy_(tensor)):
+        end.send(Message.ACTIVATION, 0, tensor)
+        try:
+            end.copied()
+        except RuntimeError as error:
+            return str(error)
     return "no error"
 
 
@@ -359,72 +363,42 @@ def test_a_copy_that_fails_is_raised(worlds: Worlds) -> None:
     assert "must match" in worlds.run(2, fail_to_copy)[0]
 
 
-def through_a_fake_accelerator() -> list[str]:
-    """What a link does with streams, in order; there is no accelerator here."""
-    from contextlib import contextmanager
+def from_a_device(threaded: bool) -> tuple[list[float], int, bool]:
+    """Tensors of a simulated accelerator, changed as soon as they may be; what came, and waits of the stage itself."""
+    from simulated_device import simulated_copies
 
-    from ds_vpipe.engine.links import host_link as module
-    from ds_vpipe.engine.links.groups import Groups, Peer
-    from ds_vpipe.engine.links.message import Message, Packer
+    from ds_vpipe.engine.links.message import Message
 
-    log: list[str] = []
-
-    class Stage:
-        def record_event(self) -> str:
-            log.append("record")
-            return "computed"
-
-        def synchronize(self) -> None:
-            log.append("stage waits")
-
-    class Copies:
-        def wait_event(self, event: str) -> None:
-            log.append(f"wait for {event}")
-
-        def synchronize(self) -> None:
-            log.append("synchronize")
-
-    class Logged(Packer):
-        def __init__(self, pin: bool = False) -> None:
-            self.asked_to_pin = pin
-            super().__init__(False)
-
-        def fill(self, *content: Any) -> None:
-            log.append("fill")
-            super().fill(*content)
-
-    @contextmanager
-    def on(stream: Any) -> Any:
-        assert isinstance(stream, Copies)
-        log.append("on")
-        yield
-        log.append("off")
-
-    fakes = {(torch.cuda, "Stream"): Copies, (torch.cuda, "current_stream"): Stage, (torch.cuda, "stream"): on}
-    fakes[module, "Packer"] = Logged
-    kept = {(place, name): getattr(place, name) for place, name in fakes}
-    for (place, name), fake in fakes.items():
-        setattr(place, name, fake)
-    try:
-        here, there = Peer(3, 0), Peer(4, 1)
-        from ds_vpipe.engine.links.send_thread import SendThread
-
-        group = Groups(Peer(3 + rank(), rank()), TIMEOUT_S).of("test", [0, 1])
+    copies = simulated_copies(seed=rank(), early=0.0)
+    accelerator: Any = copies.accelerator
+    end = link("host", 2, threaded=threaded, copies=copies)
+    found: list[float] = []
+    for number in range(20):
         if rank() == 0:
-            end = module.HostSender(group, there, 1, pin=True, runner=SendThread())
-            assert end._packer.asked_to_pin
-            start, end._start = end._start, lambda *message: log.append("send") or start(*message)
-            end.send(Message.ACTIVATION, 0, torch.ones(3))
-            end.flush()
+            tensor = torch.full((4096,), float(number))
+            end.send(Message.ACTIVATION, number, (tensor, torch.zeros(3)))
+            if threaded:
+                end.copied()
+            tensor.fill_(-1)
+            end.send(Message.PEERS, number, torch.ones(2))
+            end.copied()
         else:
-            assert module.HostReceiver(group, here, 1).receive("RECV_ACT0").tree.tolist() == [1, 1, 1]
-    finally:
-        for (place, name), original in kept.items():
-            setattr(place, name, original)
-    return log
+            received, zeros = copies.to_device(end.receive("RECV_ACT").tree[0]), end.receive("RECV_PEERS")
+            assert zeros.tree.tolist() == [1, 1]
+            found += received.unique().tolist()
+    if rank() == 0:
+        waits = sum(accelerator.host_waits.values())
+        end.flush()
+        users = accelerator.users
+        assert accelerator.num_copies == 40
+    else:
+        waits, users = sum(accelerator.host_waits.values()), {-1}
+    accelerator.end()
+    return found, waits, len(users) == 1 and threading.get_ident() not in users
 
 
-def test_copies_from_an_accelerator_wait_on_a_stream_of_their_own(worlds: Worlds) -> None:
-    """The stage itself waits for nothing; the message goes out once the copy is complete."""
-    log = worlds.run(2, through_a_fake_accelerator)[0]
-    assert log == ["record", "on", "wait for computed", "fill", "synchronize", "off", "send"]
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_stage_does_not_wait_for_its_device(worlds: Worlds, threaded: bool) -> None:
+    sender, receiver = worlds.run(2, from_a_device, threaded)
+    assert sender == ([], 0, True)
+    assert receiver == ([float(number) for number in range(20)], 0, True)

@@ -1,0 +1,106 @@
+"""Copies between an accelerator and host memory, beside its computation.
+
+Gloo sends and receives host memory. Copies there and back are queued on streams of their own and ordered by events, so
+that the stage's own thread never waits for the device: what it queues next does, and bytes that must be in host memory
+before they leave are waited for by the thread that sends them.
+
+Only this module queues such copies. It is written against torch's interface for any accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ds_vpipe.engine.links.message import Tree, copied_to
+
+
+class Accelerator:
+    """Streams and memory of an accelerator, as torch has them.
+
+    Args:
+        device: with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def use(self) -> None:
+        """Make this the device of the calling thread; every thread starts with the first one."""
+        torch.accelerator.set_device_index(self.device)
+
+    def stream(self) -> torch.Stream:
+        """A new stream."""
+        return torch.Stream(self.device)
+
+    def current_stream(self) -> torch.Stream:
+        """The stream on which the calling thread's work is queued."""
+        return torch.accelerator.current_stream(self.device)
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        """Page-locked bytes; once freed, they are used again only after copies that have been queued."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def used_on(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
+        """Use the memory of ``tensor``, once freed, again only after what ``stream`` has been given until then."""
+        tensor.record_stream(stream)
+
+
+class DeviceCopies:
+    """Copies of one stage to and from its accelerator."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._leaving, self._arriving = accelerator.stream(), accelerator.stream()
+
+    def to_host(self, copy: Callable[[], object]) -> torch.Event:
+        """Queue copies of what has been computed, and return the event of their end.
+
+        Args:
+            copy: copies to page-locked memory without waiting. What it reads must be kept, and must not be changed,
+                until :meth:`wait`.
+        """
+        self._leaving.wait_event(self.accelerator.current_stream().record_event())
+        with self._leaving:
+            copy()
+        return self._leaving.record_event()
+
+    def wait(self, event: torch.Event) -> None:
+        """Let what is queued from now on wait for ``event``; the host goes on."""
+        self.accelerator.current_stream().wait_event(event)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy of a tensor in host memory, for which what is queued from now on waits; the host does not.
+
+        Args:
+            tensor: page-locked, or the host may wait for the copy.
+        """
+        with self._arriving:
+            if tensor.layout is torch.strided:
+                copy = copied_to(tensor, self.accelerator.device)
+            else:
+                copy = tensor.to(self.accelerator.device, non_blocking=True)
+        self.wait(self._arriving.record_event())
+        self.accelerator.used_on(copy, self.accelerator.current_stream())
+        return copy
+
+    def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy of a tensor in host memory, page-locked."""
+        strides = torch.empty_like(tensor, device="meta").stride()
+        memory = self.accelerator.host_memory(tensor.numel() * tensor.element_size())
+        return memory.view(tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def copies_of(device: torch.device) -> DeviceCopies | None:
+    """Copies of a stage that computes on ``device``; None on the CPU, where nothing is copied."""
+    return None if device.type == "cpu" else DeviceCopies(Accelerator(device))
+
+
+def arrived(tree: Tree, copies: DeviceCopies | None) -> Tree:
+    """Received tensors where the stage computes; on the CPU they are there already."""
+    if copies is None:
+        return tree
+    if isinstance(tree, torch.Tensor):
+        return copies.to_device(tree.detach()).requires_grad_(tree.requires_grad)
+    return type(tree)(arrived(item, copies) for item in tree) if isinstance(tree, (tuple, list)) else tree

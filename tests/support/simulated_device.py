@@ -1,0 +1,385 @@
+"""An accelerator without a device: streams that are late, in another thread, and in any order that events allow.
+
+Computation is the ordinary one of the stage's own thread, on tensors in host memory. Copies between "device" and
+"page-locked" memory are queued, as on an accelerator, and done by another thread: at the latest when somebody waits for
+an event behind them, before that now and then, and in a seeded order of streams. Until then their targets hold poison.
+What a stream and a caching allocator leave to their users fails the run at once, or at the next call:
+
+* a copy from the device that waits for no event recorded after the computation;
+* a source that is freed or changed before the copy, a target that is written again before anybody has waited for it;
+* a copy to the device that is used before its event, or whose memory is not kept from use by the stream that made it.
+
+Waits of the stage's own thread for an event, a stream or a blocking copy are counted with the line that made them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
+
+POISON = 0xFF  # bytes: NaN, -1
+LIMIT_S = 60.0
+_TORCH = str(Path(torch.__file__).parent)
+_VIEWS = {"detach", "as_strided", "alias", "view", "slice", "select", "lift_fresh"}
+_NEW = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+
+
+class Misuse(AssertionError):  # noqa: N818 - a verdict of a test
+    """Something that would be wrong on an accelerator, at least at times."""
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(_storage(tensor))
+
+
+def _alone() -> int:
+    tensor = torch.ones(4).detach()
+    return _holders(tensor)
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy that is queued, or done and not waited for."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    arrives: bool  # on the device; else it leaves
+    content: torch.Tensor  # of the source when it was queued
+
+
+@dataclass(eq=False)
+class Work:
+    """An entry of a stream: a copy, an event to wait for, or an event to record."""
+
+    copy: Copy | None = None
+    wait: SimulatedEvent | None = None
+    record: SimulatedEvent | None = None
+
+
+class SimulatedEvent:
+    """Event of a stream; one of the computation has happened when it is recorded."""
+
+    def __init__(self, device: SimulatedAccelerator, stream: SimulatedStream | None) -> None:
+        self.device, self.stream = device, stream
+        self.done = stream is None
+        self.number = device.next_number()
+        self.before: list[Copy] = [] if stream is None else list(stream.open)
+
+    def synchronize(self) -> None:
+        """Let the calling thread wait."""
+        self.device.count_wait()
+        self.device.complete(self)
+        self.device.read(self.before)
+
+
+class SimulatedStream:
+    """Stream beside the computation."""
+
+    def __init__(self, device: SimulatedAccelerator) -> None:
+        self._device = device
+        self.queue: deque[Work] = deque()
+        self.open: list[Copy] = []  # that the computation has not waited for
+        self.waited = -1  # number of the newest event of the computation that it has been given
+        self.used = -1  # of the one that the latest copies from the device came after
+        self.modes: list[_Queued] = []  # of the blocks that are open
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """Let what is queued from now on wait."""
+        self._device.raise_misuse()
+        if event.stream is None:
+            self.waited = max(self.waited, event.number)
+        self._device.put(self, Work(wait=event))
+
+    def record_event(self) -> SimulatedEvent:
+        """Event behind what has been queued."""
+        event = SimulatedEvent(self._device, self)
+        self._device.put(self, Work(record=event))
+        self.used = self.waited
+        return event
+
+    def synchronize(self) -> None:
+        """Let the calling thread wait for everything."""
+        self.record_event().synchronize()
+
+    def __enter__(self) -> SimulatedStream:
+        self._device.raise_misuse()
+        self._device.check_kept()
+        self.modes.append(_Queued(self._device, self))
+        self.modes[-1].__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.modes.pop().__exit__(*error)
+
+
+class _Computation:
+    """The stream of the stage's own thread."""
+
+    def __init__(self, device: SimulatedAccelerator) -> None:
+        self._device = device
+
+    def record_event(self) -> SimulatedEvent:
+        return SimulatedEvent(self._device, None)
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """A stream's wait, which is not the host's: here the computation is done by the thread that queues it."""
+        self._device.complete(event)
+        if event.stream is not None:
+            self._device.waited_for(event.stream, event.before)
+        self._device.raise_misuse()
+
+
+class _Queued(TorchDispatchMode):
+    """Queues copies in a stream's block."""
+
+    def __init__(self, device: SimulatedAccelerator, stream: SimulatedStream) -> None:
+        super().__init__()
+        self._device, self._stream = device, stream
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "copy_":
+            target, source, *blocking = args
+            self._device.copy(self._stream, target, source, _storage(target) in self._made)
+            if not (blocking[0] if blocking else kwargs.get("non_blocking", False)):
+                self._stream.synchronize()
+            return target
+        result = func(*args, **kwargs)
+        if name in _NEW:
+            result.untyped_storage().fill_(POISON)
+            self._made.add(_storage(result))
+        elif name not in _VIEWS:
+            raise Misuse(f"{func} on a stream of copies")
+        return result
+
+
+class SimulatedAccelerator(Accelerator):
+    """Accelerator of the thread that makes it, which is the stage's own.
+
+    Args:
+        seed: of the order of copies.
+        early: how often copies are done before anybody waits for them, 0 to 1.
+
+    Attributes:
+        host_waits: of the stage's own thread, by the line that made them.
+        num_copies: that have been queued.
+        users: threads that have taken the device.
+    """
+
+    alive: ClassVar[weakref.WeakSet[SimulatedAccelerator]] = weakref.WeakSet()
+
+    def __init__(self, seed: int = 0, early: float = 0.3) -> None:
+        super().__init__(torch.device("cpu"))
+        self._chance, self._early, self._alone = random.Random(seed), early, _alone()
+        self._thread = threading.get_ident()
+        self._streams: list[SimulatedStream] = []
+        self._changed = threading.Condition(threading.RLock())
+        self._wanted: list[SimulatedEvent] = []
+        self._misuse: list[str] = []
+        self._not_kept: dict[int, torch.Tensor] = {}  # copies that the computation has waited for, by their storage
+        self._unread: dict[int, object] = {}  # block in which memory of the host was last copied to, by storage
+        self._numbers = 0
+        self.host_waits: Counter[str] = Counter()
+        self.num_copies = 0
+        self.users: set[int] = set()
+        self._ended = False
+        self._worker = threading.Thread(target=_run, args=(weakref.ref(self), self._changed), daemon=True)
+        self._worker.start()
+        self.alive.add(self)
+
+    # What the engine uses
+
+    def use(self) -> None:
+        self.users.add(threading.get_ident())
+
+    def stream(self) -> Any:
+        self._streams.append(SimulatedStream(self))
+        return self._streams[-1]
+
+    def current_stream(self) -> Any:
+        return _Computation(self)
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        memory = torch.full((size,), POISON, dtype=torch.uint8)
+        self._unread.pop(_storage(memory), None)  # of what had this address before
+        return memory
+
+    def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
+        with self._changed:
+            for found in self._streams:
+                if any(_storage(copy.target) == _storage(tensor) for copy in found.open):
+                    self._fail("a copy to the device is used before its event")
+            self._not_kept.pop(_storage(tensor), None)
+        self.raise_misuse()
+
+    # For tests
+
+    def end(self) -> None:
+        """Do what is queued, end the thread, and raise what was wrong; once."""
+        if self._ended:
+            return
+        for stream in self._streams:
+            self.complete(stream.record_event())
+        self.close()
+        self.check_kept()
+        self.raise_misuse()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._worker.join(LIMIT_S)
+
+    # What streams and events use
+
+    def next_number(self) -> int:
+        """Numbers of events rise."""
+        self._numbers += 1
+        return self._numbers
+
+    def put(self, stream: SimulatedStream, work: Work) -> None:
+        """Queue an entry."""
+        with self._changed:
+            stream.queue.append(work)
+            self._changed.notify_all()
+
+    def copy(self, stream: SimulatedStream, target: torch.Tensor, source: torch.Tensor, arrives: bool) -> None:
+        """Queue a copy."""
+        with self._changed:
+            if not arrives and stream.waited <= stream.used:
+                self._fail("a copy from the device waits for no event recorded after the computation")
+            if not arrives and self._unread.setdefault(_storage(target), stream.modes[-1]) is not stream.modes[-1]:
+                self._fail("a buffer is written again before anybody has waited for what was copied to it")
+            # Of its own, and without a base: others that use the memory can be counted.
+            found = Copy(target, source.detach(), arrives, _bytes(source))
+            if not arrives:
+                target.fill_(float("nan") if target.dtype.is_floating_point or target.dtype.is_complex else 1)
+            stream.open.append(found)
+            self.num_copies += 1
+        self.put(stream, Work(copy=found))
+        self.raise_misuse()
+
+    def complete(self, event: SimulatedEvent) -> None:
+        """Wait until ``event`` has happened."""
+        limit = time.monotonic() + LIMIT_S
+        with self._changed:
+            self._wanted.append(event)
+            self._changed.notify_all()
+            while not event.done:
+                if time.monotonic() > limit:
+                    raise Misuse("an event does not happen: streams wait for each other")
+                self._changed.wait(1.0)
+            self._wanted.remove(event)
+
+    def read(self, copies: list[Copy]) -> None:
+        """The host has waited for ``copies``."""
+        with self._changed:
+            for copy in copies:
+                self._unread.pop(_storage(copy.target), None)
+
+    def waited_for(self, stream: SimulatedStream, copies: list[Copy]) -> None:
+        """The computation has waited for ``copies``."""
+        with self._changed:
+            for copy in copies:
+                if copy not in stream.open:
+                    continue
+                stream.open.remove(copy)
+                if copy.arrives:
+                    self._not_kept[_storage(copy.target)] = copy.target
+                elif not torch.equal(_bytes(copy.source), copy.content):
+                    self._fail("a tensor was changed while a copy of it was pending")
+
+    def check_kept(self) -> None:
+        """Fail if memory may be used again by the stream that allocated it, while the computation reads it."""
+        if self._not_kept:
+            self._fail("a copy to the device is not kept from being freed and used again under the computation")
+            self._not_kept.clear()
+            self.raise_misuse()
+
+    def count_wait(self) -> None:
+        """Count a wait of the calling thread if it is the stage's own."""
+        if threading.get_ident() != self._thread:
+            return
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith((__file__, _TORCH)):
+            frame = frame.f_back
+        self.host_waits["?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"] += 1
+
+    def raise_misuse(self) -> None:
+        """Raise what has been wrong so far, in the stage's own thread."""
+        if self._misuse and threading.get_ident() == self._thread:
+            raise Misuse(self._misuse[0])
+
+    def _fail(self, what: str) -> None:
+        self._misuse.append(what)
+
+    # The thread
+
+    def turn(self) -> bool:
+        """Do one entry of one stream; False once the accelerator has ended. The caller has the lock."""
+        if self._ended:
+            return False
+        wanted = any(not event.done for event in self._wanted)
+        ready = [stream for stream in self._streams if stream.queue and self._may_go(stream.queue[0])]
+        if ready and (wanted or self._chance.random() < self._early):
+            self._do(self._chance.choice(ready).queue.popleft())
+            self._changed.notify_all()
+        elif not wanted:
+            self._changed.wait(self._chance.choice((0.0002, 0.001, 0.005)) if ready else 0.5)
+        return True
+
+    @staticmethod
+    def _may_go(work: Work) -> bool:
+        return work.wait is None or work.wait.done
+
+    def _do(self, work: Work) -> None:
+        if work.record is not None:
+            work.record.done = True
+        copy = work.copy
+        if copy is None:
+            return
+        if not copy.arrives and _holders(copy.source) <= self._alone:
+            self._fail("a tensor was freed while a copy of it was pending")
+        if not torch.equal(_bytes(copy.source), copy.content):
+            self._fail("a tensor was changed while a copy of it was pending")
+        with torch.no_grad():
+            copy.target.copy_(copy.source)
+
+
+def _run(device: Callable[[], SimulatedAccelerator | None], changed: threading.Condition) -> None:
+    going = True
+    while going:
+        with changed:
+            found = device()
+            going = found is not None and found.turn()
+            del found
+        time.sleep(0)
+
+
+def simulated_copies(seed: int = 0, early: float = 0.3) -> DeviceCopies:
+    """Copies of a stage, to and from a simulated accelerator."""
+    return DeviceCopies(SimulatedAccelerator(seed, early))

@@ -52,7 +52,10 @@ setup(
         "safetensors",
     ],
     extras_require={
-        "test": ["hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", "setuptools>=77", "types-PyYAML"],
+        "test": [
+            *("accelerate>=1.15", "hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", "setuptools>=77"),
+            "types-PyYAML",
+        ],
     },
     zip_safe=False,
 )

@@ -12,6 +12,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import logger
 
+from ds_vpipe.accelerators import own_config
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.build import Prepared, prepare
@@ -92,8 +93,9 @@ def _prepare_whole(
         examples = given.get("training_data"), given.get("collate_fn")
         given["model"] = pipeline_from_module(model, json.content, config, *examples)
     module = given["model"]
+    json, by_accelerator = own_config(json, module.num_stages)
     json, changed = json.corrected(torch.distributed.get_world_size(), module.num_stages)
-    if changed and module.global_rank == 0:
+    if changed and not by_accelerator and module.global_rank == 0:
         logger.warning(f"ds_vpipe: {changed}")
     return json, prepare(module, json, config, None, None)
 

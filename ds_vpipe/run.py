@@ -37,8 +37,10 @@ def main(argv: list[str]) -> int:
 
     import deepspeed
 
+    from ds_vpipe.accelerators import accelerators_of_pipelines
     from ds_vpipe.distributed_samplers import DistributedSamplers
     from ds_vpipe.engine.loop.engine import VPipeLoopEngine
+    from ds_vpipe.engine.modules.split_module import stages_of_json
     from ds_vpipe.engine.reduction_buffers import unnamed_buffers
     from ds_vpipe.errors import VPipeConfigError, VPipeError
     from ds_vpipe.extension_builds import extension_builds
@@ -59,7 +61,7 @@ def main(argv: list[str]) -> int:
         sys.path[0] = str(Path(name).resolve().parent)
     try:
         # The script may build, and make a world, before it comes to initialize().
-        with samplers.watching(), extension_builds(), unnamed_buffers():
+        with samplers.watching(), accelerators_of_pipelines(stages_of_json), extension_builds(), unnamed_buffers():
             if as_module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:

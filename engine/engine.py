@@ -295,6 +295,10 @@ class VPipeEngine(PatchedPipelineEngine):
         self.whole_model.save(save_dir, save_filename, exclude_frozen_parameters)
         return True
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether the whole model can be gathered, as Accelerate asks before it does: always."""
+        return True
+
     def drain_before(self, what: str) -> None:
         """Empty the pipeline before ``what``, which all stages do together."""
         self.quiesce()

@@ -87,12 +87,13 @@ def waits_for_loss(pipeline: Pipeline, rank: int, progress: Progress) -> bool:
     """Whether ``rank`` waits for the loss of the micro-batch that it is handed now, ``progress.forwarded``.
 
     It does while the pipeline is being filled: no gradient has arrived yet, with which the loss of an earlier
-    micro-batch could come. The last rank has the loss itself.
+    micro-batch could come. In a synchronous pipeline it always does, so that what scripts log is what they log without
+    one. The last rank has the loss itself.
     """
     ahead = progress.forwarded - filled_from(pipeline, progress)
     # How far behind the newest micro-batch is whose gradient arrives in the forward portion of a round.
     delay = pipeline.depths[rank] + (0 if _gradient_is_due(pipeline, rank) else 1)
-    return rank != pipeline.num_stages - 1 and ahead < delay
+    return rank != pipeline.num_stages - 1 and (pipeline.synchronous or ahead < delay)
 
 
 def _gradient_is_due(pipeline: Pipeline, rank: int) -> bool:

@@ -1,10 +1,12 @@
-"""Hooks on a model of which a rank has one stage: whole state dicts, and refusal of direct calls."""
+"""Hooks on a model of which a rank has one stage: whole state dicts, and calls of the model itself."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
@@ -99,15 +101,33 @@ def in_order(module: nn.Module, names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: position.get(name, len(position)))
 
 
-class DirectCallRefusal(_OneStageHook):
-    """Forward hook that refuses a call of the model itself, other than those during which ``runs.running`` is true."""
+class DirectCalls(_OneStageHook):
+    """Forward hook for calls of a model by others than its engine, which are those while ``runs.running`` is false.
+
+    In ``eval()`` mode or without gradients they are handed to the engine. Others are refused, and calls of copies of
+    the model, which have weights of their own.
+    """
 
     def __init__(self, model: nn.Module, runs: Any) -> None:
-        self._name, self._runs = type(model).__name__, weakref.ref(runs)
+        self._name, self._model, self._runs = type(model).__name__, weakref.ref(model), weakref.ref(runs)
+        self.engine: Callable[[], Callable[..., Any] | None] = lambda: None  # a weak reference, once there is one
+        forward = model.forward
 
-    def __call__(self, _: nn.Module, __: Any) -> None:
-        if not getattr(self._runs(), "running", False):
+        @functools.wraps(forward)
+        def run_or_evaluate(*args: Any, **kwargs: Any) -> Any:
+            engine = self.engine()
+            return forward(*args, **kwargs) if engine is None or self._in_engine() else engine(*args, **kwargs)
+
+        model.forward = run_or_evaluate  # no hook can do so
+        model.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        here = module is self._model() and self.engine() is not None
+        if not self._in_engine() and not (here and not (module.training and torch.is_grad_enabled())):
             raise SplitError(
                 f"{self._name}(...): called itself, and this rank has only one stage of it; allowed is engine(...) on "
-                f"every rank, with what initialize() returned; in eval() mode or under no_grad to evaluate"
+                f"every rank, with what initialize() returned; to evaluate, in eval() mode or under no_grad, also this"
             )
+
+    def _in_engine(self) -> bool:
+        return getattr(self._runs(), "running", False)

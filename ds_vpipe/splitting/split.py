@@ -15,7 +15,7 @@ from ds_vpipe.splitting.blocks import BlockList, all_modules, block_choices
 from ds_vpipe.splitting.call import Call, CallForms
 from ds_vpipe.splitting.forward_split import ForwardSplit
 from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError
-from ds_vpipe.splitting.model_hooks import DirectCallRefusal
+from ds_vpipe.splitting.model_hooks import DirectCalls
 from ds_vpipe.splitting.parameter_slots import materialise_buffers, slots_of
 from ds_vpipe.splitting.stage_model import StageModel
 
@@ -31,7 +31,7 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
     Raises:
         SplitError: it cannot be split; one line says why and where.
     """
-    if any(isinstance(hook, DirectCallRefusal) for hook in model._forward_pre_hooks.values()):
+    if any(isinstance(hook, DirectCalls) for hook in model._forward_pre_hooks.values()):
         raise SplitError(
             f"model: got a {type(model).__name__} of which an earlier initialize() has left one stage here, allowed is "
             f"a whole one; build the model again"

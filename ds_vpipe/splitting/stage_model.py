@@ -20,7 +20,7 @@ from ds_vpipe.splitting.forward_pass import DivergedError
 from ds_vpipe.splitting.forward_split import ForwardSplit
 from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import SplitError
-from ds_vpipe.splitting.model_hooks import DirectCallRefusal, StateHooks
+from ds_vpipe.splitting.model_hooks import DirectCalls, StateHooks
 from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise
 
 
@@ -98,6 +98,7 @@ class StageModel:
         self._kept: frozenset[int] = frozenset()
         self._released = False
         self._last_output: Any = None
+        self.direct_calls: DirectCalls | None = None  # of the model itself, once it has only some pieces
         self.state_hooks: StateHooks | None = None  # make the model's state dicts whole, if there is somebody who can
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}
         # All of them; those that are not kept have no parameters.
@@ -144,7 +145,7 @@ class StageModel:
     def release(self, device: torch.device | None = None) -> None:
         """Drop the parameters of all pieces that are not kept, and give values on ``device`` to those without any."""
         if not self._released and len(self._kept) < len(self.pieces):
-            self.model.register_forward_pre_hook(DirectCallRefusal(self.model, self._split))
+            self.direct_calls = DirectCalls(self.model, self._split)
         self._released = True
         kept = {slot.tie for slot in self._slots if slot.parameter is not None}
         for slot in self._slots:

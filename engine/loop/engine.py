@@ -7,6 +7,7 @@ handed in. What needs all stages at the same micro-batch (evaluation, checkpoint
 pipeline first.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -48,6 +49,10 @@ class VPipeLoopEngine(VPipeEngine):
         self._boundary: bool | None = None  # what the script has said
         self._stepped = False  # a round that the script has said is no boundary may have its step() or not
         self._compared = self.num_stages == 1  # what the stages are handed
+        self._packed: Any = ()  # the latest micro-batch
+        calls = getattr(getattr(self.module, "stage_model", None), "direct_calls", None)
+        if calls is not None:
+            calls.engine = weakref.ref(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Hand in a micro-batch and run this stage's forward pass of it.
@@ -80,6 +85,7 @@ class VPipeLoopEngine(VPipeEngine):
             self.stage.action = "engine(...)"
             packed = self.module.pack(args, kwargs)
             self._compare_once(packed)
+            self._packed = packed
             self.script_end.expect()
             self.script_evaluation.round_begins()
             loss = self.rounds.run_forward(packed)
@@ -114,11 +120,11 @@ class VPipeLoopEngine(VPipeEngine):
         check_loss(loss)
         self.rounds.order.expect("backward()")
         ends_batch = self.is_gradient_accumulation_boundary()
-        if self._boundary not in (None, ends_batch):
+        if self._boundary is False and ends_batch:
             raise CallOrderError(
-                f"set_gradient_accumulation_boundary({self._boundary}): the micro-batch in backward() is number "
-                f"{self.rounds.in_batch + 1} of {self.micro_batches} of its batch, allowed is {ends_batch}; batches "
-                f"end by gradient_accumulation_steps in the DeepSpeed JSON, so set it as those do"
+                f"set_gradient_accumulation_boundary(False): the micro-batch in backward() is number "
+                f"{self.micro_batches} of {self.micro_batches} of its batch, allowed is True; batches end by "
+                f"gradient_accumulation_steps in the DeepSpeed JSON at the latest, so set it as those do"
             )
         if self.num_stages > 1:
             check_graph(loss, self.module.parameters())
@@ -145,6 +151,8 @@ class VPipeLoopEngine(VPipeEngine):
         self.lr_kwargs = lr_kwargs
         with self._aborting():
             self.rounds.run_step()
+            if self._boundary is True and self.rounds.in_batch:
+                self.rounds.complete_batch(self._packed)
             if self.rounds.is_drain_due():
                 self._drain()
         self.rounds.order.done("step()")
@@ -267,9 +275,10 @@ class VPipeLoopEngine(VPipeEngine):
         return whole.named_parameters(f"{prefix}.module" if prefix else "module", recurse, remove_duplicate)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether a batch ends, from now on, as DeepSpeed has it; it has to be where the schedule ends one.
+        """Say whether a batch ends, from now on, as DeepSpeed has it; it has to end one where the schedule does.
 
-        ``backward()`` refuses what is not. Rounds that are no boundary need no ``step()``.
+        It may end one earlier, as the last one of an epoch: what the schedule still lacks of that is run with the
+        latest micro-batch, whose gradients then count for nothing. Rounds that are no boundary need no ``step()``.
         """
         self._boundary = bool(is_boundary)
 

@@ -109,6 +109,12 @@ class Rounds:
         self.in_batch = (self.in_batch + 1) % stage.pipeline.micro_batches
         engine.micro_steps += 1
 
+    def complete_batch(self, packed: Any) -> None:
+        """Run what is left of the script's batch with the inputs ``packed``, whose gradients count for nothing."""
+        while self.in_batch:
+            self.run_backward(self.run_forward(packed) * 0)
+            self.run_step()
+
     def is_drain_due(self) -> bool:
         """Whether the pipeline is to be empty before the next batch."""
         steps = self._engine.global_steps

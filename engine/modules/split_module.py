@@ -13,6 +13,7 @@ from deepspeed.pipe import PipelineModule
 from torch._dynamo import OptimizedModule
 
 from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.links.groups import use_local_device
 from ds_vpipe.engine.modules.partitioned import VPipeModule
 from ds_vpipe.errors import Refusal, VPipeConfigError
@@ -254,3 +255,9 @@ def stages_in(ds_config: Mapping[str, Any], partition: Any, virtual_stages: int 
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
         raise Refusal("pipeline.stages", given, "an int >= 1", remedy).error()
     return given
+
+
+def stages_of_json(ds_config: Mapping[str, Any]) -> int:
+    """:func:`stages_in`, of a DeepSpeed JSON with a ``"vpipe"`` block."""
+    config = VPipeConfig.parse(DeepSpeedJson(ds_config).block)
+    return stages_in(ds_config, config.partition, config.virtual_stages)

@@ -218,6 +218,9 @@ TESTED = [
      "failures or abort or builds"),
     ("three scripts that know nothing of pipelines, under DeepSpeed alone and on 2 and 4 stages; the model that each "
      "writes is read back whole", "plain_scripts or whole_state"),
+    ("scripts with Trainer (transformers 5.23) and Accelerate 1.15 on 2 stages against the same as one process: masked "
+     "and causal language models, classification, accumulation, schedules, metrics, predictions, the saved model",
+     "clients"),
     ("architectures of Hugging Face's library in 2 and 4 stages against the whole model: a sample of "
      "[the zoo](data/zoo.md)", "zoo"),
     ("commands, tables, links and numbers of these documents", "documents or model_docs or benchmarks"),

@@ -243,7 +243,7 @@ def misuse(ds_config: dict[str, Any]) -> dict[str, Any]:
         ends_batch = number % 2 == 1
         engine.set_gradient_accumulation_boundary(not ends_batch)
         loss = engine(*toy.micro_batch(number)) / 2
-        if number < 6:
+        if number < 6 and ends_batch:
             refused(lambda loss=loss: engine.backward(loss))
         engine.set_gradient_accumulation_boundary(ends_batch)
         assert engine.backward(loss, scale_wrt_gas=False) == loss
@@ -274,7 +274,6 @@ def test_wrong_calls_are_refused_and_change_nothing(worlds: Worlds) -> None:
         "backward(loss): got a tensor without a graph",
         "train_batch(): ",
         "eval_batch(): ",
-        "set_gradient_accumulation_boundary(True): the micro-batch in backward() is number 1 of 2 of its batch",
         "set_gradient_accumulation_boundary(False): the micro-batch in backward() is number 2 of 2 of its batch",
         "step(): called twice in a row",
     ]

@@ -206,6 +206,7 @@ def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
     engine.eval()
     with torch.inference_mode():
         output, own = engine(batch(0)[0]), engine(*batch(engine.stage_id))
+        by_itself = model(*batch(engine.stage_id))
     return {
         "output": output.clone(),
         "own": own.item(),
@@ -215,8 +216,9 @@ def outputs(ds_config: dict[str, Any]) -> dict[str, Any]:
         "parameters": [name for name, _ in engine.named_parameters()],
         "whole": list(model.state_dict()),
         "called": _error(lambda: engine.module(*batch(0))),
-        "by itself": _error(lambda: model(*batch(0))),
-        "copy": _error(lambda: copy.deepcopy(model)(*batch(0))),
+        "by itself": by_itself.item(),
+        "in training": _error(lambda: model.train()(*batch(0))),
+        "copy": _error(lambda: copy.deepcopy(model).eval()(*batch(0))),
         "split again": _error(lambda: split_model(model, STAGES)),
         "unknown": _error(lambda: engine.module.nothing),
     }
@@ -240,8 +242,9 @@ def test_the_module_is_the_users_but_for_other_stages(worlds: Worlds) -> None:
         assert rank["outlives"]
         assert rank["names"] == rank["whole"] == list(Plain().state_dict())
         assert rank["called"].startswith("engine.module(...): a stage has only a part of the model")
-        assert rank["by itself"].startswith("Plain(...): called itself, and this rank has only one stage of it")
-        assert rank["copy"] == rank["by itself"]
+        assert rank["by itself"] == rank["own"], "Trainer evaluates so"
+        assert rank["in training"].startswith("Plain(...): called itself, and this rank has only one stage of it")
+        assert rank["copy"] == rank["in training"], "its weights are others"
         assert rank["split again"].startswith("model: got a Plain of which an earlier initialize() has left one stage")
         assert "nothing" in rank["unknown"]
     assert sorted(first["parameters"] + last["parameters"]) == sorted(f"module.{name}" for name in first["whole"])

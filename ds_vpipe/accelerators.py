@@ -1,0 +1,154 @@
+"""Accelerators of Hugging Face's Accelerate, and of its Trainer, in a script whose JSON asks for a pipeline.
+
+They take every rank for a replica with data of its own. But they know ranks that share their data, those of tensor
+parallelism, by their number in the DeepSpeed configuration: loaders, sizes of batches, lengths of schedules and scales
+of losses follow from it. So it is the number of stages that they are told there, for themselves alone. What does not
+follow from it, metrics and Accelerate's own steps of schedules, is set on the accelerator. Read in accelerate 1.15 and
+transformers 5.23, which offer no other way.
+"""
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from ds_vpipe.config.deepspeed_json import BLOCK, DeepSpeedJson
+from ds_vpipe.errors import VPipeConfigError
+
+_SHARING = "tensor_parallel"
+_STAGES = "stages_of_a_pipeline"  # says in that part of the configuration whose ranks they are
+
+
+@contextmanager
+def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> Iterator[None]:
+    """Context in which accelerators that are made know how many ranks are a pipeline.
+
+    Args:
+        stages_of: the number of stages by a DeepSpeed configuration with a ``"vpipe"`` block.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        yield
+        return
+    from accelerate import Accelerator, PartialState
+
+    def tell(accelerator: Any) -> None:
+        plugin = accelerator.state.deepspeed_plugin
+        if plugin is not None and BLOCK in plugin.deepspeed_config:
+            _tell(accelerator, plugin.deepspeed_config, stages_of(plugin.deepspeed_config))
+
+    slices = deepspeed.tp_model_init
+
+    def whole(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return model if _STAGES in (kwargs.get("config") or {}).get(_SHARING, {}) else slices(model, *args, **kwargs)
+
+    with (
+        _replaced(PartialState, "__init__", _then(PartialState.__init__, _count_ranks)),
+        _replaced(Accelerator, "__init__", _then(Accelerator.__init__, tell)),
+        _replaced(deepspeed, "tp_model_init", whole),
+    ):
+        yield
+
+
+def own_config(json: DeepSpeedJson, num_stages: int) -> tuple[DeepSpeedJson, bool]:
+    """The configuration without what was told to an accelerator only, and whether it has been told something.
+
+    Raises:
+        VPipeConfigError: an accelerator uses the engine, and does not know of its stages.
+    """
+    if json.get(f"{_SHARING}.{_STAGES}"):
+        return DeepSpeedJson({key: value for key, value in json.content.items() if key != _SHARING}), True
+    state = sys.modules.get("accelerate.state")
+    drives = state is not None and state.is_initialized() and state.AcceleratorState().deepspeed_plugin is not None
+    if num_stages > 1 and drives:
+        raise VPipeConfigError(
+            f"initialize(): called by Accelerate or Trainer, which takes the {num_stages} ranks of a pipeline for "
+            f"replicas; allowed is a script that ds_vpipe.run has started: deepspeed --module ds_vpipe.run train.py"
+        )
+    return json, False
+
+
+def _then(init: Callable[..., None], then: Callable[[Any], None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def both(made: Any, *args: Any, **kwargs: Any) -> None:
+        init(made, *args, **kwargs)
+        then(made)
+
+    return both
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _count_ranks(state: Any) -> None:
+    """Where there are only CPUs, every rank of DeepSpeed's takes itself for the only process."""
+    if state.backend is None and dist.is_initialized():
+        state.backend, state.num_processes, state.process_index = "gloo", dist.get_world_size(), dist.get_rank()
+        state.local_process_index = int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
+    """Have an accelerator count pipelines of ``stages`` ranks where it counts replicas."""
+    ranks = accelerator.num_processes
+    if stages == 1 or ranks % stages or _SHARING in ds_config:
+        return  # the last two are refused where the pipeline is made
+    if ranks > stages:
+        raise VPipeConfigError(
+            f"pipeline.stages: got {stages} for {ranks} ranks, allowed with Accelerate and Trainer are as many stages "
+            f"as ranks, as replicas are not supported there; start {stages} ranks, or change it"
+        )
+    ds_config[_SHARING] = {"autotp_size": stages, _STAGES: True}
+    accelerator.gather_for_metrics = functools.partial(
+        _gather_once, accelerator, accelerator.gather_for_metrics, ranks, stages
+    )
+    accelerator.prepare = functools.partial(_prepare, accelerator.prepare, stages)
+
+
+def _gather_once(
+    accelerator: Any, theirs: Any, ranks: int, stages: int, input_data: Any, use_gather_object: bool = False
+) -> Any:
+    """``Accelerator.gather_for_metrics``, of the first stages alone: the others have copies of their data."""
+    from accelerate import accelerator as module
+    from accelerate.utils import recursively_apply
+
+    gather, gather_object = accelerator.gather, module.gather_object
+
+    def of_first_stages(gathered: torch.Tensor) -> torch.Tensor:
+        return gathered.unflatten(0, (ranks, -1))[::stages].flatten(0, 1)
+
+    def gather_tensors(tensors: Any) -> Any:
+        return recursively_apply(of_first_stages, gather(tensors))
+
+    def gather_objects(objects: Any) -> Any:
+        return gather_object([] if accelerator.process_index % stages else objects)
+
+    with _replaced(accelerator, "gather", gather_tensors), _replaced(module, "gather_object", gather_objects):
+        return theirs(input_data, use_gather_object)
+
+
+def _prepare(prepare: Any, stages: int, *args: Any, **kwargs: Any) -> Any:
+    """``Accelerator.prepare`` with learning rates that change once for every batch, and not once for every rank."""
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import DummyScheduler
+
+    for given in args:
+        if isinstance(given, DummyScheduler) and given.total_num_steps is not None:
+            given.total_num_steps *= stages  # it is divided by the number of ranks
+    prepared = prepare(*args, **kwargs)
+    for made in prepared if isinstance(prepared, tuple) else (prepared,):
+        if type(made) is AcceleratedScheduler:
+            made.split_batches = True  # as a batch of one process, whose schedule steps once
+    return prepared

@@ -1,0 +1,128 @@
+"""Scripts with Hugging Face's Trainer, unchanged, as one process and as pipelines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from launches import run_on_rank
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from worlds import Worlds
+
+SCRIPT = Path(__file__).parents[1] / "support" / "clients" / "trainer_script.py"
+MODELS = {"mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM, "glue": AutoModelForSequenceClassification}
+AUTO = dict.fromkeys(
+    ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"], "auto"
+)
+ARGUMENTS = [
+    *("--per_device_train_batch_size", "4", "--num_train_epochs", "2", "--logging_steps", "1", "--report_to", "none"),
+    *("--learning_rate", "1e-3", "--save_strategy", "no", "--disable_tqdm", "true", "--optim", "adamw_torch"),
+]
+pytestmark = pytest.mark.mp
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    """Of their own, which keep what has been imported."""
+    with contextlib.closing(Worlds()) as made:
+        yield made
+
+
+def script_on_rank(*args: Any) -> None:
+    """:func:`run_on_rank`, without what accelerators leave in a process."""
+    with mock.patch.dict(os.environ):
+        run_on_rank(*args)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def run(worlds: Worlds, folder: Path, ranks: int, ds_config: dict[str, Any] | None, *arguments: str) -> list[Any]:
+    """What every rank of the script reports; without ``ds_config`` the Trainer runs as one process."""
+    folder.mkdir(exist_ok=True)
+    line = [str(SCRIPT), "--output_dir", "out", *ARGUMENTS, *arguments]
+    if ds_config is None:
+        line += ["--use_cpu"]
+    else:
+        (folder / "ds.json").write_text(json.dumps({**AUTO, "zero_optimization": {"stage": 0}, **ds_config}))
+        line = ["ds_vpipe.run", *line, "--deepspeed", "ds.json"]
+    worlds.run(ranks, script_on_rank, folder, line, ds_config is not None, {"HF_HUB_OFFLINE": "1"})
+    return [json.loads((folder / "out" / f"report-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def saved(folder: Path, task: str) -> dict[str, torch.Tensor]:
+    """The model that ``save_model()`` has written, all of it."""
+    model, report = MODELS[task].from_pretrained(folder / "out", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    found: dict[str, torch.Tensor] = model.state_dict()
+    return found
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def pipeline(stages: int = 2, **block: Any) -> dict[str, Any]:
+    return {"pipeline": {"stages": stages}, "vpipe": block}
+
+
+@pytest.mark.parametrize(
+    ("task", "accumulation", "samples"),
+    [("mlm", "2", "27"), ("clm", "1", "23"), ("clm", "2", "21"), ("glue", "2", "24")],
+    ids=lambda value: value,
+)
+def test_synchronous_training_is_that_of_one_process(
+    worlds: Worlds, tmp_path: Path, task: str, accumulation: str, samples: str
+) -> None:
+    """Losses, rates, norms, metrics, predictions and weights; also where an epoch ends inside a batch."""
+    line = ["--task", task, "--gradient_accumulation_steps", accumulation, "--samples", samples]
+    (alone,) = run(worlds, tmp_path / "alone", 1, None, *line)
+    reports = run(worlds, tmp_path / "two", 2, pipeline(sync_mode="bsp"), *line)
+    assert difference(saved(tmp_path / "two", task), saved(tmp_path / "alone", task)) <= 1e-5
+    for report in reports:
+        assert report["events"] == alone["events"]
+        assert report["predictions"] == alone["predictions"]
+        assert report["metrics"] == pytest.approx(alone["metrics"], abs=1e-5)
+        assert len(report["history"]) == len(alone["history"])
+        for found, wanted in zip(report["history"], alone["history"], strict=True):
+            found["total_flos"] = wanted.get("total_flos")  # tied weights count on each of their stages
+            assert found == pytest.approx({"total_flos": None, **wanted}, rel=1e-5, abs=1e-5)
+
+
+def own_loop(folder: Path, ds_config: dict[str, Any], epochs: int) -> float:
+    """Trains the kept micro-batches in a loop of our own; how far the result is from the model that was saved."""
+    import ds_vpipe
+
+    script = runpy.run_path(str(SCRIPT))
+    script["set_seed"](42)
+    model, *_ = script["built"](script["ScriptArguments"](task="glue", samples=24))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    batches = torch.load(folder / "kept.pt", weights_only=False)[: 6 * epochs]
+    micro_batches = ds_config["gradient_accumulation_steps"]
+    updates = epochs * 3
+    engine, *_ = ds_vpipe.initialize(model=model, optimizer=optimizer, config=ds_config)
+    for number, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (updates - number // micro_batches) / updates
+        engine.backward(engine(**batch), scale_wrt_gas=False)
+        engine.step()
+    return difference(model.state_dict(), saved(folder, "glue"))
+
+
+def test_asynchronous_training_is_that_of_a_loop(worlds: Worlds, tmp_path: Path) -> None:
+    """Bit for bit, with the Trainer's schedule and accumulation; rank 1 sees what rank 0 sees."""
+    arguments = ["--task", "glue", "--gradient_accumulation_steps", "2", "--samples", "24", "--keep", "kept.pt"]
+    first, last = run(worlds, tmp_path, 2, pipeline(), *arguments)
+    assert first["predictions"] == last["predictions"]
+    assert first["metrics"] == last["metrics"]
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+    ds_config = {**sizes, **pipeline(), "zero_allow_untested_optimizer": True}
+    assert worlds.run(2, own_loop, tmp_path, ds_config, 2) == [0.0, 0.0]

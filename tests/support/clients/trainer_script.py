@@ -1,0 +1,133 @@
+"""A script of the shape of transformers' run_mlm.py, run_clm.py and run_glue.py, with small models, made-up text."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    HfArgumentParser,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+WORDS = [
+    *("a", "the", "one", "two", "small", "large", "pipeline", "model", "stage"),
+    *("batch", "weight", "runs", "waits", "sends", "sees", "learns", "fast", "slow"),
+]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 32, **SIZES}
+GPT = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+       "attn_pdrop": 0.0}  # fmt: skip
+
+
+@dataclass
+class ScriptArguments:
+    """What is trained."""
+
+    task: str = field(default="mlm", metadata={"choices": ["mlm", "clm", "glue"]})
+    samples: int = 23
+    keep: str = field(default="", metadata={"help": "Where to keep the micro-batches in the order of their making."})
+
+
+class Seen(TrainerCallback):
+    """Remembers what callbacks are told."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        (rate,) = set(kwargs["lr_scheduler"].get_last_lr())
+        self.events.append(f"step {state.global_step}/{state.max_steps} lr {rate:.6f}")
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.events.append(f"evaluated {sorted(metrics)}")
+
+
+def accuracy(predicted) -> dict[str, float]:
+    """Of the labels that count."""
+    labels, guesses = np.asarray(predicted.label_ids), np.asarray(predicted.predictions)
+    counted = labels != -100
+    return {"accuracy": float((guesses == labels)[counted].mean()), "counted": int(counted.sum())}
+
+
+def built(script: ScriptArguments):
+    """Model, data, tokenizer and collator."""
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        mask_token="[MASK]", bos_token="[CLS]", eos_token="[SEP]",
+    )  # fmt: skip
+    chosen = np.random.default_rng(0)
+    texts = [" ".join(chosen.choice(WORDS, chosen.integers(5, 12))) for _ in range(script.samples)]
+    columns = dict(tokenizer(texts, padding="max_length", max_length=12, truncation=True))
+    columns.pop("token_type_ids", None)
+    size = {"vocab_size": len(vocabulary)}
+    if script.task == "glue":
+        columns["labels"] = [int("fast" in text) for text in texts]
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("bert", **size, **BERT))
+        collator = DataCollatorWithPadding(tokenizer)
+    elif script.task == "mlm":
+        model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", **size, **BERT))
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **size, **GPT, pad_token_id=0))
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    return model, Dataset.from_dict(columns), tokenizer, collator
+
+
+def main() -> None:
+    """Train, evaluate, predict and save."""
+    script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
+    set_seed(args.seed)
+    model, data, tokenizer, collator = built(script)
+    held_out = data.select(range(script.samples - 13, script.samples))
+    seen, kept = Seen(), []
+
+    def collate(samples):
+        kept.append(collator(samples))
+        return kept[-1]
+
+    def guesses(logits, labels):
+        return logits.argmax(dim=-1)
+
+    trainer = Trainer(
+        model=model, args=args, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer,
+        data_collator=collate, compute_metrics=accuracy, preprocess_logits_for_metrics=guesses, callbacks=[seen],
+    )  # fmt: skip
+    trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if script.keep:
+        torch.save(kept, script.keep)
+    trainer.save_model()
+    metrics = trainer.evaluate()
+    predictions = trainer.predict(held_out).predictions
+    history = [
+        {key: value for key, value in entry.items() if not key.endswith(("runtime", "per_second"))}
+        for entry in trainer.state.log_history
+    ]
+    report = {
+        "steps": trained.global_step, "loss": trained.training_loss, "history": history, "events": seen.events,
+        "metrics": {key: metrics[key] for key in ("eval_loss", "eval_accuracy", "eval_counted")},
+        "predictions": predictions.tolist(),
+    }  # fmt: skip
+    Path(args.output_dir, f"report-{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}.json"
+         ).write_text(json.dumps(report), encoding="utf-8")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -2,9 +2,10 @@
 
 They take every rank for a replica with data of its own. But they know ranks that share their data, those of tensor
 parallelism, by their number in the DeepSpeed configuration: loaders, sizes of batches, lengths of schedules and scales
-of losses follow from it. So it is the number of stages that they are told there, for themselves alone. What does not
-follow from it, metrics and Accelerate's own steps of schedules, is set on the accelerator. Read in accelerate 1.15 and
-transformers 5.23, which offer no other way.
+of losses follow from it. So it is the number of stages that Trainer is told there, for itself alone. Scripts with an
+accelerator of their own count by ``num_processes``, which is the number of pipelines for them. Metrics, which would be
+of as many copies as ranks, and steps of schedules, of which there would be one per rank, are set on the accelerator.
+Read in accelerate 1.15 and transformers 5.23, which offer no other way.
 """
 
 import functools
@@ -110,11 +111,23 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
             f"pipeline.stages: got {stages} for {ranks} ranks, allowed with Accelerate and Trainer are as many stages "
             f"as ranks, as replicas are not supported there; start {stages} ranks, or change it"
         )
-    ds_config[_SHARING] = {"autotp_size": stages, _STAGES: True}
+    if hasattr(accelerator.state.deepspeed_plugin.hf_ds_config, "trainer_config_finalize"):
+        ds_config[_SHARING] = {"autotp_size": stages, _STAGES: True}  # Trainer's
+    else:
+        # Scripts count by num_processes themselves, and may not divide it.
+        ds_config[_SHARING] = {_STAGES: True}
+        kind = type(accelerator)
+        accelerator.__class__ = type(kind.__name__, (kind,), {"num_processes": property(lambda _: ranks // stages)})
+        if accelerator.dispatch_batches:
+            raise VPipeConfigError(
+                "DataLoaderConfiguration(dispatch_batches): got True, allowed with several stages is False, with which "
+                "every rank reads by itself; write False"
+            )
+        accelerator.dataloader_config.dispatch_batches = False
+        accelerator.prepare = functools.partial(_prepare, accelerator.prepare)
     accelerator.gather_for_metrics = functools.partial(
         _gather_once, accelerator, accelerator.gather_for_metrics, ranks, stages
     )
-    accelerator.prepare = functools.partial(_prepare, accelerator.prepare, stages)
 
 
 def _gather_once(
@@ -139,14 +152,10 @@ def _gather_once(
         return theirs(input_data, use_gather_object)
 
 
-def _prepare(prepare: Any, stages: int, *args: Any, **kwargs: Any) -> Any:
+def _prepare(prepare: Any, *args: Any, **kwargs: Any) -> Any:
     """``Accelerator.prepare`` with learning rates that change once for every batch, and not once for every rank."""
     from accelerate.scheduler import AcceleratedScheduler
-    from accelerate.utils import DummyScheduler
 
-    for given in args:
-        if isinstance(given, DummyScheduler) and given.total_num_steps is not None:
-            given.total_num_steps *= stages  # it is divided by the number of ranks
     prepared = prepare(*args, **kwargs)
     for made in prepared if isinstance(prepared, tuple) else (prepared,):
         if type(made) is AcceleratedScheduler:

@@ -76,13 +76,6 @@ def drain_actions(
         progress = replace(progress, completed=min(next_batch, end))
 
 
-def filled_from(pipeline: Pipeline, progress: Progress) -> int:
-    """The first micro-batch after ``pipeline`` was empty last, as seen from ``progress.forwarded``."""
-    if not pipeline.synchronous:
-        return progress.refill
-    return max(progress.refill, progress.forwarded - progress.forwarded % pipeline.micro_batches)
-
-
 def waits_for_loss(pipeline: Pipeline, rank: int, progress: Progress) -> bool:
     """Whether ``rank`` waits for the loss of the micro-batch that it is handed now, ``progress.forwarded``.
 
@@ -90,7 +83,7 @@ def waits_for_loss(pipeline: Pipeline, rank: int, progress: Progress) -> bool:
     micro-batch could come. In a synchronous pipeline it always does, so that what scripts log is what they log without
     one. The last rank has the loss itself.
     """
-    ahead = progress.forwarded - filled_from(pipeline, progress)
+    ahead = progress.forwarded - progress.refill
     # How far behind the newest micro-batch is whose gradient arrives in the forward portion of a round.
     delay = pipeline.depths[rank] + (0 if _gradient_is_due(pipeline, rank) else 1)
     return rank != pipeline.num_stages - 1 and (pipeline.synchronous or ahead < delay)

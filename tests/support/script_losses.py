@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_vpipe.schedules.one_f_one_b import Progress
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.rounds import filled_from, waits_for_loss
+from ds_vpipe.schedules.rounds import waits_for_loss
 
 
 def delay_of_losses(pipeline: Pipeline, rank: int) -> int:
@@ -23,4 +23,4 @@ def loss_known(pipeline: Pipeline, rank: int, progress: Progress) -> int:
     if rank == pipeline.num_stages - 1 or waits_for_loss(pipeline, rank, progress):
         return handed
     delay = delay_of_losses(pipeline, rank)
-    return max(filled_from(pipeline, progress) + delay - 1, handed - delay)
+    return max(progress.refill + delay - 1, handed - delay)

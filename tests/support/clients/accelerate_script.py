@@ -47,8 +47,6 @@ if args.resume:
 rates, losses, found = [], [], []
 for epoch in range(int(args.resume), epochs):
     model.train()
-    if args.resume:
-        train_loader.set_epoch(epoch)
     for batch, labels in train_loader:
         with accelerator.accumulate(model):
             loss = model(input_ids=batch, labels=labels).loss

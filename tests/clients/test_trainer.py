@@ -42,9 +42,11 @@ def worlds() -> Iterator[Worlds]:
 
 def script_on_rank(*args: Any) -> None:
     """:func:`run_on_rank`, without what accelerators leave in a process."""
-    with mock.patch.dict(os.environ):
-        run_on_rank(*args)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        with mock.patch.dict(os.environ):
+            run_on_rank(*args)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def run(worlds: Worlds, folder: Path, ranks: int, ds_config: dict[str, Any] | None, *arguments: str) -> list[Any]:

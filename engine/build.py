@@ -42,6 +42,7 @@ from ds_vpipe.engine.modules.partitioned import repartition, stage_counts
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import apply_recompute, use_sound_checkpointing
 from ds_vpipe.engine.modules.split_module import SplitModule
+from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
@@ -70,6 +71,7 @@ class Prepared:
     pipeline: Pipeline  # what runs
     plan: Plan | None  # where the block left something to the planner
     random_states: RandomStates  # what recomputation restores
+    swap: Swap | None  # moves what swapped layers save
     groups: Groups  # makes the engine's process groups
     consensus: Consensus  # of all ranks
 
@@ -100,10 +102,11 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
         )
     replicas = max(1, model.topology().get_dim("data"))
     json.refuse_batch_sizes(replicas * model.num_stages, model.num_stages)
-    if config.virtual_stages > 1 and model.activation_checkpoint_interval > 0:
+    other = "virtual_stages" if config.virtual_stages > 1 else "swap_ratio" if config.swaps else None
+    if other is not None and model.activation_checkpoint_interval > 0:
         raise VPipeConfigError(
             f"PipelineModule(activation_checkpoint_interval): got {model.activation_checkpoint_interval}, allowed with "
-            f"vpipe.virtual_stages is 0; use vpipe.recompute_ratio"
+            f"vpipe.{other} is 0; use vpipe.recompute_ratio"
         )
     use_local_device()
     grid = model.mpu()
@@ -126,13 +129,16 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
         grid = StageLocalGrid(model.mpu())
         model.mpu = lambda: grid
     random_states = RandomStates()
-    ratios = (pipeline.recompute_ratio or ())[model.stage_id :: model.num_stages]
+    swap = Swap(torch.device(get_accelerator().current_device_name())) if config.swaps else None
+    ratios, swap_ratios = (
+        (found or ())[model.stage_id :: model.num_stages] for found in (pipeline.recompute_ratio, pipeline.swap_ratio)
+    )
     if isinstance(model, InterleavedMixin):
-        recompute_parts(model, ratios, random_states)
+        recompute_parts(model, ratios, random_states, swap_ratios, swap)
     else:
-        apply_recompute(model, ratios[0], random_states)
+        apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap)
     _limit_cpu_threads()
-    return Prepared(parameters, config, pipeline, plan, random_states, groups, consensus)
+    return Prepared(parameters, config, pipeline, plan, random_states, swap, groups, consensus)
 
 
 def _refuse_moe(model: PipelineModule, config: VPipeConfig, consensus: Consensus) -> None:
@@ -232,6 +238,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         mitigation=mitigation if delays[number] > 0 else None,
         delay_warmup=delay_warmup,
         random_states=prepared.random_states,
+        swap=prepared.swap,
         drains=DrainWatch(engine.global_rank == 0),
         batch_loss=lambda: BatchLoss(engine.micro_batches, engine.mpu.get_data_parallel_group(), engine.dp_world_size),
         sets_back=pipelined,

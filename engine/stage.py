@@ -18,6 +18,7 @@ from ds_vpipe.engine.links.link import Sender
 from ds_vpipe.engine.links.stage_links import StageLinks
 from ds_vpipe.engine.links.wiring import Wiring
 from ds_vpipe.engine.modules.random_states import RandomStates
+from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights
@@ -61,6 +62,7 @@ class Stage:
     mitigation: StalenessMitigation | None
     delay_warmup: DelayWarmup  # intervals between drains
     random_states: RandomStates  # those that recomputation and evaluation restore
+    swap: Swap | None  # moves activations to the host, if the block asks for it
     drains: DrainWatch  # count of batches in which the pipeline is emptied, for a warning
     batch_loss: Callable[[], BatchLoss]  # makes the sum of a new batch's losses, on the last stage
     sets_back: bool  # whether micro-batches in flight may be withdrawn, and admitted again later

@@ -110,7 +110,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--schedule", choices=SCHEDULES, help="order of the passes")
     group.add_argument("--virtual-stages", type=count, metavar="V", help="parts of the model per rank, for interleaved")
     group.add_argument("--depth", type=numbers(int), metavar="W,W,...", help="warm-up depths, for asp, such as 3,2,1,0")
-    group.add_argument("--split", metavar="FILE", help="partition and recompute_ratio, a file that plan wrote")
+    group.add_argument("--split", metavar="FILE", help="partition and ratios, a file that plan wrote")
     group.add_argument("--batches", type=count, metavar="N", help="to train; default: enough to see the pattern")
 
 
@@ -136,7 +136,8 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     block = ds_config.block
     if arguments.split is not None:
         block = {**(block or {}), "partition": arguments.split}
-        block.pop("recompute_ratio", None)
+        for name in ("recompute_ratio", "swap_ratio"):
+            block.pop(name, None)
     config = VPipeConfig.parse(block if block is not None else {"sync_mode": "bsp"} if path else {})
     options: dict[str, Any] = {"virtual_stages": arguments.virtual_stages or config.virtual_stages}
     if arguments.schedule is not None:
@@ -147,7 +148,7 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     elif options.get("sync_mode") == "bsp":
         options |= {"stage_to_depth_map": "default", "weight_sync": "stash"}
     config = config.model_copy(update=options)
-    bare = config.model_copy(update={"partition": None, "recompute_ratio": 0.0})
+    bare = config.model_copy(update={"partition": None, "recompute_ratio": 0.0, "swap_ratio": 0.0})
     num_stages = arguments.stages or _num_stages(config)
     micro_batches = arguments.micro_batches or ds_config.micro_batches(arguments.replicas)
     return config, ds_config, bare.pipeline(num_stages, micro_batches)
@@ -214,6 +215,7 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("costs; what is not given comes from the vpipe block of the DeepSpeed JSON")
     for name, of, what in (
         ("bandwidth", size, "of a link, per second, such as 10GB; default: link_bandwidth, or transfers are free"),
+        ("host-bandwidth", size, "between device and host, per second; default: host_bandwidth"),
         ("memory", sizes, "per device, such as 16GB, or one for every rank; default: memory_budget"),
     ):
         group.add_argument(f"--{name}", type=of, metavar="BYTES", help=what)
@@ -240,7 +242,11 @@ def read_costs(
         remedy = "make one with the command profile, and name it"
         raise Refusal("--profile", None, "a file, here or as profile in the vpipe block", remedy).error()
     profile = merge_profiles([ModelProfile.load(path) for path in paths])
-    given = {"memory_budget": arguments.memory, "link_bandwidth": arguments.bandwidth}
+    given = {
+        "memory_budget": arguments.memory,
+        "link_bandwidth": arguments.bandwidth,
+        "host_bandwidth": arguments.host_bandwidth,
+    }
     config = config.model_copy(update={key: value for key, value in given.items() if value is not None})
     options = {"replicas": arguments.replicas, "host_transfers": profile.on_host, "latency_s": arguments.latency}
     return profile, Devices.of(config, ds_config, **options)

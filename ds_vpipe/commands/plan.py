@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     keep = ("partition", "recompute_ratio")
     group.add_argument("--keep", action="append", default=[], choices=keep, help="take it from the JSON")
     group.add_argument("--checkpoint", choices=[*_CHECKPOINT], help="recompute as torchgpipe does, search the split")
+    group.add_argument("--swap", action="store_true", help="choose swap ratios too, which needs --host-bandwidth")
     group.add_argument("--hide-transfers", action="store_true", help="choose depths too, for asp (more staleness)")
     group.add_argument("-o", "--output", metavar="FILE", help='write a split file, for "partition": "FILE"')
 
@@ -58,7 +59,13 @@ def run(arguments: argparse.Namespace) -> Answer:
             every, last = _CHECKPOINT[arguments.checkpoint]
             ratios = (every,) * (bare.num_parts - 1) + (last,)
         hide = arguments.hide_transfers or config.stage_to_depth_map == "auto"
-        chosen = replace(bare, partition=counts, recompute_ratio=ratios)
+        swap = config.pipeline(bare.num_stages, bare.micro_batches).swap_ratio if config.swaps else bare.swap_ratio
+        if arguments.swap:
+            swap = None
+            if devices.host_bandwidth is None:
+                remedy = "give --host-bandwidth 20GB, or host_bandwidth in the vpipe block"
+                raise Refusal("--host-bandwidth", None, "bytes per second, with --swap", remedy).error()
+        chosen = replace(bare, partition=counts, recompute_ratio=ratios, swap_ratio=swap)
         found = plan(profile, chosen, devices, hide_transfers=hide)
     if arguments.output is not None:
         found.save_split(arguments.output)
@@ -79,7 +86,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 def _check_choice(arguments: argparse.Namespace) -> None:
     """Refuse options of which one would be without effect."""
-    searching = ("checkpoint", "hide_transfers", "keep") if arguments.current else ()
+    searching = ("checkpoint", "hide_transfers", "keep", "swap") if arguments.current else ()
     ignored = [f"--{name.replace('_', '-')}" for name in searching if getattr(arguments, name)]
     if arguments.checkpoint and "recompute_ratio" in arguments.keep:
         ignored = ["--checkpoint", "--keep recompute_ratio"]

@@ -22,7 +22,12 @@ from ds_vpipe.schedules.pipeline import Pipeline
 
 PARTITION_METHODS = ("uniform", "parameters", "profile")
 
-_LEFT_TO_PLANNER = {"partition": "profile", "recompute_ratio": "auto", "stage_to_depth_map": "auto"}
+_LEFT_TO_PLANNER = {
+    "partition": "profile",
+    "recompute_ratio": "auto",
+    "swap_ratio": "auto",
+    "stage_to_depth_map": "auto",
+}
 
 
 class TimelineConfig(Settings):
@@ -82,6 +87,18 @@ class VPipeConfig(Settings):
         0.5,
         entry="a number in [0, 1]",
     )
+    swap_ratio: float | tuple[float, ...] | Literal["auto"] = key(
+        0.0,
+        'a number in [0, 1], a list of one such number per stage or per virtual stage, or "auto"',
+        "Share of its n layers whose activations a stage keeps on the host until the backward pass: the first "
+        "int(ratio x n) of them, without those that it recomputes. They are copied out after the forward pass and "
+        "fetched while the backward pass is awaited; on the CPU the host is a file without a name in `TMPDIR`. A stage "
+        "with one micro-batch in flight keeps all where it is. `auto` plans the smallest ratios that fit the memory, "
+        "and, if `recompute_ratio` is `auto` too, whichever of both costs less time. See "
+        "[tuning](tuning.md#swapping-activations).",
+        0.5,
+        entry="a number in [0, 1]",
+    )
     stage_to_depth_map: Literal["default", "auto"] | tuple[int, ...] = key(
         "default",
         '"default", "auto", or a list of one int >= 0 per stage that never rises and ends in 0, '
@@ -112,6 +129,15 @@ class VPipeConfig(Settings):
         "Bandwidth of one direction of a link, for the planner. Without it transfers take no time, and `auto` depths "
         "are refused.",
         10_000_000_000,
+        gt=0,
+        allow_inf_nan=False,
+    )
+    host_bandwidth: float | None = key(
+        None,
+        "a number > 0, bytes per second between device and host",
+        "Bandwidth of one direction between a device and its host, for `auto` swap ratios, which are refused without "
+        "it; on the CPU that of a file in `TMPDIR`.",
+        20_000_000_000,
         gt=0,
         allow_inf_nan=False,
     )
@@ -167,9 +193,9 @@ class VPipeConfig(Settings):
             return value
         return checked_list(value, lambda count: type(count) is int and count > 0)
 
-    @field_validator("recompute_ratio", mode="before")
+    @field_validator("recompute_ratio", "swap_ratio", mode="before")
     @classmethod
-    def _check_recompute_ratio(cls, value: object) -> float | tuple[float, ...] | str:
+    def _check_ratio(cls, value: object) -> float | tuple[float, ...] | str:
         if value == "auto":
             return "auto"
         if isinstance(value, (list, tuple)):
@@ -229,7 +255,19 @@ class VPipeConfig(Settings):
         if "stage_to_depth_map" in left and self.link_bandwidth is None:
             why = "stage_to_depth_map is 'auto', which hides transfers"
             refuse(None, key="link_bandwidth", reason=why)
+        if "swap_ratio" in left and self.host_bandwidth is None:
+            refuse(None, key="host_bandwidth", reason="swap_ratio is 'auto', which weighs its time")
         return self
+
+    @property
+    def recomputes(self) -> bool:
+        """True if any stage may recompute layers."""
+        return _some(self.recompute_ratio)
+
+    @property
+    def swaps(self) -> bool:
+        """True if any stage may swap layers."""
+        return _some(self.swap_ratio)
 
     @property
     def leaves_to_planner(self) -> bool:
@@ -259,7 +297,7 @@ class VPipeConfig(Settings):
 
     def settled(self, pipeline: Pipeline) -> VPipeConfig:
         """The block with the numbers of a plan in the place of ``"profile"`` and ``"auto"``."""
-        numbers = {"partition": pipeline.partition, "recompute_ratio": pipeline.recompute_ratio}
+        numbers = {name: getattr(pipeline, name) for name in ("partition", "recompute_ratio", "swap_ratio")}
         return self.model_copy(update={**numbers, "stage_to_depth_map": pipeline.depth_map or "default"})
 
     def to_dict(self) -> dict[str, Any]:
@@ -281,6 +319,7 @@ class VPipeConfig(Settings):
         for name, lengths in (
             ("partition", (parts,)),
             ("recompute_ratio", (num_stages, parts)),
+            ("swap_ratio", (num_stages, parts)),
             ("stage_to_depth_map", (num_stages,)),
         ):
             values = getattr(self, name)
@@ -306,8 +345,7 @@ class VPipeConfig(Settings):
         self.check_sizes(num_stages)
         if partition is None and isinstance(self.partition, tuple):
             partition = self.partition
-        ratio = self.recompute_ratio
-        depths = self.stage_to_depth_map
+        parts, depths = num_stages * self.virtual_stages, self.stage_to_depth_map
         return Pipeline(
             schedule="asp" if self.sync_mode == "asp" else self.schedule,
             num_stages=num_stages,
@@ -316,7 +354,8 @@ class VPipeConfig(Settings):
             virtual_stages=self.virtual_stages,
             weight_sync=self.weight_sync,
             partition=None if partition is None else tuple(partition),
-            recompute_ratio=None if ratio == "auto" else spread(ratio, num_stages * self.virtual_stages),
+            recompute_ratio=None if self.recompute_ratio == "auto" else spread(self.recompute_ratio, parts),
+            swap_ratio=None if self.swap_ratio == "auto" else spread(self.swap_ratio, parts),
         )
 
 
@@ -324,6 +363,10 @@ def spread(ratio: float | tuple[float, ...], parts: int) -> tuple[float, ...]:
     """Ratio of every virtual stage, from one for all, for each, or for each rank, which holds for all that it has."""
     given = ratio if isinstance(ratio, tuple) else (ratio,)
     return given * (parts // len(given))
+
+
+def _some(ratio: float | tuple[float, ...] | Literal["auto"]) -> bool:
+    return any(ratio) if isinstance(ratio, tuple) else ratio == "auto" or ratio > 0
 
 
 def _is_ratio(value: object) -> bool:

@@ -1,6 +1,6 @@
-"""A partition kept in a JSON file of its own, ``{"partition": [...], "recompute_ratio": [...]}``.
+"""A partition kept in a JSON file of its own, ``{"partition": [...], "recompute_ratio": [...], "swap_ratio": [...]}``.
 
-Planners write such files and several configs can share one. ``recompute_ratio`` is optional in it.
+Planners write such files and several configs can share one. Ratios are optional in it.
 """
 
 import json
@@ -10,8 +10,8 @@ from typing_extensions import TypeIs
 
 from ds_vpipe.errors import Refusal, did_you_mean, read_json
 
-_KEYS = ("partition", "recompute_ratio")
-_CONTENT = 'a JSON file {"partition": [counts], "recompute_ratio": [ratios]}'
+_KEYS = ("partition", "recompute_ratio", "swap_ratio")
+_CONTENT = 'a JSON file {"partition": [counts], "recompute_ratio": [ratios], "swap_ratio": [ratios]}'
 
 
 def is_partition_file(partition: object) -> TypeIs[str]:
@@ -26,8 +26,7 @@ def merge_partition_file(block: dict[Any, Any]) -> tuple[dict[Any, Any], dict[st
         The new block, and for each key taken from the file the path of the file. Values are not checked.
 
     Raises:
-        VPipeConfigError: The file cannot be read, its keys are wrong, or it and ``block`` give different values of
-            ``recompute_ratio``.
+        VPipeConfigError: The file cannot be read, its keys are wrong, or it and ``block`` give different ratios.
     """
     path: str = block["partition"]
     content = read_json(path, "vpipe.partition", _CONTENT, "correct the path or the file")
@@ -40,16 +39,17 @@ def merge_partition_file(block: dict[Any, Any]) -> tuple[dict[Any, Any], dict[st
         name, allowed = f"vpipe.partition (file {path}, key partition)", "a list of layer counts > 0"
         raise Refusal(name, content["partition"], allowed, "write the counts in the file").error()
     merged = {**block, **content, **{key: block[key] for key in _KEYS[1:] if key in block}}
-    in_block, in_file = merged.get("recompute_ratio"), content.get("recompute_ratio")
-    if "recompute_ratio" in content and not _same(in_block, in_file):
-        reason = f"file {path} has {json.dumps(in_file)} under the same key"
-        allowed = "the ratios in one of the two places, or the same in both"
-        raise Refusal("vpipe.recompute_ratio", in_block, allowed, "remove one of them", reason).error()
+    for name in _KEYS[1:]:
+        in_block, in_file = merged.get(name), content.get(name)
+        if name in content and not _same(in_block, in_file):
+            reason = f"file {path} has {json.dumps(in_file)} under the same key"
+            allowed = "the ratios in one of the two places, or the same in both"
+            raise Refusal(f"vpipe.{name}", in_block, allowed, "remove one of them", reason).error()
     return merged, {key: path for key in content if key == "partition" or key not in block}
 
 
 def _same(one: object, other: object) -> bool:
-    """Compare two values of ``recompute_ratio``, where a number stands for itself at every stage."""
+    """Compare two values of a ratio, where a number stands for itself at every stage."""
     if isinstance(one, list) and not isinstance(other, list):
         return all(item == other for item in one)
     if isinstance(other, list) and not isinstance(one, list):

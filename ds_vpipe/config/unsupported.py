@@ -122,12 +122,13 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     for path in ("pipeline.pipe_partitioned", "pipeline.grad_partitioned"):
         yield path, json.on(path), "false", _WHOLE, _OFF
     path = "pipeline.activation_checkpoint_interval"
-    interval, virtual, ratio = (json.whole(path) or 0) > 0, block.virtual_stages > 1, block.recompute_ratio
-    recomputes = any(ratio) if isinstance(ratio, tuple) else ratio == "auto" or ratio > 0
+    interval, virtual, recomputes = (json.whole(path) or 0) > 0, block.virtual_stages > 1, block.recomputes
     why, fix = "virtual stages run one by one", "write 0 here and use vpipe.recompute_ratio"
     yield path, interval and virtual, "0 next to virtual_stages", why, fix
     why, fix = "vpipe.recompute_ratio recomputes the same layers", "write 0 here, or remove vpipe.recompute_ratio"
     yield path, interval and recomputes and not virtual, "0 next to recompute_ratio", why, fix
+    why, fix = "vpipe.swap_ratio keeps what it would compute again", "write 0 here, or remove vpipe.swap_ratio"
+    yield path, interval and block.swaps and not (virtual or recomputes), "0 next to swap_ratio", why, fix
     path = "checkpoint.writer.decoupled"
     yield path, json.on(path), "false", _RENAMED, "write false or remove checkpoint.writer"
     path = "datastates_ckpt"

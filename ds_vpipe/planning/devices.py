@@ -117,6 +117,8 @@ class Devices:
     optimizer: OptimizerBytes = NO_OPTIMIZER  # bytes that training needs per byte of weights
     link: Link = FREE_LINK  # between two stages
     host_transfers: bool = False  # messages are kept in the memory that is planned, as on the CPU
+    # One direction between device and host, in bytes per second; None: unknown, swaps count no time and are not chosen.
+    host_bandwidth: float | None = None
     # Sets of weights that mitigations of staleness hold besides the versions, where gradients are late.
     kept_weights: int = 0
 
@@ -141,6 +143,7 @@ class Devices:
             optimizer=configured_optimizer_bytes(json, replicas),
             link=Link(latency_s, config.link_bandwidth or FREE_LINK.bytes_per_s),
             host_transfers=host_transfers,
+            host_bandwidth=config.host_bandwidth,
             kept_weights=0 if config.staleness is None else config.staleness.kept_weights,
         )
 

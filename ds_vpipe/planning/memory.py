@@ -4,8 +4,9 @@ The model: a stage holds its weights, the stashed versions of them and optimizer
 first backward pass of a batch, which makes them layer by layer from the last to the first, to the update; for every
 micro-batch in flight its input, its output, and what its layers keep for the backward pass; and for a moment the
 activations of the recomputed segment, once, and the workspace of the layer that runs. The last k layers of a
-stage form the recomputed segment and keep only the segment's input. Tensors between two layers are counted once,
-however many layers keep them.
+stage form the recomputed segment and keep only the segment's input. What the first ones keep may be swapped: then it is
+on the host unless one of the micro-batch's passes runs. It leaves out their input and output, which stay. Tensors
+between two layers are counted once, however many layers keep them.
 
 A stage's peak is the largest of these moments: a backward pass at any of its layers, inside the segment or before it,
 with the gradients of an earlier micro-batch or, in the first of a batch, without; and the update. All sums are over
@@ -81,13 +82,19 @@ class MemoryModel:
         self._kept = sums(own + np.maximum(output_kept, next_keeps))
         self._closed: Ints = np.concatenate([[0], self._kept[:-1] + own + np.maximum(output_kept, boundary)])
         self._with_own: Ints = self._kept[:-1] + activation
+        # Swapped if layers from the first on are: by their number, less the same at the first of the stage.
+        self._inner: Ints = np.concatenate([[0], self._kept[:-1] + own])
         self._workspace = column("workspace_bytes")
         self._weights = sums(column("parameter_bytes"))
         self._trained = sums(column("parameter_bytes") - column("frozen_bytes"))
         self._largest = column("largest_weight_bytes")
 
-    def alternatives(self, starts: Ints, stop: int) -> Callable[[StageLoad], StageMemory]:
-        """Memory, by what a schedule holds, of stages that begin at each of ``starts`` and end before layer ``stop``.
+    def swapped(self, starts: Any, ends: Any) -> Any:
+        """Bytes of a micro-batch that leave the device if layers ``starts`` to ``ends - 1`` are swapped."""
+        return np.where(ends > starts, self._inner[ends] - self._kept[starts], 0)
+
+    def alternatives(self, starts: Ints, stop: int) -> Callable[[StageLoad, Any], StageMemory]:
+        """Memory, by what a schedule holds and swaps, of stages from each of ``starts`` to before layer ``stop``.
 
         Arrays ``[start, cut]``: column ``j`` is for a recomputed segment that begins at layer ``starts.min() + j``, the
         last one, at ``stop``, for none. Entries whose segment would begin before the stage are meaningless.
@@ -127,18 +134,23 @@ class MemoryModel:
         largest = np.maximum.accumulate(self._largest[low:stop][::-1])[::-1][starts - low, None]
         update = _scaled(trained, optimizer.update) + _scaled(largest, optimizer.temporary) + optimizer.bucket_bytes
 
-        def memory(load: StageLoad) -> StageMemory:
-            # Beyond what all in flight keep and all gradients; negative if those never meet.
-            beyond = np.maximum(first, update - (load.in_flight - load.at_update) * kept)
+        def memory(load: StageLoad, swapped: Any) -> StageMemory:
+            # Beyond what all in flight keep on the device and all gradients; negative if those never meet. Of the
+            # swapped activations in transit those of the pass itself are not there during an update.
+            stay, transit = kept - swapped, load.in_transit
+            gone = transit - min(transit - 1, load.at_update)
+            beyond = np.maximum(first, update - (load.in_flight - load.at_update) * stay - gone * swapped)
             if load.with_gradients:
-                beyond = np.maximum(beyond, others - (load.in_flight - load.with_gradients) * kept)
+                gone = transit - min(transit, load.with_gradients)
+                found = others - (load.in_flight - load.with_gradients) * stay - gone * swapped
+                beyond = np.maximum(beyond, found)
             beyond = beyond - recomputed
             return StageMemory(
                 weights=(self._weights[stop] - self._weights[starts])[:, None],
                 versions=(load.versions - 1) * trained,
                 gradients=trained + np.minimum(0, beyond),
                 optimizer=_scaled(trained, optimizer.held),
-                activations=load.in_flight * kept,
+                activations=load.in_flight * stay + transit * swapped,
                 recompute=recomputed,
                 buffers=load.input_buffers * self._at_cut[starts][:, None] + load.output_buffers * output,
                 workspace=np.maximum(0, beyond),
@@ -154,17 +166,20 @@ def stage_memory(
     load: StageLoad,
     optimizer: OptimizerBytes = NO_OPTIMIZER,
     recomputed: int = 0,
+    swapped: int = 0,
 ) -> StageMemory:
-    """Bytes of the stage with layers ``start`` to ``stop - 1``, the last ``recomputed`` of which are recomputed.
+    """Bytes of the stage with layers ``start`` to ``stop - 1``, the last of which are recomputed and the first swapped.
 
     Raises:
         ValueError: there are no such layers.
     """
-    if not 0 <= start < stop <= len(profile) or not 0 <= recomputed <= stop - start:
+    if not 0 <= start < stop <= len(profile) or not 0 <= recomputed <= stop - start - swapped <= stop - start:
         raise ValueError(
-            f"stage: got layers {start} to {stop} with {recomputed} recomputed; allowed: within 0 to {len(profile)}"
+            f"stage: got layers {start} to {stop} with {recomputed} recomputed and {swapped} swapped; allowed: within "
+            f"0 to {len(profile)}"
         )
-    table = MemoryModel(profile, optimizer).alternatives(np.array([start]), stop)(load)
+    model = MemoryModel(profile, optimizer)
+    table = model.alternatives(np.array([start]), stop)(load, model.swapped(start, start + swapped))
     columns = np.broadcast_arrays(*vars(table).values())
     return StageMemory(*(int(column[0, stop - recomputed - start]) for column in columns))
 

@@ -15,13 +15,16 @@ from ds_vpipe.schedules.counts import rank_counts
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.tables import aligned, show_bytes
 
+_COLUMNS = {"recompute": "recomputed"}  # of the table, where a use of memory and a number of layers have one name
+
 
 @dataclass(frozen=True)
 class StagePlan:
     """One virtual stage, layers ``start`` to ``stop - 1``, with predicted seconds and peak bytes.
 
-    The last ``recomputed`` layers are recomputed, which ``backward_s`` does not count. ``transfer_s`` is a round trip
-    over the cut after the stage. Without a budget there is no limit.
+    The last ``recomputed`` layers are recomputed, which ``backward_s`` does not count, and what the first ``swapped``
+    keep is on the host, ``host_bytes`` at most; ``transit_bytes`` of it are on the device at once. ``swap_s`` is what
+    that adds. ``transfer_s`` is a round trip over the cut after the stage. Without a budget there is no limit.
     """
 
     start: int
@@ -33,11 +36,15 @@ class StagePlan:
     transfer_s: float
     memory: StageMemory
     budget: int | None = None
+    swapped: int = 0
+    swap_s: float = 0.0
+    host_bytes: int = 0
+    transit_bytes: int = 0
 
     @property
     def compute_s(self) -> float:
         """Seconds of computation per micro-batch."""
-        return self.forward_s + self.backward_s + self.recompute_s
+        return self.forward_s + self.backward_s + self.recompute_s + self.swap_s
 
 
 @dataclass(frozen=True)
@@ -62,20 +69,26 @@ class Plan:
         return tuple(map(self._rank_memory, range(self.pipeline.num_stages)))
 
     def _rank_memory(self, rank: int) -> StageMemory:
-        own = [self.stages[part].memory for part in self.pipeline.parts_of(rank)]
+        parts = [self.stages[part] for part in self.pipeline.parts_of(rank)]
+        own, transit = [part.memory for part in parts], [part.transit_bytes for part in parts]
         counts = rank_counts(self.pipeline, rank)
-        kept = [part.activations // count for part, count in zip(own, counts.in_flight, strict=True)]
+        kept = [
+            (part.activations - there) // count
+            for part, there, count in zip(own, transit, counts.in_flight, strict=True)
+        ]
         working = max(own, key=lambda part: part.recompute + part.workspace)
         return replace(
             sum(own, StageMemory()),
-            activations=max(sum(map(mul, moment, kept)) for moment in counts.moments),
+            activations=max(sum(map(mul, moment, kept)) for moment in counts.moments) + max(transit),
             recompute=working.recompute,
             workspace=working.workspace,
         )
 
     def split(self) -> dict[str, Any]:
         """Content of a partition file, see :mod:`ds_vpipe.config.partition_file`."""
-        return {"partition": self.pipeline.partition, "recompute_ratio": self.pipeline.recompute_ratio}
+        pipeline = self.pipeline
+        swap = {"swap_ratio": pipeline.swap_ratio} if any(pipeline.swap_ratio or ()) else {}
+        return {"partition": pipeline.partition, "recompute_ratio": pipeline.recompute_ratio, **swap}
 
     def save_split(self, path: str | Path) -> None:
         """Write a file for ``"partition": "PATH.json"``."""
@@ -91,6 +104,7 @@ class Plan:
     def table(self) -> str:
         """Stages as rows: layers, seconds, bytes; for a terminal."""
         pipeline = self.pipeline
+        swaps = any(stage.swapped for stage in self.stages)
         kinds = [name for name in StageMemory.__dataclass_fields__ if any(getattr(s.memory, name) for s in self.stages)]
         rows = []
         for number, stage in enumerate(self.stages):
@@ -98,12 +112,14 @@ class Plan:
                 "part" if pipeline.virtual_stages > 1 else "stage": number,
                 "layers": f"{stage.start}-{stage.stop - 1}",
                 "recompute": f"{stage.recomputed}/{stage.stop - stage.start}",
+                **({"swap": f"{stage.swapped}/{stage.stop - stage.start}"} if swaps else {}),
                 "compute ms": f"{stage.compute_s * 1e3:.2f}",
                 "transfer ms": f"{stage.transfer_s * 1e3:.2f}",
                 **({"depth": self.depths[number]} if self.depths else {}),
-                **{kind: show_bytes(getattr(stage.memory, kind)) for kind in kinds},
+                **{_COLUMNS.get(kind, kind): show_bytes(getattr(stage.memory, kind)) for kind in kinds},
                 "peak": show_bytes(stage.memory.total),
                 "budget": "-" if stage.budget is None else show_bytes(stage.budget),
+                **({"on host": show_bytes(stage.host_bytes)} if swaps else {}),
             }
             rows.append(row)
         per_micro_batch, pace = self.seconds_per_micro_batch * 1e3, self.pace_s * 1e3

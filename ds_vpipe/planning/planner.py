@@ -17,10 +17,10 @@ from ds_vpipe.errors import Refusal, VPipeConfigError, show
 from ds_vpipe.partition import bounds, check_size, checked_counts, resolve_partition
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
-from ds_vpipe.planning.memory import StageMemory, stage_memory
+from ds_vpipe.planning.memory import MemoryModel, StageMemory, stage_memory
 from ds_vpipe.planning.pace import batch_seconds, hiding_depths, pace
 from ds_vpipe.planning.plan import Plan, StagePlan, ratio_for
-from ds_vpipe.planning.search import Candidates, CandidateTable, SplitCosts, fastest_split
+from ds_vpipe.planning.search import Candidates, CandidateTable, SplitCosts, fastest_split, may_swap, swap_seconds
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.tables import show_bytes
 
@@ -121,24 +121,35 @@ def predict(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan
     Raises:
         VPipeConfigError: the partition is not of this model.
     """
-    ratios = pipeline.recompute_ratio or (0.0,) * pipeline.num_parts
+    ratios, swap_ratios = (
+        found or (0.0,) * pipeline.num_parts for found in (pipeline.recompute_ratio, pipeline.swap_ratio)
+    )
     counts = checked_counts(pipeline.partition or (), len(profile), pipeline.num_parts)
     depths = pipeline.depths if pipeline.schedule == "asp" else None
-    pipeline = replace(pipeline, partition=counts, recompute_ratio=ratios, depth_map=depths)
+    pipeline = replace(pipeline, partition=counts, recompute_ratio=ratios, swap_ratio=swap_ratios, depth_map=depths)
+    model, swaps = MemoryModel(profile), may_swap(pipeline)
     edges, budgets, stages = bounds(counts), devices.budgets(pipeline), []
     for part, load in enumerate(devices.loads(pipeline)):
         start, stop, last = edges[part], edges[part + 1], int(ratios[part] * counts[part])
-        layers = profile.layers[start:stop]
+        layers, first = profile.layers[start:stop], 0
+        if swaps[part]:
+            first = min(int(swap_ratios[part] * counts[part]), counts[part] - last)
+        swapped = int(model.swapped(start, start + first))
+        again = sum(layer.forward_s for layer in layers[len(layers) - last :])
         stage = StagePlan(
             start=start,
             stop=stop,
             recomputed=last,
             forward_s=sum(layer.forward_s for layer in layers),
             backward_s=sum(layer.backward_s for layer in layers),
-            recompute_s=sum(layer.forward_s for layer in layers[len(layers) - last :]),
+            recompute_s=again,
             transfer_s=0.0 if stop == len(profile) else devices.link.round_trip(layers[-1].boundary_bytes),
-            memory=stage_memory(profile, start, stop, load, devices.optimizer, last),
+            memory=stage_memory(profile, start, stop, load, devices.optimizer, last, first),
             budget=budgets[part],
+            swapped=first,
+            swap_s=float(swap_seconds(devices, swapped, again + sum(layer.backward_s for layer in layers[first:]))),
+            host_bytes=load.in_flight * swapped,
+            transit_bytes=load.in_transit * swapped,
         )
         stages.append(stage)
     return _timed(pipeline, stages)
@@ -164,9 +175,15 @@ def _plan_for(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Pl
         if longest >= total:
             raise _nothing_fits(profile, pipeline, devices, table)
         longest *= 2
-    recomputed = (int(table.recomputed[i, stop, counts[i] - 1]) for i, stop in enumerate(bounds(counts)[1:]))
-    ratios = pipeline.recompute_ratio or tuple(map(ratio_for, recomputed, counts))
-    return predict(profile, replace(pipeline, partition=counts, recompute_ratio=ratios), devices)
+    chosen = [(i, stop, counts[i] - 1) for i, stop in enumerate(bounds(counts)[1:])]
+    ratios, swap_ratios = (
+        tuple(ratio_for(int(layers[place]), count) for place, count in zip(chosen, counts, strict=True))
+        for layers in (table.recomputed, table.swapped)
+    )
+    ratios, swap_ratios = pipeline.recompute_ratio or ratios, pipeline.swap_ratio or swap_ratios
+    return predict(
+        profile, replace(pipeline, partition=counts, recompute_ratio=ratios, swap_ratio=swap_ratios), devices
+    )
 
 
 def _depths_that_count(pipeline: Pipeline) -> tuple[int, ...] | None:
@@ -189,7 +206,7 @@ def _timed(pipeline: Pipeline, stages: Sequence[StagePlan]) -> Plan:
         steady = each = pace(compute, trips, depths)
         if pipeline.schedule != "asp":
             forward = [stage.forward_s for stage in stages]
-            backward = [stage.backward_s + stage.recompute_s for stage in stages]
+            backward = [stage.compute_s - stage.forward_s for stage in stages]
             each = batch_seconds(forward, backward, trips, depths, size) / size
     return Plan(pipeline, tuple(stages), steady, each, notes)
 
@@ -205,7 +222,13 @@ def _nothing_fits(
     part = max(range(len(counts)), key=lambda index: excess[index])
     start, stop, load, ratios = edges[part], edges[part + 1], devices.loads(pipeline)[part], pipeline.recompute_ratio
     options = range(stop - start + 1) if ratios is None else [int(ratios[part] * (stop - start))]
-    memories = (stage_memory(profile, start, stop, load, devices.optimizer, last) for last in options)
+    most = 0.0 if not may_swap(pipeline)[part] else pipeline.swap_ratio[part] if pipeline.swap_ratio else 1.0
+    most = most if pipeline.swap_ratio or devices.host_bandwidth else 0.0
+    memories = (
+        stage_memory(profile, start, stop, load, devices.optimizer, last, min(int(most * count), count - last))
+        for count in (stop - start,)
+        for last in options
+    )
     least = min(memories, key=lambda memory: memory.total)
     budget = devices.budgets(pipeline)[part]
     lacking = f"{excess[part]} bytes ({show_bytes(excess[part])}) too many"

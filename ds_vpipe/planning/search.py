@@ -1,9 +1,10 @@
 """Exact search for the split of a model that runs fastest.
 
-Candidates first. For each stage, stop and length: the smallest number k of last layers to recompute for which the stage
-fits its budget, the seconds of its passes and of that recomputation, and, if nothing fits, by how many bytes the best k
-fails. Recomputing fewer layers is never slower, so the smallest k that fits is the best one. O(n w^2 K) vector elements
-for n layers, K stages and stages of up to w layers.
+Candidates first. For each stage, stop and length: the number k of last layers to recompute and the number of first
+layers to swap for which the stage fits its budget in the fewest seconds of passes, recomputation and swap, and, if
+nothing fits, by how many bytes the best choice fails. Swapping fewer layers is never slower, so that for each k the
+smallest number that fits is the best one, which bisection finds. O(n w^2 K log w) vector elements for n layers, K
+stages and stages of up to w layers.
 
 Then the split. The pace of a pipeline (:mod:`.pace`) is at most L if and only if, going from the first stage to the
 last,
@@ -15,9 +16,10 @@ that keeps the smallest reach decides whether any split reaches L. L itself is f
 split is faster than the best one found. Time O(K n w) per step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +27,9 @@ import numpy.typing as npt
 from ds_vpipe.partition import bounds
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
-from ds_vpipe.planning.memory import Ints, MemoryModel
+from ds_vpipe.planning.memory import Ints, MemoryModel, StageMemory
 from ds_vpipe.planning.pace import pace
+from ds_vpipe.schedules.counts import StageLoad
 from ds_vpipe.schedules.pipeline import Pipeline
 
 Floats = npt.NDArray[np.float64]
@@ -41,6 +44,7 @@ class CandidateTable:
 
     seconds: Floats  # forward and backward pass and recomputation; infinite where it does not fit or was not looked at
     recomputed: Ints  # layers to recompute
+    swapped: Ints  # layers to swap
     excess: Floats  # bytes over the budget at the best number of layers; negative if it fits, infinite if not looked at
 
 
@@ -49,6 +53,9 @@ class Candidates:
 
     def __init__(self, profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> None:
         self._size, self._partition, self._ratios = len(profile), pipeline.partition, pipeline.recompute_ratio
+        self._devices, self._swaps = devices, may_swap(pipeline)
+        chosen = pipeline.swap_ratio is None and devices.host_bandwidth is not None
+        self._swap_ratios = None if chosen else pipeline.swap_ratio or (0.0,) * pipeline.num_parts
         self._loads, self._memory = devices.loads(pipeline), MemoryModel(profile, devices.optimizer)
         self._budgets = [_UNLIMITED if budget is None else budget for budget in devices.budgets(pipeline)]
         self.forward = _prefix([layer.forward_s for layer in profile.layers])
@@ -62,27 +69,63 @@ class Candidates:
         found = list(self._stops(longest_s))
         shape = len(self._loads), self._size + 1, max(stop - int(starts[0]) for stop, starts, _ in found)
         seconds, excess = np.full(shape, np.inf), np.full(shape, np.inf)
-        recomputed = np.zeros(shape, dtype=np.int64)
+        recomputed, swapped = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         for stop, starts, stages in found:
             memory = self._memory.alternatives(starts, stop)
-            inside = np.arange(starts[0], stop + 1) >= starts[:, None]
-            lengths = stop - starts
+            cuts = np.arange(starts[0], stop + 1)
+            inside = cuts >= starts[:, None]
+            lengths, rows = stop - starts, np.arange(len(starts))
             for stage in stages:
-                over = memory(self._loads[stage]).total - self._budgets[stage]
-                if self._ratios is None:
-                    fits = inside & (over <= 0)
-                    last = fits[:, ::-1].argmax(axis=1)  # from no segment on
-                    found_one = fits.any(axis=1)
-                    best = np.where(inside, over, _UNLIMITED).min(axis=1)
-                else:
+                over, ends = self._least_swapped(stage, starts, cuts, memory)
+                allowed = inside
+                if self._ratios is not None:
                     last = np.array([int(self._ratios[stage] * length) for length in lengths])
-                    best = over[np.arange(len(starts)), stop - last - starts[0]]
-                    found_one = best <= 0
-                cost = self.passes[stop] - self.passes[starts] + self.forward[stop] - self.forward[stop - last]
-                seconds[stage, stop, lengths - 1] = np.where(found_one, cost, np.inf)
-                recomputed[stage, stop, lengths - 1] = last
-                excess[stage, stop, lengths - 1] = best
-        return CandidateTable(seconds, recomputed, excess)
+                    allowed = cuts == (stop - last)[:, None]
+                cost = self._seconds(starts, stop, cuts, ends)
+                cost = np.where(allowed & (over <= 0), cost, np.inf)
+                column = len(cuts) - 1 - cost[:, ::-1].argmin(axis=1)  # of the fastest the one that recomputes least
+                if self._ratios is not None:
+                    column = stop - last - starts[0]
+                seconds[stage, stop, lengths - 1] = cost[rows, column]
+                recomputed[stage, stop, lengths - 1] = stop - cuts[column]
+                swapped[stage, stop, lengths - 1] = ends[rows, column] - starts
+                excess[stage, stop, lengths - 1] = np.where(allowed, over, _UNLIMITED).min(axis=1)
+        return CandidateTable(seconds, recomputed, swapped, excess)
+
+    def _least_swapped(
+        self, stage: int, starts: Ints, cuts: Ints, memory: Callable[[StageLoad, Any], StageMemory]
+    ) -> tuple[Ints, Ints]:
+        """Bytes over the budget and where the swapped layers end, ``[start, cut]``.
+
+        If it is to be chosen, that is the earliest end that fits, or else the last.
+        """
+        load, budget, begin = self._loads[stage], self._budgets[stage], starts[:, None]
+        latest = np.maximum(begin, cuts)
+
+        def over(ends: Ints) -> Ints:
+            found: Ints = memory(load, self._memory.swapped(begin, ends)).total - budget
+            return found
+
+        if not self._swaps[stage]:
+            ends = np.broadcast_to(begin, latest.shape)
+        elif self._swap_ratios is not None:
+            lengths = [int(self._swap_ratios[stage] * (cuts[-1] - start)) for start in starts]
+            ends = np.minimum(begin + np.array(lengths)[:, None], latest)
+        else:
+            low, ends = np.broadcast_to(begin, latest.shape), latest
+            while (low < ends).any():
+                middle = (low + ends) // 2
+                fits = over(middle) <= 0
+                low, ends = np.where(fits, low, np.minimum(middle + 1, ends)), np.where(fits, middle, ends)
+        return over(ends), ends
+
+    def _seconds(self, starts: Ints, stop: int, cuts: Ints, ends: Ints) -> Floats:
+        """Seconds of passes, recomputation and swap, ``[start, cut]``."""
+        again = self.forward[stop] - self.forward[cuts]
+        backward = self.passes - self.forward
+        hidden = backward[stop] - backward[ends] + again
+        swap = swap_seconds(self._devices, self._memory.swapped(starts[:, None], ends), hidden)
+        return (self.passes[stop] - self.passes[starts])[:, None] + again + swap
 
     def _stops(self, longest_s: float) -> Iterator[tuple[int, Ints, Sequence[int]]]:
         """Ends of stages with the starts and the stages that they may have."""
@@ -177,6 +220,21 @@ def _split_within(costs: SplitCosts, limit: float, even: bool = False) -> tuple[
         counts.append(int(choice[stop]) + 1)
         stop -= counts[-1]
     return tuple(reversed(counts))
+
+
+def may_swap(pipeline: Pipeline) -> list[bool]:
+    """For each virtual stage, whether it swaps if it is asked to: not with one micro-batch in flight on its rank."""
+    return [pipeline.in_flight(pipeline.rank_of(part)) > 1 for part in range(pipeline.num_parts)]
+
+
+def swap_seconds(devices: Devices, swapped: Any, hidden_s: Any) -> Floats:
+    """Seconds that swapping so many bytes of a micro-batch adds to its passes.
+
+    An accelerator copies them out while it goes on, and back during the ``hidden_s`` seconds of the backward pass
+    before they are needed. The CPU copies both ways itself.
+    """
+    one_way = np.asarray(swapped) / (devices.host_bandwidth or np.inf)
+    return 2 * one_way if devices.host_transfers else np.maximum(0.0, one_way - hidden_s)
 
 
 def _prefix(values: Sequence[float]) -> Floats:

@@ -27,6 +27,8 @@ class StageLoad:
     # Micro-batches in flight during a backward pass that finds gradients of an earlier one of its batch; none if a
     # batch is one micro-batch. Default: as many as at other times.
     with_gradients: int = -1
+    # Micro-batches with swapped activations on the device: that of the pass, and on an accelerator one that leaves.
+    in_transit: int = 1
 
     def __post_init__(self) -> None:
         if self.with_gradients < 0:
@@ -56,14 +58,16 @@ def stage_loads(pipeline: Pipeline, host_transfers: bool = False) -> tuple[Stage
         counts, own = rank_counts(pipeline, pipeline.rank_of(part)), part // ranks
         # With several virtual stages on a rank the gradients of another one may be there.
         found = counts.in_flight if pipeline.virtual_stages > 1 else counts.with_gradients
-        load = StageLoad(counts.in_flight[own], counts.versions, 0, 0, counts.at_update[own], found[own])
+        most = counts.in_flight[own]
+        transit = 1 if host_transfers else min(2, most)
+        load = StageLoad(most, counts.versions, 0, 0, counts.at_update[own], found[own], transit)
         loads.append(_with_buffers(pipeline, part, counts, load) if host_transfers else load)
     return tuple(loads)
 
 
 def rank_counts(pipeline: Pipeline, rank: int) -> RankCounts:
     """Counts of ``rank`` from the start to the steady state."""
-    return _rank_counts(replace(pipeline, partition=None, recompute_ratio=None), rank)
+    return _rank_counts(replace(pipeline, partition=None, recompute_ratio=None, swap_ratio=None), rank)
 
 
 @lru_cache(maxsize=1024)  # a search for a plan asks again and again

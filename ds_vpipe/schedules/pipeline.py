@@ -35,6 +35,7 @@ class Pipeline:
     weight_sync: WeightSync = "stash"
     partition: tuple[int, ...] | None = None  # layers of each of the K * v parts; None if they are not known here
     recompute_ratio: tuple[float, ...] | None = None  # share of each part's layers, in [0, 1]; None if not known here
+    swap_ratio: tuple[float, ...] | None = None  # the same, of the layers whose activations are kept on the host
 
     def __post_init__(self) -> None:
         for name, wrong, allowed, remedy, reason in self._rules():
@@ -63,11 +64,13 @@ class Pipeline:
             example = list(default_depths(self.num_stages)) if self.num_stages <= 8 else "the default"
             wrong = len(depths) != self.num_stages or not falls or depths[-1] != 0
             yield "depth_map", wrong, allowed, f"change it, such as to {example}", ""
-        counts, ratios, parts = self.partition, self.recompute_ratio, self.num_parts
+        counts, parts = self.partition, self.num_parts
         wrong = counts is not None and (len(counts) != parts or min(counts) < 1)
         yield "partition", wrong, f"{parts} counts >= 1", "correct the counts", ""
-        wrong = ratios is not None and (len(ratios) != parts or not all(0 <= ratio <= 1 for ratio in ratios))
-        yield "recompute_ratio", wrong, f"{parts} numbers in [0, 1]", "correct the ratios", ""
+        for name in ("recompute_ratio", "swap_ratio"):
+            ratios = getattr(self, name)
+            wrong = ratios is not None and (len(ratios) != parts or not all(0 <= ratio <= 1 for ratio in ratios))
+            yield name, wrong, f"{parts} numbers in [0, 1]", "correct the ratios", ""
 
     @property
     def synchronous(self) -> bool:

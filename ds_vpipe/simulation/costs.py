@@ -58,7 +58,7 @@ def planned_costs(plan: Plan, loads: Sequence[StageLoad], update_s: float = 0.0)
     return tuple(
         StageCost(
             forward_s=stage.forward_s,
-            backward_s=stage.backward_s + stage.recompute_s,
+            backward_s=stage.compute_s - stage.forward_s,
             send_activation_s=stage.transfer_s / 2,
             send_gradient_s=gradient_s,
             update_s=update_s / plan.pipeline.virtual_stages,

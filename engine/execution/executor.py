@@ -200,6 +200,8 @@ class Executor:
         last = part == stage.pipeline.num_parts - 1
         choose_part(stage, part)
         with stage.weights.forward((index, part), self._vertical_version(index)):
+            if stage.swap is not None and stage.pipeline.in_flight(stage.number) > 1:  # else its backward pass is next
+                record.swapped = stage.swap.begin(stage.module, stage.weights.versions)
             output = stage.weights.versions.own_copies(self._run_stage(record, last))
         record.labels = None
         if last and stage.losses is not None:
@@ -233,6 +235,8 @@ class Executor:
     def receive_gradient(self, index: int, part: int) -> None:
         """Wait for the gradient of the output."""
         stage, record = self._stage, self._stage.in_flight[index, part]
+        if record.swapped is not None:  # what is brought back arrives beside the gradient
+            record.swapped.fetch()
         tree, numbers = self._gradient_message(index, part).tree
         gradients, losses, record.script_loss = arrived(tree, stage.copies)
         record.gradients = list(gradients)
@@ -256,6 +260,8 @@ class Executor:
         stage, record = self._stage, self._stage.in_flight[index, part]
         scaling = stage.loss_scaling
         stage.weights.load_old_params((index, part))
+        if record.swapped is not None:
+            record.swapped.fetch()
         with one_way():
             if record.loss is not None:
                 loss, record.loss = record.loss, None

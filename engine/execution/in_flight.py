@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ds_vpipe.engine.links.message import Tree, leaves
+from ds_vpipe.engine.modules.swap import Swapped
 
 Key = tuple[int, int]
 """Micro-batch and part of the model; the part is the stage's number if the stage has only one."""
@@ -46,6 +47,7 @@ class InFlight:
     loss: torch.Tensor | None = None  # on the last stage
     # Loss to be sent back to the first stage, for scripts that get the loss of every micro-batch.
     script_loss: torch.Tensor | None = None
+    swapped: Swapped | None = None  # activations on the host, until they are brought back
     taken: Any = None  # copy of the micro-batch, on the first stage if it may have to be admitted again
 
     def enter(self, as_made: bool = False) -> Tree:

@@ -12,6 +12,7 @@ from deepspeed.pipe import PipelineModule
 
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import Segment
+from ds_vpipe.engine.modules.swap import Swap
 
 
 class InterleavedMixin(PipelineModule):
@@ -63,9 +64,15 @@ def interleave(module: PipelineModule, numbers: Sequence[int], ends: Sequence[in
     module._local_start = 0  # DeepSpeed adds it to positions
 
 
-def recompute_parts(module: InterleavedMixin, ratios: Sequence[float], random_states: RandomStates) -> None:
-    """Recompute the last layers of each of the rank's parts, by its own ratio."""
+def recompute_parts(
+    module: InterleavedMixin,
+    ratios: Sequence[float],
+    random_states: RandomStates,
+    swap_ratios: Sequence[float],
+    swap: Swap | None,
+) -> None:
+    """Recompute the last layers of each of the rank's parts and swap the first, by its own ratios."""
     module._segments = [
-        Segment(start, end, ratio, random_states)
-        for ratio, start, end in zip(ratios, [0, *module._ends[:-1]], module._ends, strict=True)
+        Segment(start, end, ratio, random_states, swapped, swap)
+        for ratio, swapped, start, end in zip(ratios, swap_ratios, [0, *module._ends[:-1]], module._ends, strict=True)
     ]

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from ds_vpipe.engine.links.message import Tree, copied_to
 from ds_vpipe.engine.modules.random_states import RandomStates
+from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import VPipeError
 
 
@@ -34,7 +35,7 @@ def recomputed_layers(ratio: float, num_layers: int) -> int:
 
 
 class Segment:
-    """The recomputed layers of a part of the model: its last ones.
+    """A part of the model, of which the last layers are recomputed and the first ones swapped.
 
     The first micro-batch is computed to the end in its recomputation too, to compare the outputs: what torch cannot
     restore, such as unregistered random states, would give wrong gradients. Bit for bit on CPUs; on
@@ -45,10 +46,22 @@ class Segment:
         stop: where it ends.
         ratio: of its layers that are recomputed.
         random_states: besides torch's.
+        swap_ratio: of its layers that are swapped, as far as they are not recomputed.
+        swap: moves what they save, if any.
     """
 
-    def __init__(self, start: int, stop: int, ratio: float, random_states: RandomStates) -> None:
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        ratio: float,
+        random_states: RandomStates,
+        swap_ratio: float = 0.0,
+        swap: Swap | None = None,
+    ) -> None:
         self.start, self.first, self.stop = start, stop - recomputed_layers(ratio, stop - start), stop
+        self.swapped = min(start + int(swap_ratio * (stop - start)), self.first)
+        self._swap = swap
         self._random_states = random_states
         self._checked = False
         self._check: weakref.ref[_OutputCheck] | None = None
@@ -56,7 +69,10 @@ class Segment:
 
     def run_part(self, module: PipelineModule, inputs: Any, seed_offset: int) -> Any:
         """Run all layers of the part, which ``module`` has."""
-        outputs = _run(module, self.start, self.first, seed_offset, inputs)
+        outputs = inputs
+        if self.swapped > self.start and self._swap is not None:
+            outputs = self._swap.run(partial(_run, module, self.start, self.swapped, seed_offset), outputs)
+        outputs = _run(module, self.swapped, self.first, seed_offset, outputs)
         if self.first == self.stop:
             return outputs
         if not torch.is_grad_enabled():
@@ -238,16 +254,25 @@ def one_way() -> Iterator[None]:
         ) from error
 
 
-def apply_recompute(module: PipelineModule, ratio: float, random_states: RandomStates) -> None:
-    """Make ``module`` recompute the last part of its layers, and run all at less cost than DeepSpeed's forward does."""
-    segment = Segment(0, len(module.forward_funcs), ratio, random_states)
+def apply_recompute(
+    module: PipelineModule,
+    ratio: float,
+    random_states: RandomStates,
+    swap_ratio: float = 0.0,
+    swap: Swap | None = None,
+) -> None:
+    """Make ``module`` recompute the last part of its layers and swap the first, at less cost than DeepSpeed's forward.
+
+    With neither it only runs them at less cost.
+    """
+    segment = Segment(0, len(module.forward_funcs), ratio, random_states, swap_ratio, swap)
 
     def forward(module: PipelineModule, inputs: Any) -> Any:
         module.micro_offset += 1
         return segment.run_part(module, inputs, module.micro_offset + 1)
 
     plain = type(module).forward is PipelineModule.forward and module.activation_checkpoint_interval == 0
-    if segment.first < segment.stop or plain:
+    if segment.first < segment.stop or segment.swapped > 0 or plain:
         module.forward = MethodType(forward, module)
 
 

@@ -46,6 +46,7 @@ class StageStatistics:
     wait_copies_s: float  # until what was sent has been copied, before a pass or an update
     bytes_sent: int  # passed to the links; they may still be on their way
     bytes_received: int
+    bytes_swapped: int  # activations copied to the host
     staleness: int  # updates between a micro-batch's forward pass and that with its gradient, the most in the batch
     versions: int  # weight versions alive at most
     peak_memory_bytes: int  # since the start; allocated on the device, or resident on the CPU
@@ -153,6 +154,7 @@ class StageMeter:
             "wait_copies_s": sum(link.waited_s for link in self._senders),
             "bytes_sent": sum(link.bytes_sent for link in self._senders),
             "bytes_received": sum(link.bytes_received for link in self._receivers),
+            "bytes_swapped": 0 if self._stage.swap is None else self._stage.swap.bytes_moved,
         }
 
 
@@ -189,6 +191,7 @@ def line(records: Sequence[StageStatistics]) -> str:
         "wait ms": (1, lambda r: 1e3 * r.wait_s),
         "sent MB": (3, lambda r: r.bytes_sent / 1e6),
         "received MB": (3, lambda r: r.bytes_received / 1e6),
+        "swapped MB": (3, lambda r: r.bytes_swapped / 1e6),
         "staleness": (0, lambda r: r.staleness),
         "versions": (0, lambda r: r.versions),
         "peak MB": (0, lambda r: r.peak_memory_bytes / 1e6),

@@ -45,6 +45,9 @@ CASES = [
     Case("asp", 4),
     Case("asp, recompute 0.6", 4, {"recompute_ratio": 0.6}),
     Case("asp, recompute 1", 1, {"recompute_ratio": 1.0}),
+    Case("asp, swap 0.6", 4, {"swap_ratio": 0.6}),
+    Case("asp, swap 1", 1, {"swap_ratio": 1.0}),
+    Case("asp, swap 0.5, recompute 0.4", 1, {"swap_ratio": 0.5, "recompute_ratio": 0.4}),
     Case("asp, one deeper", 2, {"stage_to_depth_map": [6, 4, 2, 0]}),
     Case("asp, vertical", 1, {"weight_sync": "vertical"}),
     Case("asp, Lamb", 1, optimizer="Lamb"),
@@ -53,6 +56,7 @@ CASES = [
     Case("1f1b", 4, BSP),
     Case("1f1b, recompute 0.6", 8, {**BSP, "recompute_ratio": 0.6}),
     Case("gpipe", 8, {**BSP, "schedule": "gpipe"}),
+    Case("gpipe, swap 0.6", 8, {**BSP, "schedule": "gpipe", "swap_ratio": 0.6}),
     Case("interleaved", 8, {**BSP, "schedule": "interleaved", "virtual_stages": 2}),
 ]
 
@@ -108,7 +112,7 @@ def describe(case: Case, memories: Sequence[Any], peaks: Sequence[int], errors: 
     totals = " ".join(f"{show_bytes(memory.total):>7}" for memory in memories)
     measured = " ".join(f"{show_bytes(peak):>7}" for peak in peaks)
     off = " ".join(f"{100 * error:+5.1f}" for error in errors)
-    text = f"{case.name:19} M={case.micro_batches} | predicted {totals} | measured {measured} | off by {off} %"
+    text = f"{case.name:28} M={case.micro_batches} | predicted {totals} | measured {measured} | off by {off} %"
     for stage, memory in enumerate(memories if parts else []):
         names = [name for name, size in memory.to_json().items() if size and name != "total"]
         text += f"\n  stage {stage}: " + ", ".join(f"{name} {show_bytes(getattr(memory, name))}" for name in names)

@@ -33,7 +33,7 @@ def test_asynchronous() -> None:
         "vpipe": {"stage_to_depth_map": "auto", "weight_sync": "vertical", "link_bandwidth": 2e9, "profile": "p.json"},
     }
     pipeline, devices = read(config, 4, 8, replicas=2, device_bytes=100, host_transfers=True)
-    assert pipeline == Pipeline("asp", 4, 8, weight_sync="vertical", recompute_ratio=(0.0,) * 4)
+    assert pipeline == Pipeline("asp", 4, 8, weight_sync="vertical", recompute_ratio=(0.0,) * 4, swap_ratio=(0.0,) * 4)
     assert devices == Devices(
         budget=100,
         optimizer=optimizer_bytes("adamw", None, "bfloat16", zero_stage=1, replicas=2),

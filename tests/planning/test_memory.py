@@ -67,6 +67,32 @@ def test_recomputed_segments_keep_their_input() -> None:
     assert everything.recompute == 8 + 10 + 7
 
 
+def test_swapped_layers_keep_their_input_and_output() -> None:
+    chain = model(
+        LayerProfile("x", 1, 2, 40, 10, 4, 0, 4),
+        LayerProfile("x", 1, 2, 40, 20, 4, 4, 0),
+        LayerProfile("x", 1, 2, 40, 7, 3, 4, 0),
+        input_bytes=8,
+    )
+    # Input 8; the first's own 6; its output 4, which two keep; the second's own 20; its output 4; 7; output 3.
+    kept, swapped = 8 + 6 + 4 + 20 + 4 + 7 + 3, 6 + 4 + 20
+    assert MemoryModel(chain).swapped(0, 2) == swapped
+    load = StageLoad(3, at_update=2)
+    assert stage_memory(chain, 0, 3, load).activations == 3 * kept
+    on_cpu = stage_memory(chain, 0, 3, load, swapped=2)
+    assert on_cpu.activations == 3 * (kept - swapped) + swapped
+    assert stage_memory(chain, 0, 3, replace(load, in_transit=2), swapped=2).activations == on_cpu.activations + swapped
+    alone = stage_memory(chain, 0, 3, StageLoad(1))
+    assert on_cpu.total == alone.total + 2 * (kept - swapped), "the pass itself finds everything"
+    update = OptimizerBytes(update=Fraction(5))
+    for transit, there in ((1, 0), (2, swapped)):  # an update finds at most what is still leaving
+        found = stage_memory(chain, 0, 3, replace(load, in_transit=transit), update, swapped=2)
+        assert found.total == 2 * 120 + 5 * 120 + 2 * (kept - swapped) + there
+    recomputed = stage_memory(chain, 0, 3, load, recomputed=1, swapped=1)
+    assert recomputed.activations == 3 * (kept - 7 - 6) + 6
+    assert stage_memory(chain, 0, 3, StageLoad(1), swapped=3).activations == kept
+
+
 def test_weights_versions_gradients_and_optimizer() -> None:
     found = stage_memory(CHAIN, 2, 4, StageLoad(3, versions=3), optimizer_bytes("Adam"))
     assert found.weights == 600
@@ -100,11 +126,13 @@ def test_updates_may_be_the_peak() -> None:
     assert drained.activations + drained.workspace == 2 * 300 + 1000
 
 
-@pytest.mark.parametrize("wrong", [(0, 0, 0), (0, 5, 0), (-1, 2, 0), (0, 2, 3)])
-def test_stages_that_do_not_exist(wrong: tuple[int, int, int]) -> None:
-    start, stop, recomputed = wrong
+@pytest.mark.parametrize(
+    "wrong", [(0, 0, 0, 0), (0, 5, 0, 0), (-1, 2, 0, 0), (0, 2, 3, 0), (0, 2, 1, 2), (0, 2, 0, -1)]
+)
+def test_stages_that_do_not_exist(wrong: tuple[int, int, int, int]) -> None:
+    start, stop, recomputed, swapped = wrong
     with pytest.raises(ValueError, match="stage: got layers"):
-        stage_memory(CHAIN, start, stop, StageLoad(1), recomputed=recomputed)
+        stage_memory(CHAIN, start, stop, StageLoad(1), recomputed=recomputed, swapped=swapped)
 
 
 sizes = st.integers(0, 9)
@@ -173,7 +201,7 @@ def test_prefix_sums_against_a_walk(profile: ModelProfile, data: st.DataObject) 
 def test_tables_and_single_stages_agree(profile: ModelProfile) -> None:
     model, load = MemoryModel(profile, optimizer_bytes()), StageLoad(3, 2, 1, 1, 2)
     for stop in range(1, len(profile) + 1):
-        table = model.alternatives(np.arange(stop), stop)(load)
+        table = model.alternatives(np.arange(stop), stop)(load, 0)
         for start in range(stop):
             for cut in range(start, stop + 1):
                 one = stage_memory(profile, start, stop, load, optimizer_bytes(), stop - cut)

@@ -26,6 +26,7 @@ def profile() -> Any:
 # Parts without which the first stage's prediction would be wrong.
 CASES = [
     (Case("asp", 1), ["versions", "activations", "optimizer"]),
+    (Case("swap", 1, {"swap_ratio": 0.8, "stage_to_depth_map": [4, 0]}), ["versions", "activations", "optimizer"]),
     (Case("recompute", 4, {**BSP, "recompute_ratio": 0.6}), ["gradients", "recompute", "activations", "optimizer"]),
 ]
 

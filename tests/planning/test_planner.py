@@ -1,4 +1,4 @@
-"""Plans against brute force, over all partitions and all numbers of recomputed layers."""
+"""Plans against brute force, over all partitions and all numbers of recomputed and swapped layers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.memory import stage_memory
 from ds_vpipe.planning.pace import Link, pace
 from ds_vpipe.planning.planner import plan, predict
+from ds_vpipe.planning.search import Candidates
 from ds_vpipe.schedules.pipeline import Pipeline
 
 
@@ -74,6 +75,7 @@ def problems(draw: st.DrawFn) -> Problem:
         optimizer=OptimizerBytes(held=draw(st.sampled_from([Fraction(0), Fraction(5, 3)])), update=Fraction(1, 2)),
         link=Link(draw(st.integers(0, 8)) / 8, draw(st.sampled_from([1, 8, float("inf")]))),
         host_transfers=draw(st.booleans()),
+        host_bandwidth=draw(st.none() | st.sampled_from([16, 64, 256])),
     )
     return model(*found, input_bytes=draw(st.integers(0, 12))), pipeline, devices
 
@@ -88,18 +90,32 @@ def brute_force(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> 
     budgets, loads, best = devices.budgets(pipeline), devices.loads(pipeline), None
     depths = None if pipeline.schedule == "gpipe" else pipeline.depths
 
+    def swap_seconds(mine: Sequence[LayerProfile], again: int, swapped: int) -> float:
+        size, hidden = 0, sum(one.backward_s for one in mine[swapped:])
+        hidden += sum(one.forward_s for one in mine[len(mine) - again :])
+        for one, after in pairwise(mine[:swapped]):
+            size += one.activation_bytes - one.output_kept_bytes + max(one.output_kept_bytes, after.input_kept_bytes)
+        if swapped:
+            size += mine[swapped - 1].activation_bytes - mine[swapped - 1].output_kept_bytes
+        one_way = size / (devices.host_bandwidth or 1)
+        return 2 * one_way if devices.host_transfers else max(0.0, one_way - hidden)
+
     @cache
     def seconds(stage: int, start: int, stop: int, again: int) -> float | None:
-        """Of a stage that fits, else None."""
-        memory = stage_memory(profile, start, stop, loads[stage], devices.optimizer, again)
-        limit, mine = budgets[stage], profile.layers[start:stop]
-        if limit is not None and memory.total > limit:
+        """Of a stage that fits, with the best number of swapped layers, else None."""
+        limit, mine, found = budgets[stage], profile.layers[start:stop], []
+        may_swap = devices.host_bandwidth is not None and pipeline.in_flight(stage) > 1
+        for swapped in range(len(mine) - again + 1 if may_swap else 1):
+            memory = stage_memory(profile, start, stop, loads[stage], devices.optimizer, again, swapped)
+            if limit is None or memory.total <= limit:
+                found.append(swap_seconds(mine, again, swapped))
+        if not found:
             return None
-        return sum(one.forward_s + one.backward_s for one in mine) + sum(
-            one.forward_s for one in mine[len(mine) - again :]
-        )
+        passes = sum(one.forward_s + one.backward_s for one in mine)
+        return passes + sum(one.forward_s for one in mine[len(mine) - again :]) + min(found)
 
-    for counts in all_partitions(len(profile), pipeline.num_stages):
+    partitions = all_partitions(len(profile), pipeline.num_stages)
+    for counts in partitions if pipeline.partition is None else [pipeline.partition]:
         edges = bounds(counts)
         trips = [devices.link.round_trip(profile.layers[cut - 1].boundary_bytes) for cut in edges[1:-1]]
         for again in product(*(range(count + 1) for count in counts)):
@@ -111,8 +127,20 @@ def brute_force(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> 
     return best
 
 
+@st.composite
+def tight_problems(draw: st.DrawFn) -> Problem:
+    """Problems in which the split is given and some stages have fewer bytes than they need as they are."""
+    profile, pipeline, devices = draw(problems())
+    counts = draw(st.sampled_from(list(all_partitions(len(profile), pipeline.num_stages))))
+    pipeline = replace(pipeline, partition=counts)
+    whole = predict(profile, pipeline, replace(devices, budget=None)).stages
+    least = predict(profile, replace(pipeline, swap_ratio=(1,) * len(counts)), replace(devices, budget=None)).stages
+    budgets = tuple(draw(st.integers(a.memory.total, b.memory.total)) + 1 for a, b in zip(least, whole, strict=True))
+    return profile, pipeline, replace(devices, budget=budgets, host_bandwidth=draw(st.sampled_from([16, 64, 256])))
+
+
 @settings(max_examples=120)
-@given(problem=problems())
+@given(problem=problems() | tight_problems())
 def test_plans_are_optimal_and_fit(problem: Problem) -> None:
     best = brute_force(*problem)
     if best is None:
@@ -128,14 +156,52 @@ def test_plans_are_optimal_and_fit(problem: Problem) -> None:
 
 
 @settings(max_examples=60)
+@given(problem=tight_problems())
+def test_no_more_is_swapped_than_must_be(problem: Problem) -> None:
+    profile, pipeline, devices = problem
+    found = plan(profile, replace(pipeline, recompute_ratio=(0,) * pipeline.num_stages), devices)
+    for stage, load in zip(found.stages, devices.loads(pipeline), strict=True):
+        if stage.swapped:
+            less = stage_memory(profile, stage.start, stage.stop, load, devices.optimizer, 0, stage.swapped - 1)
+            assert less.total > (stage.budget or 0)
+
+
+@settings(max_examples=60)
+@given(problem=tight_problems(), data=st.data())
+def test_the_search_knows_the_seconds_of_a_prediction(problem: Problem, data: st.DataObject) -> None:
+    profile, pipeline, devices = problem
+    given = st.lists(st.sampled_from([0, 0.4, 0.7]), min_size=pipeline.num_stages, max_size=pipeline.num_stages)
+    ratios = {"recompute_ratio": tuple(data.draw(given)), "swap_ratio": tuple(data.draw(given))}
+    pipeline, devices = replace(pipeline, **ratios), replace(devices, budget=None, host_bandwidth=2)
+    table = Candidates(profile, pipeline, devices).table(1e9)
+    for number, stage in enumerate(predict(profile, pipeline, devices).stages):
+        assert table.seconds[number, stage.stop, stage.stop - stage.start - 1] == pytest.approx(stage.compute_s)
+
+
+def test_copies_back_hide_behind_the_backward_passes_before_them() -> None:
+    profile = model(*[layer(1, 2, kept=10)] * 4)
+    pipeline = replace(asp(2, 1), partition=(3, 1), recompute_ratio=(0.4, 0), swap_ratio=(0.7, 0))
+    for bandwidth, seconds in (
+        (100, 0.0),
+        (5, 1.0),
+        (4, 2.0),
+    ):  # 20 bytes; a backward pass of 2 s, recomputation of 1 s
+        found = predict(profile, pipeline, Devices(host_bandwidth=bandwidth)).stages[0]
+        assert (found.recomputed, found.swapped, found.swap_s) == (1, 2, seconds)
+    assert predict(profile, pipeline, Devices(host_bandwidth=5, host_transfers=True)).stages[0].swap_s == 8.0
+
+
+@settings(max_examples=60)
 @given(problem=problems(), data=st.data())
 def test_fixed_partitions_and_ratios_are_kept(problem: Problem, data: st.DataObject) -> None:
     profile, pipeline, devices = problem
     devices, stages = replace(devices, budget=None), pipeline.num_stages
     counts = data.draw(st.sampled_from(list(all_partitions(len(profile), stages))))
     ratios = data.draw(st.lists(st.sampled_from([0, 0.3, 1]), min_size=stages, max_size=stages).map(tuple))
-    fixed = replace(pipeline, partition=counts, recompute_ratio=ratios)
+    swaps = data.draw(st.lists(st.sampled_from([0, 0.5, 1]), min_size=stages, max_size=stages).map(tuple))
+    fixed = replace(pipeline, partition=counts, recompute_ratio=ratios, swap_ratio=swaps)
     assert plan(profile, fixed, devices) == predict(profile, fixed, devices)
+    pipeline = replace(pipeline, swap_ratio=(0,) * stages)
     # Each stage may have what it needs without recomputation: then nothing is recomputed, and with one byte less on one
     # stage either that stage recomputes, or it does not fit.
     pipeline = replace(pipeline, partition=counts)
@@ -256,6 +322,14 @@ def test_plans_become_files(tmp_path: Path) -> None:
     assert any(stage.recomputed for stage in found.stages)
     path = tmp_path / "split.json"
     found.save_split(path)
+    assert "swap_ratio" not in json.loads(path.read_text())
+    swapping = plan(profile, asp(3, 2), Devices(70, link=Link(0.1), host_bandwidth=1e6))
+    assert not any(stage.recomputed for stage in swapping.stages), "it takes no time"
+    assert [stage.swapped > 0 for stage in swapping.stages] == [True, False, False]
+    swapping.save_split(path)
+    config = VPipeConfig.parse({"partition": str(path)})
+    assert config.swap_ratio == swapping.pipeline.swap_ratio
+    found.save_split(path)
     config = VPipeConfig.parse({"partition": str(path)})
     assert config.partition == found.pipeline.partition
     assert config.recompute_ratio == found.pipeline.recompute_ratio
@@ -279,6 +353,17 @@ def test_table() -> None:
         " MB        20 MB  32 MB       -",
     ]
     assert lines[3] == "asp, M = 1: 6.00 ms per micro-batch; pace 6.00 ms"
+
+
+def test_table_has_recomputed_and_swapped_layers() -> None:
+    profile = model(*[layer(0.001, 0.002, kept=10_000_000, out=1000, parameters=4_000_000)] * 4, input_bytes=1000)
+    ratios = {"partition": (2, 2), "recompute_ratio": (0.5, 0.5), "swap_ratio": (1.0, 1.0)}
+    head, first, last, *_ = predict(profile, replace(asp(2, 1), **ratios), Devices()).table().splitlines()
+    assert head.split()[:4] == ["stage", "layers", "recompute", "swap"]
+    assert head.split()[-6:] == ["activations", "recomputed", "peak", "budget", "on", "host"]
+    assert first.split()[2:4] == ["1/2", "1/2"]
+    assert first.endswith("20 MB")
+    assert last.split()[2:4] == ["1/2", "0/2"], "one micro-batch in flight"
 
 
 def test_refused() -> None:

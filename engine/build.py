@@ -56,6 +56,7 @@ from ds_vpipe.staleness.delay_warmup import DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 
 if TYPE_CHECKING:
+    from ds_vpipe.planning.devices import Devices
     from ds_vpipe.planning.plan import Plan
 
 _SHARE_OF_DEVICE = 0.9  # the rest is for the CUDA context, the allocator and communication
@@ -70,6 +71,8 @@ class Prepared:
     config: VPipeConfig  # the block, with numbers where it left something to the planner
     pipeline: Pipeline  # what runs
     plan: Plan | None  # where the block left something to the planner
+    devices: Devices | None  # that a plan counts with, where there is a planner
+    chooses_ratio: bool  # whether recomputation is the planner's to choose
     random_states: RandomStates  # what recomputation restores
     swap: Swap | None  # moves what swapped layers save
     groups: Groups  # makes the engine's process groups
@@ -115,9 +118,10 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     _refuse_moe(model, config, consensus)
     config.check_sizes(model.num_stages, model._num_layers)
     pipeline = config.pipeline(model.num_stages, json.micro_batches(replicas))
-    plan = None
-    if config.leaves_to_planner:
-        plan = _planned(config, pipeline, json, replicas, model)
+    plan, chooses_ratio = None, config.recompute_ratio == "auto"
+    devices = _devices(config, json, replicas) if config.leaves_to_planner or config.replan.every else None
+    if devices is not None and config.leaves_to_planner:
+        plan = _planned(config, pipeline, json, devices, model)
         pipeline = plan.pipeline
         config = config.settled(pipeline)
     method = config.partition or ("uniform" if config.virtual_stages > 1 else _own_counts(model))
@@ -138,7 +142,7 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     else:
         apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap)
     _limit_cpu_threads()
-    return Prepared(parameters, config, pipeline, plan, random_states, swap, groups, consensus)
+    return Prepared(parameters, config, pipeline, plan, devices, chooses_ratio, random_states, swap, groups, consensus)
 
 
 def _refuse_moe(model: PipelineModule, config: VPipeConfig, consensus: Consensus) -> None:
@@ -245,7 +249,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     )
 
 
-def replan(stage: Stage, config: VPipeConfig, micro_batches: int) -> None:
+def set_micro_batches(stage: Stage, config: VPipeConfig, micro_batches: int) -> None:
     """Go on with another number of micro-batches per batch; only while nothing is in flight.
 
     Raises:
@@ -260,20 +264,24 @@ def replan(stage: Stage, config: VPipeConfig, micro_batches: int) -> None:
         stage.weights.restart(stage.weights.latest_version)
 
 
-def _planned(
-    config: VPipeConfig, pipeline: Pipeline, json: DeepSpeedJson, replicas: int, model: PipelineModule
-) -> Plan:
+def _devices(config: VPipeConfig, json: DeepSpeedJson, replicas: int) -> Devices:
     from ds_vpipe.planning.devices import Devices  # only where it is asked for: it takes numpy's time
-    from ds_vpipe.planning.planner import configured_plan, read_profile
 
     on_gpu = get_accelerator().device_name() == "cuda"
-    devices = Devices.of(
+    return Devices.of(
         config,
         json,
         replicas=replicas,
         device_bytes=int(_SHARE_OF_DEVICE * get_accelerator().total_memory()) if on_gpu else None,
         host_transfers=not on_gpu,
     )
+
+
+def _planned(
+    config: VPipeConfig, pipeline: Pipeline, json: DeepSpeedJson, devices: Devices, model: PipelineModule
+) -> Plan:
+    from ds_vpipe.planning.planner import configured_plan, read_profile
+
     profile = read_profile(config, json, model._num_layers)
     plan = configured_plan(config, pipeline, devices, profile, _own_counts(model))
     if model.global_rank == 0:

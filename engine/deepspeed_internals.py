@@ -34,8 +34,14 @@ class PatchedPipelineEngine(PipelineEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _without_handshake():
             super().__init__(*args, **kwargs)
-        # Walking the tree of modules takes longer than everything else that an engine does in a batch with hundreds of
-        # parameter tensors. Its structure does not change once there is an optimizer.
+        self.layers_changed()
+
+    def layers_changed(self) -> None:
+        """Know the module's present layers.
+
+        To walk the tree of modules takes longer than everything else that an engine does in a batch with hundreds of
+        parameter tensors. Between two calls its structure does not change.
+        """
         self.stage_parameters = tuple(self.module.parameters())
         self.switched_modules = parts_to_switch(self.module)
 
@@ -103,6 +109,26 @@ class PatchedPipelineEngine(PipelineEngine):
             for group in self.optimizer.fp16_groups:
                 if all(parameter.grad is None for parameter in group):
                     group[0].grad = torch.zeros_like(group[0])
+
+    def train_others(self, groups: Sequence[list[nn.Parameter]]) -> None:
+        """Let the optimizer train other parameters, with new state; its groups stay, one for each list.
+
+        The base optimizer stays the same object, which a learning-rate scheduler or the script may refer to.
+        """
+        self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+        base = self.basic_optimizer
+        if hasattr(self.optimizer, "destroy"):
+            self.optimizer.destroy()  # a wrapper with hooks on parameters
+        base.state.clear()
+        by_group = self.get_data_types()[0] != torch.float32 and not self.zero_optimization()
+        members = trainable([{"params": group} for group in groups], self.placeholder, each_group=by_group)
+        for group, found in zip(base.param_groups, members, strict=True):
+            group["params"] = found["params"] or [self.placeholder()]
+            if "param_names" in group:
+                group["param_names"] = [self.param_names[parameter] for parameter in group["params"]]
+        super()._configure_optimizer(base, None)
+        if self._support_torch_style_backward:
+            self.optimizer.register_grad_acc_post_hook(self._backward_post_hook)
 
     # What DeepSpeed's own code asks of its methods
 

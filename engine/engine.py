@@ -20,8 +20,9 @@ import os
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.engine.backend_threads import outlive_backend_threads
-from ds_vpipe.engine.build import Prepared, prepared_arguments, replan, stage_of
+from ds_vpipe.engine.build import Prepared, prepared_arguments, set_micro_batches, stage_of
+from ds_vpipe.engine.checkpoint.layer_moves import move_layers, refuse_moves
 from ds_vpipe.engine.checkpoint.parameter_states import stage_layout
 from ds_vpipe.engine.checkpoint.save_load import Checkpoints
 from ds_vpipe.engine.checkpoint.whole_state import WholeModel
@@ -42,11 +44,14 @@ from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options,
 from ds_vpipe.engine.execution.executor import Executor
 from ds_vpipe.engine.links.groups import collective_groups, is_of_collective
 from ds_vpipe.engine.links.link import abort_all
+from ds_vpipe.engine.modules.recompute import recompute_anew
+from ds_vpipe.engine.observe.balance import Balance
 from ds_vpipe.engine.observe.observers import Observation
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
 from ds_vpipe.engine.updates.clipping import GradientClipping
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
+from ds_vpipe.partition import checked_counts
 from ds_vpipe.schedules.pipeline import Pipeline
 
 _EXIT_GRACE_S = 60.0
@@ -70,18 +75,24 @@ class VPipeEngine(PatchedPipelineEngine):
         self.vpipe_config = prepared.config
         self.plan = prepared.plan  # with predicted bytes of every stage; None if the block leaves nothing to plan
         self.stage = stage_of(self, prepared)  # state of this rank, its links and its weights
-        peers = self.stage.peers if self.stage.exchanges.peers else None  # else they carry overflows alone
-        self.clipping = GradientClipping(self, self.pipeline.synchronous, peers, self.stage.loss_scaling)
+        self.clipping = self._clipping()
         self.executor = Executor(self, self.stage, COLUMNS)  # carries out the stage's actions
         self.evaluation = Evaluation(self, self.stage)
         self.checkpoints = Checkpoints(self, self.stage)
         self.whole_model = WholeModel(self, self.stage)
         self.observation = Observation(self, self.stage, prepared.config, prepared.plan)
         self.executor.watchers += self.observation.watchers
+        self.balance = self._balance(prepared)  # measured layers and decisions, if the block has them looked at
+        if self.balance is not None:
+            self.executor.watchers.append(self.balance)
         for group in collective_groups(self.grid, self.module):
             self.stage.groups.failures.breaks(group)
         outlive_backend_threads()
         atexit.register(_at_exit, weakref.ref(self))
+
+    def _clipping(self) -> GradientClipping:
+        peers = self.stage.peers if self.stage.exchanges.peers else None  # else they carry overflows alone
+        return GradientClipping(self, self.pipeline.synchronous, peers, self.stage.loss_scaling)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -130,10 +141,13 @@ class VPipeEngine(PatchedPipelineEngine):
         data = or_no_data(self.data_iterator if data_iter is None else data_iter, self.batch_fn)
         self.stage.feed.next_call(data if reads else None, self.stage.consensus.all_have)
         try:
+            begin = time.perf_counter()
             with self._aborting(), training_by_list(self.module, self.switched_modules):
                 loss: torch.Tensor = super().train_batch(data_iter)
                 self.observation.publish()
-                return loss
+            if self.balance is not None:
+                self._look_at(self.balance, time.perf_counter() - begin)
+            return loss
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()
             raise
@@ -190,8 +204,52 @@ class VPipeEngine(PatchedPipelineEngine):
         refuse_delays(self.vpipe_config.staleness, self.stage.delays(max(1, train_batch_size // replicas_batch)))
         self.quiesce("set_train_batch_size()")
         super().set_train_batch_size(train_batch_size)
-        replan(self.stage, self.vpipe_config, self.micro_batches)
+        set_micro_batches(self.stage, self.vpipe_config, self.micro_batches)
         restart_at(self.stage, self.stage.weights.latest_version)
+        self._measure_anew()
+
+    def repartition(self, counts: Sequence[int], recompute_ratio: Sequence[float] | None = None) -> None:
+        """Split the model anew while it trains; all ranks call it, between any two batches.
+
+        The pipeline is emptied (:meth:`quiesce`) and layers move between stages in memory. Training goes on as after a
+        save and a resume with the new split, but random states go on as they are. In bsp, and with vertical sync,
+        training without random draws does not depend on it at all. Parameters of layers that have moved are other
+        objects afterwards.
+
+        Args:
+            counts: layers of every stage, the same on all ranks.
+            recompute_ratio: of every stage; default: as it is.
+
+        Raises:
+            VPipeConfigError: the counts do not fit, or layers cannot move in this configuration.
+            PipelinePeerError: another rank failed, is lost, or did not answer in time.
+        """
+        refuse_moves(self, self.stage, "repartition()")
+        pipeline = self.pipeline
+        found = checked_counts(counts, self.module._num_layers, pipeline.num_parts)
+        ratios = pipeline.recompute_ratio if recompute_ratio is None else tuple(recompute_ratio)
+        split = replace(pipeline, partition=found, recompute_ratio=ratios)
+        with self._aborting():
+            self.stage.action = "REPARTITION"
+            if len(set(self.stage.consensus.of_all((found, ratios), "all ranks to move layers"))) > 1:
+                raise VPipeError(
+                    f"repartition(): got {list(found)} here and another split on another rank, allowed is one; pass "
+                    f"the same on every rank"
+                )
+            self.quiesce("repartition()")
+            self.stage.action = "REPARTITION"
+            if found != pipeline.partition:
+                move_layers(self, self.stage, found)
+                self.clipping = self._clipping()
+                if self.stage.peers is not None:
+                    self.stage.peers.forget()
+            self.stage.pipeline = split
+            recompute_anew(self.module, (ratios or ())[self.stage_id], self.stage.random_states)
+        self._measure_anew()
+
+    def _measure_anew(self) -> None:
+        if self.balance is not None:
+            self.balance.start_over()
 
     def register_random_state(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Random state that recomputation, evaluation and checkpoints restore.
@@ -204,6 +262,24 @@ class VPipeEngine(PatchedPipelineEngine):
             put: makes such a state the current one.
         """
         self.stage.random_states.register(name, get, put)
+
+    def _balance(self, prepared: Prepared) -> Balance | None:
+        settings = prepared.config.replan
+        if not settings.every or prepared.devices is None:
+            return None
+        refuse_moves(self, self.stage, f"vpipe.replan.every: got {settings.every}")
+        note = self.observation.note
+        return Balance(self, self.stage, settings, prepared.devices, prepared.chooses_ratio, note)
+
+    def _look_at(self, balance: Balance, seconds: float) -> None:
+        """Decide whether layers should move, if it is time to, after a batch that took so many seconds."""
+        with self._aborting():
+            decision = balance.after_batch(seconds)
+        if decision is None or decision.stays or balance.dry_run:
+            return
+        begin = time.perf_counter()
+        self.repartition(decision.better_partition, decision.better_ratio)
+        balance.carried_out(decision, time.perf_counter() - begin)
 
     # Checkpoints and weights
 
@@ -254,7 +330,7 @@ class VPipeEngine(PatchedPipelineEngine):
             PipelinePeerError: this happened on another rank, or a rank is lost or did not answer in time.
         """
         self.quiesce("load_checkpoint()")
-        return self.checkpoints.load(
+        found = self.checkpoints.load(
             super().load_checkpoint,
             load_dir,
             tag,
@@ -264,6 +340,8 @@ class VPipeEngine(PatchedPipelineEngine):
             load_module_only=load_module_only,
             custom_load_fn=custom_load_fn,
         )
+        self._measure_anew()
+        return found
 
     def full_state_dict(
         self, rank0_only: bool = False, exclude_frozen_parameters: bool = False

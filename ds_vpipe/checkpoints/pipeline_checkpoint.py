@@ -19,11 +19,10 @@ import torch
 from ds_vpipe.checkpoints.optimizer_states import Groups, ParameterState, form_of, unpack
 from ds_vpipe.checkpoints.stage_layout import (
     LAYOUT_KEY,
-    PLACEHOLDER,
     StageLayout,
+    first_homes,
     has_layout,
     infer_groups,
-    is_outside_layers,
 )
 from ds_vpipe.errors import VPipeError
 
@@ -161,13 +160,7 @@ class PipelineCheckpoint:
 
     @cached_property
     def _index(self) -> dict[str, int]:
-        """Stage of each parameter: a tied one's owner, which is the first; a loss function's is the last."""
-        index: dict[str, int] = {}
-        for stage, groups in enumerate(self.groups):
-            for name, _ in chain(*groups):
-                if name != PLACEHOLDER and (name not in index or is_outside_layers(name)):
-                    index[name] = stage
-        return index
+        return {name: stage for name, (stage, _) in first_homes(self.groups).items()}
 
     def unique_name(self, name: str) -> str:
         """The name under which a parameter that has several is known to the optimizer."""

@@ -7,7 +7,7 @@ what is there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -71,6 +71,17 @@ class StageLayout:
 def is_outside_layers(name: str) -> bool:
     """Whether a parameter or buffer belongs to no layer: every stage has it, and the last one trains it."""
     return not name.partition(".")[0].isdecimal() and not name.startswith("tied_modules.")
+
+
+def first_homes(stages: Iterable[Groups]) -> dict[str, tuple[int, int]]:
+    """Stage and group of each parameter: a tied one's owner, which is the first; a loss function's is the last."""
+    homes: dict[str, tuple[int, int]] = {}
+    for stage, groups in enumerate(stages):
+        for number, members in enumerate(groups):
+            for name, _ in members:
+                if name != PLACEHOLDER and (name not in homes or is_outside_layers(name)):
+                    homes[name] = stage, number
+    return homes
 
 
 def has_layout(model_states: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from ds_vpipe.config.deepspeed_json import checked_block
 from ds_vpipe.config.keys import Settings, checked_list, is_number, key, refusal_of, refuse
 from ds_vpipe.config.partition_file import is_partition_file, merge_partition_file
+from ds_vpipe.config.replan import Replan
 from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.errors import Refusal, raise_first
 from ds_vpipe.partition import check_size, checked_counts
@@ -156,6 +157,13 @@ class VPipeConfig(Settings):
         "Mitigations of gradients that are some updates old; off unless named. See [training](training.md#staleness).",
         {"nadam": True},
     )
+    replan: Replan = key(
+        Replan(),
+        "an object with every, moves, threshold or dry_run",
+        "Balance of the stages while training runs: measure layers, plan anew, move layers. See "
+        "[balancing](balancing.md).",
+        {"every": 50},
+    )
     link: Literal["auto", "shared", "host"] = key(
         "auto",
         '"auto", "shared" or "host"',
@@ -224,6 +232,9 @@ class VPipeConfig(Settings):
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
+        if self.replan.every and self.virtual_stages > 1:
+            why = "virtual_stages is above 1, and layers move between stages with one part each"
+            refuse(self.replan.every, key="replan.every", reason=why, remedy="write 0, or another schedule")
         if self.sync_mode == "asp" and self.virtual_stages > 1:
             why = 'sync_mode is "asp", which has no bubble to make smaller'
             refuse(self.virtual_stages, key="virtual_stages", reason=why, remedy="remove the key")

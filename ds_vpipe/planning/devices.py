@@ -121,6 +121,11 @@ class Devices:
     host_bandwidth: float | None = None
     # Sets of weights that mitigations of staleness hold besides the versions, where gradients are late.
     kept_weights: int = 0
+    slowness: tuple[float, ...] = ()  # seconds of a pass on each rank, the fastest one's as 1; none: all are alike
+
+    def slowness_of(self, rank: int) -> float:
+        """Factor of the seconds of passes on ``rank``."""
+        return self.slowness[rank] if self.slowness else 1.0
 
     @classmethod
     def of(

@@ -80,6 +80,15 @@ class ModelProfile:
         """The profile as JSON types."""
         return asdict(self)
 
+    def text(self) -> str:
+        """The profile as JSON."""
+        return _MODEL.dump_json(self).decode()
+
+    @classmethod
+    def from_text(cls, text: str) -> ModelProfile:
+        """The inverse of :meth:`text`."""
+        return _MODEL.validate_json(text)
+
     def save(self, path: str | Path) -> None:
         """Write the profile to a JSON file."""
         Path(path).write_bytes(_MODEL.dump_json(self, indent=1) + b"\n")

@@ -132,16 +132,17 @@ def predict(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan
     for part, load in enumerate(devices.loads(pipeline)):
         start, stop, last = edges[part], edges[part + 1], int(ratios[part] * counts[part])
         layers, first = profile.layers[start:stop], 0
+        slowness = devices.slowness_of(pipeline.rank_of(part))
         if swaps[part]:
             first = min(int(swap_ratios[part] * counts[part]), counts[part] - last)
         swapped = int(model.swapped(start, start + first))
-        again = sum(layer.forward_s for layer in layers[len(layers) - last :])
+        again = slowness * sum(layer.forward_s for layer in layers[len(layers) - last :])
         stage = StagePlan(
             start=start,
             stop=stop,
             recomputed=last,
-            forward_s=sum(layer.forward_s for layer in layers),
-            backward_s=sum(layer.backward_s for layer in layers),
+            forward_s=slowness * sum(layer.forward_s for layer in layers),
+            backward_s=slowness * sum(layer.backward_s for layer in layers),
             recompute_s=again,
             transfer_s=0.0 if stop == len(profile) else devices.link.round_trip(layers[-1].boundary_bytes),
             memory=stage_memory(profile, start, stop, load, devices.optimizer, last, first),

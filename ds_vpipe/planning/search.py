@@ -57,6 +57,7 @@ class Candidates:
         chosen = pipeline.swap_ratio is None and devices.host_bandwidth is not None
         self._swap_ratios = None if chosen else pipeline.swap_ratio or (0.0,) * pipeline.num_parts
         self._loads, self._memory = devices.loads(pipeline), MemoryModel(profile, devices.optimizer)
+        self._slowness = [devices.slowness_of(pipeline.rank_of(part)) for part in range(pipeline.num_parts)]
         self._budgets = [_UNLIMITED if budget is None else budget for budget in devices.budgets(pipeline)]
         self.forward = _prefix([layer.forward_s for layer in profile.layers])
         self.passes = _prefix([layer.forward_s + layer.backward_s for layer in profile.layers])
@@ -81,7 +82,7 @@ class Candidates:
                 if self._ratios is not None:
                     last = np.array([int(self._ratios[stage] * length) for length in lengths])
                     allowed = cuts == (stop - last)[:, None]
-                cost = self._seconds(starts, stop, cuts, ends)
+                cost = self._slowness[stage] * self._seconds(starts, stop, cuts, ends)
                 cost = np.where(allowed & (over <= 0), cost, np.inf)
                 column = len(cuts) - 1 - cost[:, ::-1].argmin(axis=1)  # of the fastest the one that recomputes least
                 if self._ratios is not None:

@@ -29,7 +29,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
     """
     module = engine.module
     untied = _untied_names(module)
-    names = {id(parameter): untied.get(name, name) for name, parameter in module.named_parameters()}
+    names = parameter_names(module)
     names |= {id(p): PLACEHOLDER for p, name in engine.param_names.items() if name == PLACEHOLDER}
     groups = []
     for members in _parameters(engine.optimizer):
@@ -57,6 +57,12 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
         untied={own: name for name, own in untied.items()},
         copies=module.copies() if hasattr(module, "copies") else None,
     )
+
+
+def parameter_names(module: PipelineModule) -> dict[int, str]:
+    """Names of the module's parameters as layouts have them, by id, in the module's order."""
+    untied = _untied_names(module)
+    return {id(parameter): untied.get(name, name) for name, parameter in module.named_parameters()}
 
 
 def read_states(engine: PipelineEngine, gather: Callable[[Any], list[Any]]) -> dict[str, ParameterState]:

@@ -7,7 +7,7 @@ stage's first trained parameter.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,17 @@ def load_reshaped(
         engine.optimizer.refresh_fp32_params()
     content = checkpoint.stages[stage]
     if not load_module_only:
-        if load_lr_scheduler_states and engine.lr_scheduler is not None and content["lr_scheduler"] is not None:
-            engine.lr_scheduler.load_state_dict(content["lr_scheduler"])
-        engine.global_steps = content["global_steps"]
-        engine.global_samples = content.get("global_samples", engine.global_steps * engine.train_batch_size())
-        engine.skipped_steps = content["skipped_steps"]
+        take_counters(engine, content, load_lr_scheduler_states)
     return {key: value for key, value in content.items() if key not in _RESTORED}
+
+
+def take_counters(engine: PipelineEngine, content: Mapping[str, Any], with_lr_scheduler: bool) -> None:
+    """Go on with what belongs to a stage rather than to a layer, as a stage's file has it."""
+    if with_lr_scheduler and engine.lr_scheduler is not None and content["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(content["lr_scheduler"])
+    engine.global_steps = content["global_steps"]
+    engine.global_samples = content.get("global_samples", engine.global_steps * engine.train_batch_size())
+    engine.skipped_steps = content["skipped_steps"]
 
 
 def _load_states(engine: PipelineEngine, checkpoint: PipelineCheckpoint, stage: int, trained: list[str]) -> None:

@@ -88,6 +88,10 @@ class Consensus:
         """Name of this pipeline, the same everywhere, and its ranks."""
         return self._pipeline.name, list(self._pipeline.ranks)
 
+    def of_all(self, value: Any, what: str) -> list[Any]:
+        """The values of all ranks, in order."""
+        return self._everyone.gather(value, what)
+
     def of_first_rank(self, value: Any) -> Any:
         """The ``value`` of rank 0; all ranks call it."""
         return self._everyone.gather(value, "the first rank to name the folder of a checkpoint")[0]

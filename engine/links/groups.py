@@ -166,6 +166,10 @@ class Groups:
         except RuntimeError as error:
             raise self.failed(f"{peer} to connect ({key})", error) from error
 
+    def forget(self, key: str) -> None:
+        """Remove what this rank has left, once nobody asks for it any more."""
+        self._store.delete_key(key)
+
     def failed(self, what: str, error: Exception) -> PipelinePeerError:
         """The error of a wait for ``what`` that has ended with ``error``."""
         return failed_wait(self.me, self.failures, what, error, self.timeout_s)

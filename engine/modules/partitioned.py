@@ -123,6 +123,32 @@ def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: i
     return True
 
 
+def hold(module: PipelineModule, counts: Sequence[int]) -> None:
+    """Hold the layers of this stage in another split; those that are here stay as they are, others are built.
+
+    Only for splits in which tied layers stay where they are. Nothing is sent: layers that are built have the values
+    that their specification gives them.
+    """
+    stage, tied = module.stage_id, {id(layer) for layer in module.tied_modules.values()}
+    kept = dict(zip(range(module.parts[stage], module.parts[stage + 1]), module.forward_funcs, strict=True))
+    for name in module.fwd_map:
+        module._modules.pop(name, None)
+    module.forward_funcs, module.fwd_map, module.parts = [], {}, bounds(counts)
+    module._set_bounds(start=module.parts[stage], stop=module.parts[stage + 1])
+    specs = list(module._layer_specs)
+    for index in range(module._local_start, module._local_stop):
+        layer = kept.get(index, specs[index])
+        if not _is_tied(specs[index]) or (isinstance(layer, torch.nn.Module) and id(layer) not in tied):
+            module._layer_specs[index] = layer
+    try:
+        module._build()
+    finally:
+        module._layer_specs[:] = specs
+    for tie in module.tied_comms.values():  # as _index_tied_modules() has it
+        for parameter in tie["module"].parameters():
+            parameter.ds_pipe_replicated = module.global_rank != tie["ranks"][0]
+
+
 def _is_tied(spec: Any) -> bool:
     return isinstance(spec, TiedLayerSpec)
 

@@ -28,6 +28,9 @@ from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import VPipeError
 
+TIMED = "run_timed"
+"""Name of a module's attribute: a function ``(position, layer, value)`` that runs a layer and takes the time."""
+
 
 def recomputed_layers(ratio: float, num_layers: int) -> int:
     """Number of recomputed layers of a stage, which are its last ones."""
@@ -276,6 +279,12 @@ def apply_recompute(
         module.forward = MethodType(forward, module)
 
 
+def recompute_anew(module: PipelineModule, ratio: float, random_states: RandomStates) -> None:
+    """:func:`apply_recompute` once more, for other layers or another ratio; only while nothing is in flight."""
+    vars(module).pop("forward", None)
+    apply_recompute(module, ratio, random_states)
+
+
 class _Copy(torch.autograd.Function):
     """A copy with the strides of the original, which results may depend on in their last bits."""
 
@@ -299,11 +308,13 @@ def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value:
     if hasattr(module, "run_several") and start < stop:  # at less cost than one by one
         return module.run_several(start, stop, value)
     numbers, attributes = layer_numbers(module), vars(module)
+    timed = attributes.get(TIMED)
     for position in range(start, stop):
         attributes["curr_layer"] = numbers[position]  # a module looks through parameters and modules for each attribute
         if module.seed_layers:
             (module.seed_fn or set_random_seed)(module.base_seed * seed_offset + module.curr_layer)
-        value = module.forward_funcs[position](value)
+        layer = module.forward_funcs[position]
+        value = layer(value) if timed is None else timed(position, layer, value)
     return value
 
 

@@ -81,6 +81,11 @@ class Observation:
         """Records of the latest batch: all stages' on the first stage, elsewhere the stage's own."""
         return [StageStatistics.from_row(row) for row in self._rows]
 
+    def note(self, event: str) -> None:
+        """Keep an event in the recording, with its time."""
+        if self._recorder is not None:
+            self._recorder.note(event)
+
     def save_timeline(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
         """Write the recording, by default to ``timeline.path``; returns its file, or None without a recording.
 

@@ -33,6 +33,7 @@ class Recorder:
         self._memory: deque[tuple[int, int]] = deque(maxlen=SPANS_KEPT)
         self._losses: deque[tuple[int, float]] = deque(maxlen=SPANS_KEPT)
         self._unread: list[tuple[int, torch.Tensor]] = []
+        self._events: deque[tuple[int, str]] = deque(maxlen=SPANS_KEPT)
         self._staleness = (0, 0, 0)  # sum, count, most
         self._recorded = 0
         self._begin = 0
@@ -73,6 +74,10 @@ class Recorder:
             self._losses.extend(zip(batches, torch.stack(values).tolist(), strict=True))
             self._unread.clear()
 
+    def note(self, event: str) -> None:
+        """Keep an event between two actions."""
+        self._events.append((time.monotonic_ns(), event))
+
     def recording(self) -> Recording:
         """The recording so far."""
         pipeline, number = self._stage.pipeline, self._stage.number
@@ -91,7 +96,12 @@ class Recorder:
             memory=[MemorySample(number, seconds(at), size) for at, size in self._memory],
             losses=tuple(self._losses),
             staleness=((total / count, most),) if count else (),
-            meta={"schedule": pipeline.schedule, "depths": list(pipeline.depths), "device": str(self._stage.device)},
+            meta={
+                "schedule": pipeline.schedule,
+                "depths": list(pipeline.depths),
+                "device": str(self._stage.device),
+                **({"events": [[seconds(at), event] for at, event in self._events]} if self._events else {}),
+            },
             rank=number,
             clock=_clock(),
             origin_ns=self._origin,

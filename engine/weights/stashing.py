@@ -63,6 +63,12 @@ class WeightStashingOptimizer:
         self._keep_from = None
         self._begin(version)
 
+    def take_over(self, base_optimizer: Stepper, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Go on with one version of other parameters; only while nothing is in flight."""
+        self.load_new_params()
+        self._keep_from, self.base_optimizer, self._parameters = None, base_optimizer, list(parameters)
+        self._begin(self.latest_version)
+
     def _begin(self, version: int) -> None:
         self.versions = WeightVersions(self._parameters, version)
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]

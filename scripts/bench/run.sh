@@ -6,6 +6,7 @@
 #   links            one-way time of messages, by payload
 #   memory           predicted against counted peaks
 #   simulation       simulated against measured throughput
+#   balance          a pipeline that balances itself (docs/balancing.md)
 #   recorder         the price of a timeline
 #   convergence      mitigations of staleness, K = 4, 8, 16: hours, but only for runs that its file lacks
 #   convergence-k32  the recommended mitigation at K = 32
@@ -52,6 +53,8 @@ memory() {
 
 simulation() { "$python" scripts/bench/simulation.py --repetitions 5; }
 
+balance() { "$python" scripts/bench/balance.py; }
+
 recorder() { "$python" scripts/bench/recorder.py; }
 
 convergence() {
@@ -77,6 +80,6 @@ convergence-k32() {
 }
 
 case ${1:-} in
-    throughput | throughput-96ms | overhead | links | memory | simulation | recorder | convergence | convergence-k32) "$1" ;;
-    *) sed -n '2,12s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+    throughput | throughput-96ms | overhead | links | memory | simulation | balance | recorder | convergence | convergence-k32) "$1" ;;
+    *) sed -n '2,13s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
 esac

@@ -49,6 +49,13 @@ SMALL = {
         "--stages 2 --hidden 64 --layers 4 --batch 1 --vocabulary 64 --cases asp 1f1b",
         [r"asp +M=1 .*predicted .*measured", r"largest difference: [\d.]+ %"],
     ),
+    "balance.py": (
+        "--stages 2 --layers 4 --layer-ms 3 --every 4 --updates 16 --slower-at 6",
+        [
+            r"worst: replan at update \d+: \[3, 1\]",
+            r"\| slower \| replan \| \[\d, \d\] \| [\d.]+ \| \d+ \| [\d.]+ \| \d+% \|",
+        ],
+    ),
     "overhead.py": ("--tensors 32 --turns 1", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
     "links.py": ("--bytes 64 100000 --repetitions 1", [r"100000 bytes: host \d+ us, shared \d+ us"]),
     "convergence.py": (

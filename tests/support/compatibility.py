@@ -85,6 +85,23 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
         ],
     ),
     (
+        "Layers that move while training runs (`replan`, `engine.repartition()`)",
+        [
+            ("asp: replicas, ZeRO-1, bf16, fp16, autocast, clipping, `staleness`, recomputation, schedulers",
+             "as after a save and a resume with the new split, bit for bit",
+             "test_layer_moves.py::test_a_move_is_a_save_and_a_resume"),
+            ("Weights tied between the first and the last layer", "likewise",
+             "test_layer_moves.py::test_a_move_is_a_save_and_a_resume"),
+            ("bsp; vertical sync, beside drains without moves", "training does not depend on moves, bit for bit",
+             "test_layer_moves.py::test_bsp_and_vertical_do_not_depend_on_moves"),
+            ("Other ties, `virtual_stages`, `activation_checkpoint_interval`, `swap_ratio`, split plain modules",
+             "refused",
+             "test_balance.py::test_what_cannot_move_is_refused_at_start"),
+            ("A layer that was changed after it had been built", "one line on every rank when it is to move",
+             "test_balance.py::test_a_layer_that_cannot_be_built_elsewhere_ends_all_ranks_with_one_line"),
+        ],
+    ),
+    (
         "Evaluation and checkpoints",
         [
             ("`eval_batch()` between any two batches, any size or shape, `return_logits`, `num_micro_batches`, ...",

@@ -1,0 +1,33 @@
+"""The ``"replan"`` object of the ``"vpipe"`` block: a pipeline that balances itself while it trains."""
+
+from typing import Literal
+
+from ds_vpipe.config.keys import Settings, key
+
+
+class Replan(Settings):
+    """When to look at the balance of a pipeline, and what to do about it."""
+
+    every: int = key(
+        0,
+        "an int >= 0",
+        "Updates between two looks at the balance; 0: never. At a look all ranks compare the same measurements and "
+        "come to the same decision.",
+        50,
+        ge=0,
+    )
+    moves: Literal["drain"] = key(
+        "drain",
+        '"drain"',
+        "Way in which layers move: `drain` empties the pipeline, moves them in memory and fills it again.",
+        "drain",
+    )
+    threshold: float = key(
+        0.03,
+        "a number >= 0",
+        "Layers move only if the planner expects more than this share of the time per micro-batch to be saved.",
+        0.03,
+        ge=0,
+        allow_inf_nan=False,
+    )
+    dry_run: bool = key(False, "true or false", "Log decisions only.", True)

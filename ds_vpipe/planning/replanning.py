@@ -1,0 +1,182 @@
+"""Decisions of a pipeline that balances itself: what is measured, what the planner makes of it, and whether it pays.
+
+Every rank hands in a profile of its own layers. The same measurements give the same decision on every rank: everything
+here is a pure function of them and of the decisions before.
+
+A layer that takes long may be a large one, or on a slow device. Both are told apart by what was known before. If the
+layers of one stage take longer or shorter than before, beside those of others, its device has changed. Layers that take
+another time since they have moved show how slow the device was that they have left. Forward passes decide, since a
+backward pass also changes where layers are frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.layer_profile import ModelProfile, merge_profiles
+from ds_vpipe.planning.planner import plan, predict
+from ds_vpipe.schedules.pipeline import Pipeline
+
+_DIFFERENT = 1.15  # factor by which a device has to change to be noticed
+_LOOKS_TO_PAY = 10  # within so many looks what a move saves has to be more than what it costs
+_UNKNOWN_MOVE_S = 1.0  # of the first move
+
+
+@dataclass(frozen=True)
+class Work:
+    """What layers cost on the fastest device, and how slow the others are."""
+
+    profile: ModelProfile  # of all layers, on the fastest device
+    counts: tuple[int, ...]  # layers of every stage when they were measured
+    slowness: tuple[float, ...]  # of every stage; the fastest one's is 1
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Outcome of one look at the balance; the same on all ranks."""
+
+    update: int  # after which it was made
+    partition: tuple[int, ...]  # layers of every stage, at present
+    recompute_ratio: tuple[float, ...]
+    better_partition: tuple[int, ...]  # the planner's
+    better_ratio: tuple[float, ...]
+    seconds: float  # per micro-batch with the present split, as planned
+    better_seconds: float  # with the planner's
+    stays: str  # why layers stay where they are; empty if they move
+
+    @property
+    def gain(self) -> float:
+        """Share of the time per micro-batch that the planner expects to save."""
+        return 1 - self.better_seconds / self.seconds if self.seconds else 0.0
+
+    def line(self) -> str:
+        """The decision in one line."""
+        there = f"{list(self.better_partition)}"
+        if self.better_ratio != self.recompute_ratio:
+            there += f", recompute_ratio {list(self.better_ratio)}"
+        if self.better_partition == self.partition and self.better_ratio == self.recompute_ratio:
+            return f"replan at update {self.update}: {list(self.partition)} stays: {self.stays}"
+        expected = f"{1e3 * self.seconds:.2f} -> {1e3 * self.better_seconds:.2f} ms per micro-batch expected"
+        what = f" stays: {self.stays}" if self.stays else " moves"
+        return f"replan at update {self.update}: {list(self.partition)} -> {there}, {expected};{what}"
+
+
+def joined(profiles: Iterable[tuple[int, ModelProfile]]) -> ModelProfile:
+    """Profile of the whole model from those of all ranks, with their stages; the slowest replica of a stage counts."""
+    stages: dict[int, ModelProfile] = {}
+    for stage, found in profiles:
+        stages[stage] = found if stage not in stages else _slower(stages[stage], found)
+    return merge_profiles([stages[stage] for stage in sorted(stages)])
+
+
+def separated(measured: ModelProfile, counts: Sequence[int], before: Work | None) -> Work:
+    """What layers cost, apart from how slow the devices are that they were measured on."""
+    slowness, owners = _slowness(measured, counts, before), _owners(counts)
+    layers = [
+        replace(one, forward_s=one.forward_s / slowness[owner], backward_s=one.backward_s / slowness[owner])
+        for one, owner in zip(measured.layers, owners, strict=True)
+    ]
+    return Work(replace(measured, layers=tuple(layers)), tuple(counts), slowness)
+
+
+def _slowness(measured: ModelProfile, counts: Sequence[int], before: Work | None) -> tuple[float, ...]:
+    stages = range(len(counts))
+    if before is None:
+        return (1.0,) * len(counts)
+    slowness, owners = list(before.slowness), _owners(counts)
+    then = [
+        layer.forward_s * slowness[s] for layer, s in zip(before.profile.layers, _owners(before.counts), strict=True)
+    ]
+    now = [layer.forward_s for layer in measured.layers]
+    moves = list(zip(_owners(before.counts), owners, then, now, strict=True))
+
+    def ratio(pairs: Iterable[tuple[float, float]]) -> float | None:
+        """Of all together: a small layer's time is mostly noise."""
+        over, under = map(sum, zip(*pairs, strict=True)) if (pairs := list(pairs)) else (0.0, 0.0)
+        return over / under if over > 0 and under > 0 else None
+
+    changes = {s: ratio((b, a) for old, new, a, b in moves if old == new == s) for s in stages}
+    usual = median([change for change in changes.values() if change is not None] or [1.0])
+    for s, change in changes.items():
+        if change is not None and _differ(change, usual):
+            slowness[s] *= change / usual
+    for s in stages:  # what has left a stage shows how slow it was, beside where it is now
+        found = ratio((slowness[new] * a * usual, b) for old, new, a, b in moves if old == s != new)
+        if found is not None and _differ(found, slowness[s]):
+            slowness[s] = found
+    return tuple(factor / min(slowness) for factor in slowness)
+
+
+def decide(
+    work: Work,
+    pipeline: Pipeline,
+    devices: Devices,
+    *,
+    update: int,
+    every: int,
+    threshold: float,
+    chooses_ratio: bool,
+    move_s: float | None = None,
+) -> Decision:
+    """Decision on the split of a running pipeline.
+
+    Args:
+        work: of all layers.
+        pipeline: what runs, with its partition and ratios.
+        devices: budgets and links.
+        update: number of updates so far.
+        every: updates between two looks.
+        threshold: least share of the time per micro-batch that a move has to save.
+        chooses_ratio: whether recomputation is the planner's to choose.
+        move_s: seconds that the last move took; None before the first one.
+    """
+    devices = replace(devices, slowness=work.slowness)
+    partition, ratios = pipeline.partition or (), pipeline.recompute_ratio or ()
+    now = predict(work.profile, pipeline, devices)
+    stay = Decision(
+        update, partition, ratios, partition, ratios, now.seconds_per_micro_batch, now.seconds_per_micro_batch, ""
+    )
+    try:
+        open_choice = replace(pipeline, partition=None, recompute_ratio=None if chooses_ratio else ratios)
+        best = plan(work.profile, open_choice, devices)
+    except VPipeConfigError as error:
+        return replace(stay, stays=f"no split fits the memory ({error})")
+    found = replace(
+        stay,
+        better_partition=best.pipeline.partition or (),
+        better_ratio=best.pipeline.recompute_ratio or (),
+        better_seconds=best.seconds_per_micro_batch,
+    )
+    saved = found.seconds - found.better_seconds
+    fits = all(stage.budget is None or stage.memory.total <= stage.budget for stage in now.stages)
+    if (found.better_partition, found.better_ratio) == (partition, ratios):
+        return replace(found, stays="no split is faster")
+    if fits and found.gain <= threshold:
+        return replace(found, stays=f"it would save {found.gain:.1%}, threshold {threshold:.1%}")
+    # To fill the pipeline again takes about one micro-batch through all stages.
+    cost = (_UNKNOWN_MOVE_S if move_s is None else move_s) + sum(stage.compute_s for stage in best.stages)
+    if fits and saved * pipeline.micro_batches * every * _LOOKS_TO_PAY <= cost:
+        return replace(found, stays=f"a move of {cost:.2f} s would not pay within {_LOOKS_TO_PAY * every} updates")
+    return found
+
+
+def _owners(counts: Sequence[int]) -> list[int]:
+    """Stage of every layer."""
+    return [stage for stage, count in enumerate(counts) for _ in range(count)]
+
+
+def _differ(one: float, other: float) -> bool:
+    return not 1 / _DIFFERENT < one / other < _DIFFERENT
+
+
+def _slower(one: ModelProfile, other: ModelProfile) -> ModelProfile:
+    pairs = zip(one.layers, other.layers, strict=True)
+    layers = tuple(
+        replace(a, forward_s=max(a.forward_s, b.forward_s), backward_s=max(a.backward_s, b.backward_s))
+        for a, b in pairs
+    )
+    return replace(one, layers=layers)

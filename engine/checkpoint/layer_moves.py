@@ -1,0 +1,199 @@
+"""Layers that move between stages while nothing is in flight, with all that training keeps of them.
+
+What a stage has afterwards is what it would have after a checkpoint of this moment had been loaded with the new split
+(:mod:`.reshape`): optimizer states are read and written by the same functions, by parameter, and what belongs to a
+stage is that of the stage that had its first trained parameter. But nothing is written: each layer that changes hands
+is one message, and all others stay where they are. Random states and the count of passes, which seeds layers, go on.
+"""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from torch.utils._pytree import tree_map_only
+
+from ds_vpipe.checkpoints.optimizer_states import ParameterState
+from ds_vpipe.checkpoints.stage_layout import first_homes
+from ds_vpipe.engine.checkpoint.parameter_states import parameter_names, read_states, stage_layout, write_states
+from ds_vpipe.engine.checkpoint.reshape import take_counters
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.modules.partitioned import hold
+from ds_vpipe.engine.stage import Stage
+from ds_vpipe.engine.updates.loss_scale import LossScaling
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.partition import bounds
+
+_WHAT = "all stages to move layers"
+
+
+def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[int]) -> None:
+    """Split the model anew; all ranks call this, with nothing in flight and one version of the weights.
+
+    Args:
+        engine: gets the optimizer's parameters and states of its new layers.
+        stage: of this rank.
+        counts: layers of every stage, with which tied layers stay where they are.
+
+    Raises:
+        VPipeConfigError: a layer was changed after it had been built, so that another stage cannot build it.
+        PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
+    """
+    module, consensus = stage.module, stage.consensus
+    layout = stage_layout(engine)
+    trains, scaling = engine.optimizer is not None, stage.loss_scaling
+    states = read_states(engine, consensus.of_replicas) if trains else {}
+    counters = {
+        "lr_scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
+        **{name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")},
+    }
+    everywhere = consensus.of_stages((layout, counters, None if scaling is None else scaling.state()), _WHAT)
+    before, moves = _layers(module), list(_moves(module.parts, bounds(counts)))
+    with stage.random_states.kept(stage.device):
+        hold(module, counts)
+    module.to(stage.device)
+    received: dict[int, Any] = {}
+    for index, source, target in moves:
+        if source == stage.number:
+            _send(stage, target, _content(before[index], f"{index}.", states))
+        elif target == stage.number:
+            received[index] = _receive(stage, source)
+    del before
+    now = _layers(module)
+    with consensus.all_or_none("repartition()"):
+        for index, content in received.items():
+            states |= _fill(module, index, now[index], content)
+        engine.layers_changed()
+        if trains:
+            homes = first_homes([found.groups for found, *_ in everywhere])
+            engine.train_others(_groups(module, homes, len(layout.groups)))
+            if scaling is not None:
+                stage.loss_scaling = LossScaling(engine.optimizer)
+                stage.loss_scaling.restore(everywhere[-1][2])
+            write_states(engine, states)
+            first = next(iter(stage_layout(engine).names), None)
+            take_counters(engine, everywhere[0 if first is None else homes[first][0]][1], with_lr_scheduler=True)
+        stage.weights.take_over(engine.optimizer, module.parameters())
+
+
+def refuse_moves(engine: PatchedPipelineEngine, stage: Stage, call: str) -> None:
+    """Refuse ``call`` where layers cannot move; all ranks call this.
+
+    Raises:
+        VPipeConfigError: on every rank, with the reason.
+    """
+    groups = [] if engine.basic_optimizer is None else engine.basic_optimizer.param_groups
+    found = stage.consensus.of_all((len(groups), bool(stage_layout(engine).aliases)), f"all ranks in {call}")
+    reasons = [*_fixed(engine, stage)]
+    if len({count for count, _ in found}) > 1:
+        counts = sorted({count for count, _ in found})
+        reasons.append(f"the optimizer has {counts} parameter groups on different stages, allowed is one number")
+    if any(aliased for _, aliased in found):
+        reasons.append("layers of a stage share a parameter without being tied, allowed are TiedLayerSpecs")
+    if reasons:
+        raise VPipeConfigError(f"{call}: layers cannot move: {reasons[0]}; change that, or leave the split as it is")
+
+
+def _fixed(engine: PatchedPipelineEngine, stage: Stage) -> Iterator[str]:
+    """Reasons for which layers cannot move, the same on all ranks."""
+    module, ends = stage.module, {0, len(stage.module._layer_specs) - 1}
+    if hasattr(module, "hold_layers"):
+        yield "the model is a plain module that was split, allowed is a PipelineModule"
+    if stage.pipeline.virtual_stages > 1:
+        yield f"the schedule is {stage.pipeline.schedule!r}, allowed are schedules with one part per stage"
+    if stage.swap is not None:
+        yield "swap_ratio is not 0, allowed is 0"
+    if getattr(engine.optimizer, "optimizer", engine.basic_optimizer) is not engine.basic_optimizer:
+        yield "DeepSpeed has replaced the optimizer by another one (Adagrad with ZeRO-1), allowed is one that it keeps"
+    if getattr(engine.optimizer, "cpu_offload", False):
+        yield "the optimizer is offloaded, allowed is one on the stage's device"
+    if engine.torch_autocast_enabled() and engine.zero_optimization():
+        yield "torch_autocast is enabled with ZeRO-1, allowed is one of the two"
+    if module.activation_checkpoint_interval > 0:
+        yield "activation_checkpoint_interval is not 0, allowed is vpipe.recompute_ratio"
+    if engine.is_compiled:
+        yield "the engine is compiled, allowed is one that is not"
+    owners: dict[int, int] = {}
+    for index, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec) and index not in ends:
+            yield f"layer {index} is tied ({spec.key!r}), allowed are ties of the first and the last layer"
+        for parameter in spec.parameters() if isinstance(spec, torch.nn.Module) else ():
+            if owners.setdefault(id(parameter), index) != index:
+                yield f"layers {owners[id(parameter)]} and {index} share a parameter, allowed are TiedLayerSpecs"
+
+
+def _layers(module: PipelineModule) -> dict[int, Any]:
+    """Layers here by number."""
+    return dict(zip(range(module._local_start, module._local_stop), module.forward_funcs, strict=True))
+
+
+def _moves(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Layers that change hands, each with its stage before and its stage now; in the same order on all ranks."""
+    for index in range(new[-1]):
+        source, target = bisect(old, index) - 1, bisect(new, index) - 1
+        if source != target:
+            yield index, source, target
+
+
+def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState]) -> dict[str, Any]:
+    """All that training keeps of a layer, in host memory."""
+    if not isinstance(layer, torch.nn.Module):
+        return {}
+    content = {
+        "weights": layer.state_dict(),
+        "types": {name: tensor.dtype for name, tensor in (*layer.named_parameters(), *layer.named_buffers())},
+        "trained": {name: parameter.requires_grad for name, parameter in layer.named_parameters()},
+        "states": {name: vars(state) for name, state in states.items() if name.startswith(prefix)},
+    }
+    found: dict[str, Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), content)
+    return found
+
+
+def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, Any]) -> dict[str, ParameterState]:
+    """Give a layer that was built the values of the one that it replaces; returns the states of its parameters."""
+    if not content:
+        return {}
+    shapes = [{name: tuple(t.shape) for name, t in found.items()} for found in (layer.state_dict(), content["weights"])]
+    tensors = dict((*layer.named_parameters(), *layer.named_buffers()))
+    if shapes[0] != shapes[1] or tensors.keys() != content["types"].keys():
+        raise VPipeConfigError(
+            f"repartition: got bounds {list(module.parts)}, which move layer {index} ({type(layer).__name__}), but it "
+            f"was changed after it had been built (parameters or buffers) and another stage cannot build it; allowed "
+            f"are layers as their specification builds them; change it there, or leave vpipe.replan out"
+        )
+    for name, tensor in tensors.items():
+        tensor.data = tensor.data.to(content["types"][name])
+    layer.load_state_dict(content["weights"])
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(content["trained"][name])
+    return {name: ParameterState(**state) for name, state in content["states"].items()}
+
+
+def _send(stage: Stage, target: int, content: Mapping[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    data = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    for tensor in (torch.tensor([len(data)]), data):
+        stage.consensus.bytes_of_stage(tensor, stage.number, [target], _WHAT)
+
+
+def _receive(stage: Stage, source: int) -> Any:
+    size = torch.zeros(1, dtype=torch.int64)
+    stage.consensus.bytes_of_stage(size, source, [stage.number], _WHAT)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    stage.consensus.bytes_of_stage(data, source, [stage.number], _WHAT)
+    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=False)
+
+
+def _groups(module: PipelineModule, homes: Mapping[str, tuple[int, int]], count: int) -> list[list[torch.nn.Parameter]]:
+    """The module's parameters that are trained, each in the parameter group that it was in."""
+    groups: list[list[torch.nn.Parameter]] = [[] for _ in range(count)]
+    parameters = {id(parameter): parameter for parameter in module.parameters()}
+    for key, name in parameter_names(module).items():
+        if name in homes:
+            groups[homes[name][1]].append(parameters[key])
+    return groups

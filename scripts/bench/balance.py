@@ -1,0 +1,155 @@
+#!/usr/bin/env python
+"""A pipeline that balances itself: pace before and after, from a bad split and with a stage that slows down.
+
+``python scripts/bench/balance.py`` starts K ranks on this machine and trains layers that sleep, so that two cores can
+stand for any number of devices:
+
+* worst: training starts from ``[n-3, 1, 1, 1]``;
+* slower: training starts from an even split, and some updates later stage 1 takes twice as long for every layer.
+
+Each is trained without ``"replan"``, with it, and from the split that is best for the end. Prints for each the seconds
+per micro-batch at the end (median), beside the best, and the lines of the decisions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from common import Emulated, close_groups, ds_config, engine_for, join, machine, markdown, micro_batch, parser_of, start
+from deepspeed.pipe import LayerSpec
+
+from ds_vpipe.partition import bounds
+
+SLOW_STAGE, SLOWER = 1, 2.0
+
+
+@dataclass
+class Device:
+    """Emulated device of a rank; ``slowness`` multiplies the time of every layer on it."""
+
+    slowness: float = 1.0
+
+
+class Throttled(Emulated):
+    """Layer that takes the time of the device that it is on."""
+
+    def __init__(self, milliseconds: float, device: Device) -> None:
+        super().__init__(milliseconds)
+        self._alone, self._device = self._part, device
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self._part = self._alone * self._device.slowness
+        return super().forward(value)
+
+
+def best_split(layers: int, slowness: list[float]) -> list[int]:
+    """Layers per stage with which the slowest stage takes the least time, by trying all."""
+
+    def splits(left: int, stages: int) -> Any:
+        if stages == 1:
+            yield [left]
+            return
+        for count in range(1, left - stages + 2):
+            yield from ([count, *others] for others in splits(left - count, stages - 1))
+
+    def order(counts: list[int]) -> tuple[float, float]:
+        seconds = [count * factor for count, factor in zip(counts, slowness, strict=True)]
+        return max(seconds), sum(one**2 for one in seconds)
+
+    return min(splits(layers, len(slowness)), key=order)
+
+
+def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[list[float], list[str], list[int]]:
+    """Seconds per micro-batch of every update, lines of the decisions, and the split at the end."""
+    stages, layers = options.stages, options.layers
+    slowness = [SLOWER if case == "slower" and stage == SLOW_STAGE else 1.0 for stage in range(stages)]
+    partition = [layers - stages + 1] + [1] * (stages - 1) if case == "worst" else best_split(layers, [1.0] * stages)
+    if arm == "best":
+        partition = best_split(layers, slowness)
+    block: dict[str, Any] = {"partition": partition}
+    if arm == "replan":
+        block["replan"] = {"every": options.every}
+    device = Device()
+    specs = [LayerSpec(Throttled, options.layer_ms, device) for _ in range(layers)]
+    engine = engine_for(specs, stages, ds_config(options.micro_batches, block))
+    batch = micro_batch("emulated")
+    data = iter(lambda: batch, None)
+    seconds = []
+    for update in range(options.updates):
+        if update == options.slower_at or arm == "best":
+            device.slowness = slowness[rank]
+        begin = time.perf_counter()
+        engine.train_batch(data)
+        seconds.append((time.perf_counter() - begin) / options.micro_batches)
+    lines = [] if engine.balance is None else [decision.line() for decision in engine.balance.decisions]
+    split = [stop - start for start, stop in pairwise(bounds(engine.pipeline.partition))]
+    engine.destroy()
+    del engine
+    close_groups()
+    return seconds, lines, split
+
+
+def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
+    """One rank; rank 0 prints."""
+    printed = join(rank, world, port)
+    rows = []
+    for case in options.cases:
+        paces = {}
+        for arm in ("stays", "replan", "best"):
+            seconds, lines, split = train(case, arm, rank, options)
+            first = (
+                slice(2, options.every)
+                if case == "worst"
+                else slice(options.slower_at, options.slower_at + options.every)
+            )
+            paces[arm] = statistics.median(seconds[-options.every :])
+            rows.append((case, arm, split, statistics.median(seconds[first]), max(seconds[2 * world :]), paces[arm]))
+            for line in lines if rank == 0 else ():
+                print(f"{case}: {line}", file=printed, flush=True)
+    if rank == 0:
+        best = {case: pace for case, arm, *_, pace in rows if arm == "best"}
+        head = ["case", "arm", "layers at the end", "ms at first", "longest, ms", "ms at the end", "of the best"]
+        lines = [
+            (
+                case,
+                arm,
+                split,
+                f"{1e3 * first:.1f}",
+                f"{1e3 * most:.0f}",
+                f"{1e3 * pace:.1f}",
+                f"{best[case] / pace:.0%}",
+            )
+            for case, arm, split, first, most, pace in rows
+        ]
+        print(f"{machine()}\n{markdown(head, lines)}", file=printed, flush=True)
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layer-ms", type=float, default=6.0, help="per layer and micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--every", type=int, default=20, help="updates between two looks")
+    parser.add_argument("--updates", type=int, default=160)
+    parser.add_argument("--slower-at", type=int, default=40, help="update at which a stage slows down")
+    parser.add_argument("--cases", nargs="+", choices=("worst", "slower"), default=["worst", "slower"])
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Start the ranks."""
+    options = parse()
+    start(work, options.stages, options)
+
+
+if __name__ == "__main__":
+    main()

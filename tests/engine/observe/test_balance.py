@@ -1,0 +1,189 @@
+"""A pipeline that measures its layers and balances itself while it trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import cases
+import pytest
+import torch
+import toy
+from test_exactness import OPTIMIZERS
+from torch import nn
+from worlds import CaseFailed, Worlds
+
+pytestmark = pytest.mark.mp
+
+PART_S = 0.003  # a layer's forward pass; its backward pass takes twice as long
+WIDTH, LAYERS = 8, 8
+ADAMW = OPTIMIZERS["AdamW"][0]
+
+
+@dataclass
+class Device:
+    slowness: float = 1.0
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, device: Device) -> torch.Tensor:
+        ctx.device = device
+        time.sleep(PART_S * device.slowness)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * PART_S * ctx.device.slowness)
+        return gradients[0], None
+
+
+class Sleepy(nn.Module):
+    def __init__(self, seed: int, device: Device) -> None:
+        super().__init__()
+        self.linear = toy.seeded(seed, lambda: nn.Linear(WIDTH, WIDTH))
+        self.device = device
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(x + torch.tanh(self.linear(x)), self.device)
+
+
+def sleepy(device: Device) -> list[Any]:
+    from deepspeed.pipe import LayerSpec
+
+    return [LayerSpec(Sleepy, 100 + number, device) for number in range(LAYERS)]
+
+
+def micro_batches() -> Any:
+    generator = torch.Generator().manual_seed(5)
+    while True:
+        yield torch.randn(2, WIDTH, generator=generator), torch.randn(2, WIDTH, generator=generator)
+
+
+def balanced(
+    block: dict[str, Any], stages: int, updates: int, slower_at: int | None = None, slow_stage: int = 0
+) -> dict[str, Any]:
+    """Train from a bad split; the decisions, the splits, the seconds of layers, and the weights in the end."""
+    device = Device()
+    ds_config = cases.config(2, ADAMW, {"partition": [LAYERS - stages + 1] + [1] * (stages - 1), **block})
+    engine = cases.engine(ds_config, stages, loss_fn=nn.MSELoss(), specs=lambda: sleepy(device))
+    iterator, losses, splits, layers = micro_batches(), [], [], []
+    for update in range(updates):
+        if update == slower_at and engine.stage_id == slow_stage:
+            device.slowness = 3.0
+        losses.append(float(engine.train_batch(iterator)))
+        splits.append([stop - start for start, stop in pairwise(engine.module.parts)])
+        if not layers and engine.balance is not None and engine.balance.decisions:
+            layers = [(one.forward_s, one.backward_s) for one in engine.balance._known.profile.layers]
+    result = {
+        "losses": losses,
+        "splits": splits,
+        "layers": layers,
+        "parameters": cases.parameters(engine),
+        "decisions": [] if engine.balance is None else engine.balance.decisions,
+        "moves": [] if engine.balance is None else engine.balance.moves,
+    }
+    engine.destroy()
+    cases.close_groups()
+    return result
+
+
+def arms(blocks: list[dict[str, Any]], stages: int, updates: int, **options: Any) -> list[dict[str, Any]]:
+    return [balanced(block, stages, updates, **options) for block in blocks]
+
+
+def test_a_bad_split_is_mended_and_a_slow_stage_relieved(worlds: Worlds) -> None:
+    block = {"replan": {"every": 4, "threshold": 0.1}}
+    first, second = worlds.run(2, balanced, block, 2, 24, slower_at=10)
+    assert first["decisions"] == second["decisions"]  # every number of them
+    assert first["splits"] == second["splits"]
+    assert first["splits"][0] == [7, 1]
+    assert first["splits"][9][0] in (3, 4, 5)  # the machine may be busy
+    assert first["splits"][-1][0] < first["splits"][9][0]
+    assert [move["after_s"] is None for move in first["moves"]][:-1] == [False] * (len(first["moves"]) - 1)
+    assert first["moves"][0]["after_s"] < first["moves"][0]["before_s"]
+    for forward, backward in first["layers"]:  # the second stage waits most of the time, which does not count
+        assert PART_S < forward < 3 * PART_S
+        assert 2 * PART_S < backward < 5 * PART_S
+
+
+def test_recomputation_is_not_measured_as_backward_pass(worlds: Worlds) -> None:
+    block = {"replan": {"every": 4, "dry_run": True}, "recompute_ratio": 1.0}
+    for report in worlds.run(2, balanced, block, 2, 6):
+        for forward, backward in report["layers"]:  # else the last layer's would be eight times as long
+            assert PART_S < forward < 3 * PART_S
+            assert 2 * PART_S < backward < 5 * PART_S
+        assert report["decisions"][0].seconds > 7 * 4 * PART_S  # the plan counts it
+
+
+def test_a_dry_run_changes_nothing(worlds: Worlds) -> None:
+    blocks = [{"replan": {"every": 4, "dry_run": True}}, {}]
+    for dry, without in worlds.run(2, arms, blocks, 2, 8):
+        assert dry["decisions"][0].better_partition[0] < 7
+        assert dry["decisions"][0].stays == ""
+        assert dry["moves"] == []
+        assert dry["splits"] == without["splits"]
+        assert dry["losses"] == without["losses"]
+        assert all(torch.equal(dry["parameters"][name], value) for name, value in without["parameters"].items())
+
+
+def test_bsp_trains_the_same_while_it_balances_itself(worlds: Worlds) -> None:
+    blocks = [{"sync_mode": "bsp", "replan": {"every": 4}}, {"sync_mode": "bsp"}]
+    by_run = list(zip(*worlds.run(3, arms, blocks, 3, 10), strict=True))
+    moved, stayed = ({name: value for r in run for name, value in r["parameters"].items()} for run in by_run)
+    assert by_run[0][0]["splits"][-1] != by_run[1][0]["splits"][-1]
+    assert by_run[0][0]["losses"] == by_run[1][0]["losses"]
+    assert moved.keys() == stayed.keys()
+    assert all(torch.equal(moved[name], stayed[name]) for name in moved)
+
+
+def refused(block: dict[str, Any], extra: dict[str, Any], specs: Callable[[], list[Any]] | None = None) -> None:
+    cases.engine(cases.config(2, ADAMW, block, **extra), 2, specs=specs)
+
+
+@pytest.mark.parametrize(
+    ("block", "extra", "specs", "line"),
+    [
+        ({"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}, {}, None, "vpipe.replan.every: got 5"),
+        ({}, {"pipeline": {"activation_checkpoint_interval": 1}}, None, "activation_checkpoint_interval is not 0"),
+        ({"swap_ratio": 0.5}, {}, None, "vpipe.replan.every: got 5: layers cannot move: swap_ratio is not 0"),
+        ({}, {}, toy.tied_specs, "layer 2 is tied ('scale'), allowed are ties of the first and the last layer"),
+    ],
+)
+def test_what_cannot_move_is_refused_at_start(
+    worlds: Worlds, block: dict[str, Any], extra: dict[str, Any], specs: Any, line: str
+) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, refused, {"replan": {"every": 5}, **block}, extra, specs)
+    assert [line in error for error in failed.value.errors.values()] == [True, True]
+
+
+def changed_layer() -> None:
+    """Move a layer that only its stage has changed."""
+    engine = cases.engine(cases.config(1, ADAMW, {"partition": [6, 4]}), 2)
+    iterator = toy.data()
+    engine.train_batch(iterator)
+    if engine.stage_id == 0:
+        engine.module.forward_funcs[5].register_buffer("added", torch.zeros(1))
+    engine.repartition([5, 5])
+
+
+def test_a_layer_that_cannot_be_built_elsewhere_ends_all_ranks_with_one_line(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, changed_layer)
+    assert [error.count("\n") for error in failed.value.errors.values()] == [0, 0]
+    assert ["layer 5 (Attend), but it was changed" in error for error in failed.value.errors.values()] == [True, True]
+
+
+def other_counts() -> None:
+    engine = cases.engine(cases.config(1, ADAMW, {"partition": [6, 4]}), 2)
+    engine.repartition([5, 5] if engine.stage_id == 0 else [4, 6])
+
+
+def test_another_split_on_another_rank_is_refused(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, other_counts)
+    assert ["pass the same on every rank" in error for error in failed.value.errors.values()] == [True, True]

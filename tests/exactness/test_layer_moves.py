@@ -1,0 +1,183 @@
+"""Layers that move between stages while training goes on: the same training, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import torch
+import toy
+from test_exactness import OPTIMIZERS
+from worlds import Worlds
+
+pytestmark = pytest.mark.mp
+
+ADAMW = OPTIMIZERS["AdamW"][0]
+SCHEDULE = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.01}}}
+LAYERS = len(toy.LAYERS)
+UPDATES = 8
+
+
+def split_at(generator: random.Random, stages: int) -> list[int]:
+    cuts = [0, *sorted(generator.sample(range(1, LAYERS), stages - 1)), LAYERS]
+    return [stop - start for start, stop in pairwise(cuts)]
+
+
+def everything(engine: Any) -> dict[str, Any]:
+    """Weights, optimizer states and rates of this stage, by parameter; and counters."""
+    from ds_vpipe.engine.checkpoint.parameter_states import read_states
+
+    engine.quiesce()  # copies of tied weights are as new as their owner's
+    found: dict[str, Any] = dict(cases.parameters(engine))
+    for name, state in read_states(engine, engine.stage.consensus.of_replicas).items():
+        if name.startswith("tied_modules") and engine.stage.ties.weights_in:
+            continue  # never used: what it does to a copy is overwritten
+        found |= {f"{name}|{key}": torch.as_tensor(value).clone() for key, value in state.state.items()}
+        found[f"{name}|lr"] = torch.tensor(state.options["lr"])
+        if state.master is not None:
+            found[f"{name}|master"] = state.master.clone()
+    found["counters"] = torch.tensor([engine.global_steps, engine.global_samples, engine.skipped_steps])
+    return found
+
+
+def trained_with(
+    ds_config: dict[str, Any], stages: int, splits: dict[int, list[int]], moves: bool = True, **module: Any
+) -> dict[str, Any]:
+    """Train with these splits from these updates on, or with a quiesce in the place of each; what came of it."""
+    engine = cases.engine(ds_config, stages, **module)
+    iterator = toy.data(replica=engine.grid.data_parallel_id)
+    losses = []
+    for update in range(UPDATES):
+        if update in splits and moves:
+            engine.repartition(splits[update])
+        elif update in splits:
+            engine.quiesce()
+        losses.append(float(engine.train_batch(iterator)))
+    result = {"losses": losses, "everything": everything(engine), "parts": list(engine.module.parts)}
+    engine.destroy()
+    return result
+
+
+def with_and_without(
+    ds_configs: list[dict[str, Any]], stages: int, splits: dict[int, list[int]], **module: Any
+) -> list[dict[str, Any]]:
+    reports = []
+    for ds_config in ds_configs:
+        for moves in (True, False):
+            reports.append(trained_with(ds_config, stages, splits, moves, **module))
+            cases.close_groups()
+    return reports
+
+
+def everywhere(reports: Any) -> dict[str, torch.Tensor]:
+    """What all stages hold."""
+    return {name: value for report in reports for name, value in report["everything"].items()}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_bsp_and_vertical_do_not_depend_on_moves(worlds: Worlds, stages: int) -> None:
+    generator = random.Random(stages)
+    splits = {update: split_at(generator, stages) for update in (1, 2, 4, 5, 7)}
+    blocks = [{"sync_mode": "bsp"}, {"weight_sync": "vertical"}]
+    ds_configs = [cases.config(size, ADAMW, block, **SCHEDULE) for block in blocks for size in (1, 2)]
+    by_run = list(zip(*worlds.run(stages, with_and_without, ds_configs, stages, splits), strict=True))
+    for moved, stayed in zip(by_run[::2], by_run[1::2], strict=True):
+        assert moved[0]["parts"] != stayed[0]["parts"]
+        assert moved[0]["losses"] == stayed[0]["losses"]
+        assert_same(everywhere(moved), everywhere(stayed))
+
+
+def moved_and_resumed(
+    ds_config: dict[str, Any], stages: int, splits: dict[int, list[int]], folder: str, **module: Any
+) -> list[dict[str, Any]]:
+    """Train with moves, and by one engine for each split, which loads what the one before has saved."""
+    ratios = ds_config["vpipe"].get("recompute_ratio", 0)
+    moved = trained_with(ds_config, stages, splits, **module)
+    cases.close_groups()
+    losses, split, starts = [], None, [0, *splits, UPDATES]
+    for start, stop in pairwise(starts):
+        split = splits.get(start, split)
+        block = {**ds_config["vpipe"], "recompute_ratio": ratios, **({} if split is None else {"partition": split})}
+        engine = cases.engine({**ds_config, "vpipe": block}, stages, **module)
+        if start:
+            engine.load_checkpoint(folder, tag=str(start))
+        iterator = toy.data(start=engine.consumed_micro_batches, replica=engine.grid.data_parallel_id)
+        losses += [float(engine.train_batch(iterator)) for _ in range(start, stop)]
+        engine.save_checkpoint(folder, tag=str(stop))
+        resumed = {"losses": losses, "everything": everything(engine), "parts": list(engine.module.parts)}
+        engine.destroy()
+        cases.close_groups()
+    return [moved, resumed]
+
+
+CLIPPED = {"gradient_clipping": 0.1}
+STALE = {"staleness": {"nadam": True, "lr_rescheduling": {"num_steps": 20}}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 3, "hysteresis": 1}}
+ZERO = {"zero_optimization": {"stage": 1}}
+BF16 = {"bf16": {"enabled": True}}
+FLOAT_LOSS = {"loss_fn": toy.float_cross_entropy}
+LATE_BY_ONE = {"staleness": {"error_feedback": True}}
+
+
+@pytest.mark.parametrize(
+    ("stages", "world", "micro_batches", "block", "extra", "module"),
+    [
+        (2, 2, 1, {}, {}, {}),
+        (4, 4, 1, {"recompute_ratio": 0.5}, SCHEDULE, {}),
+        (4, 4, 2, {"gradient_clipping_scope": "delayed_global", **STALE}, CLIPPED, {}),
+        (3, 3, 2, LATE_BY_ONE, {}, {}),
+        (2, 4, 2, {}, CLIPPED, {}),
+        (3, 3, 1, {}, CLIPPED, {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}),
+        (3, 3, 2, {"sync_mode": "bsp"}, CLIPPED, {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}),
+        (3, 3, 2, {"weight_sync": "none", "stage_to_depth_map": [4, 2, 0]}, {}, {"specs": toy.built_layers}),
+        (2, 4, 1, {}, {**ZERO, **CLIPPED}, {}),
+        (2, 4, 2, {}, {**BF16, **ZERO, **CLIPPED, **SCHEDULE}, FLOAT_LOSS),
+        (3, 3, 1, {}, BF16, FLOAT_LOSS),
+        (3, 3, 1, {}, {**FP16, **CLIPPED}, FLOAT_LOSS),
+        (2, 4, 1, {}, {**FP16, **ZERO}, FLOAT_LOSS),
+        (3, 3, 1, {}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, FLOAT_LOSS),
+    ],
+    ids=[
+        "plain",
+        "recompute",
+        "norms-and-staleness",
+        "error-feedback",
+        "replicas",
+        "tied",
+        "bsp-tied",
+        "built-layers",
+        "zero",
+        "bf16-zero",
+        "bf16",
+        "fp16",
+        "fp16-zero",
+        "autocast",
+    ],
+)
+def test_a_move_is_a_save_and_a_resume(
+    worlds: Worlds,
+    tmp_path: Path,
+    stages: int,
+    world: int,
+    micro_batches: int,
+    block: dict[str, Any],
+    extra: dict[str, Any],
+    module: dict[str, Any],
+) -> None:
+    generator = random.Random(stages + micro_batches)
+    splits = {update: split_at(generator, stages) for update in (2, 3, 6)}
+    ds_config = cases.config(micro_batches, ADAMW, block, **extra)
+    reports = worlds.run(world, moved_and_resumed, ds_config, stages, splits, str(tmp_path), **module)
+    for moved, resumed in reports:
+        assert moved["parts"] == resumed["parts"]
+        assert moved["losses"] == resumed["losses"]
+        assert_same(moved["everything"], resumed["everything"])

@@ -1,0 +1,129 @@
+"""Decisions of a pipeline that balances itself, on measurements that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.planning.replanning import Decision, Work, decide, joined, separated
+from ds_vpipe.schedules.pipeline import Pipeline
+
+LAYERS = 16
+
+
+def profile(seconds: Sequence[float], first: int = 0, kept: int = 0) -> ModelProfile:
+    layers = tuple(LayerProfile("Layer", s / 3, 2 * s / 3, 1000, kept, 10) for s in seconds)
+    return ModelProfile(layers, 10, 1, "cpu", "float32", "measured", first)
+
+
+def measured(work: Sequence[float], counts: Sequence[int], slowness: Sequence[float]) -> ModelProfile:
+    owners = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    return profile([w * slowness[stage] for w, stage in zip(work, owners, strict=True)])
+
+
+def decided(work: Work, counts: Sequence[int], ratios: Sequence[float] = (0,) * 4, **options: object) -> Decision:
+    pipeline = Pipeline("asp", 4, 1, partition=tuple(counts), recompute_ratio=tuple(ratios))
+    given: dict[str, object] = {
+        "devices": Devices(),
+        "update": 20,
+        "every": 20,
+        "threshold": 0.03,
+        "chooses_ratio": False,
+        "move_s": 0.1,
+        **options,
+    }
+    return decide(work, pipeline, **given)  # type: ignore[arg-type]
+
+
+def test_the_worst_split_moves_to_the_best() -> None:
+    counts = (13, 1, 1, 1)
+    decision = decided(separated(profile([0.006] * LAYERS), counts, None), counts)
+    assert decision.better_partition == (4, 4, 4, 4)
+    assert decision.stays == ""
+    assert decision.gain == pytest.approx(9 / 13)
+    assert decision.line() == (
+        "replan at update 20: [13, 1, 1, 1] -> [4, 4, 4, 4], 78.00 -> 24.00 ms per micro-batch expected; moves"
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "why"),
+    [
+        ((4, 4, 4, 4), {}, "no split is faster"),
+        ((5, 4, 4, 3), {"threshold": 0.25}, "it would save 20.0%, threshold 25.0%"),
+        ((5, 4, 4, 3), {"move_s": 60.0}, "a move of 60.10 s would not pay within 200 updates"),
+        ((5, 4, 4, 3), {"devices": Devices(budget=10)}, "no split fits the memory"),
+    ],
+)
+def test_layers_stay(counts: tuple[int, ...], options: dict[str, object], why: str) -> None:
+    decision = decided(separated(profile([0.006] * LAYERS), counts, None), counts, **options)
+    assert decision.stays.startswith(why)
+    assert f"stays: {why}" in decision.line()
+
+
+def test_memory_that_does_not_fit_now_needs_no_gain() -> None:
+    """Nothing is faster, but the present split is over the budget."""
+    counts = (4, 4, 4, 4)
+    work = separated(profile([0.006] * LAYERS, kept=1000), counts, None)
+    needs_recompute = decided(work, counts, devices=Devices(budget=24_000), chooses_ratio=True)
+    assert needs_recompute.stays == ""
+    assert needs_recompute.better_seconds > needs_recompute.seconds
+    assert max(needs_recompute.better_ratio) > 0
+    assert "recompute_ratio" in needs_recompute.line()
+
+
+def followed(slowness: Sequence[float], counts: tuple[int, ...], before: Work | None = None) -> list[tuple[int, ...]]:
+    """Splits that come of looks at devices that are this slow, until layers stay."""
+    splits = [counts]
+    for _ in range(8):
+        before = separated(measured([0.006] * LAYERS, splits[-1], slowness), splits[-1], before)
+        decision = decided(before, splits[-1])
+        if decision.stays:
+            return splits
+        splits.append(decision.better_partition)
+    raise AssertionError(f"no end: {splits}")
+
+
+def test_a_stage_that_slows_down_is_seen_and_relieved() -> None:
+    counts = (4, 4, 4, 4)
+    before = separated(profile([0.006] * LAYERS), counts, None)
+    now = separated(measured([0.006] * LAYERS, counts, (1, 2, 1, 1)), counts, before)
+    assert now.slowness == pytest.approx((1, 2, 1, 1))
+    assert [layer.forward_s for layer in now.profile.layers] == pytest.approx([0.002] * LAYERS)
+    splits = followed((1, 2, 1, 1), counts, before)
+    assert len(splits) == 2
+    assert max(count * slow for count, slow in zip(splits[-1], (1, 2, 1, 1), strict=True)) == 5
+
+
+@pytest.mark.parametrize("slowness", [(1, 2, 1, 1), (2, 1, 1, 1), (1, 1, 1, 3), (1, 2, 2, 1), (1, 1.5, 1, 1.5)])
+def test_devices_that_differ_from_the_start_are_found_by_moves(slowness: tuple[float, ...]) -> None:
+    splits = followed(slowness, (4, 4, 4, 4))
+    slowest = max(count * slow for count, slow in zip(splits[-1], slowness, strict=True))
+    best = min(
+        max(count * slow for count, slow in zip((a, b, c, LAYERS - a - b - c), slowness, strict=True))
+        for a in range(1, 14)
+        for b in range(1, 15 - a)
+        for c in range(1, 16 - a - b)
+    )
+    assert slowest <= best + max(slowness)  # at most one layer from the best
+    assert len(splits) <= 4
+
+
+def test_frozen_layers_and_longer_sequences_are_no_slow_devices() -> None:
+    counts = (4, 4, 4, 4)
+    before = separated(profile([0.006] * LAYERS), counts, None)
+    full = profile([0.009] * LAYERS)  # every stage takes longer
+    frozen = tuple(replace(one, backward_s=0.0) if number < 8 else one for number, one in enumerate(full.layers))
+    now = separated(replace(full, layers=frozen), counts, before)
+    assert now.slowness == (1, 1, 1, 1)
+    assert decided(now, counts).better_partition[0] > 4
+
+
+def test_the_slowest_replica_of_a_stage_counts() -> None:
+    parts = [(1, profile([1.0, 2.0], first=2)), (0, profile([1.0, 1.0])), (1, profile([3.0, 1.0], first=2))]
+    whole = joined(parts)
+    assert [layer.forward_s for layer in whole.layers] == pytest.approx([1 / 3, 1 / 3, 1, 2 / 3])

@@ -57,13 +57,18 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
         yield
 
 
+def stages_are_neighbours(ds_config: Mapping[str, Any]) -> bool:
+    """Whether ranks of one pipeline have to follow each other, as those that share data do for an accelerator."""
+    return _STAGES in ds_config.get(_SHARING, {})
+
+
 def own_config(json: DeepSpeedJson, num_stages: int) -> tuple[DeepSpeedJson, bool]:
     """The configuration without what was told to an accelerator only, and whether it has been told something.
 
     Raises:
         VPipeConfigError: an accelerator uses the engine, and does not know of its stages.
     """
-    if json.get(f"{_SHARING}.{_STAGES}"):
+    if stages_are_neighbours(json.content):
         return DeepSpeedJson({key: value for key, value in json.content.items() if key != _SHARING}), True
     state = sys.modules.get("accelerate.state")
     drives = state is not None and state.is_initialized() and state.AcceleratorState().deepspeed_plugin is not None
@@ -106,18 +111,18 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
     ranks = accelerator.num_processes
     if stages == 1 or ranks % stages or _SHARING in ds_config:
         return  # the last two are refused where the pipeline is made
-    if ranks > stages:
-        raise VPipeConfigError(
-            f"pipeline.stages: got {stages} for {ranks} ranks, allowed with Accelerate and Trainer are as many stages "
-            f"as ranks, as replicas are not supported there; start {stages} ranks, or change it"
-        )
     if hasattr(accelerator.state.deepspeed_plugin.hf_ds_config, "trainer_config_finalize"):
         ds_config[_SHARING] = {"autotp_size": stages, _STAGES: True}  # Trainer's
+    elif ranks > stages:
+        raise VPipeConfigError(
+            f"pipeline.stages: got {stages} for {ranks} ranks, allowed with Accelerate are as many stages as ranks, as "
+            f"replicas are supported with Trainer only; start {stages} ranks, or change it"
+        )
     else:
         # Scripts count by num_processes themselves, and may not divide it.
         ds_config[_SHARING] = {_STAGES: True}
         kind = type(accelerator)
-        accelerator.__class__ = type(kind.__name__, (kind,), {"num_processes": property(lambda _: ranks // stages)})
+        accelerator.__class__ = type(kind.__name__, (kind,), {"num_processes": property(lambda _: 1)})
         if accelerator.dispatch_batches:
             raise VPipeConfigError(
                 "DataLoaderConfiguration(dispatch_batches): got True, allowed with several stages is False, with which "

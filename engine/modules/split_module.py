@@ -10,8 +10,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch._dynamo import OptimizedModule
 
+from ds_vpipe.accelerators import stages_are_neighbours
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.links.groups import use_local_device
@@ -30,10 +32,14 @@ class SplitModule(VPipeModule):
     forward computes the loss.
     """
 
-    def __init__(self, stage: StageModel, num_stages: int, partition_method: str | Sequence[int]) -> None:
+    def __init__(
+        self, stage: StageModel, num_stages: int, partition_method: str | Sequence[int], topology: Any = None
+    ) -> None:
         # PipelineModule's constructor registers layers, which needs these and comes before attributes can be set.
         self.__dict__["stage_model"] = stage
-        super().__init__(layers=stage.pieces, num_stages=num_stages, partition_method=partition_method)
+        super().__init__(
+            layers=stage.pieces, num_stages=num_stages, partition_method=partition_method, topology=topology
+        )
 
     stage_model: StageModel
     forward_funcs: list[Piece]
@@ -196,6 +202,7 @@ def split_model(
     example: Call | None = None,
     training_data: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    topology: Any = None,
 ) -> SplitModule:
     """Make a pipeline of a plain module whose forward returns the loss; all ranks call this.
 
@@ -212,7 +219,7 @@ def split_model(
         raise SplitError("model: got a module of torch.compile, allowed is a plain one; pass the one it was made from")
     if example is None and training_data is not None:
         example = from_data(training_data, collate_fn)
-    return SplitModule(split_in_process(model, num_stages, example), num_stages, partition)
+    return SplitModule(split_in_process(model, num_stages, example), num_stages, partition, topology)
 
 
 def pipeline_from_module(
@@ -239,7 +246,9 @@ def pipeline_from_module(
     if ranks % stages:
         allowed = f"a number of stages that divides the {ranks} ranks"
         raise Refusal("pipeline.stages", stages, allowed, "change it, or start another number of ranks").error()
-    return split_model(model, stages, training_data=training_data, collate_fn=collate_fn)
+    neighbours = stages_are_neighbours(ds_config)
+    topology = ProcessTopology(["data", "pipe"], [ranks // stages, stages]) if neighbours else None
+    return split_model(model, stages, training_data=training_data, collate_fn=collate_fn, topology=topology)
 
 
 def stages_in(ds_config: Mapping[str, Any], partition: Any, virtual_stages: int = 1) -> int:

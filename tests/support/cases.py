@@ -77,9 +77,9 @@ def engine(
 
 
 def parameters(trained: Any) -> dict[str, torch.Tensor]:
-    """This stage's parameters by layer number and name."""
+    """This stage's parameters by layer number and name, on the CPU: they may go to another process."""
     return {
-        name if name[0].isdigit() else f"other.{name}": value.detach().float().clone()
+        name if name[0].isdigit() else f"other.{name}": value.detach().float().cpu().clone()
         for name, value in trained.module.named_parameters()
     }
 

@@ -78,6 +78,10 @@ def _serve(connection: Connection, rank: int, gpus: int, environment: dict[str, 
         world_size, port, function, args, kwargs = request
         os.environ.update(WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size), MASTER_PORT=str(port))
         try:
+            if gpus:
+                # DeepSpeed would bind the group to the GPU, and torch then split it for every group of some ranks only,
+                # which gloo cannot. NCCL refuses ranks that share a GPU.
+                torch.distributed.init_process_group("gloo")
             deepspeed.init_distributed(dist_backend="gloo")
             torch.manual_seed(1234)
             answer = (True, function(*args, **kwargs))

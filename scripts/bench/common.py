@@ -119,10 +119,15 @@ def trainer_of(engine: Any, batch: tuple[Any, Any]) -> Callable[[], Any]:
 def join(rank: int, world: int, port: int, backend: str = "gloo") -> Any:
     """Become ``rank`` of a world of this machine's processes; returns the stream to print to."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    gpus = torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR") != "cpu" else 0
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % gpus if gpus else rank))  # ranks may share a GPU
     torch.set_num_threads(1)
     logger.setLevel("ERROR")
     printed, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology
+    if gpus and backend == "gloo":
+        # DeepSpeed would bind the group to the GPU, and torch then split it for every group of some ranks only.
+        torch.cuda.set_device(rank % gpus)
+        dist.init_process_group(backend)
     deepspeed.init_distributed(dist_backend=backend)
     return printed
 

@@ -70,6 +70,11 @@ SMALL = {
             r"K=2 M=2 feedback \| 5 \| .*\|",
         ],
     ),
+    "device.py": (
+        "--cpu --models gpt2 --stages 2 --arms stock bsp --hidden 64 --layers 2 --vocabulary 64 --batch 1 "
+        "--sequence 16 --batches 1 --at-once 1 --repetitions 1",
+        [r"gpt2, K=2, M=4", r"\| stock \| [\d.]+ \| .*\| 1.00 \|", r"\| bsp \| [\d.]+ \|", r"planned for asp: \d"],
+    ),
     "recorder.py": ("--micro-batches 3 --repetitions 1", [r"us per micro-batch: -?[\d.]+ us per action"]),
 }
 

@@ -1,0 +1,264 @@
+#!/usr/bin/env python
+"""Throughput and memory of BERT and a GPT-2-like model in bf16 with ZeRO-1, ours against DeepSpeed's pipeline.
+
+``python scripts/bench/device.py`` starts K ranks, which share the GPUs that are there, and trains with interleaved
+repetitions; then the planned peak of every stage beside the measured one. Prints a block for docs/performance.md.
+
+Ranks that share a GPU compute in turns: there is no bubble to be removed, and what shows is what an engine costs and
+whether it works. Neither can NCCL be used between them: all groups are gloo's, which refuses to send memory of a GPU,
+so DeepSpeed's messages are copied to the host and back here; ours are anyway. ``--cpu`` does the same on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Row, add_row, close_groups, engine_for, join, machine, markdown, parser_of, start, trainer_of
+from deepspeed import comm
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe import p2p
+from torch import nn
+from transformers import BertConfig, GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.engine.observe.memory import PeakMemory
+from ds_vpipe.models.bert.example import example
+from ds_vpipe.partition import uniform_partition
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.planner import predict
+from ds_vpipe.planning.profiler import profile_layers
+from ds_vpipe.tables import show_bytes
+
+ARMS: dict[str, dict[str, Any] | None] = {
+    "stock": None,
+    "bsp": {"sync_mode": "bsp", "link": "host"},
+    "asp": {"link": "host"},
+    "asp, recomputing": {"link": "host", "recompute_ratio": 1.0},
+}
+SETTLING = 3  # batches beside those that fill the pipeline
+
+
+class Tokens(nn.Module):
+    """Embeddings of tokens and positions."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.n_embd)
+        self.positions = nn.Embedding(config.n_positions, config.n_embd)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+
+
+class Block(nn.Module):
+    """GPT-2's block of attention and two linear layers."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.block = GPT2Block(config)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        found = self.block(value)
+        return found[0] if isinstance(found, tuple) else found
+
+
+class Decoder(nn.Module):
+    """Scores of the next token."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(config.n_embd), nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(value))
+
+
+def next_token_loss(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of the tokens that follow."""
+    return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def sample(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Layers, inputs, loss function and labels of ``bert`` or ``gpt2``."""
+    heads = max(1, options.hidden // 64)
+    if name == "bert":
+        bert = BertConfig(
+            hidden_size=options.hidden, num_hidden_layers=options.layers, num_attention_heads=heads,
+            intermediate_size=4 * options.hidden, vocab_size=options.vocabulary, attn_implementation="sdpa",
+            tie_word_embeddings=False, max_position_embeddings=max(512, options.sequence),
+        )  # fmt: skip
+        return example(bert, options.batch, options.sequence, max_predictions=max(1, options.sequence // 7))
+    gpt = GPT2Config(
+        n_embd=options.hidden, n_layer=options.layers, n_head=heads, vocab_size=options.vocabulary,
+        n_positions=options.sequence, attn_implementation="sdpa", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    specs = [LayerSpec(Tokens, gpt), *[LayerSpec(Block, gpt) for _ in range(options.layers)], LayerSpec(Decoder, gpt)]
+    shape, generator = (options.batch, options.sequence), torch.Generator().manual_seed(0)
+    ids = torch.randint(options.vocabulary, shape, generator=generator)
+    return {"layers": specs, "inputs": ids, "loss_fn": next_token_loss, "labels": ids}
+
+
+def config_of(vpipe: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, Any]:
+    """The JSON of an arm; torch's Adam, since DeepSpeed's has to be compiled."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "gradient_accumulation_steps": options.micro_batches,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+    }
+    return config if vpipe is None else {**config, "vpipe": {"peer_timeout_s": 120, **vpipe}}
+
+
+def send_by_host(tensor: torch.Tensor, stage: int, async_op: bool = False) -> None:
+    """DeepSpeed's send between stages, through host memory."""
+    comm.send(tensor.cpu(), p2p._grid.stage_to_global(stage_id=stage))
+
+
+def receive_by_host(tensor: torch.Tensor, stage: int, async_op: bool = False) -> None:
+    """DeepSpeed's receive between stages, through host memory."""
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    comm.recv(host, p2p._grid.stage_to_global(stage_id=stage))
+    tensor.copy_(host)
+
+
+def done(device: torch.device) -> float:
+    """The time, once all work that has been begun is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def most(value: float) -> float:
+    """The most of all ranks."""
+    found = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
+
+
+def rate(name: str, arm: str, stages: int, options: argparse.Namespace) -> tuple[float, int, float]:
+    """Micro-batches per second, this rank's peak bytes while they are counted, and the loss before that."""
+    made = sample(name, options)
+    engine = engine_for(made["layers"], stages, config_of(ARMS[arm], options), made["loss_fn"])
+    train = trainer_of(engine, (made["inputs"], made["labels"]))
+    dist.barrier()
+    for _ in range(SETTLING + 2 * stages // options.micro_batches):
+        loss = train()
+    peak = PeakMemory(engine.device, engine.module.parameters())
+    early = float(loss)  # after as many batches in every arm
+    begin, batches = done(engine.device), 0
+    while batches < options.batches and most(done(engine.device) - begin) < options.seconds:
+        for _ in range(options.at_once):
+            train()
+        batches += options.at_once
+    seconds = most(done(engine.device) - begin)
+    found = batches * options.micro_batches / seconds, peak.bytes() or 0, early
+    engine.destroy()
+    del engine, train, loss
+    close_groups()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found
+
+
+def planned(name: str, stages: int, options: argparse.Namespace, device: str) -> list[int]:
+    """The planner's peak bytes of every stage, from a profile in fp32 of the model's layers here."""
+    profile, _ = profile_layers(**sample(name, options), micro_batches=2, warm_up=1, device=device)
+    block, json = VPipeConfig.parse({}), DeepSpeedJson(config_of({}, options))
+    pipeline = block.pipeline(stages, options.micro_batches, uniform_partition(len(profile), stages))
+    return [memory.total for memory in predict(profile, pipeline, Devices.of(block, json)).rank_memory()]
+
+
+def work(rank: int, stages: int, port: int, name: str, options: argparse.Namespace) -> None:
+    """One rank; rank 0 prints."""
+    printed = join(rank, stages, port)
+    p2p.send, p2p.recv = send_by_host, receive_by_host
+    rates: dict[str, list[float]] = {arm: [] for arm in options.arms}
+    peaks: dict[str, list[int]] = {}
+    losses = {}
+    for repetition in range(options.repetitions):
+        first = repetition % len(options.arms)
+        for arm in [*options.arms[first:], *options.arms[:first]]:
+            speed, peak, losses[arm] = rate(name, arm, stages, options)
+            rates[arm].append(speed)
+            peaks[arm] = [0] * stages
+            dist.all_gather_object(peaks[arm], peak)
+    try:
+        plan = planned(name, stages, options, "cpu" if options.cpu else "cuda") if rank == 0 else []
+    except Exception as error:  # the throughput is worth having all the same
+        print(f"no plan: {type(error).__name__}: {error}", file=sys.stderr)
+        plan = []
+    if rank != 0:
+        return
+    stock = statistics.median(rates["stock"]) if "stock" in rates else None
+    lines = []
+    for arm, found in rates.items():
+        middle = statistics.median(found)
+        ratio = f"{middle / stock:.2f}" if stock else ""
+        sizes = " ".join(map(show_bytes, peaks[arm]))
+        lines.append(
+            (arm, f"{middle:.1f}", f"{min(found):.1f} to {max(found):.1f}", ratio, sizes, f"{losses[arm]:.4f}")
+        )
+        row: Row = {"model": name, "stages": stages, "arm": arm, "rates": found, "peaks": peaks[arm], "plan": plan}
+        add_row(row, options.json)
+    head = ["arm", "micro-batches/s", "from", "x stock", "peak of each stage", "loss"]
+    print(f"\n{name}, K={stages}, M={options.micro_batches}\n\n{markdown(head, lines)}", file=printed)
+    print(f"planned for asp: {' '.join(map(show_bytes, plan)) or 'unknown'}", file=printed, flush=True)
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--cpu", action="store_true", help="on the CPU, to try the script")
+    parser.add_argument("--models", nargs="+", choices=("bert", "gpt2"), default=["bert", "gpt2"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="K")
+    parser.add_argument("--micro-batches", type=int, default=4, help="M")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--vocabulary", type=int, default=30528)
+    parser.add_argument("--batch", type=int, default=8, help="samples per micro-batch")
+    parser.add_argument("--sequence", type=int, default=512, help="tokens per sample")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of an arm in a repetition, about")
+    parser.add_argument("--batches", type=int, default=10**6, help="at most, of an arm in a repetition")
+    parser.add_argument("--at-once", type=int, default=4, help="batches between looks at the clock")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--json", help="append one JSON line per row to this file")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Run every case in a world of its own; one that fails does not stop the others."""
+    options, failed = parse(), []
+    if options.cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    print(
+        f"{machine()}, gloo; bf16, ZeRO-1, torch's AdamW; hidden {options.hidden}, {options.layers} layers, "
+        f"vocabulary {options.vocabulary}, batch {options.batch} x {options.sequence}",
+        flush=True,
+    )
+    for name in options.models:
+        for stages in options.stages:
+            try:
+                start(work, stages, name, options)
+            except Exception as error:
+                failed.append(f"{name} K={stages}: {' '.join(str(error).split())[-300:]}")
+    sys.exit("\n".join(failed) or 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -101,7 +101,7 @@ def refuse_moves(engine: PatchedPipelineEngine, stage: Stage, call: str) -> None
 def _fixed(engine: PatchedPipelineEngine, stage: Stage) -> Iterator[str]:
     """Reasons for which layers cannot move, the same on all ranks."""
     module, ends = stage.module, {0, len(stage.module._layer_specs) - 1}
-    if hasattr(module, "hold_layers"):
+    if hasattr(module, "hold_layers") or hasattr(module, "pack"):
         yield "the model is a plain module that was split, allowed is a PipelineModule"
     if stage.pipeline.virtual_stages > 1:
         yield f"the schedule is {stage.pipeline.schedule!r}, allowed are schedules with one part per stage"

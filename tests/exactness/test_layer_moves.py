@@ -181,3 +181,45 @@ def test_a_move_is_a_save_and_a_resume(
         assert moved["parts"] == resumed["parts"]
         assert moved["losses"] == resumed["losses"]
         assert_same(moved["everything"], resumed["everything"])
+
+
+def moved_then_used(ds_config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Move layers, evaluate, save and go on; and go on from what was saved, in an engine with the last split."""
+    engine = cases.engine(ds_config, 2)
+    iterator = toy.data()
+    whole = []
+    for split, ratios in (([5, 5], None), ([8, 2], [0.5, 1.0]), ([2, 8], None)):  # ratios change no result
+        engine.train_batch(iterator)
+        engine.repartition(split, ratios)
+        whole.append(
+            (float(engine.eval_batch(toy.data(2))), engine.full_state_dict(), float(engine.eval_batch(toy.data(2))))
+        )
+    engine.save_checkpoint(folder)
+    losses = [float(engine.train_batch(iterator)) for _ in range(3)]
+    went_on = everything(engine)
+    engine.load_checkpoint(folder)
+    again = toy.data(start=engine.consumed_micro_batches)
+    in_place = [float(engine.train_batch(again)) for _ in range(3)]
+    engine.destroy()
+    cases.close_groups()
+    engine = cases.engine({**ds_config, "vpipe": {**ds_config["vpipe"], "partition": [2, 8]}}, 2)
+    engine.load_checkpoint(folder)
+    again = toy.data(start=engine.consumed_micro_batches)
+    resumed = [float(engine.train_batch(again)) for _ in range(3)]
+    same = everything(engine)
+    engine.destroy()
+    return {
+        "whole": [(before == after, len(state)) for before, state, after in whole],
+        "losses": (losses, in_place, resumed),
+        "everything": (went_on, same),
+    }
+
+
+def test_evaluation_and_checkpoints_after_moves(worlds: Worlds, tmp_path: Path) -> None:
+    ds_config = cases.config(2, ADAMW, {"partition": [1, 9]}, **SCHEDULE)
+    for report in worlds.run(2, moved_then_used, ds_config, str(tmp_path)):
+        assert {one[0] for one in report["whole"]} == {True}
+        assert len({one[1] for one in report["whole"]}) == 1
+        went_on, in_place, resumed = report["losses"]
+        assert went_on == in_place == resumed
+        assert_same(*report["everything"])

@@ -68,6 +68,7 @@ def balanced(
 ) -> dict[str, Any]:
     """Train from a bad split; the decisions, the splits, the seconds of layers, and the weights in the end."""
     device = Device()
+    profile: Any = ()
     ds_config = cases.config(2, ADAMW, {"partition": [LAYERS - stages + 1] + [1] * (stages - 1), **block})
     engine = cases.engine(ds_config, stages, loss_fn=nn.MSELoss(), specs=lambda: sleepy(device))
     iterator, losses, splits, layers = micro_batches(), [], [], []
@@ -77,11 +78,13 @@ def balanced(
         losses.append(float(engine.train_batch(iterator)))
         splits.append([stop - start for start, stop in pairwise(engine.module.parts)])
         if not layers and engine.balance is not None and engine.balance.decisions:
-            layers = [(one.forward_s, one.backward_s) for one in engine.balance._known.profile.layers]
+            profile = engine.balance._known.profile.layers
+            layers = [(one.forward_s, one.backward_s) for one in profile]
     result = {
         "losses": losses,
         "splits": splits,
         "layers": layers,
+        "profile": profile,
         "parameters": cases.parameters(engine),
         "decisions": [] if engine.balance is None else engine.balance.decisions,
         "moves": [] if engine.balance is None else engine.balance.moves,
@@ -140,6 +143,14 @@ def test_bsp_trains_the_same_while_it_balances_itself(worlds: Worlds) -> None:
     assert all(torch.equal(moved[name], stayed[name]) for name in moved)
 
 
+def test_memory_is_counted_where_it_has_a_limit(worlds: Worlds) -> None:
+    blocks = [{"replan": {"every": 4, "dry_run": True}, "memory_budget": budget} for budget in (10**9, 100)]
+    for roomy, tight in worlds.run(2, arms, blocks, 2, 6):
+        assert roomy["decisions"][0].better_partition[0] < 7
+        assert "no split fits the memory" in tight["decisions"][0].stays
+        assert all(one.activation_bytes > 0 for one in roomy["profile"])
+
+
 def refused(block: dict[str, Any], extra: dict[str, Any], specs: Callable[[], list[Any]] | None = None) -> None:
     cases.engine(cases.config(2, ADAMW, block, **extra), 2, specs=specs)
 
@@ -158,6 +169,32 @@ def test_what_cannot_move_is_refused_at_start(
 ) -> None:
     with pytest.raises(CaseFailed) as failed:
         worlds.run(2, refused, {"replan": {"every": 5}, **block}, extra, specs)
+    assert [line in error for error in failed.value.errors.values()] == [True, True]
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.mse_loss(x, y)
+
+
+def plain_module() -> None:
+    import ds_vpipe
+
+    ds_config = cases.config(2, ADAMW, {"replan": {"every": 5}}, pipeline={"stages": 2})
+    data = [(torch.zeros(WIDTH), torch.zeros(WIDTH))] * 8
+    ds_vpipe.initialize(model=Plain(), config=ds_config, training_data=data)
+
+
+def test_plain_modules_are_refused_at_start(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(2, plain_module)
+    line = "vpipe.replan.every: got 5: layers cannot move: the model is a plain module that was split"
     assert [line in error for error in failed.value.errors.values()] == [True, True]
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ds_vpipe.engine.links.device import Accelerator
 from ds_vpipe.errors import VPipeError
 
 
@@ -35,7 +36,7 @@ class HostMemory(Protocol):
 
 def host_memory(device: torch.device) -> HostMemory:
     """Host memory for a stage that computes on ``device``."""
-    return _File() if device.type == "cpu" else _PageLocked(device)
+    return _File() if device.type == "cpu" else PageLocked(Accelerator(device))
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -101,35 +102,36 @@ def _block_size(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-class _PageLocked:
-    """Page-locked memory, with a stream for each direction. Its allocator keeps what copies still read or write."""
+class PageLocked:
+    """Page-locked memory, with a stream for each direction; the allocators keep what copies still read or write."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._out, self._back = torch.Stream(device), torch.Stream(device)
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._out, self._back = accelerator.stream(), accelerator.stream()
 
     def put(self, storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.Event]:
         data = _bytes(storage)
-        copy = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
-        self._out.wait_stream(torch.accelerator.current_stream(self._device))
+        copy = self._accelerator.host_memory(len(data))
+        self._out.wait_event(self._accelerator.current_stream().record_event())
         with self._out:
             copy.copy_(data, non_blocking=True)
-        data.record_stream(self._out)  # its memory is used again when the copy is done
+        self._accelerator.used_on(data, self._out)
         return copy, self._out.record_event()
 
-    def fetch(self, copy: tuple[torch.Tensor, torch.Event]) -> tuple[torch.UntypedStorage, torch.Event]:
+    def fetch(self, copy: tuple[torch.Tensor, torch.Event]) -> tuple[torch.Tensor, torch.Event]:
         data, written = copy
         self._back.wait_event(written)
-        with self._back:  # memory of this stream, which waits for nothing that is computed meanwhile
-            found = torch.empty(len(data), dtype=torch.uint8, device=self._device).copy_(data, non_blocking=True)
-        return found.untyped_storage(), self._back.record_event()
+        with self._back:  # into memory of this stream, which waits for nothing that is computed meanwhile
+            found = torch.empty(len(data), dtype=torch.uint8, device=self._accelerator.device)
+            found.copy_(data, non_blocking=True)
+        return found, self._back.record_event()
 
-    def take(self, fetched: tuple[torch.UntypedStorage, torch.Event]) -> torch.UntypedStorage:
-        storage, read = fetched
-        current = torch.accelerator.current_stream(self._device)
+    def take(self, fetched: tuple[torch.Tensor, torch.Event]) -> torch.UntypedStorage:
+        data, read = fetched
+        current = self._accelerator.current_stream()
         current.wait_event(read)
-        _bytes(storage).record_stream(current)
-        return storage
+        self._accelerator.used_on(data, current)
+        return data.untyped_storage()
 
     def free(self, copy: tuple[torch.Tensor, torch.Event]) -> None:
         pass

@@ -181,6 +181,7 @@ class Swap:
                 tensor.leave()
             self.bytes_moved += activations.move()
             swapped.add(activations)
+        found.clear()  # which the graph refers to, through pack(), as long as any of its nodes
         return outputs
 
 

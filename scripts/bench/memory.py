@@ -4,25 +4,33 @@
 ``python scripts/bench/memory.py`` starts four ranks on this machine, which train a BERT with each schedule. The
 prediction is the planner's, from a profile of the model's layers and the JSON, and knows nothing of the run. Counted is
 every allocation and release of torch's CPU allocator since before the model was built; the peak is that of training.
+
+With ``--time`` each case is trained in turns instead, and its seconds are printed beside the planned ones, which know
+the profile and how fast this machine writes and reads the file that swaps use.
 """
 
 import argparse
 import gc
 import os
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from common import ds_config, engine_for, join, machine, parser_of, start, trainer_of
+from common import close_groups, ds_config, engine_for, join, machine, parser_of, start, trainer_of
 from transformers import BertConfig
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.engine.modules.host_memory import host_memory
 from ds_vpipe.models.bert.example import example
 from ds_vpipe.partition import uniform_partition
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.meters import count_allocations, watched
+from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import predict
 from ds_vpipe.planning.profiler import profile_layers
 from ds_vpipe.tables import show_bytes
@@ -59,6 +67,7 @@ CASES = [
     Case("gpipe, swap 0.6", 8, {**BSP, "schedule": "gpipe", "swap_ratio": 0.6}),
     Case("interleaved", 8, {**BSP, "schedule": "interleaved", "virtual_stages": 2}),
 ]
+TIMED = ["asp", "asp, recompute 1", "asp, swap 1", "asp, swap 0.5, recompute 0.4"]
 
 
 def sample(options: argparse.Namespace) -> dict[str, Any]:
@@ -82,12 +91,12 @@ def config_of(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     return {**config, "gradient_clipping": 1.0}
 
 
-def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Any:
-    """The planner's bytes of every rank, for layers split evenly."""
+def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Plan:
+    """The planner's numbers for layers split evenly."""
     block, json = VPipeConfig.parse(case.vpipe), DeepSpeedJson(config_of(case, options))
     counts = uniform_partition(len(profile), options.stages * block.virtual_stages)
     pipeline = block.pipeline(options.stages, case.micro_batches, counts)
-    return predict(profile, pipeline, Devices.of(block, json, host_transfers=True)).rank_memory()
+    return predict(profile, pipeline, Devices.of(block, json, host_transfers=True))
 
 
 def counted(case: Case, options: argparse.Namespace) -> int:
@@ -107,6 +116,59 @@ def counted(case: Case, options: argparse.Namespace) -> int:
     return int(count_allocations(run).peak)
 
 
+def file_bandwidth(size: int = 1 << 24, times: int = 8) -> float:
+    """Bytes per second of one direction, between memory and the file of swaps."""
+    memory, begin = host_memory(torch.device("cpu")), time.perf_counter()
+    for _ in range(times):
+        copy = memory.put(torch.zeros(size, dtype=torch.uint8).untyped_storage())
+        memory.take(memory.fetch(copy))
+        memory.free(copy)
+    return 2 * size * times / (time.perf_counter() - begin)
+
+
+def timed(case: Case, options: argparse.Namespace) -> tuple[float, int]:
+    """Seconds per micro-batch of full pipelines, and bytes per micro-batch that this rank has swapped."""
+    made = sample(options)
+    engine = engine_for(made["layers"], options.stages, config_of(case, options), made["loss_fn"])
+    train = trainer_of(engine, (made["inputs"], made["labels"]))
+    for _ in range(options.stages):
+        train()
+    dist.barrier()
+    begin, before = time.perf_counter(), 0 if engine.stage.swap is None else engine.stage.swap.bytes_moved
+    batches = -(-options.time // case.micro_batches)
+    for _ in range(batches):
+        train()
+    dist.barrier()
+    seconds = (time.perf_counter() - begin) / batches / case.micro_batches
+    moved = 0 if engine.stage.swap is None else engine.stage.swap.bytes_moved - before
+    engine.destroy()
+    close_groups()
+    return seconds, moved // batches // case.micro_batches
+
+
+def compare_times(rank: int, cases: Sequence[Case], options: argparse.Namespace, printed: Any) -> None:
+    """Train the cases in turns and print medians beside the plan."""
+    profile, _ = profile_layers(**sample(options), micro_batches=5, warm_up=2)
+    bandwidth = file_bandwidth()
+    rounds = [[timed(case, options) for case in cases] for _ in range(3)]
+    for position, case in enumerate(cases):
+        moved: list[Any] = [None] * options.stages
+        dist.all_gather_object(moved, rounds[0][position][1])
+        found = predicted(profile, replace(case, vpipe={**case.vpipe, "host_bandwidth": bandwidth}), options)
+        planned = [stage.host_bytes // load for stage, load in zip(found.stages, _in_flight(found), strict=True)]
+        seconds = median(times[position][0] for times in rounds)
+        if rank == 0:
+            swapped = ", ".join(f"{show_bytes(a)} ({show_bytes(b)})" for a, b in zip(moved, planned, strict=True))
+            text = f"{1e3 * seconds:6.1f} ms per micro-batch (planned {1e3 * found.pace_s:6.1f})"
+            print(f"{case.name:28} M={case.micro_batches} | {text} | swapped {swapped}", file=printed, flush=True)
+    if rank == 0:
+        print(f"file: {bandwidth / 1e9:.1f} GB/s", file=printed, flush=True)
+
+
+def _in_flight(plan: Plan) -> list[int]:
+    return [plan.pipeline.in_flight(rank) for rank in range(plan.pipeline.num_stages)]
+
+
 def describe(case: Case, memories: Sequence[Any], peaks: Sequence[int], errors: Sequence[float], parts: bool) -> str:
     """A row of the table; with ``parts`` a line more for each stage, what its prediction is made of."""
     totals = " ".join(f"{show_bytes(memory.total):>7}" for memory in memories)
@@ -122,6 +184,9 @@ def describe(case: Case, memories: Sequence[Any], peaks: Sequence[int], errors: 
 def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
     """One rank; rank 0 prints."""
     printed = join(rank, stages, port)
+    if options.time:
+        compare_times(rank, [case for case in CASES if case.name in (options.cases or TIMED)], options, printed)
+        return
     profile, _ = profile_layers(**sample(options), micro_batches=1, warm_up=0)
     worst = 0.0
     for case in CASES:
@@ -129,7 +194,7 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
             continue
         peaks: list[Any] = [None] * options.stages
         dist.all_gather_object(peaks, counted(case, options))
-        memories = predicted(profile, case, options)
+        memories = predicted(profile, case, options).rank_memory()
         errors = [memory.total / peak - 1 for memory, peak in zip(memories, peaks, strict=True)]
         worst = max(worst, *map(abs, errors))
         if rank == 0:
@@ -148,6 +213,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="samples per micro-batch")
     parser.add_argument("--sequence", type=int, default=128, help="tokens per sample")
     parser.add_argument("--cases", nargs="*", help="names of cases; default: all")
+    parser.add_argument("--time", type=int, default=0, metavar="N", help="time N micro-batches of cases in turns")
     parser.add_argument("--parts", action="store_true", help="say what each prediction is made of")
     return parser.parse_args(words)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ import pytest
 import torch
 import toy
 from split_models import bert, tokens
-from worlds import Worlds
+from worlds import CaseFailed, Worlds
 
 pytestmark = pytest.mark.mp
 
@@ -148,6 +149,45 @@ def test_comparison_would_notice_values_of_another_micro_batch(worlds: Worlds, w
     configs = [cases.config(1, ADAMW, {"partition": "uniform", "swap_ratio": share}) for share in (0, 1)]
     plain, other = worlds.run(3, wrong, configs, 3)[0]
     assert any(not torch.equal(other["parameters"][name], value) for name, value in plain["parameters"].items())
+
+
+def train_on_an_accelerator(ds_configs: list[dict[str, Any]], stages: int, missing: str = "") -> Any:
+    """Train on a simulated one; without one of its calls, if that is named."""
+    from simulated_device import SimulatedAccelerator, SimulatedStream
+
+    from ds_vpipe.engine.modules import host_memory, swap
+
+    accelerator = SimulatedAccelerator(torch.distributed.get_rank())
+    kind = SimulatedStream if missing == "wait_event" else SimulatedAccelerator
+    with (
+        mock.patch.object(swap, "host_memory", return_value=host_memory.PageLocked(accelerator)),
+        mock.patch.object(kind, missing, return_value=None) if missing else nullcontext(),
+    ):
+        reports = train(ds_configs, stages, dropout=0.3)
+    accelerator.end()
+    assert not accelerator.host_waits
+    assert (accelerator.num_copies > 0) == any(report["moved"] for report in reports)
+    return reports
+
+
+@pytest.mark.parametrize(("micro_batches", "block"), [(1, {}), (4, {"sync_mode": "bsp"}), (4, INTERLEAVED)])
+def test_an_accelerator_copies_beside_the_computation(
+    worlds: Worlds, micro_batches: int, block: dict[str, Any]
+) -> None:
+    configs = [
+        cases.config(micro_batches, ADAMW, {"partition": "uniform", "swap_ratio": share, **block}) for share in (0, 1)
+    ]
+    for plain, swapped in worlds.run(3 if not block else 2, train_on_an_accelerator, configs, 3 if not block else 2):
+        assert swapped["losses"] == plain["losses"]
+        for name, value in plain["parameters"].items():
+            assert torch.equal(swapped["parameters"][name], value), name
+
+
+@pytest.mark.parametrize("missing", ["wait_event", "used_on"])
+def test_an_accelerator_needs_every_wait(worlds: Worlds, missing: str) -> None:
+    configs = [cases.config(1, ADAMW, {"partition": "uniform", "swap_ratio": 1})]
+    with pytest.raises(CaseFailed, match="Misuse"):
+        worlds.run(2, train_on_an_accelerator, configs, 2, missing)
 
 
 def loop(share: float, layers: list[int]) -> dict[str, Any]:

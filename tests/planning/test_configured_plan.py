@@ -73,6 +73,20 @@ def test_a_budget_brings_recomputation_where_it_is_needed(tmp_path: Path) -> Non
     assert "\n" not in str(error.value)
 
 
+def test_whichever_of_swap_and_recomputation_costs_less(tmp_path: Path) -> None:
+    block = {"recompute_ratio": "auto", "swap_ratio": "auto", "stage_to_depth_map": [3, 0], "memory_budget": 44 * MB}
+    swapping, plan = settle(tmp_path, {**block, "host_bandwidth": 1e12}, [1e-3] * 6)
+    assert swapping.recompute_ratio == (0.0, 0.0)
+    assert swapping.swap_ratio[0] > swapping.swap_ratio[1] == 0.0
+    assert not swapping.leaves_to_planner
+    assert plan.pipeline == swapping.pipeline(2, 1)
+    recomputing, _ = settle(tmp_path, {**block, "host_bandwidth": 1e6}, [1e-3] * 6)
+    assert recomputing.recompute_ratio[0] > 0
+    assert recomputing.swap_ratio == (0.0, 0.0)
+    with pytest.raises(VPipeConfigError, match="host_bandwidth: got null; swap_ratio is 'auto', which weighs its time"):
+        settle(tmp_path, block, [1e-3] * 6)
+
+
 def test_interleaved_parts_get_the_split_of_the_plan(tmp_path: Path) -> None:
     block = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2, "partition": "profile"}
     config, plan = settle(tmp_path, {**block, "recompute_ratio": [0.5, 0]}, [5e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3])

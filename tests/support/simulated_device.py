@@ -66,6 +66,7 @@ class Copy:
     source: torch.Tensor
     arrives: bool  # on the device; else it leaves
     content: torch.Tensor  # of the source when it was queued
+    kept: bool = False  # memory of the source, once freed, is not used again before the copy
 
 
 @dataclass(eq=False)
@@ -84,7 +85,7 @@ class SimulatedEvent:
         self.device, self.stream = device, stream
         self.done = stream is None
         self.number = device.next_number()
-        self.before: list[Copy] = [] if stream is None else list(stream.open)
+        self.before: list[Copy] = [] if stream is None else stream.not_covered()
 
     def synchronize(self) -> None:
         """Let the calling thread wait."""
@@ -100,9 +101,16 @@ class SimulatedStream:
         self._device = device
         self.queue: deque[Work] = deque()
         self.open: list[Copy] = []  # that the computation has not waited for
+        self._covered: list[Copy] = []  # those of them that an event is behind
         self.waited = -1  # number of the newest event of the computation that it has been given
         self.used = -1  # of the one that the latest copies from the device came after
         self.modes: list[_Queued] = []  # of the blocks that are open
+
+    def not_covered(self) -> list[Copy]:
+        """Copies since the last event, for the next one: of copies before, their own event has to be waited for."""
+        found = [copy for copy in self.open if copy not in self._covered]
+        self._covered = list(self.open)
+        return found
 
     def wait_event(self, event: SimulatedEvent) -> None:
         """Let what is queued from now on wait."""
@@ -232,6 +240,8 @@ class SimulatedAccelerator(Accelerator):
             for found in self._streams:
                 if any(_storage(copy.target) == _storage(tensor) for copy in found.open):
                     self._fail("a copy to the device is used before its event")
+                for copy in found.open if found is stream else ():
+                    copy.kept = copy.kept or _storage(copy.source) == _storage(tensor)
             self._not_kept.pop(_storage(tensor), None)
         self.raise_misuse()
 
@@ -275,7 +285,9 @@ class SimulatedAccelerator(Accelerator):
             if not arrives and self._unread.setdefault(_storage(target), stream.modes[-1]) is not stream.modes[-1]:
                 self._fail("a buffer is written again before anybody has waited for what was copied to it")
             # Of its own, and without a base: others that use the memory can be counted.
-            found = Copy(target, source.detach(), arrives, _bytes(source))
+            pending = [one for other in self._streams for one in other.open if _storage(one.target) == _storage(source)]
+            content = pending[-1].content if pending else _bytes(source)  # of what is not there yet
+            found = Copy(target, source.detach(), arrives, content)
             if not arrives:
                 target.fill_(float("nan") if target.dtype.is_floating_point or target.dtype.is_complex else 1)
             stream.open.append(found)
@@ -362,7 +374,7 @@ class SimulatedAccelerator(Accelerator):
         copy = work.copy
         if copy is None:
             return
-        if not copy.arrives and _holders(copy.source) <= self._alone:
+        if not copy.arrives and not copy.kept and _holders(copy.source) <= self._alone:
             self._fail("a tensor was freed while a copy of it was pending")
         if not torch.equal(_bytes(copy.source), copy.content):
             self._fail("a tensor was changed while a copy of it was pending")

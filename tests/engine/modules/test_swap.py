@@ -88,6 +88,25 @@ def test_what_moves_is_no_longer_in_memory_and_comes_back_when_it_is_due() -> No
     assert torch.allclose(leaf.grad, wanted.grad)  # type: ignore[arg-type]
 
 
+def test_what_has_come_back_is_given_up_once_it_has_been_used() -> None:
+    module = layers()
+    stage, taken, seen = Stage(module), [], []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        first = module[1](module[0](x))
+        first.register_hook(lambda gradient: seen.append([torch.UntypedStorage._expired(one) for one in taken]))
+        return module[3](module[2](first)) * 2
+
+    stage.run = run
+    output, swapped = stage.forward(value(0))
+    swapped.fetch()
+    memory: Any = stage.swap._memory
+    memory.take = lambda fetched: (taken.append(fetched._weak_ref()), fetched)[1]
+    output.sum().backward()
+    assert seen == [[True, False]], "the first Tanh still needs its output, which the second layer has used as well"
+    assert len(taken) == 3
+
+
 def test_without_a_fetch_the_backward_pass_brings_back_what_it_needs() -> None:
     stage, plain = Stage(layers()), layers()
     leaf, other = value(0), value(0)

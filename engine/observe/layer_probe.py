@@ -45,7 +45,7 @@ class Sample:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self.output_bytes[position] = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         for tensor in tensors:
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:  # a hook on a leaf stays there
                 tensor.register_hook(partial(self._arrived, position))
         return output
 

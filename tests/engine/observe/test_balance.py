@@ -133,6 +133,11 @@ def test_a_dry_run_changes_nothing(worlds: Worlds) -> None:
         assert all(torch.equal(dry["parameters"][name], value) for name, value in without["parameters"].items())
 
 
+def test_one_stage_has_nothing_to_balance(worlds: Worlds) -> None:
+    [report] = worlds.run(1, balanced, {"replan": {"every": 2}}, 1, 5)
+    assert [decision.stays for decision in report["decisions"]] == ["no split is faster"] * 2
+
+
 def test_bsp_trains_the_same_while_it_balances_itself(worlds: Worlds) -> None:
     blocks = [{"sync_mode": "bsp", "replan": {"every": 4}}, {"sync_mode": "bsp"}]
     by_run = list(zip(*worlds.run(3, arms, blocks, 3, 10), strict=True))

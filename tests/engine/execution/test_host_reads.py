@@ -10,9 +10,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
+import torch
 import toy
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import Worlds
@@ -20,6 +22,7 @@ from worlds import Worlds
 pytestmark = pytest.mark.mp
 
 SGD = {"type": "SGD", "params": {"lr": 0.01}}
+TOLIST = torch.Tensor.tolist
 READS = ("_local_scalar_dense", "equal.default", "nonzero", "item", "unique")
 
 
@@ -32,11 +35,19 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(name in str(func) for name in READS):
-            frame = sys._getframe(1)
-            while frame is not None and not {"ds_vpipe", "deepspeed"} & set(Path(frame.f_code.co_filename).parts):
-                frame = frame.f_back  # type: ignore[assignment]
-            self.found["?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"] += 1
+            self.note()
         return func(*args, **(kwargs or {}))
+
+    def note(self) -> None:
+        frame = sys._getframe(1)
+        while frame is not None and not {"ds_vpipe", "deepspeed"} & set(Path(frame.f_code.co_filename).parts):
+            frame = frame.f_back  # type: ignore[assignment]
+        self.found["?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"] += 1
+
+    def tolist(self, tensor: torch.Tensor) -> Any:
+        """``Tensor.tolist``, which is no operation."""
+        self.note()
+        return TOLIST(tensor)
 
 
 def reads(ds_config: dict[str, Any], stages: int, folder: str) -> list[str]:
@@ -46,7 +57,7 @@ def reads(ds_config: dict[str, Any], stages: int, folder: str) -> list[str]:
     iterator = toy.data()
     for _ in range(stages + 2):
         trained.train_batch(iterator)
-    with Reads() as seen:
+    with Reads() as seen, mock.patch.object(torch.Tensor, "tolist", lambda tensor: seen.tolist(tensor)):
         for _ in range(3):
             trained.train_batch(iterator)
     trained.destroy()

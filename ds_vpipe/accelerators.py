@@ -3,8 +3,9 @@
 They take every rank for a replica with data of its own. But they know ranks that share their data, those of tensor
 parallelism, by their number in the DeepSpeed configuration: loaders, sizes of batches, lengths of schedules and scales
 of losses follow from it. So it is the number of stages that Trainer is told there, for itself alone. Scripts with an
-accelerator of their own count by ``num_processes``, which is the number of pipelines for them. Metrics, which would be
-of as many copies as ranks, and steps of schedules, of which there would be one per rank, are set on the accelerator.
+accelerator of their own count by ``num_processes``, which is the number of pipelines for them. What they gather and
+reduce, which would be of as many copies as ranks, and steps of schedules, of which there would be one per rank, are set
+on the accelerator.
 Read in accelerate 1.15 and transformers 5.23, which offer no other way.
 """
 
@@ -109,10 +110,13 @@ def _count_ranks(state: Any) -> None:
 def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
     """Have an accelerator count pipelines of ``stages`` ranks where it counts replicas."""
     ranks = accelerator.num_processes
-    if stages == 1 or ranks % stages or _SHARING in ds_config:
+    if stages == 1 or ranks % stages or (_SHARING in ds_config and not stages_are_neighbours(ds_config)):
         return  # the last two are refused where the pipeline is made
-    if hasattr(accelerator.state.deepspeed_plugin.hf_ds_config, "trainer_config_finalize"):
-        ds_config[_SHARING] = {"autotp_size": stages, _STAGES: True}  # Trainer's
+    gather = functools.partial(_gather_once, accelerator.gather, ranks, stages)
+    config: Any = accelerator.state.deepspeed_plugin.hf_ds_config
+    if hasattr(config, "trainer_config_finalize"):
+        ds_config[_SHARING] = {"autotp_size": stages, _STAGES: True}  # Trainer's, which divides by copies itself
+        config.trainer_config_finalize = functools.partial(_finalize, type(config).trainer_config_finalize, config)
     elif ranks > stages:
         raise VPipeConfigError(
             f"pipeline.stages: got {stages} for {ranks} ranks, allowed with Accelerate are as many stages as ranks, as "
@@ -130,31 +134,60 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
             )
         accelerator.dataloader_config.dispatch_batches = False
         accelerator.prepare = functools.partial(_prepare, accelerator.prepare)
+        accelerator.prepare_scheduler = functools.partial(_prepare, accelerator.prepare_scheduler)
+        accelerator.gather = gather
+        accelerator.reduce = functools.partial(_reduce_once, accelerator, accelerator.reduce)
     accelerator.gather_for_metrics = functools.partial(
-        _gather_once, accelerator, accelerator.gather_for_metrics, ranks, stages
+        _gather_for_metrics, accelerator, accelerator.gather_for_metrics, gather, stages
     )
 
 
-def _gather_once(
-    accelerator: Any, theirs: Any, ranks: int, stages: int, input_data: Any, use_gather_object: bool = False
-) -> Any:
-    """``Accelerator.gather_for_metrics``, of the first stages alone: the others have copies of their data."""
-    from accelerate import accelerator as module
-    from accelerate.utils import recursively_apply
+def _finalize(theirs: Any, config: Any, args: Any, *others: Any) -> None:
+    """``trainer_config_finalize``, for arguments with which Trainer counts right where ranks share their data."""
+    for name, allowed, reason in (
+        ("average_tokens_across_devices", True, "without, it divides tokens that it has not gathered by the stages"),
+        ("include_num_input_tokens_seen", "no", "it adds the tokens of all stages up"),
+    ):
+        if (given := getattr(args, name, allowed)) != allowed:
+            raise VPipeConfigError(
+                f"TrainingArguments({name}): got {given!r}, allowed with several stages is {allowed!r}, as Trainer "
+                f"counts them wrong else: {reason}; leave it out"
+            )
+    theirs(config, args, *others)
 
-    gather, gather_object = accelerator.gather, module.gather_object
+
+def _gather_once(theirs: Any, ranks: int, stages: int, tensor: Any) -> Any:
+    """``Accelerator.gather``, of the first stages alone: the others have copies of their data."""
+    from accelerate.utils import recursively_apply
 
     def of_first_stages(gathered: torch.Tensor) -> torch.Tensor:
         return gathered.unflatten(0, (ranks, -1))[::stages].flatten(0, 1)
 
-    def gather_tensors(tensors: Any) -> Any:
-        return recursively_apply(of_first_stages, gather(tensors))
+    return recursively_apply(of_first_stages, theirs(tensor))
+
+
+def _gather_for_metrics(
+    accelerator: Any, theirs: Any, gather: Any, stages: int, input_data: Any, use_gather_object: bool = False
+) -> Any:
+    """``Accelerator.gather_for_metrics``, of the first stages alone."""
+    from accelerate import accelerator as module
+
+    gather_object = module.gather_object
 
     def gather_objects(objects: Any) -> Any:
         return gather_object([] if accelerator.process_index % stages else objects)
 
-    with _replaced(accelerator, "gather", gather_tensors), _replaced(module, "gather_object", gather_objects):
+    with _replaced(accelerator, "gather", gather), _replaced(module, "gather_object", gather_objects):
         return theirs(input_data, use_gather_object)
+
+
+def _reduce_once(accelerator: Any, theirs: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    """``Accelerator.reduce`` of one pipeline: what its first stage has, but for triggers, which any rank may set."""
+    from accelerate.utils import recursively_apply
+
+    if tensor is not accelerator.flag_tensor and accelerator.process_index:
+        tensor = recursively_apply(torch.zeros_like, tensor)
+    return theirs(tensor, "sum", scale)
 
 
 def _prepare(prepare: Any, *args: Any, **kwargs: Any) -> Any:

@@ -174,6 +174,15 @@ def test_what_cannot_be_told_is_refused(worlds: Worlds, tmp_path: Path) -> None:
     assert line.startswith("initialize(): called by Accelerate or Trainer, which takes the 2 ranks of a pipeline")
 
 
+@pytest.mark.parametrize("wrong", ["average_tokens_across_devices false", "include_num_input_tokens_seen true"])
+def test_what_the_trainer_counts_wrong_is_refused(worlds: Worlds, tmp_path: Path, wrong: str) -> None:
+    """Losses, twice as large, and numbers of tokens."""
+    name, value = wrong.split()
+    with pytest.raises(CaseFailed) as failed:
+        run(worlds, tmp_path, 2, pipeline(), "--task", "clm", f"--{name}", value)
+    assert [text.count(f"ds_vpipe: TrainingArguments({name}): got") for text in failed.value.errors.values()] == [1, 1]
+
+
 def test_replicas_beside_stages(worlds: Worlds, tmp_path: Path) -> None:
     """Two pipelines of two stages train what one process with twice the batch does."""
     # A model that divides by the Trainer's number of tokens: of others it multiplies the loss by that of replicas.

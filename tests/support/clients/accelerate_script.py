@@ -17,6 +17,7 @@ parser.add_argument("--samples", type=int, default=20)
 parser.add_argument("--resume", action="store_true")
 args = parser.parse_args()
 
+Accelerator(gradient_accumulation_steps=2).print("one accelerator after another has the same configuration")
 accelerator = Accelerator(gradient_accumulation_steps=2)
 set_seed(0)
 model = BertForSequenceClassification(
@@ -41,6 +42,8 @@ scheduler = get_scheduler(
 model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
     model, optimizer, train_loader, eval_loader, scheduler
 )
+updated = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), lambda number: number)
+updated = accelerator.prepare_scheduler(updated)
 output = Path(args.output_dir)
 if args.resume:
     accelerator.load_state(str(output / "state"))
@@ -54,17 +57,21 @@ for epoch in range(int(args.resume), epochs):
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()
+            updated.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
-            rates.append(scheduler.get_last_lr()[0])
+            rates += [scheduler.get_last_lr()[0], updated.get_last_lr()[0]]
     model.eval()
-    guesses, wanted = [], []
+    guesses, wanted, right = [], [], []
     for batch, labels in eval_loader:
         with torch.no_grad():
             logits = model(input_ids=batch).logits
+        hits = logits.argmax(-1).eq(labels).sum()
+        right += [accelerator.gather(hits).sum().item(), accelerator.reduce(hits).item(), accelerator.num_processes]
+        right.append(accelerator.reduce({"hits": hits / len(labels)}, "mean")["hits"].item())
         guesses += accelerator.gather_for_metrics(logits.argmax(-1)).tolist()
         wanted += accelerator.gather_for_metrics({"labels": labels})["labels"].tolist()
-    found.append([guesses, wanted, accelerator.gather_for_metrics([f"{accelerator.process_index}"], True)])
+    found.append([guesses, wanted, right, accelerator.gather_for_metrics([f"{accelerator.process_index}"], True)])
     if epoch == 0:
         accelerator.save_state(str(output / "state"))
 accelerator.wait_for_everyone()

@@ -197,7 +197,8 @@ class Evaluation:
         device = self._stage.device
         if self._stage.is_last:
             data = map_tree(lambda leaf: leaf.detach().to(device, dtype, copy=True), data)
-        return arrived(self._stage.links.from_last_stage(data), self._stage.copies)
+            return self._stage.links.from_last_stage(data)
+        return arrived(self._stage.links.from_last_stage(None), self._stage.copies)
 
 
 def or_no_data(iterator: Iterator[Any] | None, batch_fn: Callable[..., Any] | None) -> Iterator[Any] | None:

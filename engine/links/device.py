@@ -74,13 +74,12 @@ class DeviceCopies:
         """Copy of a tensor in host memory, for which what is queued from now on waits; the host does not.
 
         Args:
-            tensor: page-locked, or the host may wait for the copy.
+            tensor: page-locked, or the host may wait for the copy. One of a device may not be computed yet.
         """
+        if tensor.layout is not torch.strided:  # several tensors, which used_on() does not know
+            return tensor.to(self.accelerator.device)
         with self._arriving:
-            if tensor.layout is torch.strided:
-                copy = copied_to(tensor, self.accelerator.device)
-            else:
-                copy = tensor.to(self.accelerator.device, non_blocking=True)
+            copy = copied_to(tensor, self.accelerator.device)
         self.wait(self._arriving.record_event())
         self.accelerator.used_on(copy, self.accelerator.current_stream())
         return copy

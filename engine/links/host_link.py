@@ -126,7 +126,7 @@ class HostSender(Sender):
         self._outgoing.append(outgoing)
         self.bytes_sent += packed.size
         self._runner.submit(partial(self._copy_and_start, outgoing))
-        if not self._threaded:
+        if not self._threaded and (self._copies is None or not kind.on_host):
             self.copied()
         return packed.size
 

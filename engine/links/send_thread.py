@@ -33,15 +33,12 @@ class SendThread:
     """Runner in a thread of its own.
 
     It ends with :meth:`stop` or its last reference.
-
-    Args:
-        begin: what the thread does first.
     """
 
-    def __init__(self, begin: Task | None = None) -> None:
+    def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
-        arguments = (self._tasks, self._errors, begin)
+        arguments = (self._tasks, self._errors)
         self._thread = threading.Thread(target=_work, args=arguments, name="ds_vpipe-send", daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._tasks, self._thread)  # at the latest when the interpreter ends
@@ -84,9 +81,7 @@ def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> Non
         thread.join()
 
 
-def _work(tasks: queue.SimpleQueue[Task | None], errors: list[BaseException], begin: Task | None) -> None:
-    if begin is not None:
-        begin()
+def _work(tasks: queue.SimpleQueue[Task | None], errors: list[BaseException]) -> None:
     while (task := tasks.get()) is not None:
         try:
             task()

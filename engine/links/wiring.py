@@ -80,7 +80,9 @@ class Wiring:
 
     def _send_thread(self, wanted: bool) -> SendThread | None:
         if wanted and self._thread is None:
-            self._thread = SendThread(None if self.copies is None else self.copies.accelerator.use)
+            self._thread = SendThread()
+            if self.copies is not None:
+                self._thread.submit(self.copies.accelerator.use)
         return self._thread if wanted else None
 
     def _group(self, name: str, peer: Peer) -> Group:

@@ -116,7 +116,7 @@ def test_a_stage_never_waits_for_its_device(
 
 
 def evaluated(ds_config: dict[str, Any], stages: int) -> list[float]:
-    """Losses of training with evaluations between, on both."""
+    """Losses of training with evaluations between, on both; no copy is one of memory that is not page-locked."""
     losses: list[float] = []
     for device in ("cpu", "simulated"):
         torch.manual_seed(1234)
@@ -125,12 +125,15 @@ def evaluated(ds_config: dict[str, Any], stages: int) -> list[float]:
         for _ in range(4):
             losses.append(float(trained.train_batch(iterator)))
             losses.append(float(trained.eval_batch(other)))
+        if device == "simulated":
+            assert not trained.stage.copies.accelerator.host_waits
         trained.destroy()
         cases.close_groups()
     return losses
 
 
-def test_evaluation(worlds: Worlds) -> None:
+@pytest.mark.parametrize("stages", [1, 3])
+def test_evaluation(worlds: Worlds, stages: int) -> None:
     ds_config = cases.config(2, ADAMW, {"partition": "uniform"})
-    for losses in worlds.run(3, evaluated, ds_config, 3):
+    for losses in worlds.run(stages, evaluated, ds_config, stages):
         assert losses[:8] == losses[8:]

@@ -9,7 +9,8 @@ What a stream and a caching allocator leave to their users fails the run at once
 * a source that is freed or changed before the copy, a target that is written again before anybody has waited for it;
 * a copy to the device that is used before its event, or whose memory is not kept from use by the stream that made it.
 
-Waits of the stage's own thread for an event, a stream or a blocking copy are counted with the line that made them.
+Waits of the stage's own thread for an event, a stream or a blocking copy, such as one of memory that is not page-locked
+(what has been computed is not, either), are counted with the line that made them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
@@ -208,6 +210,7 @@ class SimulatedAccelerator(Accelerator):
         self._wanted: list[SimulatedEvent] = []
         self._misuse: list[str] = []
         self._not_kept: dict[int, torch.Tensor] = {}  # copies that the computation has waited for, by their storage
+        self._page_locked: dict[int, Any] = {}  # weak references by storage
         self._unread: dict[int, object] = {}  # block in which memory of the host was last copied to, by storage
         self._numbers = 0
         self.host_waits: Counter[str] = Counter()
@@ -232,6 +235,8 @@ class SimulatedAccelerator(Accelerator):
 
     def host_memory(self, size: int) -> torch.Tensor:
         memory = torch.full((size,), POISON, dtype=torch.uint8)
+        self._page_locked = {key: found for key, found in self._page_locked.items() if not found.expired()}
+        self._page_locked[_storage(memory)] = StorageWeakRef(memory.untyped_storage())
         self._unread.pop(_storage(memory), None)  # of what had this address before
         return memory
 
@@ -278,7 +283,9 @@ class SimulatedAccelerator(Accelerator):
             self._changed.notify_all()
 
     def copy(self, stream: SimulatedStream, target: torch.Tensor, source: torch.Tensor, arrives: bool) -> None:
-        """Queue a copy."""
+        """Queue a copy; the host waits if its end of it is not page-locked."""
+        if _storage(source if arrives else target) not in self._page_locked:
+            self.count_wait()
         with self._changed:
             if not arrives and stream.waited <= stream.used:
                 self._fail("a copy from the device waits for no event recorded after the computation")

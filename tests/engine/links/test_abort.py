@@ -43,10 +43,10 @@ class Failed(Accelerator):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
-def sender(backend: Any, thread: SendThread, copies: DeviceCopies | None = None) -> Sender:
+def sender(backend: Any, thread: SendThread, copies: DeviceCopies | None = None, threaded: bool = True) -> Sender:
     failures: Any = None
     group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
-    return HostSender(group, Peer(1, 1), 2, copies=copies, runner=thread, threaded=True)
+    return HostSender(group, Peer(1, 1), 2, copies=copies, runner=thread, threaded=threaded)
 
 
 def reasons(backend: Backend) -> list[str]:
@@ -81,6 +81,24 @@ def test_messages_of_the_host_leave_after_the_device_has_failed() -> None:
     abort_all([link], "reason")
     kinds = [unpack(data).kind for data in backend.sent]
     assert kinds == [Message.END, Message.PEERS, Message.QUIESCE, Message.ABORT]
+    thread.stop()
+
+
+def test_abort_leaves_on_every_link_though_the_device_has_failed_in_one() -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    copies: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(host_memory=lambda size: torch.empty(size, dtype=torch.uint8)),
+        to_host=lambda copy: SimpleNamespace(synchronize=fail),
+        wait=fail,
+    )
+    thread, backends = SendThread(), [Backend(), Backend()]
+    senders = [sender(backend, thread, copies, threaded=False) for backend in backends]
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        senders[0].send(Message.TIED, 0, torch.ones(3))
+    abort_all(senders, "reason")
+    assert [reasons(backend) for backend in backends] == [["reason"], ["reason"]]
     thread.stop()
 
 

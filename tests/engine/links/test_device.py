@@ -69,6 +69,13 @@ def test_copies_keep_strides_and_gradients(lazy: DeviceCopies) -> None:
     assert arrived(tree, None) is tree
 
 
+def test_sparse_tensors_arrive(lazy: DeviceCopies) -> None:
+    """Their memory is not that of one tensor, which could be kept from use by another stream."""
+    sparse = torch.eye(3).to_sparse()
+    lazy.to_device(torch.ones(3))
+    assert torch.equal(lazy.to_device(sparse).to_dense(), torch.eye(3))
+
+
 def test_host_copies(lazy: DeviceCopies) -> None:
     for mine in (torch.arange(6).view(2, 3).t(), torch.zeros(0, 2), torch.tensor(True)):
         copy = lazy.host_copy(mine)
@@ -170,6 +177,16 @@ def test_waits_of_the_host_are_counted(lazy: DeviceCopies) -> None:
     out(lazy, sent)[1].synchronize()  # type: ignore[attr-defined]
     assert sum(waits.values()) == 2
     assert all(__file__ in line for line in waits)
+
+
+def test_the_host_waits_for_copies_of_other_memory(lazy: DeviceCopies) -> None:
+    waits = lazy.accelerator.host_waits  # type: ignore[attr-defined]
+    lazy.to_device(lazy.host_copy(torch.ones(3)))
+    assert not waits
+    lazy.to_device(torch.ones(3))
+    assert sum(waits.values()) == 1
+    out(lazy, torch.ones(3), torch.empty(3))
+    assert sum(waits.values()) == 2
 
 
 def test_the_cpu_has_no_copies() -> None:

@@ -124,13 +124,3 @@ def test_a_stored_error_does_not_keep_a_task_from_being_done() -> None:
     assert done == [1]
     sending.check()
     sending.stop()
-
-
-def test_what_the_thread_does_first() -> None:
-    done: list[object] = []
-    sending = SendThread(lambda: done.append(("begun", threading.get_ident())))
-    sending.submit(lambda: done.append(threading.get_ident()))
-    sending.settle()
-    assert done == [("begun", done[1]), done[1]]
-    assert done[1] != threading.get_ident()
-    sending.stop()

@@ -42,6 +42,7 @@ from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, training_
 from ds_vpipe.engine.execution.drain import quiesce, restart_at
 from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options, or_no_data
 from ds_vpipe.engine.execution.executor import Executor
+from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.links.groups import collective_groups, is_of_collective
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.modules.recompute import recompute_anew
@@ -50,8 +51,9 @@ from ds_vpipe.engine.observe.observers import Observation
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
 from ds_vpipe.engine.updates.clipping import GradientClipping
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
-from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, Refusal, VPipeConfigError, VPipeError
 from ds_vpipe.partition import checked_counts
+from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
 
 _EXIT_GRACE_S = 60.0
@@ -76,8 +78,9 @@ class VPipeEngine(PatchedPipelineEngine):
         self.plan = prepared.plan  # with predicted bytes of every stage; None if the block leaves nothing to plan
         self.stage = stage_of(self, prepared)  # state of this rank, its links and its weights
         self.clipping = self._clipping()
-        self.executor = Executor(self, self.stage, COLUMNS)  # carries out the stage's actions
-        self.evaluation = Evaluation(self, self.stage)
+        self.moves = LiveMoves(self, self.stage)  # of layers from and to this stage
+        self.executor = Executor(self, self.stage, COLUMNS, self.moves)  # carries out the stage's actions
+        self.evaluation = Evaluation(self, self.stage, self.moves)
         self.checkpoints = Checkpoints(self, self.stage)
         self.whole_model = WholeModel(self, self.stage)
         self.observation = Observation(self, self.stage, prepared.config, prepared.plan)
@@ -189,7 +192,24 @@ class VPipeEngine(PatchedPipelineEngine):
             self.stage.drains.emptied(what, "call it less often", self.global_steps, sum(self.pipeline.depths))
         self.stage.action = "QUIESCE"
         with self._aborting():
-            quiesce(self.stage)
+            quiesce(self.stage, self.moves)
+
+    def move_layer(self, move: Move) -> None:
+        """Let a layer go to a neighbouring stage while training runs; all ranks call it, between the same two batches.
+
+        The pipeline does not drain. Results are as exact as without moves: docs/semantics.md names the version of the
+        layer that each micro-batch uses.
+
+        Raises:
+            VPipeConfigError: the move is not possible, on every rank.
+        """
+        self._refuse_unfit("move_layer()")
+        if self.balance is not None:
+            key, value = "vpipe.replan.every", self.vpipe_config.replan.every
+            raise Refusal(key, value, "0 with move_layer()", "remove one of them", "it moves layers itself").error()
+        refuse_moves(self, self.stage, "move_layer()")
+        self.stage.action = "MOVE_LAYER"
+        self.moves.give(move)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's; all ranks call it, between any two batches. The current size changes nothing.
@@ -203,6 +223,7 @@ class VPipeEngine(PatchedPipelineEngine):
         replicas_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         refuse_delays(self.vpipe_config.staleness, self.stage.delays(max(1, train_batch_size // replicas_batch)))
         self.quiesce("set_train_batch_size()")
+        self.moves.give_up()
         super().set_train_batch_size(train_batch_size)
         set_micro_batches(self.stage, self.vpipe_config, self.micro_batches)
         restart_at(self.stage, self.stage.weights.latest_version)
@@ -237,8 +258,9 @@ class VPipeEngine(PatchedPipelineEngine):
                     f"the same on every rank"
                 )
             self.quiesce("repartition()")
+            self.moves.give_up()
             self.stage.action = "REPARTITION"
-            if found != pipeline.partition:
+            if found != self.pipeline.partition:
                 move_layers(self, self.stage, found)
                 self.clipping = self._clipping()
                 if self.stage.peers is not None:
@@ -330,6 +352,7 @@ class VPipeEngine(PatchedPipelineEngine):
             PipelinePeerError: this happened on another rank, or a rank is lost or did not answer in time.
         """
         self.quiesce("load_checkpoint()")
+        self.moves.give_up()
         found = self.checkpoints.load(
             super().load_checkpoint,
             load_dir,

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 
 from ds_vpipe.engine.execution.data import EndOfData
+from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.stage import DataEnd, Stage
 from ds_vpipe.schedules.one_f_one_b import Progress
@@ -90,8 +91,10 @@ def refill(stage: Stage) -> None:
         raise StopIteration
 
 
-def quiesce(stage: Stage) -> None:
+def quiesce(stage: Stage, moves: LiveMoves) -> None:
     """Withdraw the micro-batches in flight and keep one weight version; all ranks call it, between two batches.
+
+    A layer that has begun to move has moved afterwards.
 
     Raises:
         PipelinePeerError: a neighbour is lost or did not answer in time.
@@ -104,9 +107,10 @@ def quiesce(stage: Stage) -> None:
         stage.feed.read_again(forgotten)
     ahead = torch.tensor(stage.feed.ahead(), dtype=torch.int64)
     if not stage.is_first:
-        message = stage.links.previous.activations.receive("the mark of a quiesce")
+        message = moves.next_message("the mark of a quiesce")
         while message.kind is not Message.QUIESCE:
-            message = stage.links.previous.activations.receive("the mark of a quiesce")
+            moves.take(message)
+            message = moves.next_message("the mark of a quiesce")
         ahead, table = message.tree
         if stage.peers is not None:
             stage.peers.from_earlier(table)
@@ -120,6 +124,7 @@ def quiesce(stage: Stage) -> None:
         del stage.in_flight[key]
         stage.weights.release(key)
     stage.weights.keep_newest()
+    moves.complete(at)
     _stand_at(stage, at)
     stage.ties.catch_up(at // stage.pipeline.micro_batches)
     stage.ties.flush()

@@ -19,6 +19,7 @@ from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.data import NO_DATA, labels_to_device, own_copy, to_device
 from ds_vpipe.engine.execution.executor import carry_out, choose_part
 from ds_vpipe.engine.execution.in_flight import InFlight, Key
+from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.links.device import arrived
 from ds_vpipe.engine.links.message import Message, Tree, leaves
 from ds_vpipe.engine.stage import Stage
@@ -54,8 +55,8 @@ def evaluation_actions(pipeline: Pipeline, rank: int, micro_batches: int) -> Ite
 class Evaluation:
     """Evaluation on one stage, of which nothing is changed. DeepSpeed's engine runs passes and keeps outputs."""
 
-    def __init__(self, engine: PatchedPipelineEngine, stage: Stage) -> None:
-        self._engine, self._stage = engine, stage
+    def __init__(self, engine: PatchedPipelineEngine, stage: Stage, moves: LiveMoves) -> None:
+        self._engine, self._stage, self._moves = engine, stage, moves
         self._in_flight: dict[Key, InFlight] = {}
         self._methods: dict[Kind, Callable[[int, int], None]] = {
             Kind.LOAD: self._load,
@@ -96,11 +97,12 @@ class Evaluation:
 
     @contextmanager
     def newest_weights(self) -> Iterator[None]:
-        """Copies of tied weights as new as everything else, and the module's count of passes put back."""
+        """Tied weights and layers that move as new as everything else, and the module's count of passes put back."""
         stage = self._stage
-        micro_offset = stage.module.micro_offset
+        micro_offset, updates = stage.module.micro_offset, stage.progress.completed // stage.pipeline.micro_batches
+        self._moves.catch_up(updates)
         try:
-            with stage.ties.newest(stage.progress.completed // stage.pipeline.micro_batches):
+            with stage.ties.newest(updates):
                 yield
         finally:
             stage.module.micro_offset = micro_offset

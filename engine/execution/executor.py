@@ -1,7 +1,7 @@
 """Executor of a stage's actions: one method per kind of action."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from ds_vpipe.engine.execution import drain
 from ds_vpipe.engine.execution.batch_loss import BatchReport
 from ds_vpipe.engine.execution.data import EndOfData, MicroBatch, labels_to_device, own_copy, to_device
 from ds_vpipe.engine.execution.in_flight import InFlight
+from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.links.device import arrived
 from ds_vpipe.engine.links.message import Message, Received
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
@@ -63,8 +64,8 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
 class Executor:
     """Training of one stage. Actions change the stage's state; DeepSpeed's engine runs passes and updates."""
 
-    def __init__(self, engine: PatchedPipelineEngine, stage: Stage, statistics: int) -> None:
-        self._engine, self._stage = engine, stage
+    def __init__(self, engine: PatchedPipelineEngine, stage: Stage, statistics: int, moves: LiveMoves) -> None:
+        self._engine, self._stage, self._moves = engine, stage, moves
         self._statistics = statistics  # how many numbers each stage adds to the report of a batch
         self._several_parts = stage.pipeline.virtual_stages > 1
         self.watchers: list[Watcher] = []  # observers of every action; the first begins first and ends last
@@ -83,6 +84,7 @@ class Executor:
             Kind.RECV_TIED_GRAD: self.receive_tied_gradients,
             Kind.SEND_TIED: self.send_tied_weights,
             Kind.RECV_TIED: self.receive_tied_weights,
+            **moves.methods,
         }
         if stage.peers is not None:
             self.methods[Kind.SEND_PEERS] = partial(self.send_peer_updates, stage.peers)
@@ -104,16 +106,20 @@ class Executor:
         stage.report = None
         if stage.is_last:
             stage.losses = stage.batch_loss()
+        if self._moves.move is not None:
+            self._moves.settle(batch)
         try:
             while True:
                 drain.limit_to_drain(stage, batch)
+                moves = () if self._moves.move is None else (self._moves.move,)
                 try:
-                    self.run(rank_actions(stage.pipeline, stage.number, stage.progress, stage.exchanges))
+                    self.run(rank_actions(stage.pipeline, stage.number, stage.progress, stage.exchanges, moves))
                 except EndOfData as data_end:
                     drain.end_data(stage, data_end, batch)
                     continue  # with the actions that are left now that the limit is known
                 if stage.progress.completed == end:
                     break
+                self._moves.complete(stage.progress.completed)
                 drain.refill(stage)
         finally:
             stage.weights.load_new_params()
@@ -181,7 +187,8 @@ class Executor:
     def receive_activation(self, index: int, part: int) -> None:
         """Wait for the input of a micro-batch, or for the end of the data."""
         stage, links = self._stage, self._stage.links.previous
-        message = links.activations.receive(str(stage.action))
+        early = self._moves.waiting
+        message = early.popleft() if early else links.activations.receive(str(stage.action))
         if message.kind is Message.END:
             limit, read, unlabelled, asked = message.tree.tolist()
             raise EndOfData(limit, read, message.note, unlabelled, bool(asked))
@@ -199,10 +206,11 @@ class Executor:
         stage, record = self._stage, self._stage.in_flight[index, part]
         last = part == stage.pipeline.num_parts - 1
         choose_part(stage, part)
-        with stage.weights.forward((index, part), self._vertical_version(index)):
+        layers = nullcontext() if self._moves.move is None else self._moves.layers_of(index)
+        with layers, stage.weights.forward((index, part), self._vertical_version(index)):
             if stage.swap is not None and stage.pipeline.in_flight(stage.number) > 1:  # else its backward pass is next
                 record.swapped = stage.swap.begin(stage.module, stage.weights.versions)
-            output = stage.weights.versions.own_copies(self._run_stage(record, last))
+            output = stage.weights.own_copies(self._run_stage(record, last))
         record.labels = None
         if last and stage.losses is not None:
             record.loss = stage.losses.add(output, stage.module.get_additional_losses())
@@ -270,7 +278,7 @@ class Executor:
                 self._engine.run_backward_from(record.outputs, record.gradients)
                 record.outputs, record.gradients = [], []
         if part != 0:
-            record.keep_input_gradients(stage.weights.versions.own_copies)
+            record.keep_input_gradients(stage.weights.own_copies)
         stage.weights.release((index, part))
         if part == 0:
             del stage.in_flight[index, part]
@@ -292,12 +300,16 @@ class Executor:
     def reduce(self, index: int, part: int) -> None:
         """Average a batch's gradients over the stage's replicas."""
         self._engine.reduce_gradients(together=not self._stage.asynchronous)
+        if self._moves.move is not None:
+            self._moves.after_reduce(index)
 
     def step(self, index: int, part: int) -> None:
         """One optimizer update of the stage; the optimizer's own step runs within :meth:`updating`."""
         if self._several_parts:  # all activations have come back, and nobody waits for gradients any more
             self._stage.links.flush()
         self._engine.run_update()
+        if self._moves.move is not None:
+            self._moves.after_update(index + 1)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -309,6 +321,8 @@ class Executor:
             stage.mitigation.updates = stage.weights.latest_version
         if not stage.asynchronous:
             self._engine.fill_groups()
+        if self._moves.move is not None:
+            self._moves.before_update(stage.weights.latest_version)
         with stage.weights.update():
             yield
             stage.ties.overwrite()

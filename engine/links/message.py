@@ -56,6 +56,8 @@ class Message(enum.IntEnum):
     TIED = 8  # tied weights or their gradients
     QUIESCE = 9  # everything before it is dropped, here and there
     LOSS = 10  # of one micro-batch, while the pipeline is being filled
+    LAYER = 11  # a layer that moves, with its optimizer state
+    LAYER_GRADIENT = 12  # of a batch, after it has moved
 
     @property
     def on_host(self) -> bool:

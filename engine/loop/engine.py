@@ -22,6 +22,7 @@ from ds_vpipe.engine.loop.script_end import ScriptEnd
 from ds_vpipe.engine.loop.script_loss import check_graph
 from ds_vpipe.engine.updates.parameter_groups import by_identity, follow, restricted
 from ds_vpipe.errors import CallOrderError, VPipeConfigError
+from ds_vpipe.schedules.moves import Move
 
 
 class VPipeLoopEngine(VPipeEngine):
@@ -289,6 +290,10 @@ class VPipeLoopEngine(VPipeEngine):
     def eval_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused with a CallOrderError: a plain module has no iterator of its own."""
         raise CallOrderError("eval_batch(): the model was no PipelineModule; call engine(...) in eval() mode")
+
+    def move_layer(self, move: Move) -> NoReturn:
+        """Refused with a CallOrderError: the script's calls set the order of passes."""
+        raise CallOrderError("move_layer(): the model was no PipelineModule; give the partition in the vpipe block")
 
     def _compare_once(self, packed: Any) -> None:
         """In the first round, say so if the stages of a pipeline are handed different data."""

@@ -272,6 +272,8 @@ def apply_recompute(
 
     def forward(module: PipelineModule, inputs: Any) -> Any:
         module.micro_offset += 1
+        if segment.first == segment.stop and not segment.swapped:  # then layers may come and go
+            return _run(module, 0, len(module.forward_funcs), module.micro_offset + 1, inputs)
         return segment.run_part(module, inputs, module.micro_offset + 1)
 
     plain = type(module).forward is PipelineModule.forward and module.activation_checkpoint_interval == 0

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ds_vpipe.engine.weights.moved_layers import MovedLayer
 from ds_vpipe.engine.weights.versions import WeightVersions
 from ds_vpipe.errors import VPipeError
 
@@ -40,6 +41,7 @@ class WeightStashingOptimizer:
 
     Attributes:
         versions: the storages of all versions.
+        moved: layers that have come from other stages since the pipeline was empty.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class WeightStashingOptimizer:
         self.base_optimizer = base_optimizer
         self._stash = stash
         self._parameters = list(parameters)
+        self.moved: list[MovedLayer] = []
         self._begin(version)
         self._in_flight: dict[Hashable, int] = {}
         self._keep_from: int | None = None
@@ -70,6 +73,7 @@ class WeightStashingOptimizer:
         self._begin(self.latest_version)
 
     def _begin(self, version: int) -> None:
+        self.moved.clear()
         self.versions = WeightVersions(self._parameters, version)
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
         self._checked = version
@@ -105,20 +109,24 @@ class WeightStashingOptimizer:
         if any(parameter.requires_grad for parameter in self._frozen):
             self._take_in("requires_grad: got parameters that were unfrozen")
         if self._checked != self.latest_version:  # once per update: there may be hundreds of parameters
-            if not self.versions.has_all():
+            if not all(versions.has_all() for versions in self._all_versions):
                 self._take_in("p.data = values: got parameters that were put on other memory")
             self._checked = self.latest_version
         version = self.versions.latest if version is None else version
         self.versions.point_to(version)
+        for layer in self.moved:
+            layer.begin_forward(version)
         try:
             yield
         finally:
             self.versions.point_to_newest()
+            for layer in self.moved:
+                layer.end_forward(micro_batch)
         self._in_flight[micro_batch] = version
 
     def _take_in(self, given: str) -> None:
         """Include changed parameters in the versions: updates would else change weights that are in use."""
-        if self._in_flight or self.num_versions > 1:
+        if self._in_flight or self.num_versions > 1 or self.moved:
             raise VPipeError(
                 f"{given} while micro-batches that have used them are in flight, allowed is to do so in an empty "
                 f"pipeline; call engine.quiesce() before, or engine.drain() if the script calls engine(...), on every "
@@ -130,14 +138,45 @@ class WeightStashingOptimizer:
         """Point the parameters to the weights that the forward pass of ``micro_batch`` used."""
         if self._stash:
             self.versions.point_to(self._in_flight[micro_batch])
+            for layer in self.moved:
+                layer.begin_backward(micro_batch)
 
     def load_new_params(self) -> None:
         """Point the parameters to the newest weights."""
-        self.versions.point_to_newest()
+        for versions in self._all_versions:
+            versions.point_to_newest()
+
+    @property
+    def _all_versions(self) -> list[WeightVersions]:
+        return [self.versions, *(layer.versions for layer in self.moved)]
+
+    def own_copies(self, tree: Any) -> Any:
+        """``tree`` with copies of the tensors that share memory with a weight, now of the version pointed to."""
+        for versions in self._all_versions:
+            tree = versions.own_copies(tree)
+        return tree
+
+    def add(self, parameters: Iterable[torch.nn.Parameter], version: int) -> MovedLayer:
+        """Take in a layer that has had ``version`` updates elsewhere."""
+        mine = list(parameters)
+        self._parameters += mine
+        self._frozen += [parameter for parameter in mine if not parameter.requires_grad]
+        self.moved.append(MovedLayer(mine, WeightVersions(mine, version), keep_from=self._keep_from))
+        return self.moved[-1]
+
+    def remove(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Give up a layer that nothing in flight uses any more."""
+        gone = {id(parameter) for parameter in parameters}
+        self._parameters = [parameter for parameter in self._parameters if id(parameter) not in gone]
+        self._frozen = [parameter for parameter in self._frozen if id(parameter) not in gone]
+        self.moved[:] = [layer for layer in self.moved if not gone & {id(p) for p in layer.parameters}]
+        self.versions.remove(gone)
 
     def release(self, micro_batch: Hashable) -> None:
         """Give up the version of a micro-batch that is done or dropped."""
         del self._in_flight[micro_batch]
+        for layer in self.moved:
+            layer.in_flight.pop(micro_batch, None)
         self._recycle()
 
     def drop_gradients(self) -> None:
@@ -149,6 +188,8 @@ class WeightStashingOptimizer:
     def keep_from(self, version: int) -> None:
         """Keep ``version`` and newer ones for later forward passes (vertical sync)."""
         self._keep_from = version
+        for layer in self.moved:
+            layer.keep_from = version
         self._recycle()
 
     def keep_newest(self) -> None:
@@ -162,6 +203,8 @@ class WeightStashingOptimizer:
 
     def _recycle(self) -> None:
         self.versions.keep_only({version for version in self.versions.alive if self._is_needed(version)})
+        for layer in self.moved:
+            layer.recycle()
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -175,11 +218,30 @@ class WeightStashingOptimizer:
             self.versions.fork()
         else:
             self.versions.point_to_newest()
-        counted = self.versions.trained if self._in_flight else ()
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(counted):
+        moved = [layer for layer in self.moved if not layer.apart]
+        for layer in moved:
+            layer.begin_update()
+        with self._unseen():
             yield
         self.versions.advance()
+        for layer in moved:
+            layer.versions.advance()
         self._recycle()
+
+    @contextmanager
+    def update_apart(self, layer: MovedLayer) -> Iterator[None]:
+        """Context of an optimizer step of ``layer`` alone."""
+        layer.begin_update()
+        with self._unseen():
+            yield
+        layer.end_update()
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Context in which autograd does not count changes of weights."""
+        trained = [parameter for versions in self._all_versions for parameter in versions.trained]
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(trained) if self._in_flight else ()):
+            yield
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One update of the newest weights by the base optimizer; returns what it returns."""

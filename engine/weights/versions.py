@@ -17,7 +17,7 @@ such a tensor copies it while the version is pointed to (:meth:`WeightVersions.o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ class _Weights:
         """Copy the contents of all storages; there may be hundreds of small ones."""
         if self._contents:
             torch._foreach_copy_(self._contents, other._contents)
+
+    def without(self, gone: Set[int]) -> _Weights:
+        """Those storages whose position is not in ``gone``."""
+        return _Weights([storage for position, storage in enumerate(self.storages) if position not in gone])
 
     def exchange(self, other: _Weights) -> None:
         """Exchange the memory of all storages with that of ``other``'s."""
@@ -120,6 +124,20 @@ class WeightVersions:
             self.point_to_newest()
         for version in [v for v in self._held if v not in versions and v != self._latest]:
             self._spare.append(self._held.pop(version))
+
+    def remove(self, gone: Set[int]) -> None:
+        """Give up the parameters with the identities ``gone``, in all versions; nothing in flight uses them."""
+        left = [parameter for parameter in self.trained if id(parameter) in gone]
+        kept = [parameter for parameter in self.trained if id(parameter) not in gone]
+        if not left:
+            return
+        found = {parameter.untyped_storage()._cdata for parameter in kept}
+        places = {at for at, storage in enumerate(self._own.storages) if storage._cdata not in found}
+        self._own = self._own.without(places)
+        self._held = {version: held.without(places) for version, held in self._held.items()}
+        self._spare = [spare.without(places) for spare in self._spare]
+        self._found = {key: storage for key, storage in self._found.items() if key in found}
+        self.trained = tuple(kept)
 
     def own_copies(self, tree: Any) -> Any:
         """``tree`` with copies of the tensors that share memory with a weight, now of the version pointed to."""

@@ -74,6 +74,10 @@ USED: dict[str, tuple[Any, str]] = {
     "_swap_data_ptr_": (torch.UntypedStorage, "weights of a version are exchanged below the parameters"),
     "_unsafe_preserve_version_counter": (torch.autograd.grad_mode, "a fork makes sure that saved tensors stay"),
     "_update_scale": (FP16_Optimizer, "the loss scale stands still within an update"),
+    "_backward_hooks": (torch.nn.Identity(), "a layer with hooks does not move: they would stay behind"),
+    "_backward_pre_hooks": (torch.nn.Identity(), "likewise"),
+    "_forward_hooks": (torch.nn.Identity(), "likewise"),
+    "_forward_pre_hooks": (torch.nn.Identity(), "likewise"),
     "_backward_cls": (None, "autograd node of a torch.autograd.Function"),
     "_disabled_torch_function_impl": (torch._C, "losses of scripts compute ordinary tensors"),
 }

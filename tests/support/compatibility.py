@@ -35,6 +35,12 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
         [
             ("Tensors of every dtype, None, nested tuples and lists between stages; shapes that change",
              "as they are, without a flag", "test_boundary.py::test_training_equals_one_process"),
+            ("Layers that move to a neighbouring stage while training runs (`move_layer()`)", "equal to the replay",
+             "test_live_moves.py::test_moves_with_stashing_against_the_replay"),
+            ("Likewise with vertical sync and in bsp", "training does not notice",
+             "test_live_moves.py::test_with_one_version_everywhere_moves_change_nothing"),
+            ("Likewise with buffers, clipping, recomputation, flat buffers, replicas", "refused",
+             "test_live_moves.py::test_what_cannot_move_is_refused_on_every_rank_in_one_line"),
             ("Frozen layers, layers that are functions, stages with nothing to train", "as in one process",
              "test_boundary.py::test_training_equals_one_process"),
             ("Stages with nothing to train under ZeRO-1 and bf16", "a placeholder for their optimizer",

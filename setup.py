@@ -37,7 +37,7 @@ setup(
         "ds_vpipe.models.bert": ["*.json", "*/*.json"],
     },
     install_requires=[
-        "torch>=2.12",
+        "torch>=2.11",
         "deepspeed>=0.19,<0.20",
         "transformers>=5",
         "pydantic>=2",

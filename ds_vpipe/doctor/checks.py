@@ -14,7 +14,7 @@ from ds_vpipe.doctor.probe import BUILD_LIMIT_S, UNUSED
 # Package: least version, version that is too new, tested version. Equal to constraints.txt and setup.py, which a test
 # sees to: neither is there in an installation.
 PACKAGES: dict[str, tuple[str, str | None, str]] = {
-    "torch": ("2.12", None, "2.13.0"),
+    "torch": ("2.11", None, "2.13.0"),
     "deepspeed": ("0.19", "0.20", "0.19.8"),
     "transformers": ("5", None, "5.23.0"),
 }

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ds_vpipe.engine.weights.exchange import built, built_in
+
 
 class _Weights:
     """Storages of all weights in one version.
@@ -34,6 +36,7 @@ class _Weights:
         self.storages = storages
         words = torch.int64 if all(storage.nbytes() % 8 == 0 for storage in storages) else torch.uint8
         self._contents = [torch.empty(0, dtype=words, device=s.device).set_(s) for s in storages]
+        self._built = None if built_in() else built()
 
     def like(self) -> _Weights:
         """Storages of the same sizes in new memory."""
@@ -50,6 +53,9 @@ class _Weights:
 
     def exchange(self, other: _Weights) -> None:
         """Exchange the memory of all storages with that of ``other``'s."""
+        if self._built is not None:
+            self._built(self._contents, other._contents)
+            return
         for storage, others in zip(self.storages, other.storages, strict=True):
             storage._swap_data_ptr_(others)  # type: ignore[attr-defined]  # missing in torch's stubs
 

@@ -84,7 +84,7 @@ def test_supported_versions_are_those_of_the_project() -> None:
     [
         ({"python": "3.9.1"}, "error: python: 3.9.1 on here; install 3.10 or newer"),
         ({"packages": {**NODE.packages, "torch": None}}, "error: torch: not installed on here; pip install -c"),
-        ({"packages": {**NODE.packages, "torch": "2.11.0"}}, "error: torch: 2.11.0; supported: 2.12 and newer; pip"),
+        ({"packages": {**NODE.packages, "torch": "2.10.0"}}, "error: torch: 2.10.0; supported: 2.11 and newer; pip"),
         ({"packages": {**NODE.packages, "deepspeed": "0.20.0"}}, "error: deepspeed: 0.20.0; supported: 0.19"),
         ({"packages": {**NODE.packages, "torch": "2.12.0"}}, "warning: torch: 2.12.0; works by its number"),
         ({"packages": {**NODE.packages, "torch": "git"}}, "warning: torch: git, which is no version"),

@@ -430,3 +430,11 @@ def test_gradients_of_two_versions_in_flight_are_exact(name: str, flat_buffer: b
         assert len(got) == len(wanted[number])
         assert all(torch.equal(g, w) for g, w in zip(got, wanted[number], strict=True)), f"version {number}"
     assert not torch.equal(wanted[0][0], wanted[1][0])
+
+
+def test_an_exchange_that_is_built_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_vpipe.engine.weights.versions.built_in", lambda: False)
+    for build in KINDS:
+        test_values_of_versions_in_flight_never_change(build)
+    for name in MODULES:
+        test_gradients_of_two_versions_in_flight_are_exact(name, flat_buffer=True)

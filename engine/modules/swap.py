@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.engine.modules.host_memory import HostMemory, host_memory
 from ds_vpipe.engine.weights.versions import WeightVersions
+from ds_vpipe.errors import VPipeError
 
 SMALLEST = 1 << 16
 """Bytes of the smallest storage that is moved. A link needs some microseconds for so many, the engine more for a move;
@@ -76,12 +77,12 @@ class _Saved:
     """
 
     def __init__(self, tensor: torch.Tensor, activations: _Activations | None) -> None:
-        self._tensor = tensor if activations is None else tensor.detach()
+        # Not the tensor itself, which may be the output of the node that saves it: a cycle that nothing collects.
+        self._tensor = tensor if activations is None and tensor.is_leaf else tensor.detach()
         self._version = tensor._version
         self._activations = activations
-        self._shape = tensor.shape
         if activations is not None:
-            self._offset, self._stride = tensor.storage_offset(), tensor.stride()
+            self._offset, self._shape, self._stride = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def leave(self) -> None:
         """Let go of the storage, and keep counting its changes in place."""
@@ -95,9 +96,10 @@ class _Saved:
         """
         tensor, now = self._tensor, self._tensor._version
         if now != self._version:
+            shape = tensor.shape if self._activations is None else self._shape
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(self._shape)}] is at version {now}; expected version {self._version} "
+                f"[{tensor.type()} {list(shape)}] is at version {now}; expected version {self._version} "
                 f"instead"
             )
         if self._activations is None or self._activations.storage is not None:
@@ -165,6 +167,8 @@ class Swap:
         def pack(tensor: torch.Tensor) -> _Saved:
             if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
                 return _Saved(tensor, None)
+            if tensor.is_nested or tensor.is_quantized:  # more than a view of a storage
+                return _Saved(tensor, None)
             storage = tensor.untyped_storage()
             if storage.nbytes() < SMALLEST or storage._cdata in stays or tensor.is_conj() or tensor.is_neg():
                 return _Saved(tensor, None)
@@ -172,8 +176,17 @@ class Swap:
             saved.append(_Saved(tensor, activations))
             return saved[-1]
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _Saved.unpack):
-            outputs = layers(inputs)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, _Saved.unpack):
+                outputs = layers(inputs)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise VPipeError(
+                f"vpipe.swap_ratio: got layers that torch does not run under hooks for saved tensors "
+                f"({str(error).splitlines()[0]}), allowed are layers without torch.func's grad, vjp, jacrev and "
+                f"hessian; write 0 for this stage"
+            ) from error
         for key in _storages(tree_leaves(outputs)):
             found.pop(key, None)
         for activations, saved in found.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -204,6 +205,48 @@ def test_small_and_unusual_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None
     Stage(nn.Linear(1, 1), conjugate).forward(leaf)[0].sum().backward()
     conjugate(other).sum().backward()
     assert torch.equal(leaf.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_a_graph_without_a_backward_pass_is_freed_whatever_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swapping, "SMALLEST", SIZE + 1)  # what stays is saved too: outputs of the nodes that save them
+    stage = Stage(layers())
+    leaf = value(6)
+    output, _ = stage.forward(leaf)
+    alive = weakref.ref(leaf)
+    del leaf, output, _
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ["nested", "quantized"])
+def test_tensors_that_are_more_than_a_view_of_a_storage(kind: str) -> None:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8))
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            return grads[0] * ctx.saved_tensors[0].dequantize()
+
+    def nested(x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nested.as_nested_tensor([x[:2] * 1, x[2:] * 1])
+        return (rows * rows).to_padded_tensor(0.0) * 1
+
+    run = nested if kind == "nested" else Scale.apply
+    leaf, other = value(7), value(7)
+    Stage(nn.Linear(1, 1), run).forward(leaf)[0].sum().backward()
+    run(other).sum().backward()
+    assert torch.equal(leaf.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_layers_that_allow_no_hooks_are_refused_in_one_line() -> None:
+    stage = Stage(nn.Linear(1, 1), lambda x: torch.func.grad(lambda y: y.tanh().sum())(x) * x)
+    with pytest.raises(VPipeError, match=r"^vpipe\.swap_ratio: got layers .* write 0 for this stage$") as error:
+        stage.forward(value(8))
+    assert "\n" not in str(error.value)
 
 
 def test_places_in_the_file_are_used_again() -> None:

@@ -111,7 +111,7 @@ class PatchedPipelineEngine(PipelineEngine):
                     group[0].grad = torch.zeros_like(group[0])
 
     def train_others(self, groups: Sequence[list[nn.Parameter]]) -> None:
-        """Let the optimizer train other parameters, with new state; its groups stay, one for each list.
+        """Let the optimizer train other parameters, frozen ones among them; its groups stay, one for each list.
 
         The base optimizer stays the same object, which a learning-rate scheduler or the script may refer to.
         """
@@ -120,13 +120,17 @@ class PatchedPipelineEngine(PipelineEngine):
         if hasattr(self.optimizer, "destroy"):
             self.optimizer.destroy()  # a wrapper with hooks on parameters
         base.state.clear()
-        by_group = self.get_data_types()[0] != torch.float32 and not self.zero_optimization()
-        members = trainable([{"params": group} for group in groups], self.placeholder, each_group=by_group)
-        for group, found in zip(base.param_groups, members, strict=True):
-            group["params"] = found["params"] or [self.placeholder()]
+        for group, members in zip(base.param_groups, groups, strict=True):
+            group["params"] = list(members) or [self.placeholder()]
             if "param_names" in group:
                 group["param_names"] = [self.param_names[parameter] for parameter in group["params"]]
+        # Wrappers leave out what is frozen when they are made; a script may unfreeze it later.
+        frozen = [parameter for members in groups for parameter in members if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         super()._configure_optimizer(base, None)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         if self._support_torch_style_backward:
             self.optimizer.register_grad_acc_post_hook(self._backward_post_hook)
 

@@ -149,7 +149,8 @@ def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState]) -> d
         "trained": {name: parameter.requires_grad for name, parameter in layer.named_parameters()},
         "states": {name: vars(state) for name, state in states.items() if name.startswith(prefix)},
     }
-    found: dict[str, Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), content)
+    # A copy, since all of the storage that a view is of would be sent.
+    found: dict[str, Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content)
     return found
 
 

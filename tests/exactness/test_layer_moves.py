@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -126,6 +127,56 @@ ZERO = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}}
 FLOAT_LOSS = {"loss_fn": toy.float_cross_entropy}
 LATE_BY_ONE = {"staleness": {"error_feedback": True}}
+
+
+def frozen_meanwhile(ds_configs: list[dict[str, Any]], loss_fn: Any) -> list[dict[str, Any]]:
+    """Freeze some layers, move layers so that the first stage has no others, and train all again; or do not move."""
+    reports = []
+    for ds_config in ds_configs:
+        for moves in (True, False):
+            engine = cases.engine(ds_config, 2, loss_fn=loss_fn)
+            iterator = toy.data()
+            for trains in (True, False, True):
+                for index, layer in zip(itertools.count(engine.module._local_start), engine.module.forward_funcs):
+                    layer.requires_grad_(trains or index >= 4)
+                float(engine.train_batch(iterator))
+                if moves and not trains:
+                    engine.repartition([4, 6])
+            reports.append({"everything": everything(engine), "parts": list(engine.module.parts)})
+            engine.destroy()
+            cases.close_groups()
+    return reports
+
+
+def test_what_is_frozen_for_a_while_goes_on_after_a_move(worlds: Worlds) -> None:
+    block = {"sync_mode": "bsp", "partition": [6, 4]}
+    ds_configs = [cases.config(1, ADAMW, block, **extra) for extra in ({}, ZERO, BF16)]
+    by_run = list(zip(*worlds.run(2, frozen_meanwhile, ds_configs, toy.float_cross_entropy), strict=True))
+    for moved, stayed in zip(by_run[::2], by_run[1::2], strict=True):
+        assert moved[0]["parts"] != stayed[0]["parts"]
+        assert_same(everywhere(moved), everywhere(stayed))
+
+
+def sent(ds_config: dict[str, Any]) -> int:
+    """Bytes that stage 0 sends for its last two layers, of eight."""
+    engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
+    engine.train_batch(toy.data())
+    copy, counts = engine.stage.consensus.bytes_of_stage, []
+
+    def counted(tensor: torch.Tensor, *args: Any) -> None:
+        counts.append(tensor.nbytes)
+        copy(tensor, *args)
+
+    engine.stage.consensus.bytes_of_stage = counted
+    engine.repartition([6, 4])
+    engine.destroy()
+    cases.close_groups()
+    return sum(counts)
+
+
+def test_a_layer_is_sent_without_the_flat_buffers_that_it_is_in(worlds: Worlds) -> None:
+    sizes = [worlds.run(2, sent, cases.config(1, ADAMW, {"partition": [8, 2]}, **extra))[0] for extra in ({}, ZERO)]
+    assert sizes[1] < 1.5 * sizes[0]  # master weights are more, but not all others'
 
 
 @pytest.mark.parametrize(

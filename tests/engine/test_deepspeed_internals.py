@@ -71,7 +71,7 @@ USED: dict[str, tuple[Any, str]] = {
     "_timeout": (None, "gloo's options"),
     "_backward_post_hook": (PipelineEngine, "a new ZeRO optimizer after layers have moved calls it"),
     "_support_torch_style_backward": (None, "DeepSpeedEngine: whether it registers that hook"),
-    "_swap_data_ptr_": (torch.UntypedStorage, "weights of a version are exchanged below the parameters"),
+    "_swap_data_ptr_": (None, "UntypedStorage, from torch 2.12 on: weights of a version are exchanged"),
     "_unsafe_preserve_version_counter": (torch.autograd.grad_mode, "a fork makes sure that saved tensors stay"),
     "_update_scale": (FP16_Optimizer, "the loss scale stands still within an update"),
     "_backward_hooks": (torch.nn.Identity(), "a layer with hooks does not move: they would stay behind"),

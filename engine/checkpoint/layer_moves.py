@@ -158,7 +158,10 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
     """Give a layer that was built the values of the one that it replaces; returns the states of its parameters."""
     if not content:
         return {}
-    shapes = [{name: tuple(t.shape) for name, t in found.items()} for found in (layer.state_dict(), content["weights"])]
+    shapes = [  # extra state of a layer has none
+        {name: getattr(value, "shape", None) for name, value in found.items()}
+        for found in (layer.state_dict(), content["weights"])
+    ]
     tensors = dict((*layer.named_parameters(), *layer.named_buffers()))
     if shapes[0] != shapes[1] or tensors.keys() != content["types"].keys():
         raise VPipeConfigError(

@@ -12,6 +12,7 @@ import cases
 import pytest
 import torch
 import toy
+from deepspeed.pipe import LayerSpec
 from test_exactness import OPTIMIZERS
 from worlds import Worlds
 
@@ -274,3 +275,41 @@ def test_evaluation_and_checkpoints_after_moves(worlds: Worlds, tmp_path: Path) 
         went_on, in_place, resumed = report["losses"]
         assert went_on == in_place == resumed
         assert_same(*report["everything"])
+
+
+class Counted(toy.Scale):
+    """A layer whose state has more than tensors."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def counted_specs() -> list[Any]:
+    specs = toy.layer_specs()
+    specs[4] = LayerSpec(Counted, 140)
+    return specs
+
+
+def calls_after_a_move() -> int | None:
+    """Forward passes of layer 4 by now, on the stage that has it."""
+    engine = cases.engine(cases.config(1, ADAMW, {"sync_mode": "bsp"}), 2, specs=counted_specs)
+    iterator = toy.data()
+    engine.train_batch(iterator)
+    engine.repartition([3, 7])
+    engine.train_batch(iterator)
+    found = [layer.calls for layer in engine.module.forward_funcs if isinstance(layer, Counted)]
+    engine.destroy()
+    return found[0] if found else None
+
+
+def test_extra_state_moves(worlds: Worlds) -> None:
+    assert worlds.run(2, calls_after_a_move) == [None, 2]

@@ -135,7 +135,8 @@ def test_measurements_of_the_documents_are_commands(
     for commands in measurements.values():
         for script, *words in commands:
             import_module(Path(script).stem).parse(words)
-    assert {Path(command[0]).name for commands in measurements.values() for command in commands} == set(SMALL)
+    measured = {Path(command[0]).name for commands in measurements.values() for command in commands}
+    assert measured == set(SMALL) - {"device.py"}  # which scripts/gpu_check.sh runs
     for page in ("performance", "convergence"):
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         named = set(re.findall(r"scripts/bench/run\.sh ([\w-]+)", text))

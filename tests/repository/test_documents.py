@@ -146,7 +146,7 @@ def test_links_resolve(document: str) -> None:
         assert not anchor or anchor in anchors(str(path.relative_to(ROOT))), target
 
 
-WRAPPED = re.compile(r"README|CONTRIBUTING|CHANGELOG|docs/(semantics|training|tuning|migrating|plain_models)")
+WRAPPED = re.compile(r"README|CONTRIBUTING|CHANGELOG|docs/(balancing|semantics|training|tuning|migrating|plain_models)")
 
 
 @pytest.mark.parametrize("document", [page for page in PAGES if WRAPPED.match(page)])

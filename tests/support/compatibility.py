@@ -35,12 +35,6 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
         [
             ("Tensors of every dtype, None, nested tuples and lists between stages; shapes that change",
              "as they are, without a flag", "test_boundary.py::test_training_equals_one_process"),
-            ("Layers that move to a neighbouring stage while training runs (`move_layer()`)", "equal to the replay",
-             "test_live_moves.py::test_moves_with_stashing_against_the_replay"),
-            ("Likewise with vertical sync and in bsp", "training does not notice",
-             "test_live_moves.py::test_with_one_version_everywhere_moves_change_nothing"),
-            ("Likewise with buffers, clipping, recomputation, flat buffers, replicas", "refused",
-             "test_live_moves.py::test_what_cannot_move_is_refused_on_every_rank_in_one_line"),
             ("Frozen layers, layers that are functions, stages with nothing to train", "as in one process",
              "test_boundary.py::test_training_equals_one_process"),
             ("Stages with nothing to train under ZeRO-1 and bf16", "a placeholder for their optimizer",
@@ -91,20 +85,27 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
         ],
     ),
     (
-        "Layers that move while training runs (`replan`, `engine.repartition()`)",
+        "Moves of layers while training runs",
         [
-            ("asp: replicas, ZeRO-1, bf16, fp16, autocast, clipping, `staleness`, recomputation, schedulers",
+            ("`replan`, `repartition()` in asp: replicas, ZeRO-1, bf16, fp16, autocast, clipping, `staleness`, "
+             "recomputation, schedulers",
              "as after a save and a resume with the new split, bit for bit",
              "test_layer_moves.py::test_a_move_is_a_save_and_a_resume"),
-            ("Weights tied between the first and the last layer", "likewise",
+            ("Likewise with weights tied between the first and the last layer", "likewise",
              "test_layer_moves.py::test_a_move_is_a_save_and_a_resume"),
-            ("bsp; vertical sync, beside drains without moves", "training does not depend on moves, bit for bit",
+            ("Likewise in bsp, and with vertical sync", "bit-identical to a run without moves that is emptied as often",
              "test_layer_moves.py::test_bsp_and_vertical_do_not_depend_on_moves"),
-            ("Other ties, `virtual_stages`, `activation_checkpoint_interval`, `swap_ratio`, split plain modules",
-             "refused",
+            ("Likewise with other ties, `virtual_stages`, `activation_checkpoint_interval`, `swap_ratio`, split plain "
+             "modules", "refused",
              "test_balance.py::test_what_cannot_move_is_refused_at_start"),
             ("A layer that was changed after it had been built", "one line on every rank when it is to move",
              "test_balance.py::test_a_layer_that_cannot_be_built_elsewhere_ends_all_ranks_with_one_line"),
+            ("`move_layer()`, to a neighbouring stage", "equal to the replay",
+             "test_live_moves.py::test_moves_with_stashing_against_the_replay"),
+            ("`move_layer()` with vertical sync and in bsp", "bit-identical to a run without moves",
+             "test_live_moves.py::test_with_one_version_everywhere_moves_change_nothing"),
+            ("`move_layer()` with buffers, clipping, recomputation, flat buffers, replicas", "refused",
+             "test_live_moves.py::test_what_cannot_move_is_refused_on_every_rank_in_one_line"),
         ],
     ),
     (
@@ -284,8 +285,8 @@ REPAIRED = [
      "test_reporting.py::test_wall_clock_breakdown_has_every_stage"),
     ("`activation_checkpoint_interval`, integer inputs", "gradients are lost", "they are not",
      "test_direct.py::test_checkpointing_by_interval_loses_no_gradient_of_integers"),
-    ("`partition_method` profile, best", "raise", "`partition` of the vpipe block; `profile` is refused for now",
-     "test_config.py::test_wrong_block_is_refused_in_one_line"),
+    ("`partition_method` profile, best", "raise", '`"partition": "profile"` plans the split from a profile',
+     "test_configured_plan.py::test_an_engine_runs_by_the_plan"),
 ]  # fmt: skip
 
 

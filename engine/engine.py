@@ -233,9 +233,9 @@ class VPipeEngine(PatchedPipelineEngine):
         """Split the model anew while it trains; all ranks call it, between any two batches.
 
         The pipeline is emptied (:meth:`quiesce`) and layers move between stages in memory. Training goes on as after a
-        save and a resume with the new split, but random states go on as they are. In bsp, and with vertical sync,
-        training without random draws does not depend on it at all. Parameters of layers that have moved are other
-        objects afterwards.
+        save and a resume with the new split, but random states go on as they are. In bsp training without random draws
+        does not depend on it at all, with vertical sync only on the quiesce. Parameters of layers that have moved are
+        other objects afterwards.
 
         Args:
             counts: layers of every stage, the same on all ranks.

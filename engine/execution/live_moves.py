@@ -20,6 +20,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import logger
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, parts_to_switch
@@ -54,6 +55,7 @@ class LiveMoves:
         self._engine, self._stage = engine, stage
         self.move: Move | None = None  # that is under way, if any
         self._sent = False  # whether the layer has left this stage
+        self._built: Any = None  # the layer that moves, where it is to arrive
         self._arrived: MovedLayer | None = None  # the layer that moves, where it has arrived
         self._gradients: dict[int, Gradients] = {}  # of the layer, held until its earlier ones have been applied
         self._scheduled = 0  # updates of the layer that the schedule has asked for
@@ -88,15 +90,20 @@ class LiveMoves:
             reason = f"{self.move} is under way"
             raise Refusal("move", str(move), f"one move at a time, after {begins} updates", "wait", reason).error()
         check_move(stage.pipeline, stage.pipeline.partition, move, updates)
-        unfit = _unfit(self._engine, stage)
+        unfit, layer = _unfit(self._engine, stage), None
         if unfit is None and stage.number == move.source:
-            unfit = self._unfit_layer(move)
-        found = stage.consensus.of_stages(unfit, "all ranks to agree on a move")
-        unfit = next((reason for reason in found if reason is not None), None)
+            unfit, layer = self._unfit_layer(move), self._layer(move)
+        elif unfit is None and stage.number == move.target:
+            layer = self._build(move)
+        found = stage.consensus.of_stages((unfit, _form(layer)), "all ranks to agree on a move")
+        unfit = next((reason for reason, _ in found if reason is not None), None)
+        if unfit is None and found[move.source] != found[move.target]:
+            unfit = f"layer {move.layer} was changed after it had been built, and another stage cannot build it"
         if unfit is not None:
             allowed = "layers of a PipelineModule in fp32, with an optimizer state by parameter; see docs/semantics.md"
             raise Refusal("move", str(move), allowed, "leave the layer where it is", unfit).error()
         self.move = move
+        self._built = layer if stage.number == move.target else None
 
     def _unfit_layer(self, move: Move) -> str | None:
         """Why a layer of this stage cannot move, or None."""
@@ -118,7 +125,19 @@ class LiveMoves:
         for part in layer.modules():
             if part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks:
                 return f"layer {move.layer} has hooks"
+            if type(part).get_extra_state is not nn.Module.get_extra_state:
+                return f"layer {move.layer} has extra state, which passes may change"
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in layer.parameters()):
+            return f"layer {move.layer} has parameters with hooks"
         return None
+
+    def _build(self, move: Move) -> Any:
+        """The layer that moves, as its specification makes it."""
+        spec = self._stage.module._layer_specs[move.layer]
+        if not isinstance(spec, LayerSpec):
+            return spec
+        with self._stage.random_states.kept(self._stage.device):  # building draws random numbers
+            return spec.build()
 
     # What a forward pass runs
 
@@ -196,9 +215,11 @@ class LiveMoves:
 
     def before_update(self, batch: int) -> None:
         """Note the optimizer's options of an update, which the layer's may need later."""
-        if self.move is not None and self._stage.number == self.move.target:
+        move, stage = self.move, self._stage
+        if move is not None and stage.number == move.target and batch >= move.first_version(stage.pipeline):
             group = self._engine.optimizer.param_groups[0]
-            self._options[batch] = {name: value for name, value in group.items() if name != "params"}
+            options = {name: value for name, value in group.items() if name != "params"}
+            self._options[batch] = tree_map_only(torch.Tensor, torch.clone, options)  # schedulers fill a rate's tensor
 
     def after_update(self, updates: int) -> None:
         """Hand the layer over where ``updates`` updates are made, if the cut-over is there."""
@@ -214,7 +235,7 @@ class LiveMoves:
         """Forget a move that has not begun, before micro-batches are numbered anew; in an empty pipeline."""
         if self.move is not None and self._engine.global_rank == 0:
             logger.warning(f"ds_vpipe: {self.move} is given up: it has not begun, and training goes on from elsewhere")
-        self.move = None
+        self.move = self._built = None
 
     def settle(self, updates: int) -> None:
         """Forget a move if it is done everywhere after ``updates`` updates; its layer stays where it is."""
@@ -370,10 +391,8 @@ class LiveMoves:
         version, layer, described = json.loads(bytes(text.tolist()))
         if layer != move.layer:
             raise PipelineProtocolError(f"{stage.links.me} expected layer {move.layer}, got layer {layer}")
-        spec, module = stage.module._layer_specs[layer], stage.module
-        if isinstance(spec, (LayerSpec, nn.Module)):
-            with stage.random_states.kept(stage.device):  # building draws random numbers
-                built = spec if isinstance(spec, nn.Module) else spec.build()
+        module, built, self._built = stage.module, self._built, None
+        if isinstance(built, nn.Module):
             built.to(stage.device).train(module.training)
             modules = {name: module._modules.pop(name) for name in module.fwd_map}
             modules[str(layer)] = built
@@ -426,6 +445,13 @@ class LiveMoves:
         engine.stage_parameters = tuple(module.parameters())
         engine.switched_modules = parts_to_switch(module)
         engine.param_names = {parameter: name for name, parameter in module.named_parameters()}
+        self._name_parameters()
+
+    def _name_parameters(self) -> None:
+        """Give the optimizer the names of its parameters, if it has names."""
+        group = self._engine.optimizer.param_groups[0]
+        if "param_names" in group:
+            group["param_names"] = [self._engine.param_names[parameter] for parameter in group["params"]]
 
     def _numbers(self) -> list[str]:
         module = self._stage.module
@@ -439,6 +465,7 @@ class LiveMoves:
         group = self._engine.optimizer.param_groups[0]
         trained = {id(parameter) for parameter in group["params"]}
         group["params"] = [p for p in self._stage.module.parameters() if id(p) in trained]
+        self._name_parameters()
 
     # Updates of the layer alone
 
@@ -494,6 +521,21 @@ def _parameters(layer: Any) -> Sequence[nn.Parameter]:
     return list(layer.parameters()) if isinstance(layer, nn.Module) else []
 
 
+def _form(layer: Any) -> list[tuple[str, tuple[int, ...], str]]:
+    """Names, shapes and types of a layer's parameters."""
+    named = layer.named_parameters() if isinstance(layer, nn.Module) else ()
+    return [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named]
+
+
+def _steps_otherwise(optimizer: Any) -> bool:
+    """Whether an update is more than the step of the optimizer's class, which a late update of a layer would miss."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    step = vars(optimizer).get("step")
+    own = step is not None and not hasattr(step, "_wrapped_by_lr_sched")  # torch's schedulers count steps
+    return own or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def _unfit(engine: PatchedPipelineEngine, stage: Stage) -> str | None:
     """Why layers of this configuration cannot move while training runs, or None."""
     module, optimizer, pipeline = stage.module, engine.optimizer, stage.pipeline
@@ -512,5 +554,6 @@ def _unfit(engine: PatchedPipelineEngine, stage: Stage) -> str | None:
         "activations are swapped": stage.swap is not None,
         'the block has "staleness"': stage.mitigation is not None or stage.delay_warmup != NO_WARMUP,
         f"stages compute on {stage.device.type}": stage.device.type != "cpu",
+        "the optimizer has hooks or a step() of the script's": _steps_otherwise(optimizer),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import cases
@@ -79,17 +80,22 @@ def train_moving(
     stops: tuple[int, ...] = (),
     evaluate: bool = False,
     scheduled: bool = True,
+    filled: bool = False,
 ) -> dict[str, Any]:
     torch.manual_seed(1234)
     trained = cases.engine(ds_config, stages)
+    if filled:
+        trained.optimizer.param_groups[0]["lr"] = torch.zeros((), dtype=torch.float64)
     iterator = toy.data(stops[0] if stops else None)
     losses, evaluations, update = [], [], 0
     moves = dict(given)
     while update < batches:
         if update in moves:
             trained.move_layer(moves.pop(update))
-        if scheduled:
-            for group in trained.optimizer.param_groups:
+        for group in trained.optimizer.param_groups if scheduled else ():
+            if filled:
+                group["lr"].fill_(rate(update))  # as torch's schedulers do with a tensor
+            else:
                 group["lr"] = rate(update)
         if evaluate:
             held_out = iter([toy.micro_batch(10_000 + update)]) if trained.stage_id in (0, stages - 1) else None
@@ -170,7 +176,7 @@ def test_moves_with_stashing_against_the_replay(worlds: Worlds, stages: int, mic
         given = plan(pipeline, batches, 10 * stages + seed)
         assert len(given) >= 2
         block = config(micro_batches, "SGD", stage_to_depth_map=list(depths))
-        runs.append((block, given, {"evaluate": seed == 2}))
+        runs.append((block, given, {"evaluate": seed == 2, "filled": seed == 1}))
         wanted.append(expected(pipeline, batches, given, "SGD"))
         pipelines.append(pipeline)
     ranks = worlds.run(stages, train_all, runs, stages, batches)
@@ -314,10 +320,14 @@ def train_others(ds_config: dict[str, Any], given: list[tuple[int, Move]], batch
     torch.manual_seed(1234)
     trained = cases.engine(ds_config, 2, specs=specs_with_others)
     moves, iterator = dict(given), toy.data()
+    group = trained.optimizer.param_groups[0]
+    group["param_names"] = [trained.param_names[parameter] for parameter in group["params"]]  # as torch does if it can
     for update in range(batches):
         if update in moves:
             trained.move_layer(moves[update])
         trained.train_batch(iterator)
+        names = {id(parameter): name for name, parameter in trained.module.named_parameters()}
+        assert group["param_names"] == [names[id(parameter)] for parameter in group["params"]]
     report = {"parameters": cases.parameters(trained), "layers": len(trained.module.forward_funcs)}
     trained.destroy()
     return report
@@ -348,9 +358,11 @@ def refusals(runs: list[tuple[dict[str, Any], Move, dict[str, Any]]]) -> list[st
     """What each configuration says to a move after one update, and then to a training that goes on."""
     lines = []
     for ds_config, move, module in runs:
-        trained = cases.engine(ds_config, 2, **module)
+        trained = cases.engine(ds_config, 2, **{key: value for key, value in module.items() if key != "change"})
         iterator = toy.data()
         trained.train_batch(iterator)
+        if "change" in module and trained.stage_id == 0:
+            module["change"](trained)
         try:
             trained.move_layer(move)
             lines.append("")
@@ -372,12 +384,39 @@ class Counting(nn.Module):
         return x
 
 
-def specs_with_a_buffer() -> list[Any]:
+class Remembering(nn.Module):
+    def get_extra_state(self) -> int:
+        return 0
+
+    def set_extra_state(self, state: int) -> None:
+        """Nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def specs_with(layer: type[nn.Module]) -> list[Any]:
     from deepspeed.pipe import LayerSpec
 
     specs = toy.layer_specs()
-    specs[4] = LayerSpec(Counting)
+    specs[4] = LayerSpec(layer)
     return specs
+
+
+def add_a_parameter(trained: Any) -> None:
+    trained.module.forward_funcs[4].added = nn.Parameter(torch.ones(1), requires_grad=False)
+
+
+def add_a_hook(trained: Any) -> None:
+    next(trained.module.forward_funcs[4].parameters()).register_hook(torch.clone)
+
+
+def add_a_hook_to_the_optimizer(trained: Any) -> None:
+    trained.optimizer.register_step_pre_hook(lambda *_: None)
+
+
+def step_otherwise(trained: Any) -> None:
+    trained.optimizer.step = partial(torch.optim.SGD.step, trained.optimizer)
 
 
 def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -> None:
@@ -385,7 +424,7 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
     runs: list[tuple[dict[str, Any], Move, dict[str, Any]]] = [
         (config(1, "SGD"), Move(3, 0, 1, 20), {}),
         (config(1, "SGD"), Move(4, 0, 1, 1), {}),
-        (config(1, "SGD"), down, {"specs": specs_with_a_buffer}),
+        (config(1, "SGD"), down, {"specs": partial(specs_with, Counting)}),
         (config(1, "SGD", recompute_ratio=0.5), down, {}),
         (config(1, "SGD", swap_ratio=0.5), down, {}),
         ({**config(1, "SGD"), "gradient_clipping": 1.0}, down, {}),
@@ -394,10 +433,16 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         (config(1, "SGD", weight_sync="none"), down, {}),
         (config(1, "SGD", staleness={"synchronous_updates": 2}), down, {}),
         (config(1, "SGD", replan={"every": 100}), down, {}),
+        (config(1, "SGD"), down, {"specs": partial(specs_with, Remembering)}),
+        (config(1, "SGD"), down, {"change": add_a_parameter}),
+        (config(1, "SGD"), down, {"change": add_a_hook}),
+        (config(1, "SGD"), down, {"change": add_a_hook_to_the_optimizer}),
+        (config(1, "SGD"), down, {"change": step_otherwise}),
     ]  # fmt: skip
     words = [
         "layer 4, the last of two or more", "from 3 on, after 1 updates", "buffers", "recomputed", "swap_ratio",
-        "clipped", "flat buffers", "weight_sync", "staleness", "vpipe.replan.every",
+        "clipped", "flat buffers", "weight_sync", "staleness", "vpipe.replan.every", "extra state",
+        "changed after", "parameters with hooks", "hooks or a step()", "hooks or a step()",
     ]  # fmt: skip
     for lines in worlds.run(2, refusals, runs):
         for line, word in zip(lines, words, strict=True):

@@ -181,7 +181,9 @@ def draw(to: Path | str | io.StringIO, panels: dict[str, list[Curve]], x: str, y
             axes.set_axis_off()
         grid[0].set_ylabel(y)
         if common:
-            figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+            beside = max(1, int(5 * columns / (0.5 + 0.06 * max(map(len, labels), default=0))))  # that fit, by inches
+            handles, names = grid[0].get_legend_handles_labels()
+            figure.legend(handles, names, loc="outside lower center", ncols=min(5, beside), fontsize=8)
         _save(figure, to, "png" if str(to).endswith(".png") else "svg")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,17 @@ from ds_vpipe.commands.arguments import planned_timeline
 from ds_vpipe.schedules.actions import Category
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload
-from ds_vpipe.timelines.figure import COLOURS, colour_of, ink_on, loss_svg, save_figure, timeline_figure, unit_for
+from ds_vpipe.timelines.figure import (
+    COLOURS,
+    Curve,
+    colour_of,
+    draw,
+    ink_on,
+    loss_svg,
+    save_figure,
+    timeline_figure,
+    unit_for,
+)
 from ds_vpipe.timelines.timeline import Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -146,3 +157,10 @@ def test_losses(losses: tuple[tuple[int, float], ...]) -> None:
     found = ["".join(one.itertext()) for one in ElementTree.fromstring(text).iter(f"{SVG}text")]
     assert {"batch", "mean loss", "recording: two <stages> & all"} <= set(found)
     assert "plan: two parts per rank" not in found
+
+
+def test_long_labels_of_curves_stay_inside() -> None:
+    text = io.StringIO()
+    draw(text, {"": [Curve(f"{name}, as it was told at some length", [(0, 1), (1, 2)]) for name in "abcd"]}, "x", "y")
+    places = [float(found.get("x", 0)) for found in ElementTree.fromstring(text.getvalue()).iter(f"{SVG}text")]
+    assert min(places) >= 0

@@ -55,17 +55,20 @@ class _Activations:
         """Start bringing it back, unless that has begun."""
         if self._copy is not None:
             self._fetched = self._memory.fetch(self._copy)
-            self.__del__()
+            self.free()
 
     def take(self) -> torch.UntypedStorage:
         """The storage that has come back."""
         self.fetch()
         return self._memory.take(self._fetched)
 
-    def __del__(self) -> None:
+    def free(self) -> None:
+        """Give up the copy on the host; a graph without a backward pass does so when it is dropped."""
         copy, self._copy = self._copy, None
         if copy is not None:
             self._memory.free(copy)
+
+    __del__ = free
 
 
 class _Saved:

@@ -17,26 +17,21 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import LayerSpec
 from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, parts_to_switch
+from ds_vpipe.engine.execution.movable_layers import layer_form, unfit_configuration, unfit_layer
 from ds_vpipe.engine.links.link import Sender
 from ds_vpipe.engine.links.message import Message, Received
-from ds_vpipe.engine.modules.interleaved import InterleavedMixin
-from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.weights.moved_layers import MovedLayer
 from ds_vpipe.errors import PipelineProtocolError, Refusal
 from ds_vpipe.partition import bounds
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.moves import Move, check_move, layer_version, moved
-from ds_vpipe.staleness.delay_warmup import NO_WARMUP
-
-_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # whose state is by parameter
 
 Gradients = list[torch.Tensor | None]
 
@@ -90,12 +85,12 @@ class LiveMoves:
             reason = f"{self.move} is under way"
             raise Refusal("move", str(move), f"one move at a time, after {begins} updates", "wait", reason).error()
         check_move(stage.pipeline, stage.pipeline.partition, move, updates)
-        unfit, layer = _unfit(self._engine, stage), None
+        unfit, layer = unfit_configuration(self._engine, stage), None
         if unfit is None and stage.number == move.source:
-            unfit, layer = self._unfit_layer(move), self._layer(move)
+            unfit, layer = unfit_layer(self._engine, stage.module, move), self._layer(move)
         elif unfit is None and stage.number == move.target:
             layer = self._build(move)
-        found = stage.consensus.of_stages((unfit, _form(layer)), "all ranks to agree on a move")
+        found = stage.consensus.of_stages((unfit, layer_form(layer)), "all ranks to agree on a move")
         unfit = next((reason for reason, _ in found if reason is not None), None)
         if unfit is None and found[move.source] != found[move.target]:
             unfit = f"layer {move.layer} was changed after it had been built, and another stage cannot build it"
@@ -104,32 +99,6 @@ class LiveMoves:
             raise Refusal("move", str(move), allowed, "leave the layer where it is", unfit).error()
         self.move = move
         self._built = layer if stage.number == move.target else None
-
-    def _unfit_layer(self, move: Move) -> str | None:
-        """Why a layer of this stage cannot move, or None."""
-        module = self._stage.module
-        position = move.layer - module._local_start
-        layer = module.forward_funcs[position]
-        if not isinstance(layer, nn.Module):
-            return None
-        others = {id(p) for n, f in enumerate(module.forward_funcs) if n != position for p in _parameters(f)}
-        if any(id(parameter) in others for parameter in layer.parameters()):
-            return f"layer {move.layer} shares parameters with another one"
-        if any(True for _ in layer.buffers()):
-            return f"layer {move.layer} has buffers, which passes may change"
-        mine = {id(p) for p in self._engine.optimizer.param_groups[0]["params"]}
-        if any(p.requires_grad != (id(p) in mine) for p in layer.parameters()):
-            return f"the optimizer does not train just what requires gradients of layer {move.layer}"
-        if not mine - {id(p) for p in layer.parameters()}:
-            return f"stage {move.source} trains nothing but layer {move.layer}"
-        for part in layer.modules():
-            if part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks:
-                return f"layer {move.layer} has hooks"
-            if type(part).get_extra_state is not nn.Module.get_extra_state:
-                return f"layer {move.layer} has extra state, which passes may change"
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in layer.parameters()):
-            return f"layer {move.layer} has parameters with hooks"
-        return None
 
     def _build(self, move: Move) -> Any:
         """The layer that moves, as its specification makes it."""
@@ -519,41 +488,3 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _parameters(layer: Any) -> Sequence[nn.Parameter]:
     return list(layer.parameters()) if isinstance(layer, nn.Module) else []
-
-
-def _form(layer: Any) -> list[tuple[str, tuple[int, ...], str]]:
-    """Names, shapes and types of a layer's parameters."""
-    named = layer.named_parameters() if isinstance(layer, nn.Module) else ()
-    return [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named]
-
-
-def _steps_otherwise(optimizer: Any) -> bool:
-    """Whether an update is more than the step of the optimizer's class, which a late update of a layer would miss."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return False
-    step = vars(optimizer).get("step")
-    own = step is not None and not hasattr(step, "_wrapped_by_lr_sched")  # torch's schedulers count steps
-    return own or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
-def _unfit(engine: PatchedPipelineEngine, stage: Stage) -> str | None:
-    """Why layers of this configuration cannot move while training runs, or None."""
-    module, optimizer, pipeline = stage.module, engine.optimizer, stage.pipeline
-    split = isinstance(module, (SplitModule, InterleavedMixin)) or type(module).forward is not PipelineModule.forward
-    flat = engine.zero_optimization() or engine.get_data_types()[0] != torch.float32 or engine.torch_autocast_enabled()
-    reasons = {
-        f"the module is a {type(module).__name__}": split,
-        "the model has tied layers": any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs),
-        "weights are in flat buffers, or in other types than fp32": flat,
-        f"the optimizer is {type(optimizer).__name__}": type(optimizer) not in _OPTIMIZERS,
-        "the optimizer has several groups of parameters": len(getattr(optimizer, "param_groups", ())) != 1,
-        "a stage has nothing to train": PLACEHOLDER in engine.param_names.values(),
-        "gradients are clipped": engine.gradient_clipping() > 0,
-        "stages have replicas or slices": engine.grid.world_size != pipeline.num_stages,
-        "layers are recomputed": any(pipeline.recompute_ratio or ()) or module.activation_checkpoint_interval > 0,
-        "activations are swapped": stage.swap is not None,
-        'the block has "staleness"': stage.mitigation is not None or stage.delay_warmup != NO_WARMUP,
-        f"stages compute on {stage.device.type}": stage.device.type != "cpu",
-        "the optimizer has hooks or a step() of the script's": _steps_otherwise(optimizer),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)

@@ -18,11 +18,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
-from common import Emulated, close_groups, ds_config, engine_for, join, machine, markdown, micro_batch, parser_of, start
+from common import Emulated, Say, close_groups, ds_config, engine_for, machine, markdown, micro_batch, parser_of, start
 from deepspeed.pipe import LayerSpec
 
 from ds_vpipe.partition import bounds
@@ -52,18 +52,12 @@ class Throttled(Emulated):
 def best_split(layers: int, slowness: list[float]) -> list[int]:
     """Layers per stage with which the slowest stage takes the least time, by trying all."""
 
-    def splits(left: int, stages: int) -> Any:
-        if stages == 1:
-            yield [left]
-            return
-        for count in range(1, left - stages + 2):
-            yield from ([count, *others] for others in splits(left - count, stages - 1))
-
     def order(counts: list[int]) -> tuple[float, float]:
         seconds = [count * factor for count, factor in zip(counts, slowness, strict=True)]
         return max(seconds), sum(one**2 for one in seconds)
 
-    return min(splits(layers, len(slowness)), key=order)
+    cuts = combinations(range(1, layers), len(slowness) - 1)
+    return min(([stop - start for start, stop in pairwise((0, *inner, layers))] for inner in cuts), key=order)
 
 
 def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[list[float], list[str], list[int]]:
@@ -96,39 +90,23 @@ def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[
     return seconds, lines, split
 
 
-def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
-    """One rank; rank 0 prints."""
-    printed = join(rank, world, port)
+def work(rank: int, say: Say, options: argparse.Namespace) -> None:
+    """One rank."""
     rows = []
     for case in options.cases:
-        paces = {}
-        for arm in ("stays", "replan", "best"):
-            seconds, lines, split = train(case, arm, rank, options)
-            first = (
-                slice(2, options.every)
-                if case == "worst"
-                else slice(options.slower_at, options.slower_at + options.every)
-            )
-            paces[arm] = statistics.median(seconds[-options.every :])
-            rows.append((case, arm, split, statistics.median(seconds[first]), max(seconds[2 * world :]), paces[arm]))
-            for line in lines if rank == 0 else ():
-                print(f"{case}: {line}", file=printed, flush=True)
-    if rank == 0:
-        best = {case: pace for case, arm, *_, pace in rows if arm == "best"}
-        head = ["case", "arm", "layers at the end", "ms at first", "longest, ms", "ms at the end", "of the best"]
-        lines = [
-            (
-                case,
-                arm,
-                split,
-                f"{1e3 * first:.1f}",
-                f"{1e3 * most:.0f}",
-                f"{1e3 * pace:.1f}",
-                f"{best[case] / pace:.0%}",
-            )
-            for case, arm, split, first, most, pace in rows
-        ]
-        print(f"{machine()}\n{markdown(head, lines)}", file=printed, flush=True)
+        first = slice(2, options.every)
+        if case == "slower":
+            first = slice(options.slower_at, options.slower_at + options.every)
+        runs = {arm: train(case, arm, rank, options) for arm in ("stays", "replan", "best")}
+        paces = {arm: statistics.median(seconds[-options.every :]) for arm, (seconds, _, _) in runs.items()}
+        for arm, (seconds, lines, split) in runs.items():
+            at_first, longest = statistics.median(seconds[first]), max(seconds[2 * options.stages :])
+            shown = f"{1e3 * at_first:.1f}", f"{1e3 * longest:.0f}", f"{1e3 * paces[arm]:.1f}"
+            rows.append((case, arm, split, *shown, f"{paces['best'] / paces[arm]:.0%}"))
+            for line in lines:
+                say(f"{case}: {line}")
+    head = ["case", "arm", "layers at the end", "ms at first", "longest, ms", "ms at the end", "of the best"]
+    say(f"{machine()}\n{markdown(head, rows)}")
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

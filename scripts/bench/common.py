@@ -26,6 +26,7 @@ from ds_vpipe.timelines.figure import Curve as Curve  # which benchmarks import 
 from ds_vpipe.timelines.figure import draw as draw
 
 Row = dict[str, Any]
+Say = Callable[[str], None]
 PRELOADED = ["deepspeed", "torch._dynamo", "ds_vpipe.initialization"]  # an optimizer imports the second
 
 WIDTH = 1024
@@ -116,7 +117,14 @@ def trainer_of(engine: Any, batch: tuple[Any, Any]) -> Callable[[], Any]:
     return lambda: engine.train_batch(iterator)
 
 
-def join(rank: int, world: int, port: int, backend: str = "gloo") -> Any:
+def slowest(seconds: float) -> float:
+    """The most of all ranks' seconds."""
+    found = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
+
+
+def _join(rank: int, world: int, port: int) -> Any:
     """Become ``rank`` of a world of this machine's processes; returns the stream to print to."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
     gpus = torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR") != "cpu" else 0
@@ -124,11 +132,11 @@ def join(rank: int, world: int, port: int, backend: str = "gloo") -> Any:
     torch.set_num_threads(1)
     logger.setLevel("ERROR")
     printed, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology
-    if gpus and backend == "gloo":
+    if gpus:
         # DeepSpeed would bind the group to the GPU, and torch then split it for every group of some ranks only.
         torch.cuda.set_device(rank % gpus)
-        dist.init_process_group(backend)
-    deepspeed.init_distributed(dist_backend=backend)
+        dist.init_process_group("gloo")
+    deepspeed.init_distributed(dist_backend="gloo")
     return printed
 
 
@@ -147,7 +155,7 @@ def close_groups() -> None:
 
 
 def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
-    """Run ``work(rank, world, port, *arguments)`` on every rank of a world of its own, to the end.
+    """Run ``work(rank, say, *arguments)`` on every rank of a world of its own, to the end; ``say`` prints on rank 0.
 
     To import everything takes a rank some seconds: ranks are forked from a process that has, unless they may use CUDA.
     That process is started once and keeps the environment of the first world.
@@ -159,17 +167,27 @@ def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # told to rank 0, which does not listen then
     try:
         method = "spawn" if torch.cuda.is_available() else "forkserver"
-        mp.start_processes(work, args=(world, store.port, *arguments), nprocs=world, start_method=method)
+        mp.start_processes(_rank, args=(work, world, store.port, arguments), nprocs=world, start_method=method)
     finally:
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+
+
+def _rank(rank: int, work: Callable[..., None], world: int, port: int, arguments: tuple[Any, ...]) -> None:
+    printed = _join(rank, world, port)
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, file=printed, flush=True)
+
+    work(rank, say, *arguments)
 
 
 def machine() -> str:
     """Processor and versions, for the first line of a table."""
     device = f", {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if torch.cuda.is_available() else ""
     return (
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores{device}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, deepspeed {deepspeed.__version__}"
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores{device}, Python "
+        f"{platform.python_version()}, torch {torch.__version__}, deepspeed {deepspeed.__version__}, gloo"
     )
 
 

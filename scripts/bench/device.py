@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, add_row, close_groups, engine_for, join, machine, markdown, parser_of, start, trainer_of
+from common import Say, close_groups, engine_for, machine, markdown, parser_of, slowest, start, trainer_of
 from deepspeed import comm
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe import p2p
@@ -142,13 +142,6 @@ def done(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def most(value: float) -> float:
-    """The most of all ranks."""
-    found = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found)
-
-
 def rate(name: str, arm: str, stages: int, options: argparse.Namespace) -> tuple[float, int, float]:
     """Micro-batches per second, this rank's peak bytes while they are counted, and the loss before that."""
     made = sample(name, options)
@@ -160,11 +153,11 @@ def rate(name: str, arm: str, stages: int, options: argparse.Namespace) -> tuple
     peak = PeakMemory(engine.device, engine.module.parameters())
     early = float(loss)  # after as many batches in every arm
     begin, batches = done(engine.device), 0
-    while batches < options.batches and most(done(engine.device) - begin) < options.seconds:
+    while batches < options.batches and slowest(done(engine.device) - begin) < options.seconds:
         for _ in range(options.at_once):
             train()
         batches += options.at_once
-    seconds = most(done(engine.device) - begin)
+    seconds = slowest(done(engine.device) - begin)
     found = batches * options.micro_batches / seconds, peak.bytes() or 0, early
     engine.destroy()
     del engine, train, loss
@@ -183,9 +176,8 @@ def planned(name: str, stages: int, options: argparse.Namespace, device: str) ->
     return [memory.total for memory in predict(profile, pipeline, Devices.of(block, json)).rank_memory()]
 
 
-def work(rank: int, stages: int, port: int, name: str, options: argparse.Namespace) -> None:
-    """One rank; rank 0 prints."""
-    printed = join(rank, stages, port)
+def work(rank: int, say: Say, stages: int, name: str, options: argparse.Namespace) -> None:
+    """One rank."""
     p2p.send, p2p.recv = send_by_host, receive_by_host
     rates: dict[str, list[float]] = {arm: [] for arm in options.arms}
     peaks: dict[str, list[int]] = {}
@@ -209,15 +201,11 @@ def work(rank: int, stages: int, port: int, name: str, options: argparse.Namespa
     for arm, found in rates.items():
         middle = statistics.median(found)
         ratio = f"{middle / stock:.2f}" if stock else ""
-        sizes = " ".join(map(show_bytes, peaks[arm]))
-        lines.append(
-            (arm, f"{middle:.1f}", f"{min(found):.1f} to {max(found):.1f}", ratio, sizes, f"{losses[arm]:.4f}")
-        )
-        row: Row = {"model": name, "stages": stages, "arm": arm, "rates": found, "peaks": peaks[arm], "plan": plan}
-        add_row(row, options.json)
+        sizes, range_ = " ".join(map(show_bytes, peaks[arm])), f"{min(found):.1f} to {max(found):.1f}"
+        lines.append((arm, f"{middle:.1f}", range_, ratio, sizes, f"{losses[arm]:.4f}"))
     head = ["arm", "micro-batches/s", "from", "x stock", "peak of each stage", "loss"]
-    print(f"\n{name}, K={stages}, M={options.micro_batches}\n\n{markdown(head, lines)}", file=printed)
-    print(f"planned for asp: {' '.join(map(show_bytes, plan)) or 'unknown'}", file=printed, flush=True)
+    say(f"\n{name}, K={stages}, M={options.micro_batches}\n\n{markdown(head, lines)}")
+    say(f"planned for asp: {' '.join(map(show_bytes, plan)) or 'unknown'}")
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -237,7 +225,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=10**6, help="at most, of an arm in a repetition")
     parser.add_argument("--at-once", type=int, default=4, help="batches between looks at the clock")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--json", help="append one JSON line per row to this file")
     return parser.parse_args(words)
 
 
@@ -247,14 +234,14 @@ def main() -> None:
     if options.cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     print(
-        f"{machine()}, gloo; bf16, ZeRO-1, torch's AdamW; hidden {options.hidden}, {options.layers} layers, "
+        f"{machine()}; bf16, ZeRO-1, torch's AdamW; hidden {options.hidden}, {options.layers} layers, "
         f"vocabulary {options.vocabulary}, batch {options.batch} x {options.sequence}",
         flush=True,
     )
     for name in options.models:
         for stages in options.stages:
             try:
-                start(work, stages, name, options)
+                start(work, stages, stages, name, options)
             except Exception as error:
                 failed.append(f"{name} K={stages}: {' '.join(str(error).split())[-300:]}")
     sys.exit("\n".join(failed) or 0)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from common import join, machine, parser_of, start
+from common import Say, machine, parser_of, start
 
 from ds_vpipe.engine.links.groups import Groups, Peer
 from ds_vpipe.engine.links.message import Message
@@ -51,9 +51,8 @@ class Round:
         return (time.perf_counter() - begin) / count / 2
 
 
-def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
+def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     """One end of every link."""
-    printed = join(rank, world, port)
     rounds = {payload: Round(rank, payload) for payload in PAYLOADS}
     for size in options.bytes:
         tensor, count = torch.zeros(size, dtype=torch.uint8), max(10, min(300, 100_000_000 // size))
@@ -62,8 +61,7 @@ def work(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
             for payload, found in times.items():
                 found.append(rounds[payload].seconds(tensor, count))
         shown = ", ".join(f"{payload} {1e6 * statistics.median(found):.0f} us" for payload, found in times.items())
-        if rank == 0:
-            print(f"{size} bytes: {shown}", file=printed, flush=True)
+        say(f"{size} bytes: {shown}")
     dist.barrier()
 
 

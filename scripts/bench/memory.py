@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import close_groups, ds_config, engine_for, join, machine, parser_of, start, trainer_of
+from common import Say, close_groups, ds_config, engine_for, machine, parser_of, start, trainer_of
 from transformers import BertConfig
 
 from ds_vpipe.config import VPipeConfig
@@ -146,7 +146,7 @@ def timed(case: Case, options: argparse.Namespace) -> tuple[float, int]:
     return seconds, moved // batches // case.micro_batches
 
 
-def compare_times(rank: int, cases: Sequence[Case], options: argparse.Namespace, printed: Any) -> None:
+def compare_times(say: Say, cases: Sequence[Case], options: argparse.Namespace) -> None:
     """Train the cases in turns and print medians beside the plan."""
     profile, _ = profile_layers(**sample(options), micro_batches=5, warm_up=2)
     bandwidth = file_bandwidth()
@@ -155,18 +155,12 @@ def compare_times(rank: int, cases: Sequence[Case], options: argparse.Namespace,
         moved: list[Any] = [None] * options.stages
         dist.all_gather_object(moved, rounds[0][position][1])
         found = predicted(profile, replace(case, vpipe={**case.vpipe, "host_bandwidth": bandwidth}), options)
-        planned = [stage.host_bytes // load for stage, load in zip(found.stages, _in_flight(found), strict=True)]
+        planned = [stage.host_bytes // found.pipeline.in_flight(rank) for rank, stage in enumerate(found.stages)]
         seconds = median(times[position][0] for times in rounds)
-        if rank == 0:
-            swapped = ", ".join(f"{show_bytes(a)} ({show_bytes(b)})" for a, b in zip(moved, planned, strict=True))
-            text = f"{1e3 * seconds:6.1f} ms per micro-batch (planned {1e3 * found.pace_s:6.1f})"
-            print(f"{case.name:28} M={case.micro_batches} | {text} | swapped {swapped}", file=printed, flush=True)
-    if rank == 0:
-        print(f"file: {bandwidth / 1e9:.1f} GB/s", file=printed, flush=True)
-
-
-def _in_flight(plan: Plan) -> list[int]:
-    return [plan.pipeline.in_flight(rank) for rank in range(plan.pipeline.num_stages)]
+        swapped = ", ".join(f"{show_bytes(a)} ({show_bytes(b)})" for a, b in zip(moved, planned, strict=True))
+        text = f"{1e3 * seconds:6.1f} ms per micro-batch (planned {1e3 * found.pace_s:6.1f})"
+        say(f"{case.name:28} M={case.micro_batches} | {text} | swapped {swapped}")
+    say(f"file: {bandwidth / 1e9:.1f} GB/s")
 
 
 def describe(case: Case, memories: Sequence[Any], peaks: Sequence[int], errors: Sequence[float], parts: bool) -> str:
@@ -181,11 +175,10 @@ def describe(case: Case, memories: Sequence[Any], peaks: Sequence[int], errors: 
     return text
 
 
-def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
-    """One rank; rank 0 prints."""
-    printed = join(rank, stages, port)
+def work(rank: int, say: Say, options: argparse.Namespace) -> None:
+    """One rank."""
     if options.time:
-        compare_times(rank, [case for case in CASES if case.name in (options.cases or TIMED)], options, printed)
+        compare_times(say, [case for case in CASES if case.name in (options.cases or TIMED)], options)
         return
     profile, _ = profile_layers(**sample(options), micro_batches=1, warm_up=0)
     worst = 0.0
@@ -197,10 +190,8 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
         memories = predicted(profile, case, options).rank_memory()
         errors = [memory.total / peak - 1 for memory, peak in zip(memories, peaks, strict=True)]
         worst = max(worst, *map(abs, errors))
-        if rank == 0:
-            print(describe(case, memories, peaks, errors, options.parts), file=printed, flush=True)
-    if rank == 0:
-        print(f"largest difference: {100 * worst:.1f} %", file=printed, flush=True)
+        say(describe(case, memories, peaks, errors, options.parts))
+    say(f"largest difference: {100 * worst:.1f} %")
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -223,7 +214,7 @@ def main() -> None:
     options = parse()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     print(
-        f"{machine()}, gloo; hidden {options.hidden}, {options.layers} encoder layers, "
+        f"{machine()}; hidden {options.hidden}, {options.layers} encoder layers, "
         f"vocabulary {options.vocabulary}, batch {options.batch} x {options.sequence}",
         flush=True,
     )

@@ -5,7 +5,8 @@
 on stage 0 a fork of all weights, for every micro-batch. Printed is processor time of the main thread per micro-batch:
 of training, of the same layers' passes and the same optimizer's update alone, and the difference, which is what
 instructions, messages, stashing and DeepSpeed's bookkeeping take. Processor time depends less than any other on what
-else the machine does; both are measured in turns all the same. ``--profile`` lists the functions that take it.
+else the machine does; both are measured in turns all the same. ``--profile`` lists the functions that take it on
+stage 0.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import cProfile
+import io
 import pstats
 import statistics
 import time
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Linears, ds_config, engine_for, join, machine, parser_of, start, trainer_of
+from common import Linears, Say, ds_config, engine_for, machine, parser_of, start, trainer_of
 from deepspeed.pipe import LayerSpec
 
 WIDTH = 16
@@ -69,9 +71,8 @@ def seconds(step: Callable[[], Any]) -> float:
     return time.thread_time() - begin
 
 
-def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None:
+def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     """One stage."""
-    printed = join(rank, stages, port)
     per_stage = max(1, options.tensors // TENSORS)
     params = {"torch_adam": True} if options.optimizer.startswith("Adam") else {}
     config = ds_config(options.micro_batches, {}, BATCH, options.optimizer, **params)
@@ -86,22 +87,20 @@ def work(rank: int, stages: int, port: int, options: argparse.Namespace) -> None
     medians = [statistics.median(found) / options.micro_batches for found in times.values()]
     found: list[Any] = [None, None]
     dist.all_gather_object(found, medians)
-    for stage, (training, passes) in enumerate(found if rank == 0 else ()):
-        print(
+    for stage, (training, passes) in enumerate(found):
+        say(
             f"stage {stage}: {per_stage * TENSORS} tensors, {options.optimizer}, M={options.micro_batches}"
             f"{f', clipping at {options.clip:g}' if options.clip > 0 else ''}: "
             f"training {1e6 * training:.0f}, passes and update alone {1e6 * passes:.0f}, "
-            f"engine {1e6 * (training - passes):.0f} us per micro-batch",
-            file=printed,
-            flush=True,
+            f"engine {1e6 * (training - passes):.0f} us per micro-batch"
         )
     if options.profile:
         with cProfile.Profile(time.thread_time) as profile:
             for _ in range(options.turns * TURN):
                 train()
-        if rank == options.profile_stage:
-            pstats.Stats(profile, stream=printed).sort_stats("tottime").print_stats(options.profile)
-            printed.flush()
+        listed = io.StringIO()
+        pstats.Stats(profile, stream=listed).sort_stats("tottime").print_stats(options.profile)
+        say(listed.getvalue())
     engine.destroy()
     dist.barrier()
 
@@ -115,14 +114,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=0.0, help="gradient_clipping")
     parser.add_argument("--turns", type=int, default=10, help=f"times that {TURN} batches are measured each way")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most")
-    parser.add_argument("--profile-stage", type=int, default=0, choices=[0, 1])
     return parser.parse_args(words)
 
 
 def main() -> None:
     """Run both stages."""
     options = parse()
-    print(f"{machine()}, gloo", flush=True)
+    print(machine(), flush=True)
     start(work, 2, options)
 
 

@@ -6,17 +6,37 @@ there is, and prints medians in microseconds. A micro-batch is five actions (LOA
 """
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 
 import torch
-from common import ds_config, engine_for, join, machine, parser_of, trainer_of
+from common import Say, ds_config, engine_for, machine, parser_of, start, trainer_of
 
 ACTIONS = 5
 WIDTH, BATCH = 64, 4
+
+
+def work(rank: int, say: Say, folder: str, options: argparse.Namespace) -> None:
+    """The only rank."""
+    batch = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
+    engines = []
+    for record in (False, True):
+        block = {"timeline": {"enabled": record, "path": folder}}
+        engines.append(engine_for([torch.nn.Linear(WIDTH, WIDTH)], 1, ds_config(1, block, BATCH)))
+    seconds: list[list[float]] = [[], []]
+    for repetition in range(options.repetitions + 1):
+        for engine, found in zip(engines, seconds, strict=True):
+            train, begin = trainer_of(engine, batch), time.perf_counter()
+            for _ in range(options.micro_batches):
+                train()
+            if repetition:  # the first one warms up
+                found.append((time.perf_counter() - begin) / options.micro_batches)
+    for engine in engines:
+        engine.destroy()
+    off, on = (1e6 * statistics.median(found) for found in seconds)
+    say(f"without {off:.1f}, with {on:.1f} us per micro-batch: {(on - off) / ACTIONS:.2f} us per action")
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -28,32 +48,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure."""
+    """Run the rank."""
     options = parse()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(f"{machine()}, gloo", flush=True)
-    printed = join(0, 1, port=0)  # any: nobody else joins
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+    print(machine(), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        blocks = {record: {"timeline": {"enabled": record, "path": folder}} for record in seconds}
-        batch = (torch.randn(BATCH, WIDTH), torch.zeros(BATCH, WIDTH))
-        engines = {
-            record: engine_for([torch.nn.Linear(WIDTH, WIDTH)], 1, ds_config(1, block, BATCH))
-            for record, block in blocks.items()
-        }
-        trainers = {record: trainer_of(engine, batch) for record, engine in engines.items()}
-        for repetition in range(options.repetitions + 1):
-            for record, train in trainers.items():
-                begin = time.perf_counter()
-                for _ in range(options.micro_batches):
-                    train()
-                if repetition:  # the first one warms up
-                    seconds[record].append((time.perf_counter() - begin) / options.micro_batches)
-        for engine in engines.values():
-            engine.destroy()
-    off, on = (statistics.median(found) * 1e6 for found in seconds.values())
-    per_action = (on - off) / ACTIONS
-    print(f"without {off:.1f}, with {on:.1f} us per micro-batch: {per_action:.2f} us per action", file=printed)
+        start(work, 1, folder, options)
 
 
 if __name__ == "__main__":

@@ -40,18 +40,19 @@ from common import (
     REAL_BATCH,
     Curve,
     Row,
+    Say,
     add_row,
     build,
     close_groups,
     draw,
     ds_config,
     engine_for,
-    join,
     machine,
     markdown,
     micro_batch,
     parser_of,
     read_rows,
+    slowest,
     start,
     trainer_of,
 )
@@ -77,7 +78,6 @@ class Case:
         micro_batches: M.
         stage_ms: emulated compute per stage and micro-batch.
         link: seconds that an activation is on its way, in units of ``stage_ms``.
-        device: ``cpu`` or ``cuda``.
     """
 
     work: str
@@ -85,7 +85,6 @@ class Case:
     micro_batches: int
     stage_ms: float
     link: float = 0.0
-    device: str = "cpu"
 
     def layers(self) -> list[Any]:
         """Specs of the model's layers."""
@@ -205,8 +204,8 @@ def torch_trainer(arm: str, case: Case) -> Train:
     }[arm]
     size = len(specs) // parts
     built = [[spec.build() for spec in specs[part * size : (part + 1) * size]] for part in mine]
-    modules = [torch.nn.Sequential(*layers).to(case.device) for layers in built]
-    device = torch.device(case.device)
+    modules = [torch.nn.Sequential(*layers) for layers in built]
+    device = torch.device("cpu")
     made = [pipelining.PipelineStage(module, part, parts, device) for part, module in zip(mine, modules, strict=True)]
     schedule: Any = {
         "torch-1f1b": pipelining.Schedule1F1B,
@@ -215,7 +214,7 @@ def torch_trainer(arm: str, case: Case) -> Train:
     }[arm]
     runs = schedule(made[0] if len(made) == 1 else made, case.micro_batches, torch.nn.functional.mse_loss)
     optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=1e-4)
-    inputs, labels = (torch.cat([value] * case.micro_batches).to(device) for value in micro_batch(case.work))
+    inputs, labels = (torch.cat([value] * case.micro_batches) for value in micro_batch(case.work))
     arguments = (inputs,) if 0 in mine else ()
     target = {"target": labels, "losses": []} if parts - 1 in mine else {}
 
@@ -229,30 +228,16 @@ def torch_trainer(arm: str, case: Case) -> Train:
 
 def stage_seconds(case: Case) -> float:
     """The slowest stage's own compute per micro-batch in seconds: its layers alone, forward and backward, median."""
-    module = torch.nn.Sequential(*[spec.build() for spec in case.layers()[:VIRTUAL]]).to(case.device)
-    value = micro_batch(case.work)[0].to(case.device).requires_grad_()
+    module = torch.nn.Sequential(*[spec.build() for spec in case.layers()[:VIRTUAL]])
+    value = micro_batch(case.work)[0].requires_grad_()
     times = []
     dist.barrier()
     for _ in range(25):
         begin = time.perf_counter()
         output = module(value)
         torch.autograd.backward(output, torch.ones_like(output))
-        times.append(seconds_since(begin, case))
+        times.append(time.perf_counter() - begin)
     return slowest(statistics.median(times))
-
-
-def seconds_since(begin: float, case: Case) -> float:
-    """Seconds until all work is done that has been begun."""
-    if case.device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def slowest(seconds: float) -> float:
-    """The most of all ranks' seconds."""
-    found = torch.tensor([seconds])
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found)
 
 
 def train_for(batches: int, arm: str, case: Case, links: EmulatedLinks | None) -> float:
@@ -271,7 +256,7 @@ def train_for(batches: int, arm: str, case: Case, links: EmulatedLinks | None) -
     begin = time.perf_counter()
     for _ in range(batches):
         train()
-    seconds = slowest(seconds_since(begin, case))
+    seconds = slowest(time.perf_counter() - begin)
     if links is not None:
         links.bytes_per_s = math.inf
         if links.messages == before:
@@ -311,26 +296,21 @@ def measure(case: Case, links: EmulatedLinks | None, options: argparse.Namespace
     ]
 
 
-def work(rank: int, stages: int, port: int, shared: str, case: Case, options: argparse.Namespace) -> None:
-    """One rank; rank 0 prints."""
-    printed = join(rank, stages, port, options.backend)
+def work(rank: int, say: Say, shared: str, case: Case, options: argparse.Namespace) -> None:
+    """One rank; rank 0 also writes the rows down."""
     rows = measure(case, EmulatedLinks(shared, rank) if case.link else None, options)
-    if rank != 0:
-        return
     stock = next((row["rate"] for row in rows if row["arm"] == "stock"), None)
     for row in rows:
         ratio = f" | {row['rate'] / stock:5.2f} x stock" if stock else ""
-        print(
+        say(
             f"{case} stage {row['stage_ms']:6.2f} ms | {row['arm']:17} {row['rate']:6.2f} micro-batches/s | "
-            f"efficiency {row['efficiency']:.3f}{ratio} | {row['spread'][0]:.2f} .. {row['spread'][1]:.2f}",
-            file=printed,
-            flush=True,
+            f"efficiency {row['efficiency']:.3f}{ratio} | {row['spread'][0]:.2f} .. {row['spread'][1]:.2f}"
         )
-        add_row(row, options.json)
+        add_row(row, options.json if rank == 0 else None)
     for arm in options.arms:
         why = refusal(arm, case)
         if why is not None:
-            print(f"{case} | {arm:17} {why}", file=printed, flush=True)
+            say(f"{case} | {arm:17} {why}")
 
 
 def table(rows: list[Row]) -> str:
@@ -380,7 +360,7 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
         for micro_batches in options.link_micro_batches:
             yield Case("emulated", options.link_stages, micro_batches, options.stage_ms, link)
     for micro_batches in options.real_micro_batches:
-        yield Case("real", 2, micro_batches, 0.0, device=options.device)
+        yield Case("real", 2, micro_batches, 0.0)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -394,8 +374,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--link-stages", type=int, default=4, help="K of the cases with links")
     parser.add_argument("--link-micro-batches", type=int, nargs="+", default=[1, 8], help="M of those")
     parser.add_argument("--real-micro-batches", type=int, nargs="*", default=[1, 8], help="M of real work, K = 2")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of real work")
-    parser.add_argument("--backend", default="gloo", help="of torch.distributed")
     parser.add_argument("--seconds", type=float, default=2.5, help="of an arm in a repetition, about")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", help="append one JSON line per row to this file")
@@ -410,7 +388,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Run every case in a world of its ranks, and draw."""
     options = parse()
-    print(f"{machine()}, {options.backend}", flush=True)
+    print(machine(), flush=True)
     for case in cases_of(options):
         with tempfile.TemporaryDirectory() as shared:
             start(work, case.stages, shared, case, options)

@@ -11,48 +11,28 @@ simulation is off.
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
-from common import build, ds_config, engine_for, join, machine, micro_batch, parser_of, start, trainer_of
+from common import Say, close_groups, ds_config, engine_for, machine, micro_batch, parser_of, start, trainer_of
+from schedule import OURS, VIRTUAL, Case, train_for
 
+from ds_vpipe.config import VPipeConfig
 from ds_vpipe.schedules.program import Workload
 from ds_vpipe.simulation.costs import StageCost, recorded_costs
 from ds_vpipe.simulation.simulator import simulate
 from ds_vpipe.timelines.merge import merge, read_recordings
 
-CASES = [
-    ("asp", 1, 1),
-    ("asp", 2, 1),
-    ("asp", 8, 1),
-    ("1f1b", 1, 1),
-    ("1f1b", 8, 1),
-    ("gpipe", 8, 1),
-    ("interleaved", 8, 2),
-]
-RECORDED = {1: ("1f1b", 4), 2: ("interleaved", 4)}  # schedule and M of the recording, by virtual stages
-RECORDED_BATCHES = 6
+CASES = [("asp", 1), ("asp", 2), ("asp", 8), ("bsp", 1), ("bsp", 8), ("gpipe", 8), ("interleaved", 8)]
+RECORDED = {1: "bsp", VIRTUAL: "interleaved"}  # by virtual stages
+RECORDED_MICRO_BATCHES, RECORDED_BATCHES = 4, 6
 
 
-def engine_of(
-    schedule: str, micro_batches: int, virtual_stages: int, options: argparse.Namespace, folder: str | None = None
-) -> Any:
-    """An engine with one emulated layer per virtual stage, recorded into ``folder`` if there is one."""
-    block: dict[str, Any] = {} if schedule == "asp" else {"sync_mode": "bsp", "schedule": schedule}
-    if virtual_stages > 1:
-        block["virtual_stages"] = virtual_stages
-    if folder is not None:
-        block["timeline"] = {"enabled": True, "path": folder}
-    layers = build("emulated", options.stages * virtual_stages, options.stage_ms / virtual_stages)
-    return engine_for(layers, options.stages, ds_config(micro_batches, block))
-
-
-def calibrate(virtual_stages: int, folder: str, options: argparse.Namespace) -> tuple[StageCost, ...]:
+def recorded(arm: str, folder: str, options: argparse.Namespace) -> tuple[StageCost, ...]:
     """Costs of every virtual stage, from a short run that is recorded into ``folder``."""
-    schedule, micro_batches = RECORDED[virtual_stages]
-    engine = engine_of(schedule, micro_batches, virtual_stages, options, folder)
+    case = Case("emulated", options.stages, RECORDED_MICRO_BATCHES, options.stage_ms)
+    block = {**(OURS[arm](case) or {}), "timeline": {"enabled": True, "path": folder}}
+    engine = engine_for(case.layers(), case.stages, ds_config(case.micro_batches, block))
     train = trainer_of(engine, micro_batch("emulated"))
     for _ in range(RECORDED_BATCHES):
         train()
@@ -60,44 +40,27 @@ def calibrate(virtual_stages: int, folder: str, options: argparse.Namespace) -> 
     dist.barrier()
     costs = recorded_costs(merge(read_recordings(folder)), engine.pipeline.num_parts)
     engine.destroy()
-    dist.barrier()
+    del engine, train
+    close_groups()
     return costs
 
 
-def measure(engine: Any, micro_batches: int, options: argparse.Namespace) -> float:
-    """Micro-batches/s of an engine, median over repetitions."""
-    train = trainer_of(engine, micro_batch("emulated"))
-    # A pipeline that all ranks have stopped in needs some batches to find its rhythm again.
-    settling = -(-4 * options.stages // micro_batches)
-    batches = -(-options.micro_batches // micro_batches)
-    rates = []
-    for _ in range(options.repetitions):
-        dist.barrier()
-        for _ in range(settling):
-            train()
-        begin = time.perf_counter()
-        for _ in range(batches):
-            train()
-        rates.append(batches * micro_batches / (time.perf_counter() - begin))
-    return statistics.median(rates)
-
-
-def work(rank: int, stages: int, port: int, folder: str, options: argparse.Namespace) -> None:
-    """One rank; rank 0 prints."""
-    printed = join(rank, stages, port)
-    costs = {virtual: calibrate(virtual, f"{folder}/{virtual}", options) for virtual in RECORDED}
-    for schedule, micro_batches, virtual_stages in CASES:
-        engine = engine_of(schedule, micro_batches, virtual_stages, options)
-        workload = Workload(engine.pipeline.depths[0] // micro_batches + 12)
-        simulated = simulate(engine.pipeline, costs[virtual_stages], workload).throughput
-        measured = measure(engine, micro_batches, options)
-        if rank == 0:
-            print(
-                f"{schedule:11} K={stages} M={micro_batches} v={virtual_stages} | simulated {simulated:6.2f} "
-                f"measured {measured:6.2f} micro-batches/s | off by {100 * (simulated / measured - 1):+.1f} %",
-                file=printed,
-                flush=True,
-            )
+def work(rank: int, say: Say, folder: str, options: argparse.Namespace) -> None:
+    """One rank."""
+    costs = {virtual: recorded(arm, f"{folder}/{virtual}", options) for virtual, arm in RECORDED.items()}
+    for arm, micro_batches in CASES:
+        case = Case("emulated", options.stages, micro_batches, options.stage_ms)
+        pipeline = VPipeConfig.parse(OURS[arm](case)).pipeline(case.stages, micro_batches)
+        workload = Workload(pipeline.depths[0] // micro_batches + 12)
+        simulated = simulate(pipeline, costs[pipeline.virtual_stages], workload).throughput
+        batches = -(-options.micro_batches // micro_batches)
+        seconds = statistics.median(train_for(batches, arm, case, None) for _ in range(options.repetitions))
+        measured = batches * micro_batches / seconds
+        off = 100 * (simulated / measured - 1)
+        say(
+            f"{pipeline.schedule:11} K={case.stages} M={micro_batches} v={pipeline.virtual_stages} | simulated "
+            f"{simulated:6.2f} measured {measured:6.2f} micro-batches/s | off by {off:+.1f} %"
+        )
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -113,7 +76,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Run every case in one world of ranks."""
     options = parse()
-    print(f"{machine()}, gloo", flush=True)
+    print(machine(), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         start(work, options.stages, folder, options)
 

@@ -13,7 +13,7 @@ from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import Refusal, read_json
 from ds_vpipe.planning.devices import Devices
-from ds_vpipe.planning.layer_profile import ModelProfile, merge_profiles
+from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.schedules.moves import Move, check_move
 from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline
@@ -219,29 +219,23 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
         ("memory", sizes, "per device, such as 16GB, or one for every rank; default: memory_budget"),
     ):
         group.add_argument(f"--{name}", type=of, metavar="BYTES", help=what)
-    what = "of layers, from the command profile; one for each file if ranks measured their own layers"
-    group.add_argument("--profile", action="append", metavar="FILE", help=what)
+    group.add_argument("--profile", metavar="FILE", help="of layers, from the command profile; default: profile")
     group.add_argument("--latency", type=seconds, default=0.0, metavar="S", help="seconds of every transfer; default 0")
-
-
-def profile_paths(arguments: argparse.Namespace, config: VPipeConfig) -> list[str]:
-    """The profiles that the command line or else the JSON names; none if there are none."""
-    return arguments.profile or ([] if config.profile is None else [config.profile])
 
 
 def read_costs(
     arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson
 ) -> tuple[ModelProfile, Devices]:
-    """The profile that is named, or those of all ranks merged, and the devices that training plans for by the JSON.
+    """The profile that is named, and the devices that training plans for by the JSON.
 
     Raises:
-        VPipeConfigError: none is named, a file is not a profile, or layers are missing.
+        VPipeConfigError: none is named, or the file is not a profile.
     """
-    paths = profile_paths(arguments, config)
-    if not paths:
+    path = arguments.profile or config.profile
+    if path is None:
         remedy = "make one with the command profile, and name it"
         raise Refusal("--profile", None, "a file, here or as profile in the vpipe block", remedy).error()
-    profile = merge_profiles([ModelProfile.load(path) for path in paths])
+    profile = ModelProfile.load(path)
     given = {
         "memory_budget": arguments.memory,
         "link_bandwidth": arguments.bandwidth,

@@ -11,7 +11,6 @@ examples:
   python -m ds_vpipe profile ds_config.json --model ds_vpipe.models.bert.example:pretraining -o bert.json
   python -m ds_vpipe profile ds_config.json --model my_model:example --set hidden=1024 --device cuda -o mine.json
   python -m ds_vpipe profile --model my_model:example --micro-batch-size 4 --analytic --flops 200e12 -o mine.json
-  python -m ds_vpipe profile ds_config.json --model my_model:example --layers 0:12 -o part0.json     one rank's part
 
 A model of the current directory is found. Then: plan --profile bert.json, simulate --profile bert.json
 """
@@ -24,13 +23,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.commands.arguments import Answer, checked, count, ends, rate, read_file
+from ds_vpipe.commands.arguments import Answer, count, rate, read_file
 from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.tables import aligned, show_bytes
-
-layer_range = checked(ends(int), lambda ends: 0 <= ends[0] < ends[1], "A:B, layers A to B-1")
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -49,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help="the function that makes the model")
     parser.add_argument("--set", action="append", type=setting, default=[], metavar="KEY=VALUE", help="argument of it")
     parser.add_argument("--micro-batch-size", type=count, metavar="B", help="default: train_micro_batch_size_per_gpu")
-    parser.add_argument("--layers", type=layer_range, metavar="A:B", help="only layers A to B-1; default all")
     group = parser.add_argument_group("measured")
     group.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu")
     group.add_argument("--repeat", type=count, default=5, metavar="N", help="micro-batches to take the median of")
@@ -102,25 +98,18 @@ def _profile(
     import torch
 
     from ds_vpipe.planning.meters import Roofline
-    from ds_vpipe.planning.profiler import outputs_before, profile_layers
+    from ds_vpipe.planning.profiler import profile_layers
 
     if arguments.device == "cuda" and not (arguments.analytic or torch.cuda.is_available()):
         raise Refusal("--device", "cuda", "cpu here", "use a machine with a GPU, or --analytic", "no GPU").error()
-    layers, inputs = list(example["layers"]), example["inputs"]
-    start, stop = arguments.layers or (0, len(layers))
-    if stop > len(layers):
-        raise Refusal("--layers", [start, stop], f"within 0:{len(layers)}", "correct the range").error()
-    options: dict[str, Any] = {"first_layer": start, "micro_batch_size": size, "device": arguments.device}
-    if stop == len(layers):
-        options |= {"loss_fn": example.get("loss_fn"), "labels": example.get("labels")}
+    options: dict[str, Any] = {"micro_batch_size": size, "device": arguments.device}
     dtype = DeepSpeedJson(ds_config).dtype
     if dtype != "float32":
         options["dtype"] = getattr(torch, dtype)
-    inputs = outputs_before(layers, inputs, start) if start else inputs
     if arguments.analytic:
         name = f"model of a device with {arguments.flops:.3g} FLOP/s and {arguments.memory_bandwidth:.3g} bytes/s"
         options["roofline"] = Roofline(name, arguments.flops, arguments.memory_bandwidth)
-    return profile_layers(layers[start:stop], inputs, micro_batches=arguments.repeat, **options)[0]
+    return profile_layers(**example, micro_batches=arguments.repeat, **options)
 
 
 def _table(profile: ModelProfile) -> str:
@@ -135,6 +124,6 @@ def _table(profile: ModelProfile) -> str:
                 "activations": show_bytes(layer.activation_bytes),
                 "boundary": show_bytes(layer.boundary_bytes),
             }
-            for number, layer in enumerate(profile.layers, profile.first_layer)
+            for number, layer in enumerate(profile.layers)
         ]
     )

@@ -19,7 +19,6 @@ from ds_vpipe.commands.arguments import (
     add_profile_arguments,
     entitled,
     numbers,
-    profile_paths,
     read_costs,
     read_pipeline,
     seconds,
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     config, ds_config, pipeline = read_pipeline(arguments, arguments.config)
     given = [name for name in _TAKES if getattr(arguments, name[2:]) is not None]
-    given = given or ["--profile"] * bool(profile_paths(arguments, config))
+    given = given or ["--profile"] * (config.profile is not None)
     if len(given) != 1:
         remedy = "give one of them; profile makes a profile, vpipe.timeline a recording"
         allowed = "one of --profile FILE, --recording FOLDER, --forward S"

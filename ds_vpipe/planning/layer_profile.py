@@ -1,13 +1,11 @@
 """A profile: seconds and bytes of every layer of a model, as plain data.
 
-Profiles are made by :mod:`.profiler`, kept as JSON, and read by the planner and the simulator. A profile may cover only
-some layers, so that every rank can measure its own; :func:`merge_profiles` puts them together.
+Profiles are made by :mod:`.profiler` or by a running pipeline, kept as JSON, and read by the planner and the simulator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 from pydantic.dataclasses import dataclass
 from typing_extensions import Self
 
-from ds_vpipe.errors import Refusal, VPipeConfigError, show
+from ds_vpipe.errors import Refusal, show
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0)]
@@ -54,7 +52,7 @@ class LayerProfile:
 
 @dataclass(frozen=True, config=_STRICT)
 class ModelProfile:
-    """Costs of consecutive layers of a model, from its layer ``first_layer`` on.
+    """Costs of the layers of a model, or of one of its stages.
 
     ``input_bytes`` are those of the first one's input for one micro-batch, ``device`` is where it was measured or the
     name of the roofline, ``dtype`` that of the parameters, such as ``bfloat16``.
@@ -66,7 +64,6 @@ class ModelProfile:
     device: str
     dtype: str
     source: Literal["measured", "analytic"]
-    first_layer: Annotated[int, Field(ge=0)] = 0
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -115,31 +112,3 @@ class ModelProfile:
 
 
 _MODEL = TypeAdapter(ModelProfile)
-
-
-def merge_profiles(parts: Sequence[ModelProfile]) -> ModelProfile:
-    """Put profiles of consecutive layers together, in any order.
-
-    Raises:
-        VPipeConfigError: layers are missing or twice there, or the parts differ in micro-batch size, dtype or source.
-    """
-    if not parts:
-        raise _wrong("parts", [], "at least one profile")
-    ordered = sorted(parts, key=lambda part: part.first_layer)
-    first, known = ordered[0], ordered[0].first_layer
-    for part in ordered:
-        if part.first_layer != known:
-            fault = "missing" if part.first_layer > known else "there twice"
-            low, high = sorted((known, part.first_layer))
-            raise _wrong("layers", [low, high - 1], f"consecutive layers; layers {low} to {high - 1} are {fault}")
-        known += len(part)
-        for name in ("micro_batch_size", "dtype", "source"):
-            one, other = getattr(first, name), getattr(part, name)
-            if one != other:
-                raise _wrong(name, other, f"{show(one)}, as in the part that begins at layer {first.first_layer}")
-    device = ", ".join(dict.fromkeys(part.device for part in ordered))
-    return replace(first, layers=tuple(layer for part in ordered for layer in part.layers), device=device)
-
-
-def _wrong(key: str, value: object, allowed: str) -> VPipeConfigError:
-    return Refusal(f"profile: {key}", value, allowed, "profile the model again, or correct the file").error()

@@ -8,10 +8,6 @@ which may keep more than fused kernels of an accelerator do.
 
 A layer keeps for its backward pass the distinct storages of all tensors that autograd saves, without parameters. They
 are split into those of the layer's input, of its output, and others.
-
-A rank that profiles layers ``a`` to ``b - 1`` needs an input for layer ``a``: the outputs that the rank before it
-returned, or those of :func:`outputs_before`, which runs the layers before on the meta device. Both are meta tensors,
-and an example is made of them. :func:`.layer_profile.merge_profiles` joins the ranks' parts.
 """
 
 import copy
@@ -37,7 +33,6 @@ def profile_layers(
     layers: Sequence[Any],
     inputs: Tree,
     *,
-    first_layer: int = 0,
     device: torch.device | str = "cpu",
     roofline: Roofline | None = None,
     dtype: torch.dtype | None = None,
@@ -46,14 +41,13 @@ def profile_layers(
     micro_batches: int = 5,
     warm_up: int = 2,
     micro_batch_size: int | None = None,
-) -> tuple[ModelProfile, Tree]:
-    """Profile of consecutive layers, and the last one's outputs as meta tensors, for the next rank's first layer.
+) -> ModelProfile:
+    """Profile of consecutive layers.
 
     Args:
         layers: modules, functions, or specifications with a ``build()`` method. Modules keep their weights, buffers,
             gradients and modes; measured ones are moved to ``device`` and stay there.
         inputs: an example for the first of ``layers``; an example is made of meta tensors.
-        first_layer: its index in the model.
         device: to measure on.
         roofline: of the device to compute for; None to measure.
         dtype: of parameters that are floating-point; None leaves them.
@@ -87,32 +81,14 @@ def profile_layers(
             costs, value = _counted(run, name, value, roofline)
         types += [p.dtype for p in parameters_of(layer)]
         found.append(costs if seconds is None else replace(costs, forward_s=seconds[0], backward_s=seconds[1]))
-    profile = ModelProfile(
+    return ModelProfile(
         layers=tuple(found),
         input_bytes=input_bytes,
         micro_batch_size=size,
         device=_name(device) if roofline is None else roofline.name,
         dtype=_common_dtype(types),
         source="measured" if roofline is None else "analytic",
-        first_layer=first_layer,
     )
-    return profile, _as_meta(value)
-
-
-def outputs_before(layers: Sequence[Any], inputs: Tree, index: int) -> Tree:
-    """Inputs of layer ``index`` as meta tensors, from those of layer 0, without memory or computation.
-
-    Raises:
-        NotImplementedError, RuntimeError: from a layer that looks at values, which the meta device has none of.
-            Profile the ranks one after the other then.
-    """
-    value = _as_meta(inputs)
-    for spec in layers[:index]:
-        layer, _ = _built(spec, meta=True)
-        entered, _ = enter(value)
-        with torch.device("meta"), _training(layer):
-            value = _as_leaves(layer(entered))
-    return value
 
 
 # Layers
@@ -185,10 +161,6 @@ def _samples(tree: Tree) -> int:
 def _as_leaves(tree: Tree, change: Callable[[torch.Tensor], torch.Tensor] = torch.detach) -> Tree:
     """Its tensors without their graph, each as ``change`` makes it, with a gradient where it had one."""
     return tree_map_only(torch.Tensor, lambda t: change(t.detach()).requires_grad_(t.requires_grad), tree)
-
-
-def _as_meta(tree: Tree) -> Tree:
-    return _as_leaves(tree, lambda tensor: tensor.to("meta"))
 
 
 def _example(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -17,7 +17,7 @@ from statistics import median
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.devices import Devices
-from ds_vpipe.planning.layer_profile import ModelProfile, merge_profiles
+from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.planner import plan, predict
 from ds_vpipe.schedules.pipeline import Pipeline
 
@@ -70,7 +70,8 @@ def joined(profiles: Iterable[tuple[int, ModelProfile]]) -> ModelProfile:
     stages: dict[int, ModelProfile] = {}
     for stage, found in profiles:
         stages[stage] = found if stage not in stages else _slower(stages[stage], found)
-    return merge_profiles([stages[stage] for stage in sorted(stages)])
+    layers = tuple(layer for stage in sorted(stages) for layer in stages[stage].layers)
+    return replace(stages[0], layers=layers)
 
 
 def separated(measured: ModelProfile, counts: Sequence[int], before: Work | None) -> Work:

@@ -158,7 +158,6 @@ class Balance:
             device=stage.device.type,
             dtype="float32",
             source="measured",
-            first_layer=numbers[0],
         )
 
     def _bytes(self, sample: Sample) -> ModelProfile | None:
@@ -170,15 +169,14 @@ class Balance:
         frozen = tuple(p.requires_grad for layer in module.forward_funcs for p in parameters_of(layer))
         key = (module._local_start, module._local_stop, *shapes, frozen)
         if key not in self._sizes:
-            layers, first = list(module.forward_funcs), module._local_start
+            layers = list(module.forward_funcs)
             try:
-                self._sizes[key] = profile_layers(layers, inputs, first_layer=first, roofline=Roofline())[0]
+                self._sizes[key] = profile_layers(layers, inputs, roofline=Roofline())
             except (NotImplementedError, RuntimeError):  # a layer looks at values
                 with self._stage.random_states.kept(self._stage.device):
-                    measured = profile_layers(
-                        layers, inputs, first_layer=first, device=self._stage.device, micro_batches=1, warm_up=0
+                    self._sizes[key] = profile_layers(
+                        layers, inputs, device=self._stage.device, micro_batches=1, warm_up=0
                     )
-                self._sizes[key] = measured[0]
         return self._sizes[key]
 
     # Decisions

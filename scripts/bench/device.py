@@ -170,7 +170,7 @@ def rate(name: str, arm: str, stages: int, options: argparse.Namespace) -> tuple
 
 def planned(name: str, stages: int, options: argparse.Namespace, device: str) -> list[int]:
     """The planner's peak bytes of every stage, from a profile in fp32 of the model's layers here."""
-    profile, _ = profile_layers(**sample(name, options), micro_batches=2, warm_up=1, device=device)
+    profile = profile_layers(**sample(name, options), micro_batches=2, warm_up=1, device=device)
     block, json = VPipeConfig.parse({}), DeepSpeedJson(config_of({}, options))
     pipeline = block.pipeline(stages, options.micro_batches, uniform_partition(len(profile), stages))
     return [memory.total for memory in predict(profile, pipeline, Devices.of(block, json)).rank_memory()]

@@ -148,7 +148,7 @@ def timed(case: Case, options: argparse.Namespace) -> tuple[float, int]:
 
 def compare_times(say: Say, cases: Sequence[Case], options: argparse.Namespace) -> None:
     """Train the cases in turns and print medians beside the plan."""
-    profile, _ = profile_layers(**sample(options), micro_batches=5, warm_up=2)
+    profile = profile_layers(**sample(options), micro_batches=5, warm_up=2)
     bandwidth = file_bandwidth()
     rounds = [[timed(case, options) for case in cases] for _ in range(3)]
     for position, case in enumerate(cases):
@@ -180,7 +180,7 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     if options.time:
         compare_times(say, [case for case in CASES if case.name in (options.cases or TIMED)], options)
         return
-    profile, _ = profile_layers(**sample(options), micro_batches=1, warm_up=0)
+    profile = profile_layers(**sample(options), micro_batches=1, warm_up=0)
     worst = 0.0
     for case in CASES:
         if options.cases and case.name not in options.cases:

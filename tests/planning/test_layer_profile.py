@@ -1,19 +1,15 @@
-"""Profiles as data: JSON, merging, and what is refused."""
+"""Profiles as data: JSON, and what is refused."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile, merge_profiles
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 
 LAYERS = tuple(LayerProfile(f"layer{i}", 0.1 * i, 0.25, 40 + i, 30, 20, 10, 5, 3, 40) for i in range(5))
 MODEL = ModelProfile(LAYERS, 64, 4, "cpu", "float32", "measured")
@@ -32,34 +28,6 @@ def test_short_json(tmp_path: Path) -> None:
     path.write_text(json.dumps({**content, "layers": [{**layer, "boundary_bytes": 5}]}))
     model = ModelProfile.load(path)
     assert model.layers == (LayerProfile("a", 1, 2, 3, 4, 5),)
-
-
-def part(start: int, stop: int) -> ModelProfile:
-    return replace(MODEL, layers=LAYERS[start:stop], first_layer=start, input_bytes=64 if start == 0 else 20)
-
-
-@given(cuts=st.sets(st.integers(1, 4)), order=st.randoms(use_true_random=False))
-def test_parts_merge_in_any_order(cuts: set[int], order: Any) -> None:
-    edges = [0, *sorted(cuts), 5]
-    parts = [part(a, b) for a, b in pairwise(edges)]
-    order.shuffle(parts)
-    assert merge_profiles(parts) == MODEL
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ([part(0, 2), part(3, 5)], "layers 2 to 2 are missing"),
-        ([part(0, 3), part(2, 5)], "layers 2 to 2 are there twice"),
-        ([part(0, 3), replace(part(3, 5), dtype="bfloat16")], 'profile: dtype: got "bfloat16"; allowed: "float32"'),
-        ([part(0, 3), replace(part(3, 5), micro_batch_size=2)], "profile: micro_batch_size: got 2; allowed: 4"),
-        ([], "allowed: at least one profile"),
-    ],
-)
-def test_parts_that_do_not_fit(parts: list[ModelProfile], message: str) -> None:
-    with pytest.raises(VPipeConfigError) as error:
-        merge_profiles(parts)
-    assert message in str(error.value)
 
 
 def content(**changes: Any) -> dict[str, Any]:

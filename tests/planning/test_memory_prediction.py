@@ -20,7 +20,7 @@ SMALL = Namespace(stages=STAGES, hidden=128, layers=4, vocabulary=1024, batch=4,
 def profile() -> Any:
     from ds_vpipe.planning.profiler import profile_layers
 
-    return profile_layers(**sample(SMALL), micro_batches=1, warm_up=0)[0]
+    return profile_layers(**sample(SMALL), micro_batches=1, warm_up=0)
 
 
 # Parts without which the first stage's prediction would be wrong.

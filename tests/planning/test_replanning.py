@@ -15,9 +15,9 @@ from ds_vpipe.schedules.pipeline import Pipeline
 LAYERS = 16
 
 
-def profile(seconds: Sequence[float], first: int = 0, kept: int = 0) -> ModelProfile:
+def profile(seconds: Sequence[float], kept: int = 0) -> ModelProfile:
     layers = tuple(LayerProfile("Layer", s / 3, 2 * s / 3, 1000, kept, 10) for s in seconds)
-    return ModelProfile(layers, 10, 1, "cpu", "float32", "measured", first)
+    return ModelProfile(layers, 10, 1, "cpu", "float32", "measured")
 
 
 def measured(work: Sequence[float], counts: Sequence[int], slowness: Sequence[float]) -> ModelProfile:
@@ -124,6 +124,6 @@ def test_frozen_layers_and_longer_sequences_are_no_slow_devices() -> None:
 
 
 def test_the_slowest_replica_of_a_stage_counts() -> None:
-    parts = [(1, profile([1.0, 2.0], first=2)), (0, profile([1.0, 1.0])), (1, profile([3.0, 1.0], first=2))]
+    parts = [(1, profile([1.0, 2.0])), (0, profile([1.0, 1.0])), (1, profile([3.0, 1.0]))]
     whole = joined(parts)
     assert [layer.forward_s for layer in whole.layers] == pytest.approx([1 / 3, 1 / 3, 1, 2 / 3])

@@ -186,7 +186,7 @@ def test_pieces_are_profiled_like_layers() -> None:
     value = stage.pack(args, kwargs)
     for piece in stage.pieces:
         value = piece(value)
-    profile, _ = profile_layers(stage.pieces, stage.pack(args, kwargs), micro_batches=1, warm_up=0)
+    profile = profile_layers(stage.pieces, stage.pack(args, kwargs), micro_batches=1, warm_up=0)
     assert [layer.name for layer in profile.layers] == ["Piece"] * 6
     sizes = [layer.parameter_bytes for layer in profile.layers]
     assert sizes == [4 * size for size in stage.trained_sizes()]

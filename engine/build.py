@@ -235,7 +235,12 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         wiring=wiring,
         links=links,
         ties=TiedWeights(module, tied, grid, pipeline.depths, wiring),
-        feed=MicroBatchFeed(copies, inputs=number == 0, labels=number == pipeline.num_stages - 1),
+        feed=MicroBatchFeed(
+            copies,
+            inputs=number == 0,
+            labels=number == pipeline.num_stages - 1,
+            all_have=bool if prepared.consensus.one_rank else prepared.consensus.all_have,
+        ),
         weights=weights,
         loss_scaling=LossScaling(engine.optimizer) if scaled else None,
         peers=PeerUpdates(pipeline.num_stages, number) if pipelined and (clips_globally or dynamic) else None,

@@ -39,8 +39,9 @@ from ds_vpipe.engine.checkpoint.parameter_states import stage_layout
 from ds_vpipe.engine.checkpoint.save_load import Checkpoints
 from ds_vpipe.engine.checkpoint.whole_state import WholeModel
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, training_by_list
+from ds_vpipe.engine.execution.data import or_no_data
 from ds_vpipe.engine.execution.drain import quiesce, restart_at
-from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options, or_no_data
+from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options
 from ds_vpipe.engine.execution.executor import Executor
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.links.groups import collective_groups, is_of_collective
@@ -84,7 +85,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.checkpoints = Checkpoints(self, self.stage)
         self.whole_model = WholeModel(self, self.stage)
         self.observation = Observation(self, self.stage, prepared.config, prepared.plan)
-        self.executor.watchers += self.observation.watchers
+        self.executor.watchers = self.observation.watchers
         self.balance = self._balance(prepared)  # measured layers and decisions, if the block has them looked at
         if self.balance is not None:
             self.executor.watchers.append(self.balance)
@@ -142,7 +143,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self._refuse_unfit("train_batch()")
         reads = self.stage.is_first or self.stage.is_last
         data = or_no_data(self.data_iterator if data_iter is None else data_iter, self.batch_fn)
-        self.stage.feed.next_call(data if reads else None, self.stage.consensus.all_have)
+        self.stage.feed.next_call(data if reads else None)
         try:
             begin = time.perf_counter()
             with self._aborting(), training_by_list(self.module, self.switched_modules):
@@ -495,8 +496,11 @@ class VPipeEngine(PatchedPipelineEngine):
             raise VPipeError(f"{call} after a failure: {self.stage.failure}; restart from a checkpoint")
 
     def _refuse_half_loaded(self, call: str) -> None:
-        self.checkpoints.refuse_half_loaded(call)
-        self.whole_model.refuse_written(call)
+        if self.stage.half_loaded:
+            raise VPipeError(
+                f"{call} after load_checkpoint() has failed half-way: weights and states may be of different "
+                f"checkpoints; load one that is complete"
+            )
 
     def _refuse_unfit(self, call: str) -> None:
         self._refuse_failed(call)

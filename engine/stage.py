@@ -15,6 +15,7 @@ from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Groups
 from ds_vpipe.engine.links.link import Sender
+from ds_vpipe.engine.links.message import Tree
 from ds_vpipe.engine.links.stage_links import StageLinks
 from ds_vpipe.engine.links.wiring import Wiring
 from ds_vpipe.engine.modules.random_states import RandomStates
@@ -26,7 +27,7 @@ from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.schedules.actions import Action
 from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress, update_delays
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.staleness.delay_warmup import DelayWarmup
+from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 
 
@@ -76,6 +77,7 @@ class Stage:
     # End of the data, once this stage knows of it and until the pipeline is filled again.
     data_end: DataEnd | None = None
     failure: str | None = None  # why training cannot go on, or None
+    half_loaded: bool = False  # weights and states may be of different checkpoints, as loading has failed
 
     @property
     def exchanges(self) -> Exchanges:
@@ -98,9 +100,18 @@ class Stage:
         return not self.pipeline.synchronous
 
     @property
+    def is_drained_between(self) -> bool:
+        """Whether the pipeline is emptied between two batches before the data end."""
+        return self.pipeline.synchronous or self.delay_warmup != NO_WARMUP
+
+    @property
     def senders(self) -> list[Sender]:
         """All senders of the stage; a failure is sent on each."""
         return [*self.links.senders, *self.ties.weights_out, *self.ties.gradients_out, *self.script_senders]
+
+    def arrived(self, tree: Tree) -> Tree:
+        """Received tensors where the stage computes; on the CPU they are there already."""
+        return tree if self.copies is None else self.copies.tree_to_device(tree)
 
     def key(self, action: Action) -> Key:
         """Key of an action's micro-batch in :attr:`in_flight`."""

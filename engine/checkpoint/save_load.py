@@ -34,7 +34,6 @@ class Checkpoints:
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage) -> None:
         self._engine, self._stage = engine, stage
         self._unwritten: Exception | None = None
-        self._half_loaded = False
 
     def save(
         self,
@@ -124,7 +123,7 @@ class Checkpoints:
                 path, client_state = reshape.load(engine, deepspeed_load, load_dir, tag, **options)
         except VPipeError:  # on every rank; some may have loaded their weights
             with suppress(PipelinePeerError):
-                self._half_loaded = consensus.lowest(-int(self._half_loaded), f"all ranks after {what}") < 0
+                stage.half_loaded = consensus.lowest(-int(stage.half_loaded), f"all ranks after {what}") < 0
             raise
         if path is None:
             return path, client_state
@@ -140,31 +139,19 @@ class Checkpoints:
             restart_at(stage, engine.global_steps)
             if not options["load_module_only"]:
                 rank_state.restore(engine, stage, Path(load_dir, str(tag)))
-        self._half_loaded = False
+        stage.half_loaded = False
         return path, client_state
 
     def load_module(self, deepspeed_load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Load weights by DeepSpeed's ``load_module_state_dict()``, on all ranks or on none."""
-        self._half_loaded = True
         module, stage = self._stage.module, self._stage
+        stage.half_loaded = True
         with (
             stage.consensus.all_or_none("load_checkpoint(): weights"),
             overridden(module, "_synchronize_tied_weights", lambda: None),  # it would wait for a rank that failed
         ):
             deepspeed_load(*args, **kwargs)
         module._synchronize_tied_weights()
-
-    def refuse_half_loaded(self, call: str) -> None:
-        """Refuse ``call`` with weights and states of different checkpoints.
-
-        Raises:
-            VPipeError: loading has failed half-way.
-        """
-        if self._half_loaded:
-            raise VPipeError(
-                f"{call} after load_checkpoint() has failed half-way: weights and states may be of different "
-                f"checkpoints; load one that is complete"
-            )
 
     def _equalize_scale(self) -> None:
         """Give every stage the last one's loss scaler, as DeepSpeed expects it."""

@@ -44,11 +44,18 @@ class EndOfData(Exception):  # noqa: N818 - no error: like StopIteration
 class MicroBatchFeed:
     """Reads items, one a micro-batch, from the iterators of successive ``train_batch()`` calls.
 
-    Of each the stage uses the ``inputs`` and the ``labels``, or not, and ``copies`` bring them to its accelerator.
+    Args:
+        copies: bring micro-batches to the stage's accelerator.
+        inputs: whether the stage uses a micro-batch's inputs.
+        labels: likewise.
+        all_have: whether all ranks of the stage pass True. Of a tensor slice one may read for all, and what the others
+            have of its micro-batches goes with its iterator.
     """
 
-    def __init__(self, copies: DeviceCopies | None, *, inputs: bool, labels: bool) -> None:
-        self._copies, self._uses = copies, (inputs, labels)
+    def __init__(
+        self, copies: DeviceCopies | None, *, inputs: bool, labels: bool, all_have: Callable[[bool], bool] = bool
+    ) -> None:
+        self._copies, self._uses, self.all_have = copies, (inputs, labels), all_have
         self.call = -1  # number of the current train_batch() call, from 0
         self._iterators: dict[int, Iterator[Item]] = {}  # by the first call that used each
         self._ended: set[int] = set()  # has ended while reading ahead, and the user has not been told yet
@@ -56,15 +63,11 @@ class MicroBatchFeed:
         self._ahead: deque[tuple[int, MicroBatch | None]] = deque()  # admitted once, to be admitted again
         self._iterator_there: Iterator[Item] | None = None
 
-    def next_call(self, iterator: Iterator[Item] | None, all_have: Callable[[bool], bool] = bool) -> None:
-        """The next ``train_batch()`` call begins; it reads from ``iterator`` (None: nothing to read here).
-
-        ``all_have`` tells whether all ranks of the stage pass True: of a tensor slice one may read for all, and what
-        the others have of its micro-batches goes with its iterator.
-        """
+    def next_call(self, iterator: Iterator[Item] | None) -> None:
+        """The next ``train_batch()`` call begins; it reads from ``iterator`` (None: nothing to read here)."""
         self.call += 1
         if self._iterator_there is not None:
-            if not all_have(iterator is self._iterator_there):
+            if not self.all_have(iterator is self._iterator_there):
                 self._ahead.clear()
             self._iterator_there = None
         if iterator is None:
@@ -183,6 +186,11 @@ class MicroBatchFeed:
 
     def _source(self, call: int) -> int | None:
         return max((number for number in self._iterators if number <= call), default=None)
+
+
+def or_no_data(iterator: Iterator[Item] | None, batch_fn: Callable[..., Any] | None) -> Iterator[Item] | None:
+    """An iterator, also where the script gives none but a ``batch_fn`` that makes micro-batches of None."""
+    return NO_DATA if iterator is None and batch_fn is not None else iterator
 
 
 def own_copy(tree: Any, copies: DeviceCopies | None = None) -> Any:

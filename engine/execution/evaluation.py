@@ -16,12 +16,11 @@ from deepspeed import comm as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
-from ds_vpipe.engine.execution.data import NO_DATA, labels_to_device, own_copy, to_device
+from ds_vpipe.engine.execution.data import labels_to_device, or_no_data, own_copy, to_device
 from ds_vpipe.engine.execution.executor import carry_out, choose_part
 from ds_vpipe.engine.execution.in_flight import InFlight, Key
 from ds_vpipe.engine.execution.live_moves import LiveMoves
-from ds_vpipe.engine.links.device import arrived
-from ds_vpipe.engine.links.message import Message, Tree, leaves
+from ds_vpipe.engine.links.message import Message, Tree, leaves, map_tree
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 from ds_vpipe.schedules.actions import Action, Kind
@@ -157,7 +156,7 @@ class Evaluation:
 
     def _receive(self, index: int, part: int) -> None:
         message = self._stage.links.previous.evaluation.receive("the input of an evaluation micro-batch")
-        self._in_flight[index, part] = InFlight(0, arrived(message.tree, self._stage.copies))
+        self._in_flight[index, part] = InFlight(0, self._stage.arrived(message.tree))
 
     def _forward(self, index: int, part: int) -> None:
         engine, stage = self._engine, self._stage
@@ -200,21 +199,7 @@ class Evaluation:
         if self._stage.is_last:
             data = map_tree(lambda leaf: leaf.detach().to(device, dtype, copy=True), data)
             return self._stage.links.from_last_stage(data)
-        return arrived(self._stage.links.from_last_stage(None), self._stage.copies)
-
-
-def or_no_data(iterator: Iterator[Any] | None, batch_fn: Callable[..., Any] | None) -> Iterator[Any] | None:
-    """An iterator, also where the script gives none but a ``batch_fn`` that makes micro-batches of None."""
-    return NO_DATA if iterator is None and batch_fn is not None else iterator
-
-
-def map_tree(function: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
-    """The tree with ``function`` applied to its tensors; None stays."""
-    if isinstance(tree, list):
-        return [map_tree(function, item) for item in tree]
-    if isinstance(tree, tuple):
-        return tuple(map_tree(function, item) for item in tree)
-    return None if tree is None else function(tree)
+        return self._stage.arrived(self._stage.links.from_last_stage(None))
 
 
 def mean_of_trees(trees: Sequence[Tree]) -> Tree:

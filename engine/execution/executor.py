@@ -12,14 +12,13 @@ from ds_vpipe.engine.execution.batch_loss import BatchReport
 from ds_vpipe.engine.execution.data import EndOfData, MicroBatch, labels_to_device, own_copy, to_device
 from ds_vpipe.engine.execution.in_flight import InFlight
 from ds_vpipe.engine.execution.live_moves import LiveMoves
-from ds_vpipe.engine.links.device import arrived
 from ds_vpipe.engine.links.message import Message, Received
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
 from ds_vpipe.engine.modules.recompute import one_way
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
-from ds_vpipe.errors import PipelineProtocolError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import version_used
 from ds_vpipe.schedules.program import rank_actions
@@ -48,7 +47,9 @@ def carry_out(stage: Stage, actions: Iterable[Action], methods: Methods, watcher
     """
     for action in actions:
         stage.action = action
-        stage.groups.check(action)
+        failure = stage.groups.failures.known
+        if failure is not None:  # of another rank: a device's collective may end without an error
+            raise PipelinePeerError(f"{stage.links.me} stopped at {action}: {failure}", failure)
         stage.links.wait_for_copies(action.kind)
         for watcher in watchers:
             watcher.before(action)
@@ -110,7 +111,8 @@ class Executor:
             self._moves.settle(batch)
         try:
             while True:
-                drain.limit_to_drain(stage, batch)
+                if stage.is_drained_between:
+                    drain.limit_to_drain(stage, batch)
                 moves = () if self._moves.move is None else (self._moves.move,)
                 try:
                     self.run(rank_actions(stage.pipeline, stage.number, stage.progress, stage.exchanges, moves))
@@ -163,7 +165,7 @@ class Executor:
         with suppress(StopIteration):
             while len(items) < size:
                 items.append(own_copy(feed.read(call)))
-        if not self._stage.consensus.all_have(len(items) == size):
+        if not feed.all_have(len(items) == size):
             raise EndOfData(index, index, call, unlabelled=len(items), asked=len(items) < size)
         feed.read_again([(call, feed.take(item, self._engine.batch_fn)) for item in items])
 
@@ -175,7 +177,7 @@ class Executor:
         with suppress(StopIteration):
             item = feed.read(call)
             there = True
-        if not stage.consensus.all_have(there):
+        if not feed.all_have(there):
             if there:
                 feed.give_back(call, item)
             limit = index - index % stage.pipeline.micro_batches
@@ -194,7 +196,7 @@ class Executor:
             raise EndOfData(limit, read, message.note, unlabelled, bool(asked))
         self._expect(message, Message.ACTIVATION, self._number(index, part))
         inputs, table = message.tree
-        stage.in_flight[index, part] = InFlight(message.note, arrived(inputs, stage.copies))
+        stage.in_flight[index, part] = InFlight(message.note, stage.arrived(inputs))
         if stage.peers is not None:
             stage.peers.from_earlier(table)
         if not self._several_parts:
@@ -246,7 +248,7 @@ class Executor:
         if record.swapped is not None:  # what is brought back arrives beside the gradient
             record.swapped.fetch()
         tree, numbers = self._gradient_message(index, part).tree
-        gradients, losses, record.script_loss = arrived(tree, stage.copies)
+        gradients, losses, record.script_loss = stage.arrived(tree)
         record.gradients = list(gradients)
         if numbers is not None:
             stage.report = BatchReport(numbers.numpy().copy(), losses.clone())
@@ -325,7 +327,8 @@ class Executor:
             self._moves.before_update(stage.weights.latest_version)
         with stage.weights.update():
             yield
-            stage.ties.overwrite()
+            if stage.ties.weights_in:
+                stage.ties.overwrite()
         overflow = bool(getattr(self._engine.optimizer, "overflow", False))
         if stage.peers is not None:
             overflow = stage.peers.after_update(overflow)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.engine.links.message import Tree, leaves
+from ds_vpipe.engine.links.message import Tree, leaves, map_tree
 from ds_vpipe.engine.modules.swap import Swapped
 
 Key = tuple[int, int]
@@ -56,7 +56,7 @@ class InFlight:
         With ``as_made`` their gradients keep the strides that autograd gives them, as in a model that is not cut; else
         they get those of the inputs, as DeepSpeed's do.
         """
-        return _enter(self.inputs, as_made)
+        return map_tree(lambda leaf: _Entry.apply(leaf, as_made) if leaf.requires_grad else leaf, self.inputs)
 
     def keep_output(self, output: Tree) -> None:
         """Keep the output until it is sent, and its tensors with gradients until the backward pass."""
@@ -72,11 +72,3 @@ class InFlight:
     def input_gradients(self) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the inputs that require one, in order."""
         return tuple(leaf.grad for leaf in leaves(self.inputs) if leaf is not None and leaf.requires_grad)
-
-
-def _enter(tree: Tree, as_made: bool) -> Tree:
-    if isinstance(tree, torch.Tensor):
-        return _Entry.apply(tree, as_made) if tree.requires_grad else tree
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_enter(item, as_made) for item in tree)
-    return tree

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from ds_vpipe.engine.links.message import Tree, copied_to
+from ds_vpipe.engine.links.message import Tree, copied_to, map_tree
 
 
 class Accelerator:
@@ -84,6 +84,10 @@ class DeviceCopies:
         self.accelerator.used_on(copy, self.accelerator.current_stream())
         return copy
 
+    def tree_to_device(self, tree: Tree) -> Tree:
+        """:meth:`to_device` of all tensors in a tree, which require gradients as before."""
+        return map_tree(lambda one: self.to_device(one.detach()).requires_grad_(one.requires_grad), tree)
+
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy of a tensor in host memory, page-locked."""
         strides = torch.empty_like(tensor, device="meta").stride()
@@ -94,12 +98,3 @@ class DeviceCopies:
 def copies_of(device: torch.device) -> DeviceCopies | None:
     """Copies of a stage that computes on ``device``; None on the CPU, where nothing is copied."""
     return None if device.type == "cpu" else DeviceCopies(Accelerator(device))
-
-
-def arrived(tree: Tree, copies: DeviceCopies | None) -> Tree:
-    """Received tensors where the stage computes; on the CPU they are there already."""
-    if copies is None:
-        return tree
-    if isinstance(tree, torch.Tensor):
-        return copies.to_device(tree.detach()).requires_grad_(tree.requires_grad)
-    return type(tree)(arrived(item, copies) for item in tree) if isinstance(tree, (tuple, list)) else tree

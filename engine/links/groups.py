@@ -140,16 +140,6 @@ class Groups:
         self._devices = _devices()
         self.failures = FailureWatch(self._store, dist.get_world_size(), timeout_s)
 
-    def check(self, doing: object) -> None:
-        """Raise a failure of another rank that is known; a device's collective may end without an error.
-
-        Raises:
-            PipelinePeerError: a rank has failed; ``doing`` is this rank's next action.
-        """
-        reason = self.failures.known
-        if reason is not None:
-            raise PipelinePeerError(f"{self.me} stopped at {doing}: {reason}", reason)
-
     def tell(self, key: str, value: str) -> None:
         """Leave ``value`` for another rank."""
         self._store.set(key, value)

@@ -136,6 +136,16 @@ def leaves(tree: Tree) -> Iterator[torch.Tensor | None]:
         )
 
 
+def map_tree(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The tree with ``function`` applied to its tensors; whatever else it holds stays."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, (tuple, list)):
+        items = (map_tree(function, item) for item in tree)
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return tree
+
+
 def _tensors(tree: Tree) -> list[torch.Tensor]:
     return [leaf.detach() for leaf in leaves(tree) if leaf is not None]
 

@@ -233,6 +233,10 @@ class VPipeLoopEngine(VPipeEngine):
 
     # What DeepSpeed and scripts ask of the engine
 
+    def _refuse_half_loaded(self, call: str) -> None:
+        super()._refuse_half_loaded(call)
+        self.whole_model.refuse_written(call)
+
     def zero_grad(self) -> None:
         """Nothing: ``step()`` drops the gradients of a batch when it ends on this stage, not where it does so for the
         script, which would lose those of the next batch."""

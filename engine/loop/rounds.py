@@ -10,7 +10,6 @@ import torch
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.execution.data import EndOfData
 from ds_vpipe.engine.execution.drain import next_drain
-from ds_vpipe.engine.links.device import arrived
 from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.stage_links import LossLinks
 from ds_vpipe.engine.loop.call_order import CallOrder
@@ -81,7 +80,7 @@ class Rounds:
             assert loss is not None
             return self._losses[micro_batch].gated(loss)
         if self._waits:
-            self._newest = (micro_batch, arrived(self._loss_links.wait(micro_batch), stage.copies))
+            self._newest = (micro_batch, stage.arrived(self._loss_links.wait(micro_batch)))
         assert self._newest is not None
         return ScriptLoss().gated(self._newest[1])
 

@@ -23,7 +23,7 @@ from deepspeed.runtime.utils import set_random_seed
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-from ds_vpipe.engine.links.message import Tree, copied_to
+from ds_vpipe.engine.links.message import Tree, copied_to, map_tree
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import VPipeError
@@ -301,9 +301,7 @@ class _Copy(torch.autograd.Function):
 
 def alias_free(value: Any) -> Any:
     """Tensors of a segment's input in memory of their own."""
-    if isinstance(value, torch.Tensor):
-        return _Copy.apply(value)
-    return type(value)(alias_free(item) for item in value) if isinstance(value, (tuple, list)) else value
+    return map_tree(_Copy.apply, value)
 
 
 def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:

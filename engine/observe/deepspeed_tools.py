@@ -94,7 +94,7 @@ class WallClock:
 
 
 class CommsRecord:
-    """The pipeline's messages in DeepSpeed's communication log (``comms_logger``); nothing while that is off.
+    """The pipeline's messages in DeepSpeed's communication log (``comms_logger``).
 
     Sends are listed as ``isend``, since they only start, and receives as ``recv``, with the time that the stage waited.
     """
@@ -106,14 +106,11 @@ class CommsRecord:
 
     def before(self, action: Action) -> None:
         """Note time and bytes so far."""
-        if ds_comm.comms_logger.enabled:
-            self._begin, self._bytes = time.perf_counter(), self._moved(action)
+        self._begin, self._bytes = time.perf_counter(), self._moved(action)
 
     def after(self, action: Action) -> None:
         """Log the difference."""
         logger = ds_comm.comms_logger
-        if not logger.enabled:
-            return
         size = self._moved(action) - self._bytes
         operation = "isend" if action.kind.value.startswith("SEND") else "recv"
         if size and (logger.prof_all or operation in logger.prof_ops):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed.comm import comm as ds_comm
 from deepspeed.runtime.engine import EngineTimers
 from deepspeed.utils import logger
 
@@ -15,11 +16,16 @@ from ds_vpipe.config import VPipeConfig
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.executor import Watcher
 from ds_vpipe.engine.observe.deepspeed_tools import CommsRecord, StageProfile, WallClock, links_by_kind
-from ds_vpipe.engine.observe.memory import PeakMemory, memory_line
 from ds_vpipe.engine.observe.recorder import Recorder
-from ds_vpipe.engine.observe.statistics import StageMeter, StageStatistics, StatisticsMean, line
+from ds_vpipe.engine.observe.statistics import (
+    PeakMemory,
+    StageMeter,
+    StageStatistics,
+    StatisticsMean,
+    line,
+    memory_line,
+)
 from ds_vpipe.engine.stage import Stage
-from ds_vpipe.schedules.actions import Action, Kind
 
 if TYPE_CHECKING:
     from ds_vpipe.planning.plan import Plan
@@ -31,10 +37,11 @@ class Observation:
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig, plan: Plan | None) -> None:
         self._engine, self._stage, self._timeline, self._plan = engine, stage, config.timeline, plan
         links = links_by_kind(stage)
-        self._meter = StageMeter(stage, links)
+        self._comms = CommsRecord(links)
         self._rows: Sequence[Sequence[float]] = ()
         self._mean = StatisticsMean()
-        self.watchers: list[Watcher] = [self, CommsRecord(links)]  # in the order in which they begin
+        self.watchers: list[Watcher] = []  # in the order in which they begin
+        self._log_messages()
         if engine.wall_clock_breakdown():
             self.watchers.append(WallClock(engine.timers, engine.grid.pipe_groups[0]))
         if engine.flops_profiler_enabled() and engine.global_rank == 0:
@@ -45,7 +52,8 @@ class Observation:
             self._recorder = Recorder(stage, engine.grid.data_parallel_id)
             self._recorder.forget_earlier(Path(self._timeline.path))
             self.watchers.append(self._recorder)
-        self.watchers.append(self._meter)  # last to begin and first to end: it measures no other watcher
+        # Last to begin and first to end: it measures no other watcher.
+        self.watchers.append(StageMeter(stage, links, self._enter))
         # For DeepSpeed's hooks on the module.
         engine.engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=False)
         self._memory: PeakMemory | None = None
@@ -55,21 +63,22 @@ class Observation:
             self._memory = PeakMemory(engine.device, weights)
         self._ended = False
 
-    def before(self, action: Action) -> None:
-        """Nothing; the record of a batch is closed after its last action."""
+    def _log_messages(self) -> None:
+        """Watch for DeepSpeed's communication log while that is on, which scripts may change between two batches."""
+        wanted, watches = bool(ds_comm.comms_logger.enabled), self._comms in self.watchers
+        if wanted and not watches:
+            self.watchers.insert(0, self._comms)
+        elif watches and not wanted:
+            self.watchers.remove(self._comms)
 
-    def after(self, action: Action) -> None:
+    def _enter(self, record: StageStatistics) -> None:
         """Enter this stage's record of a batch in the report for the previous stage."""
         stage = self._stage
-        batch, index = divmod(action.index + 1, stage.pipeline.micro_batches)
-        if action.kind is not Kind.BACKWARD or index or stage.key(action)[1] != stage.number:
-            return  # a stage with several parts ends a batch with the first of them
-        if stage.report is None or stage.progress.completed <= action.index:
-            return  # the pass has failed
-        row = self._meter.close(batch - 1).row()
+        assert stage.report is not None
+        row = record.row()
         self._rows = [row]
         if self._recorder is not None:
-            self._recorder.loss(batch - 1, stage.report.losses[1])
+            self._recorder.loss(record.batch, stage.report.losses[1])
         rows = stage.report.statistics
         rows[stage.number] = row
         if stage.is_first:
@@ -109,6 +118,7 @@ class Observation:
 
     def publish(self) -> None:
         """Line and monitors' events on global rank 0, every ``steps_per_print`` batches."""
+        self._log_messages()
         engine = self._engine
         interval = engine.steps_per_print()
         if engine.global_rank != 0 or (interval is not None and engine.global_steps % interval != 0):

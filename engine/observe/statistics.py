@@ -13,17 +13,26 @@ the host waits for messages, which leave once they are done.
 from __future__ import annotations
 
 import dataclasses
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
+import torch
 
 from ds_vpipe.engine.links.link import Receiver, Sender
-from ds_vpipe.engine.observe.memory import peak_memory
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.tables import show_bytes
+
+if TYPE_CHECKING:
+    from ds_vpipe.planning.plan import Plan
 
 Rows = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -83,15 +92,27 @@ _KINDS = {
     "update_s": Kind.STEP,
 }
 _PEAK_INTERVAL_S = 0.1
+_STATUS, _FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 COLUMNS = len(_FIELDS)
 """Numbers in a record."""
 
 
 class StageMeter:
-    """Watcher of one stage that makes a record of each batch. Its ``links`` count bytes and waiting time."""
+    """Watcher of one stage that makes a record of each batch.
 
-    def __init__(self, stage: Stage, links: Mapping[Kind, Sequence[Sender | Receiver]]) -> None:
-        self._stage = stage
+    Args:
+        stage: to watch.
+        links: by the kinds that use them; they count bytes and waiting time.
+        closed: gets every record, when the stage has completed a batch and before its last gradient leaves.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        links: Mapping[Kind, Sequence[Sender | Receiver]],
+        closed: Callable[[StageStatistics], None],
+    ) -> None:
+        self._stage, self._closed = stage, closed
         self._links = links
         every = {id(link): link for found in links.values() for link in found}.values()
         self._senders = [link for link in every if isinstance(link, Sender)]
@@ -112,11 +133,17 @@ class StageMeter:
         self._begin = time.perf_counter()
 
     def after(self, action: Action) -> None:
-        """Add the seconds of an action to those of its kind."""
+        """Add the seconds of an action to those of its kind, and close the record of a batch."""
         self._seconds[action.kind] += time.perf_counter() - self._begin
+        stage = self._stage
+        batch, index = divmod(action.index + 1, stage.pipeline.micro_batches)
+        if action.kind is not Kind.BACKWARD or index or stage.key(action)[1] != stage.number:
+            return  # a stage with several parts ends a batch with the first of them
+        if stage.report is not None and stage.progress.completed > action.index:  # else the pass has failed
+            self._closed(self._close(batch - 1))
 
-    def close(self, batch: int) -> StageStatistics:
-        """Record of the actions since the last call."""
+    def _close(self, batch: int) -> StageStatistics:
+        """Record of the actions since the last one."""
         counters, seconds = self._counters(), self._seconds
         measured: dict[str, Any] = {name: counters[name] - before for name, before in self._counted.items()}
         measured |= {name: seconds[kind] for name, kind in _KINDS.items()}
@@ -198,3 +225,53 @@ def line(records: Sequence[StageStatistics]) -> str:
     }
     texts = {name: " ".join(f"{value(r):>6.{digits}f}" for r in records) for name, (digits, value) in rows.items()}
     return " | ".join(f"{name} {text}" for name, text in texts.items())
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes so far: allocated on the device, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):  # no Linux
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # On Linux this is at least the peak of the program that started this one, such as a launcher.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class PeakMemory:
+    """Peak bytes of a stage from now on, for comparison with the planned ones.
+
+    On an accelerator the peak is its allocator's. On the CPU it is that of the process's resident memory, less what was
+    resident before, plus the ``weights``, which are there already, each storage once. That includes what libraries take
+    and what the C allocator keeps of freed memory; ``scripts/bench/memory.py`` counts tensors exactly.
+    """
+
+    def __init__(self, device: torch.device, weights: Iterable[torch.Tensor]) -> None:
+        self._device, self._before, self.name = device, 0, "measured peak"
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            self.name = "peak of resident memory above the start"
+            storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
+            with suppress(OSError):  # no Linux, or not allowed
+                _FORGET.write_text("5")
+            self._before = int(psutil.Process().memory_info().rss) - sum(storages.values())
+        self._least = peak_memory(device)
+
+    def bytes(self) -> int | None:
+        """The peak; None if a higher one before hides it."""
+        peak = peak_memory(self._device)
+        if self._device.type != "cuda" and peak == self._least:
+            return None
+        return peak - self._before
+
+
+def memory_line(plan: Plan, stage: int, peak: PeakMemory) -> str:
+    """Log line with the planned and the measured peak of a stage."""
+    planned, measured = plan.rank_memory()[stage].total, peak.bytes()
+    found = "not known, there was a higher one before"
+    if measured is not None:
+        found = f"{show_bytes(measured)} ({100 * (measured / planned - 1):+.1f} %)"
+    return f"ds_vpipe: stage {stage}: planned {show_bytes(planned)}, {peak.name} {found}"

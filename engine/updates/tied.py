@@ -16,16 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
-from ds_vpipe.engine.links.device import arrived
 from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.links.link import Receiver, Sender
-from ds_vpipe.engine.links.message import Message
+from ds_vpipe.engine.links.message import Message, Tree
 from ds_vpipe.engine.links.wiring import Wiring
 from ds_vpipe.schedules.one_f_one_b import peer_delay, updates_known
 
@@ -99,7 +97,7 @@ class TiedWeights:
     ) -> None:
         stage = grid.get_stage_id()
         self._depths, self._stage = depths, stage
-        self._arrived = partial(arrived, copies=wiring.copies)
+        self._device_copies = wiring.copies
         self._copies: list[_Copies] = []
         self._owned: list[_Owned] = []
         pairs: dict[tuple[int, int], list[str]] = {}
@@ -218,6 +216,9 @@ class TiedWeights:
             found.append((owned.weights, torch.cat(pieces)))
         self.flush()
         return found
+
+    def _arrived(self, tree: Tree) -> Tree:
+        return tree if self._device_copies is None else self._device_copies.tree_to_device(tree)
 
     def _receive(self, owned: _Owned, version: int, what: str) -> None:
         while owned.version < version:

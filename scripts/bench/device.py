@@ -32,7 +32,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
-from ds_vpipe.engine.observe.memory import PeakMemory
+from ds_vpipe.engine.observe.statistics import PeakMemory
 from ds_vpipe.models.bert.example import example
 from ds_vpipe.partition import uniform_partition
 from ds_vpipe.planning.devices import Devices

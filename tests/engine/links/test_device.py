@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from simulated_device import Misuse, SimulatedAccelerator
 
 from ds_vpipe.engine.links import device as module
-from ds_vpipe.engine.links.device import DeviceCopies, arrived, copies_of
+from ds_vpipe.engine.links.device import DeviceCopies, copies_of
+from ds_vpipe.engine.stage import Stage
 
 SEEDS = pytest.mark.parametrize(("seed", "early"), [(0, 0.0), (1, 0.3), (2, 1.0)])
 
@@ -57,7 +59,7 @@ def test_bytes_are_there_once_a_thread_has_waited(lazy: DeviceCopies) -> None:
 def test_copies_keep_strides_and_gradients(lazy: DeviceCopies) -> None:
     rows, grid = torch.arange(6.0).view(2, 3).t(), torch.arange(16.0).view(4, 4)[:, ::2]
     tree = (rows.requires_grad_(), [None, grid], torch.tensor([True, False]))
-    found = arrived(tree, lazy)
+    found = lazy.tree_to_device(tree)
     assert isinstance(found, tuple)
     assert isinstance(found[1], list)
     assert found[0].stride() == (1, 3)
@@ -66,7 +68,7 @@ def test_copies_keep_strides_and_gradients(lazy: DeviceCopies) -> None:
     for wanted, got in ((rows, found[0]), (grid, found[1][1]), (tree[2], found[2])):
         assert torch.equal(wanted, got)
         assert got.data_ptr() != wanted.data_ptr()
-    assert arrived(tree, None) is tree
+    assert Stage.arrived(SimpleNamespace(copies=None), tree) is tree  # type: ignore[arg-type]
 
 
 def test_sparse_tensors_arrive(lazy: DeviceCopies) -> None:

@@ -19,8 +19,8 @@ from test_configured_plan import ALL, profile_file
 from worlds import Worlds
 
 from ds_vpipe.engine.engine import _at_exit
-from ds_vpipe.engine.observe import memory as memory_report
-from ds_vpipe.engine.observe.memory import PeakMemory, memory_line
+from ds_vpipe.engine.observe import statistics as memory_report
+from ds_vpipe.engine.observe.statistics import PeakMemory, memory_line
 from ds_vpipe.planning.memory import StageMemory
 from ds_vpipe.planning.plan import Plan, StagePlan
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -84,7 +84,7 @@ def test_the_real_numbers() -> None:
     """In a process of its own, which has had no higher peak."""
     code = """
 import torch
-from ds_vpipe.engine.observe.memory import PeakMemory
+from ds_vpipe.engine.observe.statistics import PeakMemory
 peak = PeakMemory(torch.device("cpu"), [])
 values = torch.ones(50_000_000)
 print(peak.bytes())

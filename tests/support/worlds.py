@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing as mp
 import os
+import pickle
 import random
 import socket
 import sys
@@ -13,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from unittest import mock
 
 CASE_TIMEOUT_S = 400.0
 MOST_NEW_THREADS = 25  # that cases may leave in a worker
-PRELOADED = ["torch", "deepspeed", "transformers.models.bert.modeling_bert", "ds_vpipe.initialization"]
 
 
 def free_port() -> int:
@@ -39,6 +40,11 @@ def free_port() -> int:
     raise OSError("no TCP port is free")
 
 
+def _sent(*values: Any) -> bytes:
+    """Values, with tensors as bytes: to share their memory would take a thread and a socket in every process."""
+    return pickle.dumps(values)
+
+
 def _threads() -> int:
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
@@ -55,15 +61,12 @@ def _serve(connection: Connection, rank: int, gpus: int, environment: dict[str, 
     import deepspeed
     import deepspeed.comm.comm as ds_comm
     import numpy as np
+    import preloaded  # noqa: F401 - first, and by the process that this one is forked from, if there is one
     import torch
     from deepspeed.utils import groups, logger
 
-    import ds_vpipe.initialization
-    import ds_vpipe.models  # noqa: F401
-
+    mp.set_start_method("fork", force=True)  # as in every process that a launcher starts: data loaders have workers
     np.random.seed()  # forked workers are not alike in this; they are in how they hash strings
-    gc.collect()
-    gc.freeze()  # cases collect garbage to close process groups; what is imported is none
     # DeepSpeed's shared-memory all-reduce can be set up only once in the life of a process.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     torch.set_num_threads(1)
@@ -72,10 +75,10 @@ def _serve(connection: Connection, rank: int, gpus: int, environment: dict[str, 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology for every case
     threads_before = _threads()
     while True:
-        request = connection.recv()
-        if request is None:
+        request = connection.recv_bytes()
+        if not request:
             return
-        world_size, port, function, args, kwargs = request
+        world_size, port, function, args, kwargs = pickle.loads(request)
         os.environ.update(WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size), MASTER_PORT=str(port))
         try:
             if gpus:
@@ -95,7 +98,7 @@ def _serve(connection: Connection, rank: int, gpus: int, environment: dict[str, 
             _let_go()
             gc.collect()  # the threads of a group end with the last engine that knows it, and engines are cyclic
         finally:
-            connection.send((*answer, _threads() - threads_before))
+            connection.send_bytes(_sent(*answer, _threads() - threads_before))
 
 
 def _let_go() -> None:
@@ -148,7 +151,7 @@ class Worlds:
         # imported, with the environment of the first of them.
         self._context = mp.get_context("spawn" if gpus else "forkserver")
         if not gpus:
-            self._context.set_forkserver_preload(PRELOADED)
+            self._context.set_forkserver_preload(["preloaded"])
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -170,7 +173,7 @@ class Worlds:
         port, start = free_port(), time.monotonic()
         workers = self._workers[:world_size]
         for _, connection in workers:
-            connection.send((world_size, port, function, args, kwargs))
+            connection.send_bytes(_sent(world_size, port, function, args, kwargs))
         outcomes: dict[int, Outcome] = {}
         most_threads = 0
         while len(outcomes) < world_size:
@@ -179,7 +182,7 @@ class Worlds:
             for connection in ready:
                 seconds = time.monotonic() - start
                 try:
-                    good, value, threads = connection.recv()  # type: ignore[union-attr]
+                    good, value, threads = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
                     good, value, threads = False, ("died", "died"), 0
                 most_threads = max(most_threads, threads)
@@ -198,6 +201,9 @@ class Worlds:
         mine, theirs = self._context.Pipe()
         seen = {"DS_ACCELERATOR": "cuda"} if self._gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", **seen):  # what is imported reads them
+            if not self._gpus:
+                with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+                    forkserver.ensure_running()
             arguments = (theirs, rank, self._gpus, dict(os.environ))
             process = self._context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
@@ -207,7 +213,7 @@ class Worlds:
         """End all worker processes."""
         for _, connection in self._workers:
             with contextlib.suppress(OSError):
-                connection.send(None)
+                connection.send_bytes(b"")
         for process, _ in self._workers:
             process.join(2)
             if process.is_alive():

@@ -51,9 +51,9 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
         return model if _STAGES in (kwargs.get("config") or {}).get(_SHARING, {}) else slices(model, *args, **kwargs)
 
     with (
-        _replaced(PartialState, "__init__", _then(PartialState.__init__, _count_ranks)),
-        _replaced(Accelerator, "__init__", _then(Accelerator.__init__, tell)),
-        _replaced(deepspeed, "tp_model_init", whole),
+        replaced(PartialState, "__init__", _then(PartialState.__init__, _count_ranks)),
+        replaced(Accelerator, "__init__", _then(Accelerator.__init__, tell)),
+        replaced(deepspeed, "tp_model_init", whole),
     ):
         yield
 
@@ -91,7 +91,8 @@ def _then(init: Callable[..., None], then: Callable[[Any], None]) -> Callable[..
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which an attribute has another value."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -177,7 +178,7 @@ def _gather_for_metrics(
     def gather_objects(objects: Any) -> Any:
         return gather_object([] if accelerator.process_index % stages else objects)
 
-    with _replaced(accelerator, "gather", gather), _replaced(module, "gather_object", gather_objects):
+    with replaced(accelerator, "gather", gather), replaced(module, "gather_object", gather_objects):
         return theirs(input_data, use_gather_object)
 
 

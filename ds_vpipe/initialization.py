@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -12,7 +12,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import logger
 
-from ds_vpipe.accelerators import own_config
+from ds_vpipe.accelerators import own_config, replaced
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.build import Prepared, prepare
@@ -80,7 +80,9 @@ def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any,
     else:
         json, prepared = _prepare_whole(given, model, json, config)
         kind = VPipeLoopEngine
-    with _engine_class(functools.partial(kind, prepared=prepared)), _replaced(given, json.content):
+    # DeepSpeed looks its pipeline engine up by name when it builds one.
+    engine_class = replaced(deepspeed, "PipelineEngine", functools.partial(kind, prepared=prepared))
+    with engine_class, _found_by_deepspeed(given, json.content):
         return tuple(theirs(**given))
 
 
@@ -105,19 +107,13 @@ def deepspeed_initialize() -> Any:
     return getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
 
 
-@contextmanager
-def _replaced(given: dict[str, Any], ds_config: Mapping[str, Any]) -> Iterator[None]:
-    """Let DeepSpeed find ``ds_config`` where the script has given its configuration."""
+def _found_by_deepspeed(given: dict[str, Any], ds_config: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Context in which DeepSpeed finds ``ds_config`` where the script has given its configuration."""
     args = given.get("args")
-    if args is None or getattr(args, "deepspeed_config", None) is None:
-        given["config"] = ds_config
-        yield
-        return
-    path, args.deepspeed_config = args.deepspeed_config, ds_config  # not a copy of args: DeepSpeed writes into it
-    try:
-        yield
-    finally:
-        args.deepspeed_config = path
+    if getattr(args, "deepspeed_config", None) is not None:
+        return replaced(args, "deepspeed_config", ds_config)  # not a copy of args: DeepSpeed writes into it
+    given["config"] = ds_config
+    return nullcontext()
 
 
 def _load_config(given: dict[str, Any]) -> dict[str, Any] | None:
@@ -126,14 +122,3 @@ def _load_config(given: dict[str, Any]) -> dict[str, Any] | None:
         if candidate is not None:
             return candidate if isinstance(candidate, dict) else load_ds_config(candidate)
     return None
-
-
-@contextmanager
-def _engine_class(engine: Callable[..., Any]) -> Iterator[None]:
-    """DeepSpeed looks its pipeline engine up by name when it builds one; for that moment it is ours."""
-    original = deepspeed.PipelineEngine
-    deepspeed.PipelineEngine = engine
-    try:
-        yield
-    finally:
-        deepspeed.PipelineEngine = original

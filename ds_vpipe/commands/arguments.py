@@ -261,8 +261,6 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     add_move_argument(group)
     group = parser.add_argument_group("recordings")
     group.add_argument("--replica", type=int, default=0, metavar="N", help="which data-parallel replica; default 0")
-    what = "seconds to add to each rank's clock; default: estimated from the messages between ranks"
-    group.add_argument("--offsets", type=numbers(float), metavar="S,S,...", help=what)
 
 
 def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
@@ -281,7 +279,7 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
     place = 0  # of the first file of a single rank
     for path in arguments.paths:
         if Path(path).is_dir():
-            timelines.append(merge(read_recordings(path), arguments.offsets, arguments.replica))
+            timelines.append(merge(read_recordings(path), arguments.replica))
             continue
         content = read_file(path)
         timeline = Timeline.from_json(content) if content.get("format") == FORMAT else _planned(arguments, path)
@@ -291,7 +289,7 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
         else:
             timelines.append(timeline)
     if recordings:
-        timelines.insert(place, merge(recordings, arguments.offsets, arguments.replica))
+        timelines.insert(place, merge(recordings, arguments.replica))
     return timelines
 
 

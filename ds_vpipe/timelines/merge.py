@@ -35,10 +35,10 @@ class Message(NamedTuple):
 
 
 class ClockOffset(NamedTuple):
-    """Seconds to add to the times of a clock to have them on the reference's, and their largest error if estimated."""
+    """Seconds to add to the times of a clock to have them on the reference's, and their largest error."""
 
     seconds: float
-    uncertainty: float | None
+    uncertainty: float
 
 
 def messages(spans: Iterable[Span]) -> Iterator[Message]:
@@ -83,11 +83,11 @@ def estimate_offsets(found: Iterable[Message], clock_of_rank: Mapping[int, str])
                 edges.append((abs(high - low) / 2, target, source, (low + high) / 2))
         if not edges:
             reason = "no messages to and from the other ranks' clocks are in the recordings"
-            remedy = "record all ranks over the same time, or give the offsets"
-            raise Refusal("clock", min(unknown), "a clock with messages in both directions", remedy, reason).error()
+            allowed, remedy = "a clock with messages in both directions", "record all ranks over the same time"
+            raise Refusal("clock", min(unknown), allowed, remedy, reason).error()
         half, target, source, difference = min(edges)
         before = known[source]
-        known[target] = ClockOffset(before.seconds + difference, (before.uncertainty or 0.0) + half)
+        known[target] = ClockOffset(before.seconds + difference, before.uncertainty + half)
     return known
 
 
@@ -109,15 +109,14 @@ def read_recordings(folder: str | os.PathLike[str]) -> list[Recording]:
     return recordings
 
 
-def merge(recordings: Sequence[Recording], offsets: Sequence[float] | None = None, replica: int = 0) -> Timeline:
+def merge(recordings: Sequence[Recording], replica: int = 0) -> Timeline:
     """Bring the ranks' times onto one clock, let them begin at 0 and put them together.
 
-    There has to be one per rank of the ``replica``. ``offsets`` are seconds to add to each rank's times; if not given,
-    they are estimated from messages. A rank whose ring buffer has lost spans knows nothing of the time before its
-    oldest one, so that the timeline begins where all such ranks begin.
+    There has to be one per rank of the ``replica``. A rank whose ring buffer has lost spans knows nothing of the time
+    before its oldest one, so that the timeline begins where all such ranks begin.
 
-    Its ``meta`` has that of the lowest rank, ``clock_offsets_s`` and ``clock_uncertainty_s`` per rank (the latter None
-    where offsets were given), and ``dropped`` spans per rank.
+    Its ``meta`` has that of the lowest rank, and ``clock_offsets_s``, ``clock_uncertainty_s`` and ``dropped`` spans per
+    rank.
 
     Raises:
         VPipeConfigError: a rank is missing or there twice, sizes differ, or clocks cannot be related.
@@ -127,17 +126,9 @@ def merge(recordings: Sequence[Recording], offsets: Sequence[float] | None = Non
     for rank in ranks:
         origin[rank.clock] = min(rank.origin_ns, origin.get(rank.clock, rank.origin_ns))
     ranks = [_shifted(rank, (rank.origin_ns - origin[rank.clock]) * _NANO) for rank in ranks]
-    if offsets is None:
-        spans = (span for rank in ranks for span in rank.spans)
-        by_clock = estimate_offsets(messages(spans), {rank.rank: rank.clock for rank in ranks})
-        found = [by_clock[rank.clock] for rank in ranks]
-    elif len(offsets) == len(ranks):
-        base = min(origin.values())
-        pairs = zip(ranks, offsets, strict=True)
-        found = [ClockOffset(offset + (origin[rank.clock] - base) * _NANO, None) for rank, offset in pairs]
-    else:
-        raise Refusal("offsets", list(offsets), f"one per rank, {len(ranks)}", "give all of them").error()
-    ranks = [_shifted(rank, offset.seconds) for rank, offset in zip(ranks, found, strict=True)]
+    spans = (span for rank in ranks for span in rank.spans)
+    offsets = estimate_offsets(messages(spans), {rank.rank: rank.clock for rank in ranks})
+    ranks = [_shifted(rank, offsets[rank.clock].seconds) for rank in ranks]
     lossy = [min(span.start for span in rank.spans) for rank in ranks if rank.dropped and rank.spans]
     if lossy:
         ranks = [_cut(rank, max(lossy)) for rank in ranks]
@@ -155,8 +146,8 @@ def merge(recordings: Sequence[Recording], offsets: Sequence[float] | None = Non
         staleness=staleness if len(staleness) == len(ranks) else (),
         meta={
             **ranks[0].meta,
-            "clock_offsets_s": [offset.seconds for offset in found],
-            "clock_uncertainty_s": [offset.uncertainty for offset in found],
+            "clock_offsets_s": [offsets[rank.clock].seconds for rank in ranks],
+            "clock_uncertainty_s": [offsets[rank.clock].uncertainty for rank in ranks],
             "dropped": [rank.dropped for rank in ranks],
         },
     )

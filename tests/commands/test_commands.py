@@ -473,13 +473,6 @@ def test_trace_merges_recordings(recording: str, tmp_path: Path, capsys: pytest.
     assert printed(capsys, "trace", recording, "-o", trace).startswith(trace)
 
 
-def test_trace_takes_offsets(recording: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["trace", recording, "-o", str(tmp_path / "t.json"), "--offsets", "0,0.25"]
-    assert printed_json(capsys, *argv)["timelines"][0]["meta"]["clock_offsets_s"] == [0.0, 0.25]
-    assert "one per rank, 2" in refused(capsys, *argv[:-1], "0")
-    assert "replica: got 3" in refused(capsys, *argv, "--replica", "3")
-
-
 def test_report_lays_timelines_side_by_side(
     config: str, recording: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,7 +92,7 @@ def test_offset_is_the_middle_of_its_bounds() -> None:
 
 def test_clocks_without_messages_both_ways_are_refused() -> None:
     there = Message(span(0, "SEND_ACT0", 1.0, 1.1), span(1, "RECV_ACT0", 10.0, 11.3))
-    with pytest.raises(VPipeConfigError, match=r'clock: got "b".*give the offsets'):
+    with pytest.raises(VPipeConfigError, match=r'clock: got "b".*over the same time'):
         estimate_offsets([there], {0: "a", 1: "b"})
 
 
@@ -147,15 +147,6 @@ def test_everything_is_kept() -> None:
     assert merged.meta["dropped"] == [0, 0]
 
 
-def test_given_offsets_are_used() -> None:
-    # Wrong on purpose: they put rank 1 half a second too late, which messages would not allow for long.
-    parts = recordings_of(TWO_STAGES, [0.0, 3.0], [0, 0])
-    parts[1] = replace(shift(parts[1], -2.0), origin_ns=2_000_000_000, memory=())  # the same times, counted otherwise
-    merged = merge(parts, (0.0, 3.5))
-    assert same_times(merged, shifted(TWO_STAGES, 1, 0.5), MICRO)
-    assert merged.meta["clock_uncertainty_s"] == [None, None]
-
-
 def test_begins_where_every_ring_buffer_begins() -> None:
     parts = recordings_of(TWO_STAGES, [0.0, 0.0], [0, 0])
     parts = [replace(part, clock="one") for part in parts]
@@ -182,8 +173,6 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
         merge([*parts, parts[0]])
     with pytest.raises(VPipeConfigError, match=r"micro_batches: got \[1, 8\]"):
         merge([parts[0], replace(parts[1], micro_batches=8)])
-    with pytest.raises(VPipeConfigError, match="one per rank, 2"):
-        merge(parts, (0.0,))
     for number, part in enumerate([*parts, *(replace(part, replica=1) for part in parts)]):
         part.save(tmp_path / f"rank{number}.json")
     assert same_times(merge(read_recordings(tmp_path), replica=1), TWO_STAGES, MICRO)

@@ -110,7 +110,12 @@ OURS: dict[str, Callable[[Case], dict[str, Any] | None]] = {
     "asp-deeper": lambda case: {"stage_to_depth_map": deeper(case)},
     "asp-host": lambda case: {"link": "host"},
 }
-ARMS = ("bare", "stock", "dualpipev", "torch-1f1b", "torch-interleaved", "torch-zbv", *list(OURS)[1:])
+TORCHS: dict[str, tuple[Any, Callable[[int, int], list[int]]]] = {  # schedule, and the parts of a rank of so many
+    "torch-1f1b": (pipelining.Schedule1F1B, lambda rank, ranks: [rank]),
+    "torch-interleaved": (pipelining.ScheduleInterleaved1F1B, lambda rank, ranks: [rank, ranks + rank]),
+    "torch-zbv": (ScheduleZBVZeroBubble, lambda rank, ranks: [rank, 2 * ranks - 1 - rank]),
+}
+ARMS = ("bare", "stock", "dualpipev", *TORCHS, *list(OURS)[1:])
 
 
 def keeps_full(arm: str) -> bool:
@@ -136,7 +141,7 @@ def trainer(arm: str, case: Case) -> tuple[Any, Train]:
     """The engine of an arm, None for torch's, and a function that trains a batch."""
     if arm == "bare":
         return None, bare_trainer(case)
-    if arm.startswith("torch"):
+    if arm in TORCHS:
         return None, torch_trainer(arm, case)
     vpipe, module_class = (None, "DualPipeVModule") if arm == "dualpipev" else (OURS[arm](case), "PipelineModule")
     if vpipe is not None and case.link:
@@ -195,24 +200,15 @@ def bare_trainer(case: Case) -> Train:
 def torch_trainer(arm: str, case: Case) -> Train:
     """A schedule of ``torch.distributed.pipelining`` with SGD after every batch."""
     torch.manual_seed(0)
-    rank, stages, specs = dist.get_rank(), case.stages, case.layers()
-    parts = stages if arm == "torch-1f1b" else VIRTUAL * stages
-    mine = {
-        "torch-1f1b": [rank],
-        "torch-interleaved": [rank, rank + stages],
-        "torch-zbv": [rank, parts - 1 - rank],
-    }[arm]
+    (schedule, parts_of), specs = TORCHS[arm], case.layers()
+    mine = parts_of(dist.get_rank(), case.stages)
+    parts = len(mine) * case.stages
     size = len(specs) // parts
-    built = [[spec.build() for spec in specs[part * size : (part + 1) * size]] for part in mine]
-    modules = [torch.nn.Sequential(*layers) for layers in built]
-    device = torch.device("cpu")
-    made = [pipelining.PipelineStage(module, part, parts, device) for part, module in zip(mine, modules, strict=True)]
-    schedule: Any = {
-        "torch-1f1b": pipelining.Schedule1F1B,
-        "torch-interleaved": pipelining.ScheduleInterleaved1F1B,
-        "torch-zbv": ScheduleZBVZeroBubble,
-    }[arm]
-    runs = schedule(made[0] if len(made) == 1 else made, case.micro_batches, torch.nn.functional.mse_loss)
+    modules, stages = [], []
+    for part in mine:
+        modules.append(torch.nn.Sequential(*[spec.build() for spec in specs[part * size : (part + 1) * size]]))
+        stages.append(pipelining.PipelineStage(modules[-1], part, parts, torch.device("cpu")))
+    runs = schedule(stages if len(mine) > 1 else stages[0], case.micro_batches, torch.nn.functional.mse_loss)
     optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=1e-4)
     inputs, labels = (torch.cat([value] * case.micro_batches) for value in micro_batch(case.work))
     arguments = (inputs,) if 0 in mine else ()

@@ -38,28 +38,24 @@ class EmulatedLinks:
         self._moments: dict[str, np.memmap[Any, np.dtype[np.float64]]] = {}
         self._counts: dict[tuple[str, int], int] = {}
         self._free: dict[tuple[int, int], float] = {}
-        groups = dist.ProcessGroup
-        send, recv = groups.send, groups.recv
 
-        def slow_send(group: Any, tensors: list[Any], to: int, tag: int = 0) -> Any:
-            link = (rank, dist.get_global_rank(group, to))
-            return _Slow(send(group, tensors, to, tag), self._begin(_SENT, link, group.group_name, tag, tensors))
+        def theirs(group: Any, other: int) -> tuple[int, str]:
+            return dist.get_global_rank(group, other), group.group_name
 
-        def slow_recv(group: Any, tensors: list[Any], source: int, tag: int = 0) -> Any:
-            link = (dist.get_global_rank(group, source), rank)
-            return _Slow(recv(group, tensors, source, tag), self._begin(_POSTED, link, group.group_name, tag, tensors))
+        def ours(group: Group, other: int) -> tuple[int, str]:
+            return other, group.name
 
-        our_send, our_recv = Group.send, Group.recv
+        def slow(do: Callable[..., Any], end: int, peer_of: Callable[[Any, int], tuple[int, str]]) -> Any:
+            def slowed(group: Any, data: Any, other: int, tag: int = 0) -> Any:
+                peer, name = peer_of(group, other)
+                link = (rank, peer) if end == _SENT else (peer, rank)
+                tensors = data if isinstance(data, list) else [data]
+                return _Slow(do(group, data, other, tag), self._begin(end, link, name, tag, tensors))
 
-        def our_slow_send(group: Group, data: Any, to: int, tag: int) -> Any:
-            return _Slow(our_send(group, data, to, tag), self._begin(_SENT, (rank, to), group.name, tag, [data]))
+            return slowed
 
-        def our_slow_recv(group: Group, data: Any, source: int, tag: int) -> Any:
-            arrive = self._begin(_POSTED, (source, rank), group.name, tag, [data])
-            return _Slow(our_recv(group, data, source, tag), arrive)
-
-        groups.send, groups.recv = slow_send, slow_recv
-        Group.send, Group.recv = our_slow_send, our_slow_recv
+        for kind, peer_of in ((dist.ProcessGroup, theirs), (Group, ours)):
+            kind.send, kind.recv = slow(kind.send, _SENT, peer_of), slow(kind.recv, _POSTED, peer_of)
 
     @property
     def messages(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.constants import BFLOAT16, DDP_BFLOAT16
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import p2p
@@ -246,6 +247,17 @@ def overridden(target: Any, name: str, value: Any) -> Iterator[None]:
         delattr(target, name)
         if before is not None:
             setattr(target, name, before)
+
+
+def end_workers(loader: Any) -> None:
+    """Worker processes of DeepSpeed's data loader, ended as they end themselves.
+
+    A generator in the loader's ``data`` (DeepSpeed 0.19.8) keeps them for as long as the engine, which is until the end
+    of the interpreter, where they would be killed and leave sockets behind.
+    """
+    loader = getattr(loader, "loader", loader)  # a PipelineEngine's is a RepeatingLoader
+    if isinstance(loader, DeepSpeedDataLoader):
+        loader.data = None
 
 
 def parts_to_switch(module: nn.Module) -> tuple[nn.Module, ...] | None:

@@ -38,7 +38,7 @@ from ds_vpipe.engine.checkpoint.layer_moves import move_layers, refuse_moves
 from ds_vpipe.engine.checkpoint.parameter_states import stage_layout
 from ds_vpipe.engine.checkpoint.save_load import Checkpoints
 from ds_vpipe.engine.checkpoint.whole_state import WholeModel
-from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, training_by_list
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, end_workers, training_by_list
 from ds_vpipe.engine.execution.data import or_no_data
 from ds_vpipe.engine.execution.drain import quiesce, restart_at
 from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options
@@ -573,3 +573,4 @@ def _at_exit(engine: weakref.ref[VPipeEngine]) -> None:
     alive = engine()
     if alive is not None:
         alive._end()
+        end_workers(alive.training_dataloader)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ def launch(script: str, arguments: list[str]) -> str:
     tools = Path(sys.executable).parent
     command = [str(tools / "deepspeed"), "--num_accelerators", "2", "--master_port", str(free_port())]
     command += ["--module", "ds_vpipe.run", str(ROOT / script), *arguments]
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu",
-        "PATH": f"{tools}:{os.environ['PATH']}",
-    }  # fmt: skip
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    with tempfile.TemporaryDirectory() as temporary:
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu",
+            "PATH": f"{tools}:{os.environ['PATH']}", "TMPDIR": temporary,
+        }  # fmt: skip
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        assert not list(Path(temporary).glob("pymp-*")), "sockets of the workers of data loaders"
     return done.stdout
 
 

@@ -82,6 +82,7 @@ def ends(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, Any]]:
 
 
 count = checked(int, lambda value: value >= 1, "a whole number >= 1")
+whole = checked(int, lambda value: value >= 0, "a whole number >= 0")
 seconds = checked(float, lambda value: 0 <= value < math.inf, "a finite number >= 0")
 rate = checked(float, lambda value: 0 < value < math.inf, "a finite number > 0")
 # Narrower has no room for an axis, and a wider PNG none in memory.

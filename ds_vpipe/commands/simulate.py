@@ -3,29 +3,46 @@
 Seconds and bytes of every part of the model come from a profile and the partition and recompute_ratio of the DeepSpeed
 JSON, from the recording of a run, or are given as numbers.
 
+With --replan training balances itself, as "replan" in the JSON says: what a change of speed would lead to, by the
+decisions that a run would take, beside the same training without.
+
 examples:
   python -m ds_vpipe simulate ds_config.json --profile bert.json --bandwidth 10GB
   python -m ds_vpipe simulate ds_config.json --recording timeline --schedule asp      what would that have been?
   python -m ds_vpipe simulate ds_config.json --stages 4 --forward 0.012 --backward 0.024 --send 0.003
   python -m ds_vpipe simulate --stages 4 --micro-batches 8 --schedule gpipe --forward 1,1,2,1 --backward 2,2,4,2
   python -m ds_vpipe simulate ds_config.json --profile bert.json -o simulation.json     then: report simulation.json
+  python -m ds_vpipe simulate ds_config.json --profile bert.json --replan --slow 1:2:200 --freeze 12:400 -o pace.svg
 """
 
 import argparse
+from pathlib import Path
 
 from ds_vpipe.commands.arguments import (
     Answer,
     add_move_argument,
     add_profile_arguments,
+    check_size,
+    count,
     entitled,
     numbers,
+    rate,
     read_costs,
     read_pipeline,
     seconds,
+    whole,
     workload_from,
 )
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import Refusal
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.layer_profile import ModelProfile
+from ds_vpipe.planning.plan import Plan
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.program import Workload
 from ds_vpipe.simulation.costs import StageCost, planned_costs, recorded_costs
+from ds_vpipe.simulation.replanning import Freezing, Slowdown
 from ds_vpipe.simulation.simulator import Simulation, simulate
 from ds_vpipe.tables import aligned, show_bytes
 from ds_vpipe.timelines.merge import merge, read_recordings
@@ -33,6 +50,8 @@ from ds_vpipe.timelines.merge import merge, read_recordings
 # Sources of costs, and the options with further seconds that each of them takes.
 _TAKES = {"--profile": ["update"], "--recording": [], "--forward": ["backward", "send", "update"]}
 _BEYOND = 10  # batches after the pipeline is full
+_EVERY = 50  # updates between two looks, where the JSON has none
+_LOOKS = 4  # after the last change
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +67,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", type=numbers(seconds), metavar="S", help=f"seconds of {what}")
     add_move_argument(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("-o", "--output", metavar="FILE", help="write the timeline, for show, trace and report")
+    what = "write the timeline, for show, trace and report; with --replan .svg or .png draw seconds by update"
+    group.add_argument("-o", "--output", metavar="FILE", help=what)
+    group = parser.add_argument_group("a pipeline that balances itself, with --profile")
+    group.add_argument("--replan", action="store_true", help='with the looks that "replan" in the JSON asks for')
+    what = 'updates between two looks; default: "every" in the JSON, or 50'
+    group.add_argument("--every", type=count, metavar="N", help=what)
+    what = "a stage that takes FACTOR times as long from UPDATE on; may be given again"
+    name = "STAGE:FACTOR:UPDATE"
+    group.add_argument("--slow", action="append", default=[], type=slowdown, metavar=name, help=what)
+    what = "as many first layers that are frozen from UPDATE on; may be given again"
+    group.add_argument("--freeze", action="append", default=[], type=freezing, metavar="LAYERS:UPDATE", help=what)
+
+
+def slowdown(text: str) -> Slowdown:
+    """A device that slows down, from its numbers."""
+    stage, factor, update = text.split(":")
+    return Slowdown(whole(stage), rate(factor), whole(update))
+
+
+def freezing(text: str) -> Freezing:
+    """Layers that are frozen, from their numbers."""
+    layers, update = text.split(":")
+    return Freezing(count(layers), whole(update))
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -63,22 +104,62 @@ def run(arguments: argparse.Namespace) -> Answer:
         value = getattr(arguments, name)
         if value is not None and name not in _TAKES[given[0]]:  # it would be without effect
             raise Refusal(f"--{name}", value, "none", "leave it out", f"{given[0]} has the seconds").error()
+    if arguments.replan:
+        return _replan(arguments, config, ds_config, pipeline, given[0])
+    if arguments.slow or arguments.freeze or arguments.every:
+        raise Refusal("--replan", None, "the option, with --slow, --freeze and --every", "add it").error()
     if given[0] == "--forward":
         costs = _given(arguments, pipeline.num_parts)
     elif given[0] == "--recording":
         costs = recorded_costs(merge(read_recordings(arguments.recording)), pipeline.num_parts)
     else:
-        from ds_vpipe.planning.planner import configured_plan
-
-        profile, devices = read_costs(arguments, config, ds_config)
-        configured = config.pipeline(pipeline.num_stages, pipeline.micro_batches)
-        plan = configured_plan(config, configured, devices, profile)
-        pipeline, update_s = plan.pipeline, 0.0 if arguments.update is None else arguments.update[0]
-        costs = planned_costs(plan, devices.loads(pipeline), update_s)
+        plan, devices, _ = _planned(arguments, config, ds_config, pipeline)
+        pipeline, costs = plan.pipeline, planned_costs(plan, devices.loads(plan.pipeline), _update_s(arguments))
     simulation = simulate(pipeline, costs, workload_from(arguments, pipeline, _BEYOND))
     if arguments.output is not None:
         entitled(simulation.timeline, arguments.config, arguments.split).save(arguments.output)
     return Answer(lambda: _numbers(simulation), lambda: _table(simulation))
+
+
+def _planned(
+    arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson, pipeline: Pipeline
+) -> tuple[Plan, Devices, ModelProfile]:
+    from ds_vpipe.planning.planner import configured_plan
+
+    profile, devices = read_costs(arguments, config, ds_config)
+    configured = config.pipeline(pipeline.num_stages, pipeline.micro_batches)
+    return configured_plan(config, configured, devices, profile), devices, profile
+
+
+def _update_s(arguments: argparse.Namespace) -> float:
+    return 0.0 if arguments.update is None else float(arguments.update[0])
+
+
+def _replan(
+    arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson, pipeline: Pipeline, source: str
+) -> Answer:
+    from ds_vpipe.simulation.replanning import Conditions, replanned
+
+    if source != "--profile" or pipeline.virtual_stages > 1 or arguments.move:
+        found = "--move" if arguments.move else source if source != "--profile" else pipeline.schedule
+        allowed = "--profile, one part of the model on every rank, and no --move"
+        raise Refusal("--replan", found, allowed, "change the options").error()
+    plan, devices, profile = _planned(arguments, config, ds_config, pipeline)
+    conditions = Conditions(profile, pipeline.num_stages, arguments.slow, arguments.freeze)
+    settings = config.replan.model_copy(update={"every": arguments.every or config.replan.every or _EVERY})
+    last = max((change.update for change in conditions.changes), default=0)
+    batches = arguments.batches or last + _LOOKS * settings.every
+    check_size(pipeline, Workload(2 * batches))
+    chooses_ratio, update_s = config.recompute_ratio == "auto", _update_s(arguments)
+    course = replanned(
+        conditions, plan.pipeline, devices, settings, batches, chooses_ratio=chooses_ratio, update_s=update_s
+    )
+    if arguments.output is not None:
+        if Path(arguments.output).suffix in (".svg", ".png"):
+            course.draw(arguments.output)
+        else:
+            entitled(course.timeline, arguments.config, arguments.split).save(arguments.output)
+    return Answer(course.numbers, course.table)
 
 
 def _given(arguments: argparse.Namespace, parts: int) -> tuple[StageCost, ...]:

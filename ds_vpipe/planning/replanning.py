@@ -14,16 +14,52 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Literal
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.planner import plan, predict
+from ds_vpipe.schedules.one_f_one_b import peer_delay
 from ds_vpipe.schedules.pipeline import Pipeline
 
 _DIFFERENT = 1.15  # factor by which a device has to change to be noticed
 _LOOKS_TO_PAY = 10  # within so many looks what a move saves has to be more than what it costs
 _UNKNOWN_MOVE_S = 1.0  # of the first move
+_SAMPLES = 16  # micro-batches between two looks, at most
+
+
+@dataclass
+class Looks:
+    """Updates at which the balance of a running pipeline is looked at, and which batches are measured for it."""
+
+    every: int  # updates between two looks
+    delay: int  # updates until all ranks have left at a look what they have measured
+    since: int  # update since which nothing has been changed
+    left: int | None = None  # the look whose measurements have not been read
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, every: int, since: int = 0) -> Looks:
+        """Looks at a pipeline after its update ``since``."""
+        # When the last stage is done with an update, the first one is behind by its depth.
+        return cls(every, max(1, peer_delay(0, max(pipeline.depths), pipeline.micro_batches)), since)
+
+    @property
+    def stride(self) -> int:
+        """Batches from one sampled micro-batch to the next."""
+        return max(1, self.every // _SAMPLES)
+
+    def next(self, update: int) -> Literal["leave", "read"] | None:
+        """Whether ranks leave or read measurements after an update; asked once after each."""
+        if self.left is not None:
+            if update < self.left + self.delay:
+                return None
+            self.left = None
+            return "read"
+        if update % self.every or update - self.since < self.stride:
+            return None
+        self.left = update
+        return "leave"
 
 
 @dataclass(frozen=True)
@@ -76,7 +112,7 @@ def joined(profiles: Iterable[tuple[int, ModelProfile]]) -> ModelProfile:
 
 def separated(measured: ModelProfile, counts: Sequence[int], before: Work | None) -> Work:
     """What layers cost, apart from how slow the devices are that they were measured on."""
-    slowness, owners = _slowness(measured, counts, before), _owners(counts)
+    slowness, owners = _slowness(measured, counts, before), stages_of_layers(counts)
     layers = [
         replace(one, forward_s=one.forward_s / slowness[owner], backward_s=one.backward_s / slowness[owner])
         for one, owner in zip(measured.layers, owners, strict=True)
@@ -88,12 +124,13 @@ def _slowness(measured: ModelProfile, counts: Sequence[int], before: Work | None
     stages = range(len(counts))
     if before is None:
         return (1.0,) * len(counts)
-    slowness, owners = list(before.slowness), _owners(counts)
+    slowness, owners = list(before.slowness), stages_of_layers(counts)
     then = [
-        layer.forward_s * slowness[s] for layer, s in zip(before.profile.layers, _owners(before.counts), strict=True)
+        layer.forward_s * slowness[s]
+        for layer, s in zip(before.profile.layers, stages_of_layers(before.counts), strict=True)
     ]
     now = [layer.forward_s for layer in measured.layers]
-    moves = list(zip(_owners(before.counts), owners, then, now, strict=True))
+    moves = list(zip(stages_of_layers(before.counts), owners, then, now, strict=True))
 
     def ratio(pairs: Iterable[tuple[float, float]]) -> float | None:
         """Of all together: a small layer's time is mostly noise."""
@@ -105,10 +142,10 @@ def _slowness(measured: ModelProfile, counts: Sequence[int], before: Work | None
     for s, change in changes.items():
         if change is not None and _differ(change, usual):
             slowness[s] *= change / usual
-    for s in stages:  # what has left a stage shows how slow it was, beside where it is now
+    for s in stages:  # what has left a stage shows how slow that was, beside where it is now
         found = ratio((slowness[new] * a * usual, b) for old, new, a, b in moves if old == s != new)
-        if found is not None and _differ(found, slowness[s]):
-            slowness[s] = found
+        if found is not None and _differ(found, before.slowness[s]):
+            slowness[s] *= found / before.slowness[s]  # and it may have changed since
     return tuple(factor / min(slowness) for factor in slowness)
 
 
@@ -165,7 +202,7 @@ def decide(
     return found
 
 
-def _owners(counts: Sequence[int]) -> list[int]:
+def stages_of_layers(counts: Sequence[int]) -> list[int]:
     """Stage of every layer."""
     return [stage for stage, count in enumerate(counts) for _ in range(count)]
 

@@ -12,11 +12,13 @@ number of actions; programs are generated while they run.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
+from typing import NamedTuple
 
 from ds_vpipe.errors import PipelineProtocolError, Refusal
 from ds_vpipe.schedules.actions import Action, Kind
@@ -29,24 +31,36 @@ from ds_vpipe.simulation.costs import StageCost
 from ds_vpipe.timelines.timeline import MemorySample, Span, Timeline
 
 
-def simulate(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload) -> Simulation:
+class Epoch(NamedTuple):
+    """Costs of every part from a micro-batch on."""
+
+    start: int  # the first micro-batch, a multiple of M
+    costs: Sequence[StageCost]
+    pause_s: float = 0.0  # of rank 0, before its first pass
+
+
+def simulate(
+    pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload, later: Sequence[Epoch] = ()
+) -> Simulation:
     """Simulate the training of ``workload``.
 
-    ``costs`` are those of each of the ``K * v`` parts, in the order of the model. Ten batches or more beyond the depth
-    show the steady state well.
+    ``costs`` are those of each of the ``K * v`` parts, in the order of the model, until those of a ``later`` epoch
+    count. Ten batches or more beyond the depth show the steady state well.
 
     Raises:
         VPipeConfigError: there is not one cost per part, or nothing takes any time.
         PipelineProtocolError: a rank never gets a message; :mod:`ds_vpipe.schedules.check` says why.
     """
-    if len(costs) != pipeline.num_parts:
-        allowed = f"one entry per part, {pipeline.num_parts}"
-        raise Refusal("costs", f"{len(costs)} entries", allowed, "give the cost of every part once").error()
+    epochs = [Epoch(0, costs), *later]
+    for _, given, _ in epochs:
+        if len(given) != pipeline.num_parts:
+            allowed = f"one entry per part, {pipeline.num_parts}"
+            raise Refusal("costs", f"{len(given)} entries", allowed, "give the cost of every part once").error()
     links: dict[Link, _Transfers] = {}
     for rank in range(pipeline.num_stages) if pipeline.num_stages > 1 else ():
         for link in link_ends(send_link, rank, pipeline.num_stages).values():
             links[link] = _Transfers(link.channel, posted_receives(pipeline, link))
-    ranks = tuple(SimulatedRank(rank, pipeline, costs, workload, links) for rank in range(pipeline.num_stages))
+    ranks = tuple(SimulatedRank(rank, pipeline, epochs, workload, links) for rank in range(pipeline.num_stages))
     runnable = list(reversed(ranks))
     while runnable:
         for target in runnable.pop().run():
@@ -162,7 +176,7 @@ class SimulatedRank:
         self,
         rank: int,
         pipeline: Pipeline,
-        costs: Sequence[StageCost],
+        epochs: Sequence[Epoch],
         workload: Workload,
         links: dict[Link, _Transfers],
     ) -> None:
@@ -175,13 +189,13 @@ class SimulatedRank:
         self.in_flight = 0  # most micro-batches in flight, summed over the rank's parts
         self.versions = 1  # most versions of the weights held
         self.end_s = 0.0  # end of its last pass or update
-        self._pipeline, self._costs = pipeline, costs
+        self._pipeline, self._epochs, self._begun = pipeline, epochs, 0
+        self._starts = [epoch.start for epoch in epochs]
         self._fillings = list(workload.fillings(pipeline))
         self._filling = self._fillings.pop(0)
         self._forwarded = self._completed = 0
         self._program: Iterator[Action] = rank_program(pipeline, rank, workload)
-        mine = [costs[part] for part in pipeline.parts_of(rank)]
-        self._update_s = sum(cost.update_s for cost in mine)
+        mine = self._mine(0)
         self._version_bytes = sum(cost.version_bytes for cost in mine)
         self._bytes = sum(cost.static_bytes for cost in mine)
         self._clock = self._busy = 0.0
@@ -205,7 +219,7 @@ class SimulatedRank:
         while (action := self.waiting_for or next(self._program, None)) is not None:
             self.waiting_for = None
             kind, part = action.kind, self.rank if action.part is None else action.part
-            cost = self._costs[part]
+            cost = self._cost(part, action.index * self._pipeline.micro_batches if kind.per_batch else action.index)
             if kind is Kind.FORWARD:
                 self._forward(action, part, cost)
             elif kind is Kind.BACKWARD:
@@ -226,6 +240,21 @@ class SimulatedRank:
                 woken.add(target)
         self._forget_incomplete()
         return woken
+
+    def _cost(self, part: int, micro_batch: int) -> StageCost:
+        return self._epochs[bisect_right(self._starts, micro_batch) - 1].costs[part]
+
+    def _mine(self, epoch: int) -> list[StageCost]:
+        return [self._epochs[epoch].costs[part] for part in self._pipeline.parts_of(self.rank)]
+
+    def _begin_epochs(self, micro_batch: int) -> None:
+        """Hold what is held from ``micro_batch`` on."""
+        while self._begun + 1 < len(self._starts) and self._starts[self._begun + 1] <= micro_batch:
+            before, self._begun = self._mine(self._begun), self._begun + 1
+            mine = self._mine(self._begun)
+            self._bytes += sum(new.static_bytes - old.static_bytes for new, old in zip(mine, before, strict=True))
+            self._version_bytes = sum(cost.version_bytes for cost in mine)
+            self._clock += self._epochs[self._begun].pause_s if self.rank == 0 else 0.0
 
     def _receive(self, action: Action, link: _Transfers, cost: StageCost) -> bool:
         number, begin = len(link.taken), self._clock
@@ -257,6 +286,7 @@ class SimulatedRank:
                 self._filling = self._fillings.pop(0)
                 self._forwarded = self._completed = self._filling.start
             self._forwarded = action.index + 1
+            self._begin_epochs(action.index)
         version = self._version(action.index)
         self._next_version = self._version(action.index + 1)
         self._version_of[part, action.index] = version
@@ -279,7 +309,10 @@ class SimulatedRank:
         self.staleness.append(self._updates - version)
 
     def _update(self, action: Action) -> None:
-        self._compute(action, self._update_s)
+        micro_batch = action.index * self._pipeline.micro_batches
+        self._compute(
+            action, sum(self._cost(part, micro_batch).update_s for part in self._pipeline.parts_of(self.rank))
+        )
         self._updates += 1
         self._account()
         self.updates.append((self._clock, self._busy))
@@ -290,7 +323,7 @@ class SimulatedRank:
         self._versions[version] -= 1
         if not self._versions[version]:
             del self._versions[version]
-        self._bytes -= self._costs[part].activation_bytes
+        self._bytes -= self._cost(part, index).activation_bytes
 
     def _forget_incomplete(self) -> None:
         """Let go of what belongs to no complete batch, as soon as the rank knows where the data end."""

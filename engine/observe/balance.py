@@ -32,12 +32,10 @@ from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.meters import Roofline
 from ds_vpipe.planning.profiler import parameters_of, profile_layers
-from ds_vpipe.planning.replanning import Decision, Work, decide, joined, separated
+from ds_vpipe.planning.replanning import Decision, Looks, Work, decide, joined, separated
 from ds_vpipe.schedules.actions import Action, Kind
-from ds_vpipe.schedules.one_f_one_b import peer_delay
 
 _PASSES = (Kind.FORWARD, Kind.BACKWARD)
-_SAMPLES = 16  # micro-batches between two looks, at most
 _KEPT = 2  # looks whose measurements stay in the store
 
 
@@ -75,10 +73,8 @@ class Balance:
         self.dry_run = settings.dry_run
         self._chooses_ratio, self._note = chooses_ratio, note
         self._probe = LayerProbe(stage.device)
-        self._stride = max(1, settings.every // _SAMPLES)  # updates from one sampled micro-batch to the next
-        self._looks = 0
-        self._read_at: int | None = None  # the update after which the measurements of the last look are read
-        self._since = engine.global_steps  # update since which nothing has been changed
+        self._looks = Looks.of(stage.pipeline, settings.every, engine.global_steps)
+        self._counted = 0  # looks so far
         self._batches: list[float] = []  # seconds of calls of train_batch() since then
         self._updates: list[float] = []  # seconds of the optimizer's steps
         self._step_began = 0.0
@@ -114,11 +110,11 @@ class Balance:
         """Forget measurements of what has changed since; all ranks call this after the same update."""
         self._probe.forget()
         self._batches, self._updates = [], []
-        self._since, self._read_at = self._engine.global_steps, None
+        self._looks = Looks.of(self._stage.pipeline, self._settings.every, self._engine.global_steps)
 
     def _is_sampled(self, index: int) -> bool:
         batch, first = divmod(index, self._stage.pipeline.micro_batches)
-        return first == 0 and batch % self._stride == 0
+        return first == 0 and batch % self._looks.stride == 0
 
     def _profile(self) -> ModelProfile | None:
         """Profile of this stage's layers, the medians of all samples; None without any."""
@@ -189,16 +185,10 @@ class Balance:
         """
         self._batches.append(seconds)
         update = self._engine.global_steps
-        if self._read_at is None:
-            if update % self._settings.every == 0 and update - self._since >= self._stride:
-                self._leave()
-                # When the last stage is done with an update, the first one is behind by its depth.
-                size = self._stage.pipeline.micro_batches
-                self._read_at = update + max(1, peer_delay(0, max(self._stage.pipeline.depths), size))
-        elif update >= self._read_at:
-            self._read_at = None
-            return self._decide(update)
-        return None
+        due = self._looks.next(update)
+        if due == "leave":
+            self._leave()
+        return self._decide(update) if due == "read" else None
 
     def carried_out(self, decision: Decision, seconds: float) -> None:
         """Count a move that took so many seconds here."""
@@ -208,16 +198,16 @@ class Balance:
 
     def _leave(self) -> None:
         profile, rank = self._profile(), self._engine.global_rank
-        self._looks += 1
+        self._counted += 1
         content = {
             "stage": self._stage.number,
             "profile": None if profile is None else profile.text(),
             "batch_s": median(self._batches),
             "move_s": self._move_s,
         }
-        self._stage.groups.tell(_key(self._looks, rank), json.dumps(content))
-        if self._looks > _KEPT:
-            self._stage.groups.forget(_key(self._looks - _KEPT, rank))
+        self._stage.groups.tell(_key(self._counted, rank), json.dumps(content))
+        if self._counted > _KEPT:
+            self._stage.groups.forget(_key(self._counted - _KEPT, rank))
         self._probe.samples = []
         self._batches, self._updates = [], []
 
@@ -225,7 +215,7 @@ class Balance:
         engine, stage, pipeline = self._engine, self._stage, self._stage.pipeline
         topology = engine.grid.topology()
         peers = [Peer(topology.get_coord(rank).pipe, rank) for rank in range(engine.grid.world_size)]
-        found = [json.loads(stage.groups.ask(_key(self._looks, peer.rank), peer)) for peer in peers]
+        found = [json.loads(stage.groups.ask(_key(self._counted, peer.rank), peer)) for peer in peers]
         self._pace = max(one["batch_s"] for one in found) / pipeline.micro_batches
         if self.moves and self.moves[-1]["after_s"] is None:
             last = self.moves[-1]

@@ -270,6 +270,51 @@ def test_moves_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "multiples of 1 from 3 on" in refused(capsys, "show", *argv, "--move", "3:0:1:2")
 
 
+def test_simulate_a_pipeline_that_balances_itself(
+    config: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = (
+        "simulate",
+        config,
+        "--profile",
+        profile,
+        "--replan",
+        "--every",
+        "10",
+        "--slow",
+        "1:3:10",
+        "--freeze",
+        "2:40",
+    )
+    text = printed(capsys, *argv, "-o", str(tmp_path / "pace.svg"))
+    assert "replan at update 22: [2, 2, 2, 2] -> [3, 1, 2, 2], 18.00 -> 9.00 ms per micro-batch expected; moves" in text
+    assert "10-21  [2, 2, 2, 2]" in text
+    assert "best split" in (tmp_path / "pace.svg").read_text(encoding="utf-8")
+    found = printed_json(capsys, *argv, "-o", str(tmp_path / "s.json"))
+    assert found["replan_s"] < found["without_s"]
+    assert [row["updates"] for row in found["stretches"]][:3] == [[0, 10], [10, 22], [22, 40]]
+    assert found["stretches"][2]["replan_s"] == pytest.approx(found["stretches"][2]["best_s"], rel=0.1)
+    events = Timeline.load(tmp_path / "s.json").meta["events"]
+    assert [line for _, line in events] == found["decisions"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--slow", "1:2:3"), "--replan: got null; allowed: the option, with --slow"),
+        (("--replan", "--move", "3:0:1:8"), '--replan: got "--move"; allowed: --profile, one part'),
+        (("--replan", "--slow", "4:2:3"), "--slow: got 4; allowed: a stage from 0 to 3"),
+        (("--replan", "--slow", "1:0:3"), "argument --slow: got"),
+        (("--replan", "--freeze", "8:3"), "--freeze: got 8; allowed: fewer than all 8 layers"),
+        (("--replan", "--batches", "1000000"), "passes to look at"),
+    ],
+)
+def test_balance_on_paper_refuses_what_it_would_ignore(
+    options: tuple[str, ...], message: str, config: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, "simulate", config, "--profile", profile, *options)
+
+
 def test_simulate_a_profile(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = printed_json(capsys, "simulate", config, "--profile", profile)
     assert result["throughput"] == pytest.approx(1 / 6e-3)  # two layers of 3 ms on every stage

@@ -27,7 +27,7 @@ BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Beginning of a document's name and a command, and the test that runs it; sizes are smaller there where they are large.
 RUN_BY = {
-    r"docs/(tuning|migrating/vpipe)\.md: python -m ds_vpipe ": "test_documents",
+    r"docs/(tuning|balancing|migrating/vpipe)\.md: python -m ds_vpipe ": "test_documents",
     r"docs/migrating/plain_scripts\.md: deepspeed --module ds_vpipe\.run train\.py": "test_plain_scripts",
     r"docs/migrating/trainer\.md: deepspeed --num_gpus 2 --module ds_vpipe\.run run_mlm\.py": "test_trainer",
     r"docs/migrating/deepspeed_pipelines\.md: deepspeed --module ds_vpipe\.run train\.py": "test_run",
@@ -72,7 +72,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("document", ["docs/tuning.md", "docs/migrating/vpipe.md"])
+@pytest.mark.parametrize("document", ["docs/tuning.md", "docs/balancing.md", "docs/migrating/vpipe.md"])
 def test_every_command_runs_and_prints_what_the_document_says(
     document: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from shapes import trainings
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.schedules.actions import Category, Kind
+from ds_vpipe.schedules.actions import Action, Category, Kind
 from ds_vpipe.schedules.dry_run import Link, posted_receives, receive_link, send_link
 from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import Pipeline, Schedule
 from ds_vpipe.schedules.program import Workload, programs
 from ds_vpipe.simulation.costs import StageCost
-from ds_vpipe.simulation.simulator import SimulatedRank, Simulation, simulate
+from ds_vpipe.simulation.simulator import Epoch, SimulatedRank, Simulation, simulate
 from ds_vpipe.timelines.timeline import Timeline
 
 CLOSE = 1e-9
@@ -154,8 +154,17 @@ def test_a_transfer_waits_for_a_posted_receive() -> None:
     ]
 
 
-def naive_ends(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload) -> list[float]:
+def naive_ends(
+    pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload, later: Sequence[Epoch] = ()
+) -> list[float]:
     """When each rank is done, found by going from one moment to the next and asking who can do what. Whole seconds."""
+    size = pipeline.micro_batches
+    pauses = {epoch.start: int(epoch.pause_s) for epoch in later}
+
+    def costs_at(action: Action) -> Sequence[StageCost]:
+        first = action.index * size if action.kind.per_batch else action.index
+        return [costs, *(epoch.costs for epoch in later if epoch.start <= first)][-1]
+
     built = programs(pipeline, workload)
     num_ranks = pipeline.num_stages
     position, busy_until, ends = [0] * num_ranks, [0] * num_ranks, [0.0] * num_ranks
@@ -181,7 +190,7 @@ def naive_ends(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workloa
                 if position[rank] == len(built[rank]) or busy_until[rank] > now:
                     continue
                 action = built[rank][position[rank]]
-                cost = costs[rank if action.part is None else action.part]
+                cost = costs_at(action)[rank if action.part is None else action.part]
                 into, out = receive_link(action.kind, rank, num_ranks), send_link(action.kind, rank, num_ranks)
                 if into is not None:
                     if arrived.get(into, 0) == taken.get(into, 0):
@@ -191,11 +200,14 @@ def naive_ends(pipeline: Pipeline, costs: Sequence[StageCost], workload: Workloa
                     sent = cost.send_activation_s if action.kind is Kind.SEND_ACT else cost.send_gradient_s
                     queued.setdefault(out, []).append(int(sent))
                 elif action.kind is Kind.FORWARD:
-                    busy_until[rank] = now + int(cost.forward_s)
+                    pause = pauses.pop(action.index, 0) if rank == 0 and action.part in (None, 0) else 0
+                    busy_until[rank] = now + pause + int(cost.forward_s)
                 elif action.kind is Kind.BACKWARD:
                     busy_until[rank] = now + int(cost.backward_s)
                 elif action.kind is Kind.STEP:
-                    busy_until[rank] = now + int(sum(costs[part].update_s for part in pipeline.parts_of(rank)))
+                    busy_until[rank] = now + int(
+                        sum(costs_at(action)[part].update_s for part in pipeline.parts_of(rank))
+                    )
                 ends[rank] = busy_until[rank]
                 position[rank] += 1
                 moved = True
@@ -216,7 +228,34 @@ def test_against_a_naive_simulation(training: tuple[Pipeline, Workload], data: s
     assert [rank.end_s for rank in simulation.ranks] == naive_ends(pipeline, costs, workload)
 
 
+@given(trainings(most_stages=4, most_micro_batches=6), st.data())
+@settings(max_examples=100)
+def test_costs_that_change_against_a_naive_simulation(training: tuple[Pipeline, Workload], data: st.DataObject) -> None:
+    pipeline, workload = training
+    each = st.lists(COSTS, min_size=pipeline.num_parts, max_size=pipeline.num_parts)
+    batches = data.draw(st.lists(st.integers(1, max(1, workload.batches - 1)), unique=True, max_size=3))
+    later = [Epoch(b * pipeline.micro_batches, data.draw(each), data.draw(SECONDS)) for b in sorted(batches)]
+    later = [epoch for epoch in later if epoch.start < workload.batches * pipeline.micro_batches]
+    costs = data.draw(each)
+    simulation = simulate(pipeline, costs, workload, later)
+    assert [rank.end_s for rank in simulation.ranks] == naive_ends(pipeline, costs, workload, later)
+
+
 # Memory
+
+
+def test_memory_of_stages_that_change_at_a_data_end() -> None:
+    costs = StageCost(1.0, 1.0, activation_bytes=10, static_bytes=1000, version_bytes=100)
+    larger = StageCost(2.0, 2.0, activation_bytes=20, static_bytes=2000, version_bytes=200)
+    simulation = simulate(Pipeline("asp", 2, 1), [costs] * 2, Workload(4, (2,)), [Epoch(2, [larger] * 2, 5.0)])
+    first = simulation.ranks[0]
+    assert [(span.start, str(span.action)) for span in first.spans if str(span.action) in ("F2", "F3")] == [
+        (11.0, "F2"),  # B1 ends at 6
+        (13.0, "F3"),
+    ]
+    assert max(sample.bytes for sample in first.memory if sample.time < 6) == 1110
+    assert first.peak_bytes == 2220
+    assert first.memory[-1].bytes == 2000
 
 
 def test_memory_of_a_stage() -> None:

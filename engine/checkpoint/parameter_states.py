@@ -28,7 +28,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
         VPipeError: the optimizer trains something that is no parameter of the module.
     """
     module = engine.module
-    untied = _untied_names(module)
+    untied = untied_names(module)
     names = parameter_names(module)
     names |= {id(p): PLACEHOLDER for p, name in engine.param_names.items() if name == PLACEHOLDER}
     groups = []
@@ -61,7 +61,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
 
 def parameter_names(module: PipelineModule) -> dict[int, str]:
     """Names of the module's parameters as layouts have them, by id, in the module's order."""
-    untied = _untied_names(module)
+    untied = untied_names(module)
     return {id(parameter): untied.get(name, name) for name, parameter in module.named_parameters()}
 
 
@@ -162,7 +162,7 @@ def _replica(engine: PipelineEngine, form: Form) -> int:
     return dist.get_rank(group=engine.optimizer.dp_process_group) if form.partitioned else 0
 
 
-def _untied_names(module: PipelineModule) -> dict[str, str]:
+def untied_names(module: PipelineModule) -> dict[str, str]:
     """Parameters and buffers of tied layers that are not tied themselves: a name by their first layer here."""
     first: dict[str, int] = {}
     for index in layer_numbers(module):

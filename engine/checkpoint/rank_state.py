@@ -4,8 +4,10 @@ from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
 
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
+from ds_vpipe.engine.checkpoint.parameter_states import untied_names
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.stage import Stage
 
@@ -29,16 +31,17 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
 
 
 def restore_outside(engine: PatchedPipelineEngine, folder: Path) -> None:
-    """Parameters that are in no layer's file, as the last stage of the saving run had them, which trains them."""
+    """Tensors that are in no layer's file; what several stages had is the last one's, which trains it."""
     outside = _outside_layers(engine.module)
-    files = sorted(folder.glob(_file(engine, folder, 0).name.replace(f"stage_{engine.stage_id:02d}", "stage_*")))
-    if not outside or not files:
+    if not outside:
         return
-    state = torch.load(files[-1], weights_only=False)
+    pattern = _file(engine, folder, 0).name.replace(f"stage_{engine.stage_id:02d}", "stage_*")
+    saved: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob(pattern)):
+        saved |= torch.load(path, weights_only=False)["outside"]
     with torch.no_grad():
-        for name, tensor in outside.items():
-            if name in state["outside"]:
-                tensor.copy_(state["outside"][name])
+        for name in outside.keys() & saved.keys():
+            outside[name].copy_(saved[name])
 
 
 def restore(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
@@ -76,7 +79,16 @@ def _file(engine: PatchedPipelineEngine, folder: Path, replica: int) -> Path:
     return folder / f"vpipe-stage_{engine.stage_id:02d}-replica_{replica:02d}-slice_{slice_index:02d}.pt"
 
 
-def _outside_layers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that are in no layer's file, such as those of a loss function."""
-    named = (*module.named_parameters(), *module.named_buffers())
-    return {name: tensor.detach() for name, tensor in named if is_outside_layers(name)}
+def _outside_layers(module: PipelineModule) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that are in no layer's file.
+
+    Such are those of a loss function, and what a tied layer that runs a ``forward_fn`` does not share with others.
+    """
+    layers = [layer for layer in module.forward_funcs if isinstance(layer, torch.nn.Module)]
+    written = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
+    untied = untied_names(module)
+    return {
+        untied.get(name, name): tensor.detach()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if is_outside_layers(name) or (name in untied and id(tensor) not in written)
+    }

@@ -61,6 +61,11 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_exactness.py::test_slices_beside_stages_and_replicas"),
             ("Tensor slices of which one rank reads: None for an iterator, `set_batch_fn()`", "as each with its own",
              "test_buffers.py::test_one_rank_of_a_tensor_slice_reads"),
+            ("Megatron-DeepSpeed's calls in 2 stages x 2 slices: `set_batch_fn()`, `set_dataloader()`, "
+             "`set_train_batch_size()` and `reset_activation_shape()` before every batch, `eval_batch()`, "
+             "`engine.grid`; words tied by name or by a list, a mask of bools between stages, a client's optimizer, "
+             "schedule, loader and state", "equal to the replay; bsp bit-identical to DeepSpeed",
+             "test_megatron.py::test_asp_is_the_replay"),
             ("`prescale_gradients`, `gradient_predivide_factor`, `communication_data_type`", "as DeepSpeed",
              "test_reduction.py::test_reduction_over_replicas_as_the_stock_engine"),
         ],
@@ -251,8 +256,8 @@ TESTED = [
     ("three scripts that know nothing of pipelines, under DeepSpeed alone and on 2 and 4 stages; the model that each "
      "writes is read back whole", "plain_scripts or whole_state"),
     ("scripts with Trainer (transformers 5.23) and Accelerate 1.15 on 2 stages against the same as one process: masked "
-     "and causal language models, classification, accumulation, schedules, metrics, predictions, the saved model",
-     "clients"),
+     "and causal language models, classification, accumulation, schedules, metrics, predictions, the saved model; "
+     "a loop with Megatron-DeepSpeed's calls", "clients"),
     ("architectures of Hugging Face's library in 2 and 4 stages against the whole model: a sample of "
      "[the zoo](data/zoo.md)", "zoo"),
     ("commands, tables, links and numbers of these documents", "documents or model_docs or benchmarks"),
@@ -279,6 +284,8 @@ REPAIRED = [
      "it does not", "test_resume_steady.py::test_weights_only"),
     ("a loss function with parameters", "not in checkpoints", "in them",
      "test_resume_steady.py::test_parameters_outside_of_layers"),
+    ("what layers of one `TiedLayerSpec` key do not share, in a layer with `forward_fn`", "not in checkpoints",
+     "comes back at a resume", "test_megatron.py::test_a_resume_with_the_scripts_own_loader_is_going_on"),
     ("`elastic_checkpoint`, `use_node_local_storage` with several stages", "save what cannot be loaded",
      "refused at start", "test_config.py::test_unsupported_deepspeed_settings"),
     ("`wall_clock_breakdown`, flops profiler, two or more stages", "raise", "work",

@@ -54,16 +54,19 @@ class DeviceCopies:
         self.accelerator = accelerator
         self._leaving, self._arriving = accelerator.stream(), accelerator.stream()
 
-    def to_host(self, copy: Callable[[], object]) -> torch.Event:
+    def to_host(self, copy: Callable[[], object], reads: torch.Tensor | None = None) -> torch.Event:
         """Queue copies of what has been computed, and return the event of their end.
 
         Args:
             copy: copies to page-locked memory without waiting. What it reads must be kept, and must not be changed,
                 until :meth:`wait`.
+            reads: what it reads, if that may be freed at once.
         """
         self._leaving.wait_event(self.accelerator.current_stream().record_event())
         with self._leaving:
             copy()
+        if reads is not None:
+            self.accelerator.used_on(reads, self._leaving)
         return self._leaving.record_event()
 
     def wait(self, event: torch.Event) -> None:
@@ -78,9 +81,20 @@ class DeviceCopies:
         """
         if tensor.layout is not torch.strided:  # several tensors, which used_on() does not know
             return tensor.to(self.accelerator.device)
-        with self._arriving:
+        return self.finish(self.start(tensor))
+
+    def start(self, tensor: torch.Tensor, after: torch.Event | None = None) -> tuple[torch.Tensor, torch.Event]:
+        """Queue a copy of page-locked memory to the device, for which nothing waits yet; it waits for ``after``."""
+        if after is not None:
+            self._arriving.wait_event(after)
+        with self._arriving:  # into memory of this stream, which waits for nothing that is computed meanwhile
             copy = copied_to(tensor, self.accelerator.device)
-        self.wait(self._arriving.record_event())
+        return copy, self._arriving.record_event()
+
+    def finish(self, started: tuple[torch.Tensor, torch.Event]) -> torch.Tensor:
+        """The copy of :meth:`start`, for which what is queued from now on waits."""
+        copy, event = started
+        self.wait(event)
         self.accelerator.used_on(copy, self.accelerator.current_stream())
         return copy
 

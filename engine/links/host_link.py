@@ -116,7 +116,7 @@ class HostSender(Sender):
 
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
         packer = self._host_packer if kind.on_host else self._packer
-        packed, content = packer.reserve(tree), (kind, micro_batch, tree, note)
+        packed, content = packer.reserve(packer.layout(tree)), (kind, micro_batch, tree, note)
         outgoing = _Outgoing(micro_batch, packer, packed, content)
         if self._copies is not None:
             if kind.on_host:  # it needs no device, which may be what has failed

@@ -31,7 +31,7 @@ Tree = Any  # None, a tensor, or a tuple or list of trees
 _ALIGN = 64
 _NONE, _TUPLE, _LIST = -1, -2, -3
 _FIXED_WORDS = 5
-LAYOUTS = 2  # kept by a sender; a batch's last gradient carries more than the others
+_LAYOUTS = 2  # kept by a sender; a batch's last gradient carries more than the others
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
@@ -242,13 +242,6 @@ class Layout:
         return Packed(data[: self.size], header, self.words, views)
 
 
-def words_of(tree: Tree) -> tuple[int, ...]:
-    """Words that describe ``tree`` in a header; TypeError for what cannot be sent."""
-    described: list[int] = []
-    _describe(tree, described)
-    return tuple(described)
-
-
 class Packer:
     """Send buffers, those of the latest layouts recycled.
 
@@ -258,35 +251,38 @@ class Packer:
 
     def __init__(self, memory: Callable[[int], torch.Tensor] = host_memory) -> None:
         self._memory = memory
-        self._spare: dict[tuple[int, ...], list[Packed]] = {}
+        self._known: dict[tuple[int, ...], tuple[Layout, list[Packed]]] = {}  # each layout with its spare buffers
 
     def pack(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> Packed:
         """A buffer with a copy of ``tree``."""
-        packed = self.reserve(tree)
+        packed = self.reserve(self.layout(tree))
         packed.fill(kind, micro_batch, tree, note)
         return packed
 
-    def reserve(self, tree: Tree) -> Packed:
-        """A buffer for a message of ``tree``.
+    def layout(self, tree: Tree) -> Layout:
+        """Layout of a message of ``tree``.
 
         Raises:
             TypeError: the tree holds a value that is neither a tensor nor None, or an unknown dtype.
         """
-        words = words_of(tree)
-        if words not in self._spare:
-            if len(self._spare) == LAYOUTS:
-                del self._spare[next(iter(self._spare))]
-            self._spare[words] = []
-        spare = self._spare[words]
-        if spare:
-            return spare.pop()
-        layout = Layout.of(words, tree)
-        return layout.over(self._memory(layout.size))
+        described: list[int] = []
+        _describe(tree, described)
+        words = tuple(described)
+        if words not in self._known:
+            if len(self._known) == _LAYOUTS:
+                del self._known[next(iter(self._known))]
+            self._known[words] = Layout.of(words, tree), []
+        return self._known[words][0]
+
+    def reserve(self, layout: Layout) -> Packed:
+        """A buffer for a message of the layout that was asked for last."""
+        spare = self._known[layout.words][1]
+        return spare.pop() if spare else layout.over(self._memory(layout.size))
 
     def release(self, packed: Packed) -> None:
         """Take a buffer back once its message has been received."""
-        if packed.words in self._spare:
-            self._spare[packed.words].append(packed)
+        if packed.words in self._known:
+            self._known[packed.words][1].append(packed)
 
 
 class Expected:

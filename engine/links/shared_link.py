@@ -33,7 +33,7 @@ import torch
 from ds_vpipe.engine.links.failure_watch import FailureWatch
 from ds_vpipe.engine.links.groups import Peer, failed_wait
 from ds_vpipe.engine.links.link import ABORT_GRACE_S, Receiver, Sender
-from ds_vpipe.engine.links.message import LAYOUTS, Layout, Message, Packed, Received, Tree, unpack, words_of
+from ds_vpipe.engine.links.message import Layout, Message, Packed, Packer, Received, Tree, unpack
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 INLINE_BYTES = 2048
@@ -176,26 +176,27 @@ class SharedSender(Sender):
         super().__init__(connection.peer)
         self._connection = connection
         self._blocks: list[_Block] = []
-        self._layouts: dict[tuple[int, ...], tuple[Layout, Packed | None]] = {}
+        self._packer = Packer()  # of messages that go through the socket
         self._unreceived: deque[int] = deque()
         self._error: OSError | None = None  # mostly the peer has gone, which matters only to one who waits for it
 
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
         self._read_receipts()
-        layout, packed = self._layout(tree)
+        layout = self._packer.layout(tree)
         self.bytes_sent += layout.size
         if self._error is not None:
             return layout.size
         new: list[int] = []
-        if packed is None:
+        if layout.size <= INLINE_BYTES:
+            packed = self._packer.reserve(layout)
+            parts: list[Any] = [_REFERENCE.pack(_WHOLE, layout.size), packed.data.numpy()]
+        else:
             try:
                 block = self._block(layout.size, new)
             except OSError as error:
                 raise self._connection.no_memory(layout.size, error) from error
             packed = block.packed(layout)
-            parts: list[Any] = [_REFERENCE.pack(block.number, layout.size)]
-        else:
-            parts = [_REFERENCE.pack(_WHOLE, layout.size), packed.data.numpy()]
+            parts = [_REFERENCE.pack(block.number, layout.size)]
         try:
             packed.fill(kind, micro_batch, tree, note)
             self._unreceived.append(micro_batch)
@@ -207,18 +208,9 @@ class SharedSender(Sender):
         finally:
             for descriptor in new:
                 os.close(descriptor)
+        if layout.size <= INLINE_BYTES:
+            self._packer.release(packed)
         return layout.size
-
-    def _layout(self, tree: Tree) -> tuple[Layout, Packed | None]:
-        """Layout of ``tree``, and a buffer if it goes through the socket."""
-        words = words_of(tree)
-        if words not in self._layouts:
-            if len(self._layouts) == LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
-            layout = Layout.of(words, tree)
-            buffer = torch.empty(layout.size, dtype=torch.uint8) if layout.size <= INLINE_BYTES else None
-            self._layouts[words] = layout, None if buffer is None else layout.over(buffer)
-        return self._layouts[words]
 
     def _block(self, size: int, new: list[int]) -> _Block:
         """A block that is free; the descriptor of a new one is added to ``new``."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ds_vpipe.engine.links.device import Accelerator
+from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
 from ds_vpipe.errors import VPipeError
 
 
@@ -103,35 +103,22 @@ def _block_size(size: int) -> int:
 
 
 class PageLocked:
-    """Page-locked memory, with a stream for each direction; the allocators keep what copies still read or write."""
+    """Page-locked memory; the allocators keep what copies still read or write."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._out, self._back = accelerator.stream(), accelerator.stream()
+        self._copies = DeviceCopies(accelerator)  # of its own: none of them waits for a message
 
     def put(self, storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.Event]:
         data = _bytes(storage)
-        copy = self._accelerator.host_memory(len(data))
-        self._out.wait_event(self._accelerator.current_stream().record_event())
-        with self._out:
-            copy.copy_(data, non_blocking=True)
-        self._accelerator.used_on(data, self._out)
-        return copy, self._out.record_event()
+        copy = self._copies.accelerator.host_memory(len(data))
+        return copy, self._copies.to_host(lambda: copy.copy_(data, non_blocking=True), reads=data)
 
     def fetch(self, copy: tuple[torch.Tensor, torch.Event]) -> tuple[torch.Tensor, torch.Event]:
         data, written = copy
-        self._back.wait_event(written)
-        with self._back:  # into memory of this stream, which waits for nothing that is computed meanwhile
-            found = torch.empty(len(data), dtype=torch.uint8, device=self._accelerator.device)
-            found.copy_(data, non_blocking=True)
-        return found, self._back.record_event()
+        return self._copies.start(data, after=written)
 
     def take(self, fetched: tuple[torch.Tensor, torch.Event]) -> torch.UntypedStorage:
-        data, read = fetched
-        current = self._accelerator.current_stream()
-        current.wait_event(read)
-        self._accelerator.used_on(data, current)
-        return data.untyped_storage()
+        return self._copies.finish(fetched).untyped_storage()
 
     def free(self, copy: tuple[torch.Tensor, torch.Event]) -> None:
         pass

@@ -17,12 +17,34 @@ such a tensor copies it while the version is pointed to (:meth:`WeightVersions.o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from functools import cache
 from typing import Any
 
 import torch
 
-from ds_vpipe.engine.weights.exchange import built, built_in
+_BUILT_IN = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # from torch 2.12 on
+_EXCHANGE = """
+void exchange(const std::vector<at::Tensor>& ours, const std::vector<at::Tensor>& theirs) {
+  for (size_t i = 0; i < ours.size(); ++i) {
+    auto* left = ours[i].storage().unsafeGetStorageImpl();
+    auto* right = theirs[i].storage().unsafeGetStorageImpl();
+    right->set_data_ptr_noswap(left->set_data_ptr(std::move(right->mutable_data_ptr())));
+  }
+}
+"""
+
+
+@cache
+def _built_exchange() -> Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]:
+    """Exchange of the memory below the storages of two lists of tensors, pair by pair.
+
+    The first run of an environment builds it within a minute.
+    """
+    from torch.utils.cpp_extension import load_inline
+
+    found: Any = load_inline("ds_vpipe_exchange", _EXCHANGE, functions="exchange")
+    return found.exchange
 
 
 class _Weights:
@@ -36,7 +58,7 @@ class _Weights:
         self.storages = storages
         words = torch.int64 if all(storage.nbytes() % 8 == 0 for storage in storages) else torch.uint8
         self._contents = [torch.empty(0, dtype=words, device=s.device).set_(s) for s in storages]
-        self._built = None if built_in() else built()
+        self._built = None if _BUILT_IN else _built_exchange()
 
     def like(self) -> _Weights:
         """Storages of the same sizes in new memory."""

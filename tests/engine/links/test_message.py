@@ -91,7 +91,7 @@ def test_gaps_and_expanded_elements_do_not_travel() -> None:
     for tensor, count in ((base[:, 2], 64), (base[:, 1:3].expand(9, 64, 2), 128), (base[:, 0, None].expand(64, 6), 64)):
         dense = torch.zeros(count).reshape([1] * (tensor.dim() - 1) + [count])
         packer = Packer()
-        assert packer.reserve(tensor).size == packer.reserve(dense).size
+        assert packer.layout(tensor).size == packer.layout(dense).size
 
 
 def in_layout(tensor: torch.Tensor, steps: list[int], seed: int, expanded: int) -> torch.Tensor:

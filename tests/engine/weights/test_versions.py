@@ -433,7 +433,7 @@ def test_gradients_of_two_versions_in_flight_are_exact(name: str, flat_buffer: b
 
 
 def test_an_exchange_that_is_built_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_vpipe.engine.weights.versions.built_in", lambda: False)
+    monkeypatch.setattr("ds_vpipe.engine.weights.versions._BUILT_IN", False)
     for build in KINDS:
         test_values_of_versions_in_flight_never_change(build)
     for name in MODULES:

@@ -19,7 +19,6 @@ import atexit
 import os
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,23 +40,21 @@ from ds_vpipe.engine.checkpoint.whole_state import WholeModel
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, end_workers, training_by_list
 from ds_vpipe.engine.execution.data import or_no_data
 from ds_vpipe.engine.execution.drain import quiesce, restart_at
+from ds_vpipe.engine.execution.ending import finish_sends, report_failure
 from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options
 from ds_vpipe.engine.execution.executor import Executor
 from ds_vpipe.engine.execution.live_moves import LiveMoves
-from ds_vpipe.engine.links.groups import collective_groups, is_of_collective
-from ds_vpipe.engine.links.link import abort_all
+from ds_vpipe.engine.links.groups import collective_groups
 from ds_vpipe.engine.modules.recompute import recompute_anew
 from ds_vpipe.engine.observe.balance import Balance
 from ds_vpipe.engine.observe.observers import Observation
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
 from ds_vpipe.engine.updates.clipping import GradientClipping
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
-from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, Refusal, VPipeConfigError, VPipeError
+from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError, VPipeError
 from ds_vpipe.partition import checked_counts
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
-
-_EXIT_GRACE_S = 60.0
 
 
 class VPipeEngine(PatchedPipelineEngine):
@@ -439,22 +436,10 @@ class VPipeEngine(PatchedPipelineEngine):
         super().destroy()
 
     def _end(self) -> None:
-        self._finish_sends()
+        finish_sends(self.stage)
         self.observation.end()
         self.stage.wiring.stop()
         self.stage.groups.failures.stop()
-
-    def _finish_sends(self) -> None:
-        """Wait until the neighbours have received what they still need of this stage."""
-        stage, links = self.stage, self.stage.links
-        if stage.failure is not None:
-            return
-        deadline = time.monotonic() + _EXIT_GRACE_S
-        needed = [*([links.previous.gradients] if links.has_previous else []), *stage.ties.gradients_out]
-        if stage.progress.drained:  # the end of the data, and the final tied weights
-            needed += [*([links.next.activations] if links.has_next else []), *stage.ties.weights_out]
-        for sender in needed:
-            sender.wait_for_all(deadline)
 
     # Failures and refusals
 
@@ -475,21 +460,10 @@ class VPipeEngine(PatchedPipelineEngine):
         Raises:
             PipelinePeerError: the error comes from a DeepSpeed collective that another rank's failure has ended.
         """
-        stage, failures, me = self.stage, self.stage.groups.failures, self.stage.links.me
-        reason = error.reason if isinstance(error, PipelinePeerError) else None
-        elsewhere = None
-        if reason is None and is_of_collective(error):
-            elsewhere = reason = failures.reason()
-        if reason is None:
-            text = " ".join(str(error).split())
-            reason = f"{me} failed in {stage.action}: {type(error).__name__}: {text}"
-        stage.failure = reason
-        failures.publish(reason)
-        abort_all(stage.senders, reason)
-        failures.wait_until_seen()
-        self.observation.end()
-        if elsewhere is not None:
-            raise PipelinePeerError(f"{me} stopped waiting in {stage.action}: {reason}", reason) from error
+        try:
+            report_failure(self.stage, error)
+        finally:
+            self.observation.end()
 
     def _refuse_failed(self, call: str) -> None:
         if self.stage.failure is not None:
@@ -529,18 +503,8 @@ class VPipeEngine(PatchedPipelineEngine):
         report, me = self.stage.report, self.stage.links.me
         if report is None:
             raise PipelineProtocolError(f"{me}: batch without a loss")
-        losses = report.losses.float()
-        self.dp_group_loss, mean, *additional = losses.unbind()
-        names = self.module.get_additional_losses()
-        if names is None and len(losses) == 2:
-            self.agg_additional_losses = None
-        elif len(names or ()) == len(losses) - 2:
-            self.agg_additional_losses = OrderedDict(zip(names, additional, strict=True))
-        else:
-            raise VPipeError(
-                f"get_additional_losses(): got {sorted(names or ())} on {me}, {len(losses) - 2} losses "
-                f"on the last stage; return the same names on every stage, with zeros where they are not computed"
-            )
+        losses = report.named(self.module.get_additional_losses(), me)
+        self.dp_group_loss, mean, self.agg_additional_losses = losses
         return mean
 
     def _reduce_outputs(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,24 @@ class BatchReport:
     def loss_scale(self) -> float:
         """Factor of the batch's losses."""
         return float(self._numbers[0])
+
+    def named(
+        self, names: Collection[str] | None, stage: object
+    ) -> tuple[torch.Tensor, torch.Tensor, OrderedDict[str, torch.Tensor] | None]:
+        """Mean loss of this pipeline, of all replicas, and the additional ones by their ``names`` on this stage.
+
+        Raises:
+            VPipeError: the last stage has another number of additional losses.
+        """
+        own, mean, *additional = self.losses.float().unbind()
+        if names is None and not additional:
+            return own, mean, None
+        if len(names or ()) != len(additional):
+            raise VPipeError(
+                f"get_additional_losses(): got {sorted(names or ())} on {stage}, {len(additional)} losses "
+                f"on the last stage; return the same names on every stage, with zeros where they are not computed"
+            )
+        return own, mean, OrderedDict(zip(names or (), additional, strict=True))
 
     def pack(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Its arguments; the numbers as a vector that shares the report's memory."""

@@ -7,13 +7,14 @@ number of replicas is known in ``initialize()``, before or after which a script 
 
 import functools
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.utils import logger
 from torch.utils.data.distributed import DistributedSampler
+
+from ds_vpipe.accelerators import replaced
 
 
 class DistributedSamplers:
@@ -26,8 +27,7 @@ class DistributedSamplers:
         self._made: weakref.WeakKeyDictionary[DistributedSampler[Any], tuple[Any, ...]] = weakref.WeakKeyDictionary()
         self._place: tuple[int, int] | None = None
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Context in which samplers that are made are seen."""
         original = DistributedSampler.__init__
 
@@ -37,11 +37,7 @@ class DistributedSamplers:
             self._made[sampler] = (original, dataset, args, kw)
             self._deal(sampler)
 
-        DistributedSampler.__init__ = make  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            DistributedSampler.__init__ = original  # type: ignore[method-assign]
+        return replaced(DistributedSampler, "__init__", make)
 
     def deal(self, replicas: int, replica: int) -> None:
         """Share the data of samplers for all ranks, also of later ones, among ``replicas``; ``replica`` is this one."""

@@ -117,6 +117,17 @@ def trainer_of(engine: Any, batch: tuple[Any, Any]) -> Callable[[], Any]:
     return lambda: engine.train_batch(iterator)
 
 
+def seconds_of(train: Callable[[], Any], batches: int, settling: int) -> float:
+    """Seconds of so many batches on the slowest rank, after some in which the pipeline finds its rhythm."""
+    dist.barrier()
+    for _ in range(settling):
+        train()
+    begin = time.perf_counter()
+    for _ in range(batches):
+        train()
+    return slowest(time.perf_counter() - begin)
+
+
 def slowest(seconds: float) -> float:
     """The most of all ranks' seconds."""
     found = torch.tensor([seconds], dtype=torch.float64)

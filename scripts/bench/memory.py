@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Say, close_groups, ds_config, engine_for, machine, parser_of, start, trainer_of
+from common import Say, close_groups, ds_config, engine_for, machine, parser_of, seconds_of, start, trainer_of
 from transformers import BertConfig
 
 from ds_vpipe.config import VPipeConfig
@@ -131,19 +131,14 @@ def timed(case: Case, options: argparse.Namespace) -> tuple[float, int]:
     made = sample(options)
     engine = engine_for(made["layers"], options.stages, config_of(case, options), made["loss_fn"])
     train = trainer_of(engine, (made["inputs"], made["labels"]))
-    for _ in range(options.stages):
-        train()
-    dist.barrier()
-    begin, before = time.perf_counter(), 0 if engine.stage.swap is None else engine.stage.swap.bytes_moved
-    batches = -(-options.time // case.micro_batches)
-    for _ in range(batches):
-        train()
-    dist.barrier()
-    seconds = (time.perf_counter() - begin) / batches / case.micro_batches
-    moved = 0 if engine.stage.swap is None else engine.stage.swap.bytes_moved - before
+    batches, swap = -(-options.time // case.micro_batches), engine.stage.swap
+    seconds_of(train, options.stages, 0)
+    before = 0 if swap is None else swap.bytes_moved
+    seconds = seconds_of(train, batches, 0)
+    moved = 0 if swap is None else swap.bytes_moved - before
     engine.destroy()
     close_groups()
-    return seconds, moved // batches // case.micro_batches
+    return seconds / batches / case.micro_batches, moved // batches // case.micro_batches
 
 
 def compare_times(say: Say, cases: Sequence[Case], options: argparse.Namespace) -> None:

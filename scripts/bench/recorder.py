@@ -8,11 +8,10 @@ there is, and prints medians in microseconds. A micro-batch is five actions (LOA
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 
 import torch
-from common import Say, ds_config, engine_for, machine, parser_of, start, trainer_of
+from common import Say, ds_config, engine_for, machine, parser_of, seconds_of, start, trainer_of
 
 ACTIONS = 5
 WIDTH, BATCH = 64, 4
@@ -28,11 +27,8 @@ def work(rank: int, say: Say, folder: str, options: argparse.Namespace) -> None:
     seconds: list[list[float]] = [[], []]
     for repetition in range(options.repetitions + 1):
         for engine, found in zip(engines, seconds, strict=True):
-            train, begin = trainer_of(engine, batch), time.perf_counter()
-            for _ in range(options.micro_batches):
-                train()
-            if repetition:  # the first one warms up
-                found.append((time.perf_counter() - begin) / options.micro_batches)
+            each = seconds_of(trainer_of(engine, batch), options.micro_batches, 0) / options.micro_batches
+            found += [each] * (repetition > 0)  # the first one warms up
     for engine in engines:
         engine.destroy()
     off, on = (1e6 * statistics.median(found) for found in seconds)

@@ -52,6 +52,7 @@ from common import (
     micro_batch,
     parser_of,
     read_rows,
+    seconds_of,
     slowest,
     start,
     trainer_of,
@@ -246,13 +247,7 @@ def train_for(batches: int, arm: str, case: Case, links: EmulatedLinks | None) -
     if links is not None:
         links.bytes_per_s = ACTIVATION_BYTES / (case.link * case.stage_ms / 1000)
     settling = SETTLING + (math.ceil(4 * case.stages / case.micro_batches) if keeps_full(arm) else 0)
-    dist.barrier()
-    for _ in range(settling):
-        train()
-    begin = time.perf_counter()
-    for _ in range(batches):
-        train()
-    seconds = slowest(time.perf_counter() - begin)
+    seconds = seconds_of(train, batches, settling)
     if links is not None:
         links.bytes_per_s = math.inf
         if links.messages == before:

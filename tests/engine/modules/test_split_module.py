@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cases
+import deepspeed
 import pytest
 import torch
 from split_models import CASES, GRAPHS, LAYOUT_INPUT, Layouts, Noted, bert, built, pass_through, tokens
@@ -18,6 +19,7 @@ from worlds import Worlds
 
 import ds_vpipe
 from ds_vpipe import export
+from ds_vpipe.accelerators import replaced
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.build import prepare
@@ -25,7 +27,7 @@ from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.engine.modules.split_module import SplitModule, split_model, stages_in
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.initialization import _engine_class, deepspeed_initialize
+from ds_vpipe.initialization import deepspeed_initialize
 
 UPDATES = 5
 ADAMW = OPTIMIZERS["AdamW"][0]
@@ -57,7 +59,7 @@ def train(kind: str, tied: bool, partition: Any, settings: dict[str, Any], folde
     # initialize() gives the engine for loops; the pieces have to work in the other one as well.
     prepared = prepare(split, DeepSpeedJson(ds_config), VPipeConfig.parse(ds_config["vpipe"]), None, None)
     given = {"model": split, "model_parameters": prepared.model_parameters, "config": ds_config}
-    with _engine_class(partial(VPipeEngine, prepared=prepared)):
+    with replaced(deepspeed, "PipelineEngine", partial(VPipeEngine, prepared=prepared)):
         engine = deepspeed_initialize()(**given)[0]
     held = sum(p.numel() for p in engine.module.parameters()), any(p.is_meta for p in split.user_module.parameters())
     if folder is not None and meta:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from deepspeed.comm import comm as ds_comm
@@ -24,11 +25,15 @@ from ds_vpipe.engine.observe.statistics import (
     StatisticsMean,
     line,
     memory_line,
+    pass_seconds,
 )
 from ds_vpipe.engine.stage import Stage
+from ds_vpipe.planning.stragglers import Stragglers
 
 if TYPE_CHECKING:
     from ds_vpipe.planning.plan import Plan
+
+_COMPARED = 16  # batches whose median is compared with earlier ones
 
 
 class Observation:
@@ -62,6 +67,9 @@ class Observation:
             weights = [*engine.module.parameters(), *(weight for group in groups for weight in group["params"])]
             self._memory = PeakMemory(engine.device, weights)
         self._ended = False
+        self._split: object = None
+        self._stragglers = Stragglers()
+        self._passes: list[list[float]] = []  # seconds of every stage's passes per micro-batch, in the latest batches
 
     def _log_messages(self) -> None:
         """Watch for DeepSpeed's communication log while that is on, which scripts may change between two batches."""
@@ -116,9 +124,34 @@ class Observation:
         except Exception as error:
             logger.warning(f"ds_vpipe: timeline.path {self._timeline.path!r} cannot be written: {error}")
 
+    def _name_stragglers(self) -> None:
+        """Compare the stages of this pipeline with their past; on the first stage, which has the records of all.
+
+        On accelerators passes take the time of queueing them, which says nothing about the device.
+        """
+        stage, pipeline, engine = self._stage, self._stage.pipeline, self._engine
+        if not stage.is_first or stage.device.type != "cpu" or engine.grid.get_slice_parallel_rank():
+            return
+        split = pipeline.partition, pipeline.recompute_ratio, pipeline.micro_batches
+        if split != self._split:  # what a stage takes has changed because it has other work
+            self._split, self._stragglers, self._passes = split, Stragglers(), []
+        self._passes.append([pass_seconds(row) / pipeline.micro_batches for row in self._rows])
+        if len(self._passes) < _COMPARED:
+            return
+        seconds, self._passes = [median(one) for one in zip(*self._passes, strict=True)], []
+        for found in self._stragglers.add(seconds):
+            replica = f"replica {engine.grid.data_parallel_id}: " if engine.dp_world_size > 1 else ""
+            event = replica + found.line(engine.global_steps)
+            self.note(event)
+            logger.info(f"ds_vpipe: {event}")
+            if engine.global_rank == 0 and engine.monitor.enabled:
+                value = (f"Train/Pipeline/stage{found.stage}/slower_by", found.factor, engine.global_samples)
+                engine.monitor.write_events([value])
+
     def publish(self) -> None:
         """Line and monitors' events on global rank 0, every ``steps_per_print`` batches."""
         self._log_messages()
+        self._name_stragglers()
         engine = self._engine
         interval = engine.steps_per_print()
         if engine.global_rank != 0 or (interval is not None and engine.global_steps % interval != 0):

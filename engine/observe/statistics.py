@@ -93,8 +93,14 @@ _KINDS = {
 }
 _PEAK_INTERVAL_S = 0.1
 _STATUS, _FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_FORWARD, _BACKWARD = (next(i for i, f in enumerate(_FIELDS) if f.name == name) for name in ("forward_s", "backward_s"))
 COLUMNS = len(_FIELDS)
 """Numbers in a record."""
+
+
+def pass_seconds(row: Sequence[float]) -> float:
+    """Seconds of a record's passes, from its :meth:`StageStatistics.row`."""
+    return row[_FORWARD] + row[_BACKWARD]
 
 
 class StageMeter:

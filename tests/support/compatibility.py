@@ -159,6 +159,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_features.py::test_learning_rates_step_once_per_update_at_every_stage"),
             ("`steps_per_print`", "as DeepSpeed, and a line of statistics",
              "test_reporting.py::test_steps_are_printed_by_rank_0"),
+            ("stages whose passes take longer than before, beside others", "named in the log, on CPUs",
+             "test_statistics.py::test_who_waits_for_a_slow_stage_and_which_has_become_slow"),
             ("CSV, TensorBoard and W&B monitors", "losses, rates, scale, and each stage's statistics",
              "test_reporting.py::test_monitors_get_losses_rates_and_statistics"),
             ("`wall_clock_breakdown`", "DeepSpeed's timers on every stage",

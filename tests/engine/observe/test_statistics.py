@@ -22,6 +22,7 @@ from worlds import Worlds
 from ds_vpipe.engine.links.message import Message, Packer
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics, StatisticsMean, line
 from ds_vpipe.schedules.one_f_one_b import default_depths, update_delay
+from ds_vpipe.timelines.timeline import Timeline
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
@@ -78,10 +79,14 @@ def test_the_line_has_a_column_for_every_stage() -> None:
 
 
 class Slow(nn.Module):
-    """A loss that takes a while."""
+    """A loss that takes a while, after some calls."""
+
+    calls = 0
 
     def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.05)
+        self.calls += 1
+        if self.calls > 18:
+            time.sleep(0.05)
         return nn.functional.cross_entropy(outputs, labels)
 
 
@@ -134,12 +139,20 @@ def test_every_batch_has_a_record_of_every_stage_on_the_first(worlds: Worlds, mi
 
 
 @pytest.mark.mp
-def test_who_waits_for_a_slow_stage(worlds: Worlds) -> None:
-    ranks = worlds.run(2, observe, cases.config(1, SGD, {}), 2, 6, loss_fn=Slow())
+def test_who_waits_for_a_slow_stage_and_which_has_become_slow(worlds: Worlds, tmp_path: Path) -> None:
+    block = {"timeline": {"enabled": True, "path": str(tmp_path / "timeline")}}
+    extra = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}}
+    ranks = worlds.run(2, observe, cases.config(1, SGD, block, **extra), 2, 33, loss_fn=Slow())
     first, last = ranks[0]["statistics"][-1]
     assert last.forward_s >= 0.05
     assert first.wait_gradients_s > 0.01
     assert first.wait_activations_s == last.wait_gradients_s == 0
+    [[_, event]] = Timeline.load(tmp_path / "timeline" / "replica00-rank000.json").meta["events"]
+    assert event.startswith("stage 1 is a straggler at update 32: its own passes take 5")
+    with (tmp_path / "run" / "Train_Pipeline_stage1_slower_by.csv").open() as file:
+        [_, [samples, factor]] = list(csv.reader(file))
+    assert int(samples) == 32 * toy.MICRO_BATCH
+    assert float(factor) > 2
 
 
 @pytest.mark.mp

@@ -54,6 +54,7 @@ setup(
     extras_require={
         "test": [
             *("accelerate>=1.15", "hypothesis", "mypy", "pytest", "pytest-xdist", "ruff", "setuptools>=77"),
+            *("bitsandbytes>=0.50", "peft>=0.21"),  # fine-tuning scripts use them, and tests stand for those
             "types-PyYAML",
         ],
     },

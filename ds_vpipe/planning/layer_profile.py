@@ -32,13 +32,13 @@ class LayerProfile:
     name: str  # name or type, for tables
     forward_s: Seconds  # forward pass
     backward_s: Seconds  # backward pass, without recomputation; 0 if nothing requires a gradient
-    parameter_bytes: Bytes  # all parameters
-    activation_bytes: Bytes  # kept from forward to backward, without the layer's input and without parameters
+    parameter_bytes: Bytes  # all parameters and buffers
+    activation_bytes: Bytes  # kept from forward to backward, without the layer's input, parameters and buffers
     boundary_bytes: Bytes  # the output, which is sent if the next layer is on another rank
     input_kept_bytes: Bytes = 0  # share of the input that is kept
     output_kept_bytes: Bytes = 0  # share of the output that is kept; part of activation_bytes
     workspace_bytes: Bytes = 0  # most that exists for a moment during a pass, beyond what is kept
-    frozen_bytes: Bytes = 0  # the parameters that are not trained; part of parameter_bytes
+    frozen_bytes: Bytes = 0  # parameters that are not trained, and buffers; part of parameter_bytes
     largest_weight_bytes: Bytes = 0  # the largest trained parameter; an optimizer needs a multiple of it for a moment
 
     @model_validator(mode="after")

@@ -60,7 +60,7 @@ def configured_partition(
     method = config.partition or own_counts or "parameters"
     if method == "profile":
         return None
-    weights = [layer.parameter_bytes for layer in profile.layers]
+    weights = [layer.parameter_bytes - layer.frozen_bytes for layer in profile.layers]  # as DeepSpeed counts them
     return resolve_partition(method, lambda: weights, [layer.name for layer in profile.layers], pipeline.num_parts)
 
 

@@ -6,8 +6,8 @@ tensors have shapes but no memory, for models and devices that are not there: by
 as on a real device, and seconds are a roofline's (:mod:`.meters`). Attention and dropout run there as on the CPU,
 which may keep more than fused kernels of an accelerator do.
 
-A layer keeps for its backward pass the distinct storages of all tensors that autograd saves, without parameters. They
-are split into those of the layer's input, of its output, and others.
+A layer keeps for its backward pass the distinct storages of all tensors that autograd saves, without parameters and
+buffers. They are split into those of the layer's input, of its output, and others.
 """
 
 import copy
@@ -108,6 +108,11 @@ def modules_of(layer: Layer) -> list[torch.nn.Module]:
 def parameters_of(layer: Layer) -> list[torch.nn.Parameter]:
     """A layer's parameters, each once."""
     return list(dict.fromkeys(p for module in modules_of(layer) for p in module.parameters()))
+
+
+def buffers_of(layer: Layer) -> list[torch.Tensor]:
+    """A layer's buffers, each once; quantized weights may be among them."""
+    return list(dict.fromkeys(b for module in modules_of(layer) for b in module.buffers()))
 
 
 def _built(spec: Any, meta: bool) -> tuple[Layer, str]:
@@ -239,17 +244,18 @@ def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -
     """Costs of a layer that runs forward and backward once, and its outputs as the next layer's inputs."""
     entered, leaves = enter(inputs)
     weights = parameters_of(layer)
-    parameters = {storage_key(parameter) for parameter in weights}
+    frozen = [p for p in weights if not p.requires_grad] + buffers_of(layer)
+    resident = {storage_key(tensor) for tensor in (*weights, *frozen)}
     incoming = {storage_key(tensor) for tensor in _tensors(entered)}
     saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if storage_key(tensor) not in parameters:
+        if storage_key(tensor) not in resident:
             saved[storage_key(tensor)] = tensor.detach()
         return tensor
 
     gradients = [p.grad for p in weights if p.grad is not None]
-    meter = OpMeter(roofline, outside=[*_tensors(entered), *leaves, *weights, *gradients])
+    meter = OpMeter(roofline, outside=[*_tensors(entered), *leaves, *weights, *frozen, *gradients])
     with meter:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = layer(entered)
@@ -268,13 +274,13 @@ def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -
         name=name,
         forward_s=forward_s,
         backward_s=meter.seconds,
-        parameter_bytes=_tree_bytes(weights),
+        parameter_bytes=_tree_bytes([*weights, *buffers_of(layer)]),
         activation_bytes=kept,
         boundary_bytes=boundary,
         input_kept_bytes=sum(size for key, size in sizes.items() if key in incoming),
         output_kept_bytes=sum(size for key, size in sizes.items() if key in outgoing and key not in incoming),
         workspace_bytes=workspace,
-        frozen_bytes=_tree_bytes([p for p in weights if not p.requires_grad]),
+        frozen_bytes=_tree_bytes(frozen),
         largest_weight_bytes=max((_tree_bytes(p) for p in weights if p.requires_grad), default=0),
     )
     return costs, following

@@ -155,6 +155,13 @@ class MetaTensor(torch.Tensor):
         """As with :meth:`register_hook`."""
         self.register_hook(None)
 
+    def storage(self) -> Any:
+        """None is there; safetensors asks for it."""
+        raise SplitError(
+            f"{place()}: asks for the memory of {self.origin}, which {self.access_log.holder} does not have; allowed "
+            f"is to write on the rank that has it, such as save_pretrained(FOLDER, is_main_process=rank == 0)"
+        )
+
     def tolist(self) -> Any:
         """By operations, which torch's does without."""
         return [part.tolist() for part in self] if self.dim() else self.item()

@@ -8,6 +8,7 @@ it is known which of them a stage keeps, its buffers before.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,14 +30,24 @@ class ParameterSlot:
         self.pieces: tuple[int, ...] = ()  # that use it
         self.tie = id(parameter)  # the same for all names of one parameter
         self.size, self.trained = parameter.numel(), parameter.requires_grad
+        self._packed = _is_packed(module, key, parameter)
+        self._forward = vars(module).get("forward")  # that somebody has put on this module
 
     def put(self, value: torch.Tensor | None) -> None:
         """Let the module have ``value`` as its parameter, or none, but the meta tensor as an attribute."""
+        attributes = self.module.__dict__
         self.module._parameters[self.key] = value  # type: ignore[assignment]
         if value is None:
-            self.module.__dict__[self.key] = self.meta
+            attributes[self.key] = self.meta
         else:
-            self.module.__dict__.pop(self.key, None)
+            attributes.pop(self.key, None)
+        if self._packed:
+            meta = self.meta if value is None else value
+            forward = partial(_linear, self.module, meta) if isinstance(meta, MetaTensor) else self._forward
+            if forward is None:
+                attributes.pop("forward", None)
+            else:
+                attributes["forward"] = forward
 
     def rest(self) -> None:
         """Let the module have what it has between calls."""
@@ -67,6 +78,25 @@ class ParameterSlot:
             self.rest()
 
 
+def _is_packed(module: nn.Module, key: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a linear layer's quantized weight: other code than torch's knows what it stands for."""
+    if not isinstance(module, nn.Linear) or key != "weight":
+        return False
+    return not parameter.is_floating_point() or parameter.numel() != module.out_features * module.in_features
+
+
+def _linear(module: Any, meta: MetaTensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Output of a linear layer whose quantized weight is absent; its own forward needs more than the shape of that."""
+    weight = meta.new_empty((module.out_features, module.in_features), dtype=inputs.dtype)
+    bias = None if module.bias is None else module.bias.to(inputs.dtype)
+    return nn.functional.linear(inputs, weight, bias)
+
+
+def _bare(parameter: torch.Tensor) -> torch.Tensor:
+    """A plain tensor without values, also for a parameter of a class of its own."""
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+
+
 def slots_of(model: nn.Module, log: AccessLog) -> list[ParameterSlot]:
     """All slots in the order of ``model.state_dict()``; a shared parameter has several.
 
@@ -80,7 +110,7 @@ def slots_of(model: nn.Module, log: AccessLog) -> list[ParameterSlot]:
                 continue
             name, where = f"{prefix}.{key}" if prefix else key, (id(module), key)
             if where not in metas:
-                bare = torch.empty_like(parameter, device="meta", requires_grad=False)
+                bare = _bare(parameter)
                 device = torch.device("cpu") if parameter.is_meta else parameter.device
                 metas[where] = MetaTensor(bare, device, log, f"parameter {name}", name, parameter.requires_grad)
             found.append(ParameterSlot(name, module, key, parameter, metas[where]))
@@ -94,8 +124,7 @@ def empty_parameter(parameter: nn.Parameter) -> None:
     """
     if not parameter.is_meta:
         with suppress(RuntimeError):
-            bare = torch.empty_like(parameter, device="meta", requires_grad=False)
-            torch.utils.swap_tensors(parameter, nn.Parameter(bare, parameter.requires_grad))
+            torch.utils.swap_tensors(parameter, nn.Parameter(_bare(parameter), parameter.requires_grad))
 
 
 def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.device) -> None:
@@ -123,7 +152,19 @@ def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.
 
 
 def materialise_buffers(model: nn.Module, slots: Sequence[ParameterSlot]) -> None:
-    """Give values on the CPU to buffers on the meta device, which every stage needs; parameters stay as they are."""
+    """Give values on the CPU to buffers on the meta device, which every stage needs; parameters stay as they are.
+
+    Raises:
+        SplitError: an adapter is on the meta device.
+    """
+    for name, module in model.named_modules():
+        parts = [getattr(module, part, None) for part in getattr(module, "adapter_layer_names", ())]  # PEFT's
+        if any(p.is_meta for part in parts if isinstance(part, nn.Module) for p in part.parameters()):
+            raise SplitError(
+                f"{name}: is an adapter on the meta device, allowed are adapters with values: they begin with zeros, "
+                f"which the model around them does not know; give them values before (docs/fine_tuning.md), or build "
+                f"the model on the CPU"
+            )
     if any(buffer.is_meta for buffer in model.buffers()):
         for slot in slots:
             slot.put(None)

@@ -17,7 +17,7 @@ from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.planning.planner import configured_plan, read_profile
+from ds_vpipe.planning.planner import configured_partition, configured_plan, read_profile
 
 MB = 10**6
 ALL = {"partition": "profile", "recompute_ratio": "auto", "stage_to_depth_map": "auto", "link_bandwidth": 1e18}
@@ -162,3 +162,14 @@ def test_an_engine_runs_by_the_plan(worlds: Worlds, tmp_path: Path, capsys: pyte
     for report in worlds.run(2, train, cases.config(1, sgd, numbers)):
         assert report["losses"] == reports[0]["losses"]
         assert report["plan"] is None
+
+
+def test_parameters_are_counted_as_the_engine_counts_them(tmp_path: Path) -> None:
+    """Those that are trained: a plan for adapters on a frozen model is of the split that trains."""
+    sizes = [(9, 9), (3, 1), (3, 1), (3, 1), (9, 9)]  # all, and frozen ones
+    layers = tuple(
+        LayerProfile(f"L{i}", 1e-3, 2e-3, p * MB, MB, MB, frozen_bytes=f * MB) for i, (p, f) in enumerate(sizes)
+    )
+    pipeline = VPipeConfig.parse({}).pipeline(3, 1)
+    profile = ModelProfile(layers, MB, 4, "cpu", "float32", "measured")
+    assert configured_partition(VPipeConfig.parse({"partition": "parameters"}), pipeline, profile) == (2, 1, 2)

@@ -33,6 +33,17 @@ class Frozen(nn.Module):
         return self.outer(torch.tanh(self.inner(x)))
 
 
+class Table(nn.Module):
+    """A frozen weight as a buffer, as quantized ones are in some libraries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(H, 2 * H))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.table
+
+
 class Spec:
     """What DeepSpeed's LayerSpec is to the profiler."""
 
@@ -54,6 +65,7 @@ HAND_COUNTS = [
     (nn.Sequential(nn.Linear(H, 4 * H), nn.GELU(), nn.Linear(4 * H, H)), 4 * (8 * H * H + 5 * H), 8 * X, 0, X, X),
     (nn.Sequential(nn.Linear(H, H), nn.ReLU(inplace=True)), 4 * (H * H + H), X, X, X, X),
     (Frozen(), 4 * (H * H + H + 2 * H * H), X, 0, 0, 2 * X),  # the frozen one needs no input for its weights
+    (Table(), 4 * 2 * H * H, 0, 0, 0, 2 * X),  # there once, whatever is in flight
     (torch.sin, 0, 0, 0, X, X),
     (functools.partial(torch.mul, torch.ones(B, H)), 0, X, 0, 0, X),
     (torch.neg, 0, 0, 0, 0, X),
@@ -79,7 +91,7 @@ def test_bytes_equal_hand_counts(case: Any, analytic: bool) -> None:
     assert found.boundary_bytes == boundary
     sizes = [p.numel() * 4 for module in modules_of(layer) for p in module.parameters() if p.requires_grad]
     assert found.largest_weight_bytes == max(sizes, default=0)
-    assert found.frozen_bytes == (4 * (H * H + H) if isinstance(layer, Frozen) else 0)
+    assert found.frozen_bytes == {Frozen: 4 * (H * H + H), Table: parameters}.get(type(layer), 0)
     assert (profile.input_bytes, profile.micro_batch_size, profile.dtype) == (X, B, "float32")
     assert profile.source == ("analytic" if analytic else "measured")
 
@@ -283,7 +295,8 @@ def test_bert_large_on_paper() -> None:
     layer = 12 * h * h + 13 * h
     # The word embeddings count in both layers that have them, tied or not.
     outside = (vocabulary + 512 + 2 + 2) * h + (vocabulary * (h + 1) + h * h + 3 * h) + (h * h + h) + 2 * (h + 1)
-    assert sum(one.parameter_bytes for one in profile.layers) == 4 * (24 * layer + outside)
+    indices = 2 * 8 * 512  # buffers: positions and types
+    assert sum(one.parameter_bytes for one in profile.layers) == 4 * (24 * layer + outside) + indices
     hidden, mask, positions = 4 * 4 * 128 * h, 4 * 128, 8 * 4 * 20
     assert {one.boundary_bytes for one in profile.layers[:-1]} == {hidden + mask + positions}
     # Feed-forward: GELU's input and output, 4 h wide; dropout's mask; LayerNorm's input, mean and deviation.

@@ -64,7 +64,7 @@ class ScriptReplay(reference.Replay):
     ) -> None:
         self.model = model
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        named = dict(model.named_parameters(remove_duplicate=False))
+        named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         first = {id(p): name for name, p in reversed(list(named.items()))}
         owners = {name: first[id(p)] for name, p in named.items()}
         stages = max(stage_of.values()) + 1

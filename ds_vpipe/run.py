@@ -13,6 +13,8 @@ import functools
 import importlib.util
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,8 @@ def main(argv: list[str]) -> int:
         sys.path[0] = str(Path(name).resolve().parent)
     try:
         # The script may build, and make a world, before it comes to initialize().
-        with samplers.watching(), accelerators_of_pipelines(stages_of_json), extension_builds(), unnamed_buffers():
+        accelerators = accelerators_of_pipelines(stages_of_json)
+        with samplers.watching(), accelerators, extension_builds(), unnamed_buffers(), blocks_are_read():
             if as_module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:
@@ -72,6 +75,32 @@ def main(argv: list[str]) -> int:
         print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, VPipeConfigError) else 1
     return 0
+
+
+@contextmanager
+def blocks_are_read() -> Iterator[None]:
+    """Inside, a ``"vpipe"`` block in the JSON of a pipeline engine that does not read it is refused."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+    from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, overridden
+    from ds_vpipe.errors import VPipeConfigError
+
+    theirs = PipelineEngine.__init__
+
+    @functools.wraps(theirs)
+    def init(engine: Any, *args: Any, **kwargs: Any) -> None:
+        theirs(engine, *args, **kwargs)
+        kind, json = type(engine), DeepSpeedJson(engine._config._param_dict)
+        if json.block is not None and not issubclass(kind, PatchedPipelineEngine):
+            raise VPipeConfigError(
+                f"vpipe: got a block for a {kind.__qualname__} of {kind.__module__}, which is an engine of DeepSpeed, "
+                f"allowed are deepspeed.initialize() and classes derived from ds_vpipe.VPipeEngine; derive it from "
+                f"that, or remove the block"
+            )
+
+    with overridden(PipelineEngine, "__init__", init):
+        yield
 
 
 def _is_module(name: str) -> bool:

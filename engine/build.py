@@ -45,6 +45,7 @@ from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
+from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
@@ -97,9 +98,10 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
         )
     refuse_unsupported(json, config, model.num_stages)
     theirs = ds_schedule.TrainSchedule
-    if model.global_rank == 0 and theirs.__module__ != ds_schedule.__name__:
+    replaced = next((its for its in (theirs, theirs.steps) if its.__module__ != ds_schedule.__name__), None)
+    if model.global_rank == 0 and replaced is not None:
         logger.warning(
-            f"ds_vpipe: DeepSpeed's TrainSchedule was replaced by {theirs.__qualname__}, which is not used: "
+            f"ds_vpipe: DeepSpeed's TrainSchedule was replaced by {replaced.__qualname__}, which is not used: "
             f"vpipe.sync_mode and vpipe.schedule choose the schedule; remove what replaces it, such as "
             f"--enable-zbh1-pipeline"
         )
@@ -207,11 +209,6 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         logger.info(f"ds_vpipe: links from each stage to the next: {found}")
     delays = update_delays(pipeline.depths, pipeline.micro_batches, pipeline.vertical)
     delay_warmup = DelayWarmup.of(config.staleness, max(delays))
-    mitigation: StalenessMitigation | None = None
-    if config.staleness is not None and engine.optimizer is not None:
-        refuse_delays(config.staleness, delays)
-        # Made on all stages, so that all refuse what cannot be; around the base optimizer, wherever DeepSpeed has it.
-        mitigation = StalenessMitigation(engine.basic_optimizer, config.staleness, delays[number], delay_warmup)
     stash = config.weight_sync != "none"
     weights = WeightStashingOptimizer(engine.optimizer, module.parameters(), stash=stash, version=engine.global_steps)
     use_sound_checkpointing(module, asynchronous, prepared.random_states)
@@ -223,7 +220,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         )
     scaled = engine.optimizer is not None and engine.fp16_enabled()
     dynamic = scaled and engine.dynamic_loss_scale()
-    return Stage(
+    stage = Stage(
         pipeline=pipeline,
         number=number,
         exchanges_by_rank=exchanges,
@@ -244,7 +241,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         weights=weights,
         loss_scaling=LossScaling(engine.optimizer) if scaled else None,
         peers=PeerUpdates(pipeline.num_stages, number) if pipelined and (clips_globally or dynamic) else None,
-        mitigation=mitigation if delays[number] > 0 else None,
+        mitigation=None,
         delay_warmup=delay_warmup,
         random_states=prepared.random_states,
         swap=prepared.swap,
@@ -252,6 +249,45 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         batch_loss=lambda: BatchLoss(engine.micro_batches, engine.mpu.get_data_parallel_group(), engine.dp_world_size),
         sets_back=pipelined,
     )
+    if engine.optimizer is not None:
+        use_optimizer(engine, stage, config)
+    return stage
+
+
+def use_optimizer(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig) -> None:
+    """Let the block's mitigation of staleness work around the engine's optimizer.
+
+    Raises:
+        VPipeConfigError: it does not work with the optimizer or the delays; on every rank.
+    """
+    if config.staleness is not None:
+        delays = stage.delays()
+        refuse_delays(config.staleness, delays)
+        # Made on all stages, so that all refuse what cannot be; around the base optimizer, wherever DeepSpeed has it.
+        mine = delays[stage.number]
+        mitigation = StalenessMitigation(engine.basic_optimizer, config.staleness, mine, stage.delay_warmup)
+        stage.mitigation = mitigation if mine > 0 else None
+
+
+def refuse_late_optimizer(engine: PatchedPipelineEngine, stage: Stage, optimizer: Any, parameters: Any) -> None:
+    """Refuse an optimizer after :func:`stage_of` that this engine cannot take; all ranks call this.
+
+    Raises:
+        VPipeConfigError: on every rank.
+    """
+    found = None
+    if engine.get_data_types()[0] != torch.float32:
+        found = "with fp16 or bf16 in the JSON, allowed there is an optimizer given to initialize()"
+    groups = listed(optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else parameters) or []
+    given = [p for item in groups for p in (item["params"] if isinstance(item, dict) else [item])]
+    mine = {id(parameter) for parameter in engine.stage_parameters}
+    elsewhere = stage.consensus.lowest(-int(any(id(p) not in mine for p in given)), "all ranks to take an optimizer")
+    if elsewhere < 0:
+        found = "with parameters that their stage does not have, allowed are those of engine.module after initialize()"
+    if found is not None:
+        raise VPipeConfigError(
+            f"_configure_optimizer() after initialize(): got an optimizer {found}; pass it to initialize(optimizer=...)"
+        )
 
 
 def set_micro_batches(stage: Stage, config: VPipeConfig, micro_batches: int) -> None:

@@ -15,12 +15,14 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.updates.optimizers import APEX_OPTIMIZERS, Lamb, own_optimizer
 from ds_vpipe.engine.updates.parameter_groups import listed, trainable
+from ds_vpipe.errors import VPipeConfigError
 
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
 _BUILDING = threading.Lock()  # what _without_handshake() replaces belongs to the process
@@ -186,6 +188,24 @@ class PatchedPipelineEngine(PipelineEngine):
         if isinstance(optimizer, Lamb):
             wrapped.fused_lamb_legacy = False  # which needs a kernel of its own
         return wrapped
+
+
+def refuse_own_instructions(engine: PipelineEngine) -> None:
+    """Refuse what a script has put in the place of DeepSpeed's instructions, which the executor's actions replace.
+
+    Instructions of the script's own are only in schedules of its own, which are refused too.
+
+    Raises:
+        VPipeConfigError: on every rank that runs the script.
+    """
+    for instruction, method in engine._INSTRUCTION_MAP.items():
+        modules = instruction.__module__, getattr(method, "__module__", None)
+        if modules[0] == ds_schedule.__name__ and modules[1] != PipelineEngine.__module__:
+            raise VPipeConfigError(
+                f"_INSTRUCTION_MAP[{instruction.__name__}]: got {getattr(method, '__qualname__', method)} of "
+                f"{modules[1]}, allowed with a vpipe block is DeepSpeed's own method, as actions take the place of "
+                f"instructions; leave the entry as it is, or remove the block"
+            )
 
 
 class StageLocalGrid:

@@ -22,22 +22,35 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
+from deepspeed.runtime.pipe.schedule import PipeSchedule
 
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.engine.backend_threads import outlive_backend_threads
-from ds_vpipe.engine.build import Prepared, prepared_arguments, set_micro_batches, stage_of
+from ds_vpipe.engine.build import (
+    Prepared,
+    prepared_arguments,
+    refuse_late_optimizer,
+    set_micro_batches,
+    stage_of,
+    use_optimizer,
+)
 from ds_vpipe.engine.checkpoint.layer_moves import move_layers, refuse_moves
 from ds_vpipe.engine.checkpoint.parameter_states import stage_layout
 from ds_vpipe.engine.checkpoint.save_load import Checkpoints
 from ds_vpipe.engine.checkpoint.whole_state import WholeModel
-from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, end_workers, training_by_list
+from ds_vpipe.engine.deepspeed_internals import (
+    PatchedPipelineEngine,
+    end_workers,
+    refuse_own_instructions,
+    training_by_list,
+)
 from ds_vpipe.engine.execution.data import or_no_data
 from ds_vpipe.engine.execution.drain import quiesce, restart_at
 from ds_vpipe.engine.execution.ending import finish_sends, report_failure
@@ -72,6 +85,7 @@ class VPipeEngine(PatchedPipelineEngine):
             kwargs, prepared = prepared_arguments(args, kwargs)
             args = ()
         super().__init__(*args, **kwargs)
+        refuse_own_instructions(self)
         self.vpipe_config = prepared.config
         self.plan = prepared.plan  # with predicted bytes of every stage; None if the block leaves nothing to plan
         self.stage = stage_of(self, prepared)  # state of this rank, its links and its weights
@@ -132,15 +146,7 @@ class VPipeEngine(PatchedPipelineEngine):
                 been trained, and training may go on with a new iterator.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        if self.optimizer is None:
-            raise VPipeConfigError(
-                "optimizer: got none, allowed is one that initialize() is given or that the DeepSpeed JSON names; "
-                'add "optimizer": {"type": ..., "params": {...}} to the JSON'
-            )
-        self._refuse_unfit("train_batch()")
-        reads = self.stage.is_first or self.stage.is_last
-        data = or_no_data(self.data_iterator if data_iter is None else data_iter, self.batch_fn)
-        self.stage.feed.next_call(data if reads else None)
+        self._refuse_training()
         try:
             begin = time.perf_counter()
             with self._aborting(), training_by_list(self.module, self.switched_modules):
@@ -451,7 +457,8 @@ class VPipeEngine(PatchedPipelineEngine):
         except StopIteration:
             raise
         except BaseException as error:
-            self.abort(error)
+            if self.stage.failure is None:  # else a block within this one has reported it
+                self.abort(error)
             raise
 
     def abort(self, error: BaseException) -> None:
@@ -480,16 +487,51 @@ class VPipeEngine(PatchedPipelineEngine):
         self._refuse_failed(call)
         self._refuse_half_loaded(call)
 
+    def _refuse_training(self) -> None:
+        if self.basic_optimizer is None:
+            raise VPipeConfigError(
+                "optimizer: got none, allowed is one that initialize() is given or that the DeepSpeed JSON names; "
+                'add "optimizer": {"type": ..., "params": {...}} to the JSON'
+            )
+        self._refuse_unfit("train_batch()")
+
     # DeepSpeed's hooks
 
-    def _train_schedule(self) -> Callable[[], None]:
-        return self.executor.train_batch
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        if "stage" not in self.__dict__:
+            super()._configure_optimizer(client_optimizer, model_parameters)
+            return
+        # A script may call this after initialize(), when it knows batch sizes and replicas.
+        self.quiesce("_configure_optimizer()")
+        refuse_late_optimizer(self, self.stage, client_optimizer, model_parameters)
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        use_optimizer(self, self.stage, self.vpipe_config)
+        self.stage.weights.take_over(self.optimizer, self.module.parameters())
+        self.clipping = self._clipping()
 
-    def _inference_schedule(self, micro_batches: int) -> Callable[[], None]:
-        return partial(self.evaluation.run, micro_batches)
-
-    def _exec_schedule(self, pipe_schedule: Callable[[], None]) -> None:
-        pipe_schedule()
+    def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
+        # A subclass may have a train_batch() or eval_batch() of its own, which calls this as DeepSpeed's do.
+        stage, kind = self.stage, type(pipe_schedule)
+        refuse_own_instructions(self)
+        if kind is ds_schedule.InferenceSchedule:
+            self.evaluation.run_schedule(pipe_schedule.micro_batches)
+            return
+        if kind is not ds_schedule.TrainSchedule:
+            raise VPipeConfigError(
+                f"_exec_schedule(): got a {kind.__qualname__} of {kind.__module__}, allowed are DeepSpeed's own "
+                f"TrainSchedule and InferenceSchedule, which stand for vpipe.schedule; leave the other one out, or "
+                f"remove the vpipe block"
+            )
+        if pipe_schedule.micro_batches != self.pipeline.micro_batches:
+            raise VPipeError(
+                f"engine.micro_batches: got {pipe_schedule.micro_batches} in training, allowed is "
+                f"{self.pipeline.micro_batches} as at the start; call engine.set_train_batch_size() to change it"
+            )
+        self._refuse_training()
+        data = or_no_data(self.data_iterator, self.batch_fn) if stage.is_first or stage.is_last else None
+        with self._aborting():
+            stage.feed.next_call(data)
+            self.executor.train_batch()
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         with self.executor.updating():

@@ -21,6 +21,7 @@ class BatchLoss:
 
     def __init__(self, micro_batches: int, group: Any, replicas: int) -> None:
         self._micro_batches, self._group, self._replicas = micro_batches, group, replicas
+        self.outputs: list[Any] = []  # what the loss function has returned, as DeepSpeed's engine keeps it
         self._sums: list[torch.Tensor] = []
         self._count = 0
         self._means: torch.Tensor | None = None
@@ -29,12 +30,15 @@ class BatchLoss:
     def add(self, loss: Any, additional: Mapping[str, Any] | None = None) -> torch.Tensor:
         """Add a micro-batch's loss, and what the model reports beside it, and return the loss.
 
-        After the batch's last one the reduction over replicas starts, to be hidden behind the backward pass.
+        Of several losses the first is trained. After the batch's last one the reduction over replicas starts, to be
+        hidden behind the backward pass.
 
         Raises:
             VPipeError: a loss is not a tensor without dimensions, or their number has changed.
         """
-        checked = _scalar("loss of the last stage", loss)
+        several = isinstance(loss, (tuple, list)) and len(loss) > 0
+        checked = _scalar("loss of the last stage", loss[0] if several else loss)
+        self.outputs.append([value.detach() for value in loss] if several else checked.detach())
         values = [checked.detach()]
         values += [_scalar(f"additional loss {name!r}", value).detach() for name, value in (additional or {}).items()]
         if self._count == 0:
@@ -55,9 +59,14 @@ class BatchLoss:
 
     def restart(self) -> None:
         """Forget what has been added: those micro-batches belong to no complete batch."""
-        self._sums = []
+        self.outputs, self._sums = [], []
         self._means = self._work = None
         self._count = 0
+
+    @property
+    def total(self) -> torch.Tensor:
+        """Sum of this pipeline's losses that are trained."""
+        return self._sums[0]
 
     def means(self) -> torch.Tensor:
         """Mean loss of this pipeline, of all replicas, and additional ones: ``[2 + n]``. Once per complete batch."""

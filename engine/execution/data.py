@@ -76,6 +76,10 @@ class MicroBatchFeed:
         if newest is None or self._iterators[newest] is not iterator:
             self._iterators[self.call] = iterator
 
+    def reads(self, iterator: Iterator[Item] | None) -> bool:
+        """Whether micro-batches of training come from ``iterator``."""
+        return any(iterator is known for known in self._iterators.values())
+
     def forget_before(self, call: int) -> None:
         """No micro-batch that was read before ``call`` will be asked for again."""
         keep = self._source(call)

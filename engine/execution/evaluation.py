@@ -57,6 +57,7 @@ class Evaluation:
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, moves: LiveMoves) -> None:
         self._engine, self._stage, self._moves = engine, stage, moves
         self._in_flight: dict[Key, InFlight] = {}
+        self._has_read = False  # whether eval_batch() has read the micro-batches
         self._methods: dict[Kind, Callable[[int, int], None]] = {
             Kind.LOAD: self._load,
             Kind.RECV_ACT: self._receive,
@@ -73,7 +74,8 @@ class Evaluation:
         stage.action = "evaluation"
         try:
             with stage.random_states.kept(stage.device), self.newest_weights():
-                items = self._read_all(data_iter, given.get("num_micro_batches"))
+                items = self._read_all(data_iter, given.get("num_micro_batches") or engine.micro_batches)
+                self._has_read = True
                 if not given.get("compute_loss", True) or given.get("reduce_output", "avg") is None:
                     engine.monitor.enabled = False  # there is no mean loss to write
                 result = deepspeed_eval(items, **given)
@@ -83,6 +85,19 @@ class Evaluation:
             engine.module.train(training)
             engine.data_iterator, engine.monitor.enabled = train_iterator, monitored
             engine.eval_return_logits, engine._compute_loss = False, True
+            self._has_read = False
+
+    def run_schedule(self, micro_batches: int) -> None:
+        """Forward passes for ``eval_batch()``, or for another method of a subclass: over ``engine.data_iterator``."""
+        if self._has_read:
+            self.run(micro_batches)
+            return
+        engine, stage = self._engine, self._stage
+        stage.action = "evaluation"
+        with stage.random_states.kept(stage.device), self.newest_weights():
+            engine.data_iterator = self._read_all(engine.data_iterator, micro_batches)
+            self.run(micro_batches)
+        self.flush()
 
     def run(self, micro_batches: int) -> None:
         """Forward passes of an evaluation; results are in the engine's ``fwd_outputs`` on the last stage."""
@@ -111,10 +126,9 @@ class Evaluation:
         if self._stage.links.has_next:  # with several parts the last stage has one, too
             self._stage.links.next.evaluation.flush()
 
-    def _read_all(self, data_iter: Iterator[Any] | None, num_micro_batches: int | None) -> Any:
+    def _read_all(self, data_iter: Iterator[Any] | None, wanted: int) -> Any:
         """Read this evaluation's micro-batches, and stop every rank if one of them cannot."""
         stage = self._stage
-        wanted = stage.pipeline.micro_batches if num_micro_batches is None else num_micro_batches
         items: list[Any] | None = None
         failure: Exception | None = None
         if stage.is_first or stage.is_last:
@@ -134,8 +148,7 @@ class Evaluation:
 
     def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         data = or_no_data(data_iter, self._engine.batch_fn)
-        reads_ahead = self._stage.asynchronous and data_iter is self._engine.data_iterator
-        if data is None or (data_iter is not None and reads_ahead):
+        if data is None or (self._stage.asynchronous and self._stage.feed.reads(data_iter)):
             given = "None" if data_iter is None else "the iterator that train_batch() reads"
             raise VPipeError(
                 f"eval_batch(data_iter): got {given}, allowed on the first and last stage is an iterator of "

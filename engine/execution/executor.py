@@ -125,6 +125,8 @@ class Executor:
                 drain.refill(stage)
         finally:
             stage.weights.load_new_params()
+        if stage.losses is not None:  # for scripts that look at them
+            self._engine.fwd_outputs, self._engine.total_loss = stage.losses.outputs, stage.losses.total
         if stage.progress.completed == stage.progress.limit:
             stage.ties.catch_up(stage.progress.completed // size)
 

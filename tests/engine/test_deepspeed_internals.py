@@ -30,17 +30,15 @@ HOOKS = {
     "_common_checkpoint_state": "a checkpoint names the parameters of its states",
     "_configure_basic_optimizer": "apex's optimizers, and LAMB without a GPU",
     "_configure_fp16_optimizer": "no update with zero gradients at the start",
-    "_configure_optimizer": "stages without trained parameters; optimizers of the whole model",
+    "_configure_optimizer": "stages without trained parameters; optimizers of the whole model, or after initialize()",
     "_consolidated_16bit_state_dict": "the weights of all stages",
     "_do_optimizer_sanity_check": "the bf16 wrapper that can load its own checkpoints",
-    "_exec_schedule": "runs our actions",
-    "_inference_schedule": "names them",
+    "_exec_schedule": "runs our actions in the place of DeepSpeed's instructions",
     "_is_supported_optimizer": "apex's optimizers",
     "_reduce_outputs": "outputs of any form",
     "_save_checkpoint": "a failure is kept until all ranks are past DeepSpeed's own waiting",
     "_save_zero_checkpoint": "likewise",
     "_take_model_step": "versions, loss scale and tied weights around the step",
-    "_train_schedule": "names our actions",
 }
 
 # Private names that the engine uses, where they are, and why.
@@ -56,6 +54,7 @@ USED: dict[str, tuple[Any, str]] = {
     "_foreach_copy_": (torch, "one call for many tensors"),
     "_foreach_mul_": (torch, "likewise"),
     "_foreach_norm": (torch, "likewise"),
+    "_INSTRUCTION_MAP": (PipelineEngine, "a script's own methods for DeepSpeed's instructions are refused"),
     "_get_backend": (torch.distributed.ProcessGroup, "as _device_types"),
     "_get_default_store": (distributed_c10d, "groups are built from the store, never by new_group"),
     "_layer_specs": (None, "PipelineModule: layers of other stages"),

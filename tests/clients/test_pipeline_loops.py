@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import csv
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -145,7 +146,8 @@ def read_before(engine: Any, items: Iterator[Any], count: int) -> Any:
 
 def fine_tune(vpipe: dict[str, Any] | None, folder: Path, one_iterator: bool) -> dict[str, Any]:
     """A loop that reads every batch before it is trained, from an iterator for each or for all; and saves half-way."""
-    engine = built_late(vpipe)
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": "monitor"}
+    engine = built_late(vpipe, csv_monitor=monitor)
     loader = SharedLoader(engine)
     queue: collections.deque[Any] = collections.deque()
     items, ahead = iter(queue.popleft, None), engine.pipeline.depths[0] if one_iterator else 0
@@ -222,8 +224,20 @@ def fine_tune_in_all_ways(folder: Path) -> dict[str, Any]:
     return {**reports, "resumed": resume(asp, folder / "asp")}
 
 
+def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What the monitor has been told: steps and values by name, without those that only our engine has."""
+    found = {}
+    for path in (folder / "monitor").glob("*.csv"):
+        with path.open() as file:
+            found[path.stem] = [(int(step), float(value)) for step, value in list(csv.reader(file))[1:]]
+    return {name: rows for name, rows in found.items() if not name.startswith("Train_Pipeline")}
+
+
 def test_optimizer_after_initialize_and_batches_read_before(worlds: Worlds, tmp_path: Path) -> None:
-    """Synchronous: as DeepSpeed's; asynchronous: as the replay, and with an iterator for each batch as synchronous."""
+    """Synchronous: as DeepSpeed's; asynchronous: as the replay, and with an iterator for each batch as synchronous.
+
+    Monitors get what DeepSpeed's engine tells them, and statistics of stages.
+    """
     ranks = worlds.run(2, fine_tune_in_all_ways, tmp_path)
     wanted, losses = replay(refills=(0, BATCHES // 2 * M))  # the save empties the pipeline
     for rank in ranks:
@@ -245,6 +259,15 @@ def test_optimizer_after_initialize_and_batches_read_before(worlds: Worlds, tmp_
         for name, other in (("asp", "resumed"), ("late", "at once")):
             for at, value in rank[name]["parameters"].items():
                 assert torch.equal(value, rank[other]["parameters"][at]), (name, at)
+    told = {way: events(tmp_path / way) for way in ("stock", "bsp", "asp")}
+    samples = [M * toy.MICRO_BATCH * (step + 1) for step in range(BATCHES)]
+    assert {f"Train_Samples_{name}" for name in ("train_loss", "eval_loss", "lr")} <= told["stock"].keys()
+    for name, rows in told["stock"].items():
+        assert told["bsp"][name] == rows, name
+        assert [step for step, _ in told["asp"][name]] == [step for step, _ in rows], name
+    for name, key in (("train_loss", "losses"), ("eval_loss", "evaluated"), ("lr", "rates")):
+        steps = samples[::2] if name == "eval_loss" else samples
+        assert told["asp"][f"Train_Samples_{name}"] == list(zip(steps, ranks[0]["asp"][key], strict=True)), name
 
 
 # An engine of the script's own, and ranks in another order

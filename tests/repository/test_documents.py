@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,12 @@ def test_the_refusal_in_the_readme_is_printed() -> None:
     with pytest.raises(VPipeConfigError) as refused:
         VPipeConfig.parse({"recompute_ratio": [0.3, 1.3, 0, 0]})
     assert str(refused.value) in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+
+
+def test_clients_in_the_readme_have_tests_with_those_versions() -> None:
+    for script, versions, _, test in rows("README.md", "your script | tried with"):
+        path = re.fullmatch(r"\[test\]\((tests/.*\.py)\)", test)
+        assert path is not None, script
+        assert (ROOT / path[1]).is_file(), script
+        for package, version in re.findall(r"(\w+) (\d+\.\d+)", versions):
+            assert metadata.version(package).startswith(f"{version}."), package

@@ -27,7 +27,7 @@ from ds_vpipe.timelines.figure import draw as draw
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
-PRELOADED = ["deepspeed", "torch._dynamo", "ds_vpipe.initialization"]  # an optimizer imports the second
+PRELOADED = ["deepspeed.runtime.zero.muon.muon_optimizer", "ds_vpipe.initialization"]  # an optimizer imports the first
 
 WIDTH = 1024
 BATCH = 16
@@ -141,6 +141,7 @@ def _join(rank: int, world: int, port: int) -> Any:
     gpus = torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR") != "cpu" else 0
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % gpus if gpus else rank))  # ranks may share a GPU
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is no garbage of engines
     logger.setLevel("ERROR")
     printed, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - DeepSpeed prints its topology
     if gpus:
@@ -174,7 +175,8 @@ def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A port that is free now may be taken when rank 0 comes to listen on it, so this process listens in its place.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    ours = sorted(name for name in sys.modules if name.startswith("ds_vpipe."))
+    multiprocessing.set_forkserver_preload([*PRELOADED, *ours])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # told to rank 0, which does not listen then
     try:
         method = "spawn" if torch.cuda.is_available() else "forkserver"

@@ -12,13 +12,16 @@ from worlds import Worlds
 settings.register_profile("untimed", deadline=None)  # a loaded machine is no defect
 settings.load_profile("untimed")
 
-# Files of few long tests: at the end, one of them would run while other cores have nothing to do.
-FIRST = ("repository", "splitting")
+# Long files, the longest first: at the end, one of them would run while other cores have nothing to do.
+LONG = [
+    "repository", "splitting", "test_matrix.py", "test_exactness.py", "test_live_moves.py", "test_swap_exactness.py",
+    "test_gpt2.py", "test_bert_runs.py", "test_converted_runs.py", "test_run.py",
+]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put long files first; skip tests marked ``cuda`` where there is no GPU (only those make this import torch)."""
-    items.sort(key=lambda item: not any(folder in item.path.parts for folder in FIRST))
+    items.sort(key=lambda item: min((LONG.index(name) for name in item.path.parts if name in LONG), default=len(LONG)))
     marked = [item for item in items if item.get_closest_marker("cuda") is not None]
     if not marked:
         return

@@ -31,7 +31,7 @@ from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, StageLocalGrid
 from ds_vpipe.engine.execution.batch_loss import BatchLoss
 from ds_vpipe.engine.execution.data import MicroBatchFeed
-from ds_vpipe.engine.execution.drain_watch import DrainWatch
+from ds_vpipe.engine.execution.drain_watch import DrainWatch, PauseWatch
 from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.device import copies_of
 from ds_vpipe.engine.links.groups import Groups, Peer, use_local_device
@@ -220,6 +220,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         )
     scaled = engine.optimizer is not None and engine.fp16_enabled()
     dynamic = scaled and engine.dynamic_loss_scale()
+    ends_first = number == pipeline.num_stages - 1 and grid.data_parallel_id == grid.get_slice_parallel_rank() == 0
     stage = Stage(
         pipeline=pipeline,
         number=number,
@@ -246,6 +247,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         random_states=prepared.random_states,
         swap=prepared.swap,
         drains=DrainWatch(engine.global_rank == 0),
+        pauses=PauseWatch(pipelined and ends_first),
         batch_loss=lambda: BatchLoss(engine.micro_batches, engine.mpu.get_data_parallel_group(), engine.dp_world_size),
         sets_back=pipelined,
     )

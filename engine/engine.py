@@ -152,6 +152,7 @@ class VPipeEngine(PatchedPipelineEngine):
             with self._aborting(), training_by_list(self.module, self.switched_modules):
                 loss: torch.Tensor = super().train_batch(data_iter)
                 self.observation.publish()
+            self.stage.pauses.after_batch(begin, time.perf_counter())
             if self.balance is not None:
                 self._look_at(self.balance, time.perf_counter() - begin)
             return loss

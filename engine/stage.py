@@ -9,7 +9,7 @@ from deepspeed.pipe import PipelineModule
 
 from ds_vpipe.engine.execution.batch_loss import BatchLoss, BatchReport
 from ds_vpipe.engine.execution.data import MicroBatchFeed
-from ds_vpipe.engine.execution.drain_watch import DrainWatch
+from ds_vpipe.engine.execution.drain_watch import DrainWatch, PauseWatch
 from ds_vpipe.engine.execution.in_flight import InFlight, Key
 from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.device import DeviceCopies
@@ -65,6 +65,7 @@ class Stage:
     random_states: RandomStates  # those that recomputation and evaluation restore
     swap: Swap | None  # moves activations to the host, if the block asks for it
     drains: DrainWatch  # count of batches in which the pipeline is emptied, for a warning
+    pauses: PauseWatch  # count of batches after which the script lets it wait, likewise
     batch_loss: Callable[[], BatchLoss]  # makes the sum of a new batch's losses, on the last stage
     sets_back: bool  # whether micro-batches in flight may be withdrawn, and admitted again later
     script_senders: Sequence[Sender] = ()  # links on which the last stage sends losses to scripts

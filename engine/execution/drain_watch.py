@@ -1,8 +1,10 @@
-"""A warning about a pipeline that is emptied in batch after batch, which makes it as slow as a synchronous one."""
+"""Warnings about scripts that empty the pipeline, or wait for all ranks, in every batch: it is slow then."""
 
 from deepspeed.utils import logger
 
 _IN_A_ROW = 3
+_PAUSES_IN_A_ROW = 20
+_LONG_PAUSE = 0.25  # as a share of the time from one call's end to the next one's
 
 
 class DrainWatch:
@@ -34,3 +36,33 @@ class DrainWatch:
                 f"ds_vpipe: {cause} has emptied the pipeline in {_IN_A_ROW} batches in a row: {cost} in every such "
                 f"batch, in which stages wait for each other as in a synchronous pipeline; {remedy}"
             )
+
+
+class PauseWatch:
+    """Count of batches in a row before which the script took long on the last stage.
+
+    That stage is the first to return from ``train_batch()``, so that it waits longest where a script lets ranks wait
+    for each other. Stages are then no longer ahead of each other, as an asynchronous pipeline needs it.
+    """
+
+    def __init__(self, speaks: bool) -> None:
+        self._speaks = speaks
+        self._end: float | None = None
+        self._pauses: list[float] = []
+
+    def after_batch(self, begin: float, end: float) -> None:
+        """A call of ``train_batch()`` has lasted from ``begin`` to ``end``, in seconds."""
+        if not self._speaks:
+            return
+        share = 0.0 if self._end is None else (begin - self._end) / max(end - self._end, 1e-9)
+        self._end = end
+        self._pauses = [*self._pauses, share] if share > _LONG_PAUSE else []
+        if len(self._pauses) < _PAUSES_IN_A_ROW:
+            return
+        self._speaks = False
+        taken = sum(self._pauses) / len(self._pauses)
+        logger.warning(
+            f"ds_vpipe: in {_PAUSES_IN_A_ROW} batches in a row the script took {taken:.0%} of the time on "
+            f"the last stage: if it waits for other ranks there, by a barrier or a collective, stages wait as in a "
+            f"synchronous pipeline; do that every 50 batches, such as with --log-interval 50"
+        )

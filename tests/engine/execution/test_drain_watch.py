@@ -1,7 +1,8 @@
-"""What empties the pipeline in every batch is said once, and the batch size that it has already empties nothing."""
+"""What slows the pipeline down in every batch is said once, and the batch size that it has already empties nothing."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ import toy
 from test_exactness import OPTIMIZERS, difference
 from worlds import Worlds
 
-from ds_vpipe.engine.execution.drain_watch import DrainWatch
+from ds_vpipe.engine.execution.drain_watch import DrainWatch, PauseWatch
 
 CONFIG = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
 BATCHES = 6
@@ -45,6 +46,21 @@ def test_said_once_with_cause_and_cost_on_one_rank() -> None:
     )
     assert line.endswith("; call it less often")
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("pauses", "speaks", "lines"),
+    [([2.0] * 60, True, 1), ([2.0] * 60, False, 0), ([0.2] * 60, True, 0), (([2.0] * 19 + [0.2]) * 3, True, 0)],
+)
+def test_a_script_that_takes_long_in_every_batch(pauses: list[float], speaks: bool, lines: int) -> None:
+    """Twenty times in a row, which an evaluation or a save now and then is not."""
+    with mock.patch("ds_vpipe.engine.execution.drain_watch.logger.warning") as said:
+        watch, now = PauseWatch(speaks), 100.0
+        for pause in (0.0, *pauses):
+            watch.after_batch(now + pause, now + pause + 1)
+            now += pause + 1
+    assert said.call_count == lines
+    assert all("took 67% of the time on the last stage" in call.args[0] for call in said.call_args_list)
 
 
 def train(before_batch: Any, per_call: bool = False) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -86,6 +102,9 @@ def all_causes(folder: str) -> tuple[Any, Any, list[list[str]]]:
         heard()
         evaluate_in_every_round()
         heard()
+        with mock.patch("ds_vpipe.engine.execution.drain_watch._PAUSES_IN_A_ROW", 3):
+            train(lambda *_: time.sleep(0.2))
+        heard()
     return plain, same_size, lines
 
 
@@ -96,10 +115,13 @@ def test_every_cause(worlds: Worlds, tmp_path: Path) -> None:
         assert difference(plain[0], same_size[0]) == 0
         assert plain[1] == same_size[1]
     assert reports[0][0][1][0] == 1  # the first stage is ahead of its updates
-    nothing, *heard = reports[0][2]
+    nothing, *heard, of_pauses = reports[0][2]
     assert nothing == []
     causes = ["set_train_batch_size()", "save_checkpoint()", "the end of an iterator", "evaluation"]
     for lines, cause in zip(heard, causes, strict=True):
         (line,) = lines
         assert line.startswith(f"ds_vpipe: {cause}")
-    assert reports[1][2] == [[]] * 5
+    assert of_pauses == []
+    *others, (line,) = reports[1][2]
+    assert others == [[]] * 5
+    assert line.startswith("ds_vpipe: in 3 batches in a row the script took")

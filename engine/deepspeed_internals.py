@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
-from ds_vpipe.engine.updates.optimizers import APEX_OPTIMIZERS, Lamb, own_optimizer
+from ds_vpipe.engine.updates.optimizers import OWN_OPTIMIZERS, Lamb, own_optimizer
 from ds_vpipe.engine.updates.parameter_groups import listed, trainable
 from ds_vpipe.errors import VPipeConfigError
 
@@ -159,7 +159,7 @@ class PatchedPipelineEngine(PipelineEngine):
         return found
 
     def _is_supported_optimizer(self, optimizer_name: str) -> bool:
-        return optimizer_name in APEX_OPTIMIZERS or bool(super()._is_supported_optimizer(optimizer_name))
+        return optimizer_name in OWN_OPTIMIZERS or bool(super()._is_supported_optimizer(optimizer_name))
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         if not isinstance(client_optimizer, torch.optim.Optimizer):

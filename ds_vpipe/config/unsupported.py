@@ -43,6 +43,9 @@ def _zero(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     asp, zero = block.sync_mode == "asp", "zero_optimization"
     why = "ZeRO-2 and ZeRO-3 split gradients or weights across steps that pipeline stages take at different times"
     yield f"{zero}.stage", (json.zero_stage or 0) > 1, "0 or 1", why, "use stage 1"
+    why = "ZeRO hands optimizers one flat vector, and SOAP rotates matrices"
+    rotates = json.zero_stage == 1 and json.optimizer == "SOAP"
+    yield f"{zero}.stage", rotates, '0 next to optimizer.type "SOAP"', why, "use stage 0, or another optimizer"
     # DeepSpeed also reads the two deprecated flags.
     for name, flag, here in (("offload_param", "cpu_offload_param", True), ("offload_optimizer", "cpu_offload", asp)):
         yield f"{zero}.{name}.device", here and _offloads(json, name), '"none"', _NO, f"remove {name}"

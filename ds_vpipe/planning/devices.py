@@ -34,6 +34,8 @@ _VALUES = {
     "fusedadam": (2, 0),
     "fusedlamb": (2, 0),
     "muon": (2, 2),  # one for matrices, two for the rest, which Adam trains
+    # Two, and two n x n and m x m matrices per n x m matrix: that of a transformer whose MLP is four times as wide.
+    "soap": (9, 4),
     "adagrad": (1, 2),
     "rmsprop": (1, 2),
     "asgd": (1, 2),

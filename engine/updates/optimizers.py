@@ -1,4 +1,4 @@
-"""Optimizers of a DeepSpeed JSON that DeepSpeed does not make: apex's, and LAMB without a GPU."""
+"""Optimizers of a DeepSpeed JSON that DeepSpeed does not make: SOAP, apex's, and LAMB without a GPU."""
 
 import importlib
 import importlib.util
@@ -11,9 +11,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import LAMB_OPTIMIZER
 
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.staleness.soap import SOAP
 
 APEX_OPTIMIZERS = ("FusedLAMB", "FusedAdam")
 """Optimizers of NVIDIA's apex that a JSON may name, as apex spells them."""
+
+OWN_OPTIMIZERS = (*APEX_OPTIMIZERS, "SOAP")
+"""Optimizers that a JSON may name besides those that DeepSpeed knows."""
 
 
 def own_optimizer(
@@ -34,6 +38,8 @@ def own_optimizer(
         kind = getattr(importlib.import_module("apex.optimizers"), name)
     elif name == LAMB_OPTIMIZER and get_accelerator().device_name() != "cuda":
         kind = Lamb
+    elif name == "SOAP":
+        kind = SOAP
     else:
         return None
     if "max_grad_norm" in params:

@@ -66,6 +66,7 @@ convergence() {
     "${one[@]}" --methods none --synchronous --seeds 1
     "${one[@]}" --methods --stages --rates 1.4e-3
     "${one[@]}" --methods nadam rescheduling sync20% --synchronous --stages 4 8 --rates 1.4e-3 --seeds 1
+    "${one[@]}" --methods soap --synchronous soap --rates 1.4e-3 2.8e-3 4e-3
     local full=("$python" scripts/bench/convergence.py "${to[@]}" --methods --synchronous) # M = K
     "${full[@]}" --stages 4 8 --methods-of-full-batches none nadam --rates 1e-3 1.4e-3 2e-3
     "${full[@]}" --stages 4 --methods-of-full-batches nadam --rates 2e-3

@@ -481,6 +481,13 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
     (CHECKPOINTS, {"swap_ratio": [0, 0.1]}, "pipeline.activation_checkpoint_interval", 1, "swap_ratio"),
     ({"checkpoint": {"writer": {"decoupled": True}}}, {}, "checkpoint.writer.decoupled", True, "write false"),
     (
+        {"zero_optimization": {"stage": 1}, "optimizer": {"type": "SOAP"}},
+        {},
+        "zero_optimization.stage",
+        1,
+        "use stage 0",
+    ),
+    (
         {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
         {},
         "zero_optimization.elastic_checkpoint",

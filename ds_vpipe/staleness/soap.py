@@ -1,0 +1,131 @@
+"""SOAP, Adam in the eigenbasis of its gradients' second moments, with Nesterov momentum.
+
+Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam (2024). Late gradients harm Adam most where a matrix's
+curvature is not aligned with its rows and columns; after the rotation it is. Jung et al., Mitigating Staleness in
+Asynchronous Pipeline Parallelism via Basis Rotation (ICML 2026), whose algorithm this is: the first moment stays in the
+basis of the weights, the second one in the rotated basis. New is Nesterov's momentum in the form of
+``torch.optim.NAdam``, which gives the newest gradient more weight.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_vpipe.staleness.nadam import NesterovMomenta
+
+Bases = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Orthogonal matrices for the rows and for the columns of a gradient; None leaves that side as it is."""
+
+
+class SOAP(torch.optim.Optimizer):
+    """SOAP with Nesterov momentum and decoupled weight decay.
+
+    Matrices are rotated; other tensors are trained by NAdam. An n x m matrix needs 2 n² + 2 m² elements of state
+    besides Adam's two of its own size, and QR decompositions of n x n and m x m every ``precondition_frequency``
+    updates.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay.
+        momentum_decay: speed at which the momentum grows towards ``betas[0]``.
+        shampoo_beta: decay of the second moments of rows and columns, whose eigenvectors are the bases.
+        precondition_frequency: updates from one refresh of the bases to the next.
+        max_precond_dim: largest side of a matrix that is rotated; a longer one, such as a vocabulary, is left as it is.
+
+    Raises:
+        ValueError: a number outside its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.99, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        momentum_decay: float = 4e-3,
+        shampoo_beta: float = 0.95,
+        precondition_frequency: int = 10,
+        max_precond_dim: int = 10000,
+    ) -> None:
+        for name, value in {"betas[0]": betas[0], "betas[1]": betas[1], "shampoo_beta": shampoo_beta}.items():
+            if not 0 <= value < 1:
+                raise ValueError(f"{name}: got {value}, allowed is a number in [0, 1)")
+        if precondition_frequency < 1:
+            raise ValueError(f"precondition_frequency: got {precondition_frequency}, allowed is an int >= 1")
+        self._momenta: dict[tuple[float, float], NesterovMomenta] = {}
+        moments = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        bases = {"shampoo_beta": shampoo_beta, "precondition_frequency": precondition_frequency}
+        options = {**moments, "momentum_decay": momentum_decay, **bases, "max_precond_dim": max_precond_dim}
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """One update of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            speed = group["betas"][0], group["momentum_decay"]
+            momenta = self._momenta.setdefault(speed, NesterovMomenta(*speed))
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, momenta, group)
+        return loss
+
+    def _update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, momenta: NesterovMomenta, group: dict[str, Any]
+    ) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        state["step"] += 1
+        step, beta2 = state["step"], group["betas"][1]
+        bases = _bases(state, gradient, group)
+        rotated = _rotate(gradient, bases)
+        state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
+        state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
+        of_gradient, of_mean = momenta.shares(step)
+        direction = _rotate(gradient * of_gradient + state["exp_avg"] * of_mean, bases)
+        direction = direction / (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        rate = float(group["lr"])
+        parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.add_(_rotate(direction, _transposed(bases)), alpha=-rate)
+
+
+def _bases(state: dict[str, Any], gradient: torch.Tensor, group: dict[str, Any]) -> Bases:
+    """Bases for this update, made or refreshed if it is time."""
+    if gradient.dim() != 2:
+        return None, None
+    due = state["step"] % group["precondition_frequency"] == 0
+    for side, factor in (("rows", gradient), ("columns", gradient.T)):
+        if factor.size(0) > group["max_precond_dim"]:
+            continue
+        moment, basis = f"{side}_moment", f"{side}_basis"
+        if moment not in state:
+            state[moment] = gradient.new_zeros(factor.size(0), factor.size(0))
+        state[moment].lerp_(factor @ factor.T, 1 - group["shampoo_beta"])
+        if basis not in state:
+            # In double precision, since the first moment has the rank of one gradient.
+            vectors = torch.linalg.eigh(state[moment].double()).eigenvectors
+            state[basis] = vectors.flip(1).to(gradient.dtype).contiguous()
+        elif due:
+            state[basis] = torch.linalg.qr(state[moment] @ state[basis]).Q  # one step of the power iteration
+    return state.get("rows_basis"), state.get("columns_basis")
+
+
+def _transposed(bases: Bases) -> Bases:
+    rows, columns = bases
+    return None if rows is None else rows.T, None if columns is None else columns.T
+
+
+def _rotate(value: torch.Tensor, bases: Bases) -> torch.Tensor:
+    rows, columns = bases
+    value = value if rows is None else rows.T @ value
+    return value if columns is None else value @ columns

@@ -203,14 +203,14 @@ class TiedWeights:
         Returns:
             The weights that are copies here, each owner's with their states.
         """
-        for copies in self._copies:
+        for copies in (copies for copies in self._copies if copies.weights):  # frozen ones have no states
             # No longer than weights are: links keep buffers as long as the longest message.
             size = sum(weight.numel() * weight.element_size() for weight in copies.weights)
             pieces = states_of(copies.weights).split(size)
             for piece in (torch.tensor(len(pieces)), *pieces):
                 copies.weights_out.send(Message.TIED, 0, piece)
         found = []
-        for owned in self._owned:
+        for owned in (owned for owned in self._owned if owned.weights):
             count = int(owned.weights_in.receive("states of tied weights").tree)
             pieces = tuple(owned.weights_in.receive("states of tied weights").tree for _ in range(count))
             found.append((owned.weights, torch.cat(pieces)))

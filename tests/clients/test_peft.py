@@ -166,7 +166,9 @@ def train_each(folder: Path) -> list[dict[str, Any]]:
     return reports
 
 
-def replayed(micro_batches: int, depths: list[int], quantized: str) -> dict[str, torch.Tensor]:
+def replayed(
+    micro_batches: int, depths: list[int], quantized: str, drained: bool = True, calls: list[Any] | None = None
+) -> dict[str, torch.Tensor]:
     """What the reference trains, which knows two stages with two blocks each."""
     model = adapted(quantized=quantized)
     stage_of = {name: int(".layers.2." in name or ".layers.3." in name) for name, _ in model.named_parameters()}
@@ -175,8 +177,8 @@ def replayed(micro_batches: int, depths: list[int], quantized: str) -> dict[str,
         return torch.optim.SGD([parameter for _, parameter in named], **SGD)
 
     replay = ScriptReplay(model, stage_of, {}, micro_batches, 0.0, optimizer)
-    replay.depths, replay.refills = depths, (0, HALF)
-    replay.calls = [((), call(number)) for number in range(ROUNDS)]
+    replay.depths, replay.refills = depths, (0, HALF) if drained else (0,)
+    replay.calls = [((), given) for given in calls or map(call, range(ROUNDS))]
     for update in range(ROUNDS // micro_batches):
         replay.train(update)
     return replay.named()
@@ -292,6 +294,90 @@ def test_a_stage_reads_its_own_part_of_the_base(tmp_path: Path) -> None:
     for name, value in found.items():
         assert torch.equal(value, wanted[name.removeprefix("base_model.model.").replace(".base_layer", "")]), name
     assert len(found) == 1 + 2 * 9  # the embeddings and two blocks
+
+
+class Front(nn.Module):
+    """Embeddings, and the rotations that all blocks use."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.embed, self.rotary = model.embed_tokens, model.rotary_emb
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.embed(ids)
+        return hidden, *self.rotary(hidden, torch.arange(ids.shape[1])[None])
+
+
+class Layer(nn.Module):
+    """A block of the model, with its adapters."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, *rotations = inputs
+        return self.block(hidden, position_embeddings=tuple(rotations)), *rotations
+
+
+class Tail(nn.Module):
+    """Norm and head."""
+
+    def __init__(self, norm: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.head = norm, head
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return self.head(self.norm(inputs[0]))
+
+
+def layers(model: Any) -> list[nn.Module]:
+    inner = model.base_model.model
+    return [Front(inner.model), *map(Layer, inner.model.layers), Tail(inner.model.norm, inner.lm_head)]
+
+
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def by_train_batch() -> dict[str, Any]:
+    """Train a pipeline of the model's own layers; adapters of all stages."""
+    import deepspeed
+
+    import ds_vpipe
+
+    net = deepspeed.pipe.PipelineModule(layers(adapted()), num_stages=STAGES, loss_fn=next_token_loss)
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    ds_config = {name: value for name, value in json(1).items() if name != "pipeline"}
+    engine = ds_vpipe.initialize(model=net, model_parameters=trained, config=ds_config)[0]
+    data = iter([(tokens(number), tokens(number)) for number in range(ROUNDS)])
+    for _ in range(ROUNDS):
+        engine.train_batch(data)
+    copies = engine.stashing_optimizer.versions
+    held = [storage.nbytes() for copy in (*copies._held.values(), *copies._spare) for storage in copy.storages]
+    found = {"held": sum(held), "bytes": sum(p.nbytes for p in trained)}
+    found["trained"] = engine.full_state_dict(exclude_frozen_parameters=True)
+    end(engine)
+    return found
+
+
+@pytest.mark.mp
+def test_layers_with_adapters_in_a_pipeline_module(worlds: Worlds) -> None:
+    reports = worlds.run(STAGES, by_train_batch)
+    assert [report["held"] for report in reports] == [reports[0]["bytes"], 0]
+    model = adapted()
+    wanted = replayed(
+        1, [1, 0], "", drained=False, calls=[{"input_ids": tokens(n), "labels": tokens(n)} for n in range(ROUNDS)]
+    )
+    model.load_state_dict(wanted, strict=False)
+    expected = {
+        f"{number}.{name}": parameter.detach()
+        for number, layer in enumerate(layers(model))
+        for name, parameter in layer.named_parameters()
+        if parameter.requires_grad
+    }
+    assert difference(reports[0]["trained"], expected) <= 1e-6
+    assert difference(reports[1]["trained"], expected) <= 1e-6
 
 
 def refuse() -> None:

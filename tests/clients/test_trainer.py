@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState
 from launches import run_on_rank
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 from worlds import CaseFailed, Worlds
 
@@ -148,6 +149,28 @@ def test_resuming_is_going_on(worlds: Worlds, tmp_path: Path) -> None:
     assert difference(saved(tmp_path / "resumed", "glue"), saved(tmp_path / "through", "glue")) == 0
     assert [report["metrics"] for report in resumed] == [report["metrics"] for report in through]
     assert [report["events"] for report in resumed] == [report["events"][2:] for report in through]
+
+
+def test_adapters(worlds: Worlds, tmp_path: Path) -> None:
+    """LoRA: in bsp that of one process; in asp going on from a checkpoint, which has no frozen weights, is going on."""
+    line = ["--task", "clm", "--lora", "true", "--gradient_accumulation_steps", "2", "--samples", "24"]
+    (alone,) = run(worlds, tmp_path / "alone", 1, None, *line)
+    reports = run(worlds, tmp_path / "bsp", 2, pipeline(sync_mode="bsp"), *line)
+    steps = ["--save_strategy", "steps", "--save_steps", "2"]
+    run(worlds, tmp_path / "asp", 2, pipeline(), *line, *steps)
+    checkpoint = tmp_path / "asp" / "out" / "checkpoint-2"
+    run(worlds, tmp_path / "resumed", 2, pipeline(), *line, *steps, "--resume_from_checkpoint", str(checkpoint))
+    names = ("alone", "bsp", "asp", "resumed")
+    one, bsp, asp, resumed = (load_file(tmp_path / name / "out" / "adapter_model.safetensors") for name in names)
+    assert difference(bsp, one) <= 1e-5
+    assert difference(asp, one) > 1e-5
+    assert difference(resumed, asp) == 0
+    for report in reports:
+        assert report["predictions"] == alone["predictions"]
+        assert report["metrics"] == pytest.approx(alone["metrics"], abs=1e-5)
+    states = [name for file in checkpoint.glob("global_step*/layer_*-model_states.pt") for name in torch.load(file)]
+    assert any("lora_A" in name for name in states)
+    assert not any("base_layer.weight" in name for name in states)
 
 
 def told_nothing() -> str:

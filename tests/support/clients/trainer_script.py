@@ -40,6 +40,7 @@ class ScriptArguments:
 
     task: str = field(default="mlm", metadata={"choices": ["mlm", "clm", "glue"]})
     samples: int = 23
+    lora: bool = field(default=False, metadata={"help": "Train adapters of PEFT on the model, which stays as it is."})
     keep: str = field(default="", metadata={"help": "Where to keep the micro-batches in the order of their making."})
 
 
@@ -96,6 +97,10 @@ def main() -> None:
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
     model, data, tokenizer, collator = built(script)
+    if script.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM"))
     held_out = data.select(range(script.samples - 13, script.samples))
     seen, kept = Seen(), []
 

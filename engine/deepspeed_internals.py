@@ -48,6 +48,12 @@ class PatchedPipelineEngine(PipelineEngine):
         self.stage_parameters = tuple(self.module.parameters())
         self.switched_modules = parts_to_switch(self.module)
 
+    def name_parameters(self) -> None:
+        """Give the optimizer the names of its parameters, if it has names."""
+        for group in self.basic_optimizer.param_groups:
+            if "param_names" in group:
+                group["param_names"] = [self.param_names[parameter] for parameter in group["params"]]
+
     def __setattr__(self, name: str, value: Any) -> None:
         # An engine is a module, whose attributes are looked through for parameters; a count or a loss is none.
         if type(value) in _PLAIN and name in self.__dict__:
@@ -125,8 +131,7 @@ class PatchedPipelineEngine(PipelineEngine):
         base.state.clear()
         for group, members in zip(base.param_groups, groups, strict=True):
             group["params"] = list(members) or [self.placeholder()]
-            if "param_names" in group:
-                group["param_names"] = [self.param_names[parameter] for parameter in group["params"]]
+        self.name_parameters()
         # Wrappers leave out what is frozen when they are made; a script may unfreeze it later.
         frozen = [parameter for members in groups for parameter in members if not parameter.requires_grad]
         for parameter in frozen:

@@ -29,6 +29,7 @@ import torch
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.schedule import PipeSchedule
+from deepspeed.utils import logger
 
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
 from ds_vpipe.config.staleness import refuse_delays
@@ -296,17 +297,26 @@ class VPipeEngine(PatchedPipelineEngine):
             return None
         refuse_moves(self, self.stage, f"vpipe.replan.every: got {settings.every}")
         note = self.observation.note
-        return Balance(self, self.stage, settings, prepared.devices, prepared.chooses_ratio, note)
+        return Balance(self, self.stage, self.moves, settings, prepared.devices, prepared.chooses_ratio, note)
+
+    def _take_split(self, counts: Sequence[int], ratios: Sequence[float] | None) -> None:
+        """Go on with the split of a checkpoint, which ``"replan"`` may have found."""
+        if len(counts) != self.num_stages or sum(counts) != self.module._num_layers or self.balance is None:
+            return
+        ratios = ratios if self.balance.chooses_ratio else None
+        if tuple(counts) != self.pipeline.partition:
+            if self.global_rank == 0:
+                logger.info(f"ds_vpipe: training goes on with the checkpoint's split {list(counts)}")
+            self.repartition(counts, ratios)
 
     def _look_at(self, balance: Balance, seconds: float) -> None:
         """Decide whether layers should move, if it is time to, after a batch that took so many seconds."""
         with self._aborting():
             decision = balance.after_batch(seconds)
-        if decision is None or decision.stays or balance.dry_run:
-            return
-        begin = time.perf_counter()
-        self.repartition(decision.better_partition, decision.better_ratio)
-        balance.carried_out(decision, time.perf_counter() - begin)
+        if decision is not None:
+            begin = time.perf_counter()
+            self.repartition(decision.better_partition, decision.better_ratio)
+            balance.carried_out(decision, time.perf_counter() - begin)
 
     # Checkpoints and weights
 
@@ -349,6 +359,7 @@ class VPipeEngine(PatchedPipelineEngine):
     ) -> Any:
         """As DeepSpeed's; all ranks call it, between any two batches.
 
+        With ``"replan"`` layers take the split of a checkpoint with as many stages, else it takes that of this engine.
         The caller's iterator has to begin at :attr:`consumed_micro_batches`. If it is the one used before, it goes on
         with the micro-batches that were read ahead; with another iterator these are dropped.
 
@@ -362,6 +373,7 @@ class VPipeEngine(PatchedPipelineEngine):
             super().load_checkpoint,
             load_dir,
             tag,
+            follow=self._take_split if self.balance is not None and not load_module_only else None,
             load_module_strict=load_module_strict,
             load_optimizer_states=load_optimizer_states,
             load_lr_scheduler_states=load_lr_scheduler_states,

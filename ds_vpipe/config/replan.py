@@ -16,10 +16,12 @@ class Replan(Settings):
         50,
         ge=0,
     )
-    moves: Literal["drain"] = key(
-        "drain",
-        '"drain"',
-        "Way in which layers move: `drain` empties the pipeline, moves them in memory and fills it again.",
+    moves: Literal["live", "drain"] = key(
+        "live",
+        '"live" or "drain"',
+        "Way in which layers move: `live` moves one layer after the other to a neighbouring stage while training goes "
+        "on, `drain` empties the pipeline, moves all of them in memory and fills it again. What cannot move live moves "
+        "in an empty pipeline, and the log says why.",
         "drain",
     )
     threshold: float = key(

@@ -11,21 +11,25 @@ backward pass also changes where layers are frozen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.partition import bounds
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
+from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import plan, predict
+from ds_vpipe.schedules.moves import Move, moved
 from ds_vpipe.schedules.one_f_one_b import peer_delay
 from ds_vpipe.schedules.pipeline import Pipeline
 
 _DIFFERENT = 1.15  # factor by which a device has to change to be noticed
 _LOOKS_TO_PAY = 10  # within so many looks what a move saves has to be more than what it costs
 _UNKNOWN_MOVE_S = 1.0  # of the first move
+_BACK = 0.06  # least share to save on the way back to a split that was left: two about equal ones would alternate
 _SAMPLES = 16  # micro-batches between two looks, at most
 
 
@@ -83,6 +87,8 @@ class Decision:
     seconds: float  # per micro-batch with the present split, as planned
     better_seconds: float  # with the planner's
     stays: str  # why layers stay where they are; empty if they move
+    steps: tuple[Move, ...] = ()  # to be made while training goes on; cut-overs are set when each begins
+    empties: str = ""  # why the pipeline has to be emptied, if it was not to be
 
     @property
     def gain(self) -> float:
@@ -98,6 +104,10 @@ class Decision:
             return f"replan at update {self.update}: {list(self.partition)} stays: {self.stays}"
         expected = f"{1e3 * self.seconds:.2f} -> {1e3 * self.better_seconds:.2f} ms per micro-batch expected"
         what = f" stays: {self.stays}" if self.stays else " moves"
+        if self.steps:
+            what += f" in {len(self.steps)} steps"
+        elif self.empties and not self.stays:
+            what += f" in an empty pipeline: {self.empties}"
         return f"replan at update {self.update}: {list(self.partition)} -> {there}, {expected};{what}"
 
 
@@ -159,6 +169,7 @@ def decide(
     threshold: float,
     chooses_ratio: bool,
     move_s: float | None = None,
+    left: Collection[tuple[int, ...]] = (),
 ) -> Decision:
     """Decision on the split of a running pipeline.
 
@@ -171,6 +182,7 @@ def decide(
         threshold: least share of the time per micro-batch that a move has to save.
         chooses_ratio: whether recomputation is the planner's to choose.
         move_s: seconds that the last move took; None before the first one.
+        left: splits that layers have moved away from.
     """
     devices = replace(devices, slowness=work.slowness)
     partition, ratios = pipeline.partition or (), pipeline.recompute_ratio or ()
@@ -193,6 +205,8 @@ def decide(
     fits = all(stage.budget is None or stage.memory.total <= stage.budget for stage in now.stages)
     if (found.better_partition, found.better_ratio) == (partition, ratios):
         return replace(found, stays="no split is faster")
+    if found.better_partition in left:
+        threshold = max(threshold, _BACK)
     if fits and found.gain <= threshold:
         return replace(found, stays=f"it would save {found.gain:.1%}, threshold {threshold:.1%}")
     # To fill the pipeline again takes about one micro-batch through all stages.
@@ -200,6 +214,51 @@ def decide(
     if fits and saved * pipeline.micro_batches * every * _LOOKS_TO_PAY <= cost:
         return replace(found, stays=f"a move of {cost:.2f} s would not pay within {_LOOKS_TO_PAY * every} updates")
     return found
+
+
+def in_steps(decision: Decision, work: Work, pipeline: Pipeline, devices: Devices) -> Decision:
+    """``decision`` with the steps that lead to its split, or with the reason why there are none.
+
+    Each step moves one layer to a neighbouring stage: of those towards the new split that after which the slowest
+    stages are fastest. The layer is on both stages for a while, and both need the memory.
+    """
+    if decision.better_ratio != decision.recompute_ratio:
+        return replace(decision, empties="recompute_ratio changes")
+    devices, partition, goal = replace(devices, slowness=work.slowness), decision.partition, decision.better_partition
+    steps: list[Move] = []
+    now = predict(work.profile, pipeline, devices)
+    while partition != goal:
+        possible = []
+        for move in _towards(partition, goal):
+            after = predict(work.profile, replace(pipeline, partition=moved(partition, move)), devices)
+            if _fits(now, move.source) and _fits(after, move.target) and _trains(work.profile, after, move.source):
+                possible.append((sorted((stage.compute_s for stage in after.stages), reverse=True), move.layer, move))
+        if not possible:
+            reason = f"from {list(partition)} no layer can go on by itself, with its memory on two stages"
+            return replace(decision, empties=reason)
+        step = min(possible)[-1]
+        steps.append(step)
+        partition = moved(partition, step)
+        now = predict(work.profile, replace(pipeline, partition=partition), devices)
+    return replace(decision, steps=tuple(steps))
+
+
+def _towards(partition: Sequence[int], goal: Sequence[int]) -> Iterable[Move]:
+    """Moves that bring one boundary nearer to that of ``goal``; there is one unless all are there."""
+    for stage, (edge, wanted) in enumerate(zip(bounds(partition), bounds(goal), strict=True)):
+        source, target = (stage - 1, stage) if edge > wanted else (stage, stage - 1)
+        if edge != wanted and partition[source] > 1:
+            yield Move(edge - 1 if edge > wanted else edge, source, target, 0)
+
+
+def _fits(split: Plan, stage: int) -> bool:
+    found = split.stages[stage]
+    return found.budget is None or found.memory.total <= found.budget
+
+
+def _trains(profile: ModelProfile, split: Plan, stage: int) -> bool:
+    layers = profile.layers[split.stages[stage].start : split.stages[stage].stop]
+    return any(layer.parameter_bytes > layer.frozen_bytes for layer in layers)
 
 
 def stages_of_layers(counts: Sequence[int]) -> list[int]:

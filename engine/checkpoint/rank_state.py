@@ -1,5 +1,7 @@
 """Each rank's small file beside DeepSpeed's checkpoint, which makes resuming exact."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
         {
             "parts": _parts(engine),
             "micro_offset": engine.module.micro_offset,
+            "recompute_ratio": stage.pipeline.recompute_ratio,
             "peers": None if stage.peers is None else stage.peers.state(),
             "outside": {name: tensor.cpu() for name, tensor in _outside_layers(engine.module).items()},
             "random": {
@@ -28,6 +31,16 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
         },
         _file(engine, folder, engine.grid.data_parallel_id),
     )
+
+
+def saved_split(engine: PatchedPipelineEngine, folder: Path) -> tuple[list[int], Sequence[float] | None] | None:
+    """Layers and recompute ratio of every stage in a checkpoint of as many stages; None if this rank finds none."""
+    file = _file(engine, folder, 0)
+    state = torch.load(file, weights_only=False) if file.is_file() else {}
+    stages, *edges = state.get("parts") or [0]
+    if stages != engine.num_stages or len(edges) != stages + 1:
+        return None
+    return [stop - start for start, stop in pairwise(edges)], state.get("recompute_ratio")
 
 
 def restore_outside(engine: PatchedPipelineEngine, folder: Path) -> None:

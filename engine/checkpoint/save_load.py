@@ -98,8 +98,22 @@ class Checkpoints:
         except Exception as error:
             self._unwritten = self._unwritten or error
 
-    def load(self, deepspeed_load: Callable[..., Any], load_dir: str, tag: str | None, **options: Any) -> Any:
+    def load(
+        self,
+        deepspeed_load: Callable[..., Any],
+        load_dir: str,
+        tag: str | None,
+        follow: Callable[..., None] | None = None,
+        **options: Any,
+    ) -> Any:
         """Load by DeepSpeed's ``load_checkpoint()``, or by parameter a checkpoint of another layout.
+
+        Args:
+            deepspeed_load: DeepSpeed's.
+            load_dir: folder of checkpoints.
+            tag: name of one; None for the latest.
+            follow: is given the checkpoint's layers and recompute ratio of every stage, before it is loaded.
+            options: DeepSpeed's.
 
         Raises:
             VPipeError: the checkpoint is of another model, or files are lost.
@@ -118,6 +132,12 @@ class Checkpoints:
                 tag = latest.read_text().strip()
             if tag is not None and engine.local_rank == 0:
                 _recover(Path(load_dir, tag))
+        if follow is not None and tag is not None:
+            with consensus.all_or_none(what):
+                mine = rank_state.saved_split(engine, Path(load_dir, tag))
+            split = next(filter(None, consensus.of_all(mine, f"all ranks in {what}")), None)
+            if split is not None:
+                follow(*split)
         try:
             with consensus.all_or_none(what):
                 path, client_state = reshape.load(engine, deepspeed_load, load_dir, tag, **options)

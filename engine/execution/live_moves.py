@@ -22,13 +22,18 @@ from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, parts_to_switch
-from ds_vpipe.engine.execution.movable_layers import layer_form, unfit_configuration, unfit_layer
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.execution.movable_layers import (
+    layer_form,
+    optimizer_form,
+    unfit_configuration,
+    unfit_layers,
+)
 from ds_vpipe.engine.links.link import Sender
 from ds_vpipe.engine.links.message import Message, Received
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.weights.moved_layers import MovedLayer
-from ds_vpipe.errors import PipelineProtocolError, Refusal
+from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeError
 from ds_vpipe.partition import bounds
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.moves import Move, check_move, layer_version, moved
@@ -51,6 +56,7 @@ class LiveMoves:
         self.move: Move | None = None  # that is under way, if any
         self._sent = False  # whether the layer has left this stage
         self._built: Any = None  # the layer that moves, where it is to arrive
+        self._trained: list[bool] = []  # which of its parameters were trained when it was sent
         self._arrived: MovedLayer | None = None  # the layer that moves, where it has arrived
         self._gradients: dict[int, Gradients] = {}  # of the layer, held until its earlier ones have been applied
         self._scheduled = 0  # updates of the layer that the schedule has asked for
@@ -87,18 +93,41 @@ class LiveMoves:
         check_move(stage.pipeline, stage.pipeline.partition, move, updates)
         unfit, layer = unfit_configuration(self._engine, stage), None
         if unfit is None and stage.number == move.source:
-            unfit, layer = unfit_layer(self._engine, stage.module, move), self._layer(move)
+            unfit, layer = unfit_layers(stage.module).get(move.layer), self._layer(move)
+            others = {id(parameter) for parameter in self._owned()} - {id(p) for p in _parameters(layer)}
+            if not others:
+                unfit = f"stage {move.source} trains nothing but layer {move.layer}"
         elif unfit is None and stage.number == move.target:
             layer = self._build(move)
-        found = stage.consensus.of_stages((unfit, layer_form(layer)), "all ranks to agree on a move")
-        unfit = next((reason for reason, _ in found if reason is not None), None)
-        if unfit is None and found[move.source] != found[move.target]:
-            unfit = f"layer {move.layer} was changed after it had been built, and another stage cannot build it"
+        options = {} if unfit is not None else optimizer_form(self._engine)
+        found = stage.consensus.of_stages((unfit, layer_form(layer), options), "all ranks to agree on a move")
+        unfit = next((reason for reason, *_ in found if reason is not None), None)
+        if unfit is None:
+            unfit = other_options([switches for *_, switches in found])
+        if unfit is None and found[move.source][1] != found[move.target][1]:
+            unfit = _changed(move)
         if unfit is not None:
             allowed = "layers of a PipelineModule in fp32, with an optimizer state by parameter; see docs/semantics.md"
             raise Refusal("move", str(move), allowed, "leave the layer where it is", unfit).error()
         self.move = move
         self._built = layer if stage.number == move.target else None
+
+    def begin(self, move: Move) -> None:
+        """Take on a move that all ranks have found to be possible, without asking them; else as :meth:`give`.
+
+        Raises:
+            VPipeConfigError: something has changed since then here, so that it is not.
+        """
+        stage = self._stage
+        check_move(stage.pipeline, stage.pipeline.partition, move, self._engine.global_steps)
+        unfit = unfit_configuration(self._engine, stage)
+        if unfit is None and stage.number == move.source:
+            unfit = unfit_layers(stage.module).get(move.layer)
+        if unfit is not None:
+            remedy = 'make such changes in the script before training, or write "moves": "drain"'
+            raise Refusal("move", str(move), "layers as they were when it was decided", remedy, unfit).error()
+        self.move = move
+        self._built = self._build(move) if stage.number == move.target else None
 
     def _build(self, move: Move) -> Any:
         """The layer that moves, as its specification makes it."""
@@ -285,21 +314,28 @@ class LiveMoves:
         progress = self._stage.progress
         return (progress.forwarded if self.move.down else progress.completed) - 1
 
-    def _trained(self) -> list[nn.Parameter]:
-        assert self.move is not None
-        return [parameter for parameter in _parameters(self._layer(self.move)) if parameter.requires_grad]
+    def _owned(self) -> list[nn.Parameter]:
+        """Parameters of the optimizer, frozen ones among them."""
+        owned: list[nn.Parameter] = self._engine.optimizer.param_groups[0]["params"]
+        return owned
 
     def _send_layer(self, index: int, part: int) -> None:
         stage, optimizer, move = self._stage, self._engine.optimizer, self.move
         assert move is not None
         stage.weights.load_new_params()
-        parameters = list(_parameters(self._layer(move)))
+        layer, owned = self._layer(move), {id(parameter) for parameter in self._owned()}
+        parameters = list(_parameters(layer))
         states = [optimizer.state.get(parameter, {}) for parameter in parameters]
         described = [
-            {"trained": parameter.requires_grad, "state": {name: _plain(value) for name, value in state.items()}}
+            {
+                "trained": parameter.requires_grad,
+                "owned": id(parameter) in owned,
+                "state": {name: _plain(value) for name, value in state.items()},
+            }
             for parameter, state in zip(parameters, states, strict=True)
         ]
-        text = torch.frombuffer(bytearray(json.dumps([index, move.layer, described]).encode()), dtype=torch.uint8)
+        sent = json.dumps([index, move.layer, layer_form(layer), described]).encode()
+        text = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
         values = tuple(parameter.detach().clone() for parameter in parameters)
         tensors = tuple(
             tuple(value.clone() for value in state.values() if isinstance(value, torch.Tensor)) for state in states
@@ -309,8 +345,10 @@ class LiveMoves:
         self.after_update(stage.weights.latest_version)  # the cut-over may be at the update before
 
     def _send_gradients(self, index: int, part: int) -> None:
-        gradients = tuple(None if p.grad is None else p.grad.clone() for p in self._trained())
-        numbers = torch.tensor([index])
+        assert self.move is not None
+        parameters = _parameters(self._layer(self.move))
+        gradients = tuple(_copy(parameter.grad) for parameter in parameters)
+        numbers = torch.tensor([index, *(parameter.requires_grad for parameter in parameters)])
         self._sender().send(Message.LAYER_GRADIENT, self._number(), (numbers, gradients))
 
     def _receive(self, kind: Message) -> Received:
@@ -345,22 +383,31 @@ class LiveMoves:
         batch = int(numbers[0])
         if expected not in (None, batch):
             raise PipelineProtocolError(f"{self._stage.links.me} expected gradients of batch {expected}, got {batch}")
-        by_trained = iter(gradients)
-        trained = {id(parameter) for parameter in self._trained()}
         assert self._arrived is not None
-        self._gradients[batch] = [
-            _copy(next(by_trained)) if id(parameter) in trained else None for parameter in self._arrived.parameters
-        ]
+        assert self.move is not None
+        trained = [bool(flag) for flag in numbers[1:]]
+        if trained not in (self._trained, [parameter.requires_grad for parameter in self._arrived.parameters]):
+            given = f"parameters of layer {self.move.layer} that were frozen or trained again on stage"
+            raise VPipeError(
+                f"requires_grad: got {given} {self.move.source} alone while they moved to stage {self.move.target}, "
+                f"allowed is to do so in an empty pipeline; call engine.quiesce() before, on every rank"
+            )
+        self._gradients[batch] = [_copy(gradient) for gradient in gradients]
 
     def _install(self, message: Received) -> None:
         """Make the layer a part of this stage, with the weights and the optimizer state in ``message``."""
         stage, engine, move = self._stage, self._engine, self.move
         assert move is not None
         text, values, tensors = message.tree
-        version, layer, described = json.loads(bytes(text.tolist()))
+        version, layer, form, described = json.loads(bytes(text.tolist()))
         if layer != move.layer:
             raise PipelineProtocolError(f"{stage.links.me} expected layer {move.layer}, got layer {layer}")
         module, built, self._built = stage.module, self._built, None
+        if form != json.loads(json.dumps(layer_form(self._layer(move) if built is None else built))):
+            raise VPipeError(
+                f"{move}: got another layer than stage {move.target} has built: {_changed(move)}; change it "
+                f"where it is built, or leave vpipe.replan out"
+            )
         if isinstance(built, nn.Module):
             built.to(stage.device).train(module.training)
             modules = {name: module._modules.pop(name) for name in module.fwd_map}
@@ -379,7 +426,9 @@ class LiveMoves:
             }
             if restored:
                 engine.optimizer.state[parameter] = restored
-        engine.optimizer.param_groups[0]["params"] += [p for p in parameters if p.requires_grad]
+        owned = zip(parameters, described, strict=True)
+        engine.optimizer.param_groups[0]["params"] += [parameter for parameter, found in owned if found["owned"]]
+        self._trained = [found["trained"] for found in described]
         self._know_parameters()
         self._arrived = arrived = stage.weights.add(parameters, version)
         size = stage.pipeline.micro_batches
@@ -411,16 +460,9 @@ class LiveMoves:
         """Let DeepSpeed's engine know which parameters there are."""
         engine, module = self._engine, self._stage.module
         module.fwd_map = {name: position for position, name in enumerate(self._numbers()) if name in module._modules}
-        engine.stage_parameters = tuple(module.parameters())
-        engine.switched_modules = parts_to_switch(module)
+        engine.layers_changed()
         engine.param_names = {parameter: name for name, parameter in module.named_parameters()}
-        self._name_parameters()
-
-    def _name_parameters(self) -> None:
-        """Give the optimizer the names of its parameters, if it has names."""
-        group = self._engine.optimizer.param_groups[0]
-        if "param_names" in group:
-            group["param_names"] = [self._engine.param_names[parameter] for parameter in group["params"]]
+        engine.name_parameters()
 
     def _numbers(self) -> list[str]:
         module = self._stage.module
@@ -434,7 +476,7 @@ class LiveMoves:
         group = self._engine.optimizer.param_groups[0]
         trained = {id(parameter) for parameter in group["params"]}
         group["params"] = [p for p in self._stage.module.parameters() if id(p) in trained]
-        self._name_parameters()
+        self._engine.name_parameters()
 
     # Updates of the layer alone
 
@@ -461,7 +503,8 @@ class LiveMoves:
         arrived, optimizer = self._arrived, self._engine.optimizer
         assert arrived is not None
         kept, groups = [parameter.grad for parameter in arrived.parameters], optimizer.param_groups
-        trained = [parameter for parameter in arrived.parameters if parameter.requires_grad]
+        owned = {id(parameter) for parameter in self._owned()}
+        trained = [parameter for parameter in arrived.parameters if id(parameter) in owned]
         with self._stage.weights.update_apart(arrived):
             for parameter, gradient in zip(arrived.parameters, self._gradients.pop(batch), strict=True):
                 parameter.grad = gradient
@@ -475,6 +518,16 @@ class LiveMoves:
 
 
 _TENSOR = "tensor"
+
+
+def other_options(switches: Sequence[dict[str, bool]]) -> str | None:
+    """Which switch is not the same in all stages' optimizers, or None."""
+    different = sorted(name for name, value in switches[0].items() if any(one.get(name) != value for one in switches))
+    return f"the optimizers of the stages differ in {different[0]}" if different else None
+
+
+def _changed(move: Move) -> str:
+    return f"layer {move.layer} was changed after it had been built, and another stage cannot build it"
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from ds_vpipe.engine.modules.interleaved import InterleavedMixin
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.profiler import parameters_of
-from ds_vpipe.schedules.moves import Move
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP
 
 _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # whose state is by parameter
@@ -24,6 +24,12 @@ def layer_form(layer: Any) -> list[tuple[str, tuple[int, ...], str]]:
     """Names, shapes and types of a layer's parameters."""
     named = layer.named_parameters() if isinstance(layer, nn.Module) else ()
     return [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named]
+
+
+def optimizer_form(engine: PatchedPipelineEngine) -> dict[str, bool]:
+    """Switches of the optimizer, such as ``amsgrad``, on which it depends what its state has."""
+    group = engine.optimizer.param_groups[0]
+    return {name: value for name, value in group.items() if isinstance(value, bool)}
 
 
 def _steps_otherwise(optimizer: Any) -> bool:
@@ -58,27 +64,28 @@ def unfit_configuration(engine: PatchedPipelineEngine, stage: Stage) -> str | No
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def unfit_layer(engine: PatchedPipelineEngine, module: PipelineModule, move: Move) -> str | None:
-    """Why this layer of the stage that it is to leave cannot move, or None."""
-    position = move.layer - module._local_start
-    layer = module.forward_funcs[position]
-    if not isinstance(layer, nn.Module):
-        return None
-    others = {id(p) for n, f in enumerate(module.forward_funcs) if n != position for p in parameters_of(f)}
-    if any(id(parameter) in others for parameter in layer.parameters()):
-        return f"layer {move.layer} shares parameters with another one"
-    if any(True for _ in layer.buffers()):
-        return f"layer {move.layer} has buffers, which passes may change"
-    mine = {id(p) for p in engine.optimizer.param_groups[0]["params"]}
-    if any(p.requires_grad != (id(p) in mine) for p in layer.parameters()):
-        return f"the optimizer does not train just what requires gradients of layer {move.layer}"
-    if not mine - {id(p) for p in layer.parameters()}:
-        return f"stage {move.source} trains nothing but layer {move.layer}"
-    for part in layer.modules():
-        if part._forward_pre_hooks or part._forward_hooks or part._backward_pre_hooks or part._backward_hooks:
-            return f"layer {move.layer} has hooks"
-        if type(part).get_extra_state is not nn.Module.get_extra_state:
-            return f"layer {move.layer} has extra state, which passes may change"
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in layer.parameters()):
-        return f"layer {move.layer} has parameters with hooks"
-    return None
+def unfit_layers(module: PipelineModule) -> dict[int, str]:
+    """Layers here that cannot move, by number, each with the reason."""
+    users = Counter(id(parameter) for layer in module.forward_funcs for parameter in set(parameters_of(layer)))
+    found = {}
+    for number, layer in enumerate(module.forward_funcs, module._local_start):
+        reason = _unfit(layer, users) if isinstance(layer, nn.Module) else None
+        if reason is not None:
+            found[number] = f"layer {number} {reason}"
+    return found
+
+
+def _unfit(layer: nn.Module, users: Counter[int]) -> str | None:
+    parameters, parts = [*layer.parameters()], [*layer.modules()]
+    reasons = {
+        "shares parameters with another one": any(users[id(p)] > 1 for p in parameters),
+        "has buffers, which passes may change": any(True for _ in layer.buffers()),
+        "has hooks": any(
+            p._forward_pre_hooks or p._forward_hooks or p._backward_pre_hooks or p._backward_hooks for p in parts
+        ),
+        "has extra state, which passes may change": any(
+            type(p).get_extra_state is not nn.Module.get_extra_state for p in parts
+        ),
+        "has parameters with hooks": any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

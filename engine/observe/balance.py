@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.config.replan import Replan
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.execution.live_moves import LiveMoves, other_options
+from ds_vpipe.engine.execution.movable_layers import optimizer_form, unfit_configuration, unfit_layers
 from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.engine.observe.layer_probe import LayerProbe, Sample
@@ -32,8 +35,9 @@ from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.meters import Roofline
 from ds_vpipe.planning.profiler import parameters_of, profile_layers
-from ds_vpipe.planning.replanning import Decision, Looks, Work, decide, joined, separated
+from ds_vpipe.planning.replanning import Decision, Looks, Work, decide, in_steps, joined, separated
 from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.moves import Move, earliest_cut_over
 
 _PASSES = (Kind.FORWARD, Kind.BACKWARD)
 _KEPT = 2  # looks whose measurements stay in the store
@@ -45,6 +49,7 @@ class Balance:
     Args:
         engine: DeepSpeed's.
         stage: of this rank.
+        moves: which carry out decisions while training goes on.
         settings: when to look, and what a move has to gain.
         devices: budgets and links.
         chooses_ratio: whether recomputation is the planner's to choose.
@@ -54,7 +59,7 @@ class Balance:
         decisions: made so far, oldest first; the same on all ranks.
         moves: decisions that were carried out: the update, seconds of the move, and measured seconds per micro-batch
             before and afterwards, None as long as they are not known.
-        dry_run: decisions are not carried out.
+        steps: moves of single layers so far, each with the update after which it was given.
 
     Raises:
         VPipeConfigError: the layers cannot be timed.
@@ -64,14 +69,15 @@ class Balance:
         self,
         engine: PatchedPipelineEngine,
         stage: Stage,
+        moves: LiveMoves,
         settings: Replan,
         devices: Devices,
         chooses_ratio: bool,
         note: Callable[[str], None],
     ) -> None:
         self._engine, self._stage, self._settings, self._devices = engine, stage, settings, devices
-        self.dry_run = settings.dry_run
-        self._chooses_ratio, self._note = chooses_ratio, note
+        self._live = moves
+        self.chooses_ratio, self._note = chooses_ratio, note
         self._probe = LayerProbe(stage.device)
         self._looks = Looks.of(stage.pipeline, settings.every, engine.global_steps)
         self._counted = 0  # looks so far
@@ -81,8 +87,13 @@ class Balance:
         self._known: Work | None = None
         self._sizes: dict[Any, ModelProfile] = {}
         self._move_s: float | None = None
+        self._splits: set[tuple[int, ...]] = set()  # that layers have moved away from
         self._pace = 0.0  # measured seconds per micro-batch at the last look
+        self._under_way: Decision | None = None  # whose steps are being made
+        self._begun = 0.0
+        self._left: deque[Move] = deque()
         self.decisions: list[Decision] = []
+        self.steps: list[tuple[int, Move]] = []
         self.moves: list[dict[str, Any]] = []
         if type(stage.module).forward is not PipelineModule.forward:
             raise VPipeConfigError(
@@ -111,10 +122,12 @@ class Balance:
         self._probe.forget()
         self._batches, self._updates = [], []
         self._looks = Looks.of(self._stage.pipeline, self._settings.every, self._engine.global_steps)
+        self._under_way = None
+        self._left.clear()
 
     def _is_sampled(self, index: int) -> bool:
         batch, first = divmod(index, self._stage.pipeline.micro_batches)
-        return first == 0 and batch % self._looks.stride == 0
+        return first == 0 and batch % self._looks.stride == 0 and self._under_way is None
 
     def _profile(self) -> ModelProfile | None:
         """Profile of this stage's layers, the medians of all samples; None without any."""
@@ -178,23 +191,58 @@ class Balance:
     # Decisions
 
     def after_batch(self, seconds: float) -> Decision | None:
-        """Count a batch; at a look leave the measurements, and some updates later decide.
+        """Count a batch; at a look leave the measurements, some updates later decide, and make steps one by one.
+
+        Returns:
+            A decision for which the pipeline has to be emptied, if one has been made.
 
         Raises:
             PipelinePeerError: another rank has not left its own in time.
         """
         self._batches.append(seconds)
         update = self._engine.global_steps
+        if self._under_way is not None:
+            self._go_on(self._under_way, update)
+            return None
         due = self._looks.next(update)
         if due == "leave":
             self._leave()
-        return self._decide(update) if due == "read" else None
+        if due != "read":
+            return None
+        decision = self._decide(update)
+        if decision is None or decision.stays or self._settings.dry_run:
+            return None
+        self._splits.add(decision.partition)
+        if not decision.steps:
+            return decision
+        self._begun, self._under_way, self._left = time.perf_counter(), decision, deque(decision.steps)
+        self._go_on(decision, update)
+        return None
 
     def carried_out(self, decision: Decision, seconds: float) -> None:
         """Count a move that took so many seconds here."""
         self._move_s = seconds
+        self._count(decision, seconds, f"{seconds:.2f} s")
+
+    def _go_on(self, decision: Decision, update: int) -> None:
+        """Begin the next step if the one before is done on all ranks, which all know without asking."""
+        self._live.settle(update)
+        if self._live.move is not None:
+            return
+        if self._left:
+            step, pipeline = self._left.popleft(), self._stage.pipeline
+            cut_over = earliest_cut_over(pipeline, step.source, step.target, update)
+            move = dataclasses.replace(step, micro_batch=cut_over)
+            self._live.begin(move)
+            self.steps.append((update, move))
+        else:
+            self.start_over()
+            took = f"{len(decision.steps)} steps and {update - decision.update} updates"
+            self._count(decision, time.perf_counter() - self._begun, took)
+
+    def _count(self, decision: Decision, seconds: float, took: str) -> None:
         self.moves.append({"update": decision.update, "seconds": seconds, "before_s": self._pace, "after_s": None})
-        self._say(f"replan at update {decision.update}: moved in {seconds:.2f} s")
+        self._say(f"replan at update {decision.update}: moved in {took}")
 
     def _leave(self) -> None:
         profile, rank = self._profile(), self._engine.global_rank
@@ -204,12 +252,36 @@ class Balance:
             "profile": None if profile is None else profile.text(),
             "batch_s": median(self._batches),
             "move_s": self._move_s,
+            "unfit": self._unfit(),
         }
         self._stage.groups.tell(_key(self._counted, rank), json.dumps(content))
         if self._counted > _KEPT:
             self._stage.groups.forget(_key(self._counted - _KEPT, rank))
         self._probe.samples = []
         self._batches, self._updates = [], []
+
+    def _unfit(self) -> tuple[str | None, dict[int, str], dict[str, bool]] | None:
+        """What is against moves from this stage while training goes on, if they are wanted."""
+        if self._settings.moves != "live":
+            return None
+        reason = unfit_configuration(self._engine, self._stage)
+        if reason is not None:
+            return reason, {}, {}
+        return None, unfit_layers(self._stage.module), optimizer_form(self._engine)
+
+    def _with_steps(self, decision: Decision, work: Work, unfit: Sequence[Any]) -> Decision:
+        """``decision`` with its steps, or with the reason why the pipeline has to be emptied for it."""
+        if decision.stays or self._settings.moves != "live":
+            return decision
+        reason = next((one for one, *_ in unfit if one is not None), None)
+        if reason is None:
+            reason = other_options([switches for *_, switches in unfit])
+        if reason is not None:
+            return dataclasses.replace(decision, empties=reason)
+        found = in_steps(decision, work, self._stage.pipeline, self._devices)
+        layers = {int(number): why for _, reasons, _ in unfit for number, why in reasons.items()}
+        stay = next((layers[step.layer] for step in found.steps if step.layer in layers), None)
+        return found if stay is None else dataclasses.replace(decision, empties=stay)
 
     def _decide(self, update: int) -> Decision | None:
         engine, stage, pipeline = self._engine, self._stage, self._stage.pipeline
@@ -237,9 +309,11 @@ class Balance:
             update=update,
             every=self._settings.every,
             threshold=self._settings.threshold,
-            chooses_ratio=self._chooses_ratio,
+            chooses_ratio=self.chooses_ratio,
             move_s=max((one["move_s"] for one in found if one["move_s"] is not None), default=None),
+            left=self._splits,
         )
+        decision = self._with_steps(decision, self._known, [one["unfit"] for one in found])
         self.decisions.append(decision)
         self._say(decision.line())
         if engine.global_rank == 0 and engine.monitor.enabled:

@@ -17,7 +17,7 @@ import reference
 import torch
 import toy
 from torch import nn
-from worlds import Worlds
+from worlds import CaseFailed, Worlds
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import uniform_partition
@@ -415,6 +415,10 @@ def add_a_hook_to_the_optimizer(trained: Any) -> None:
     trained.optimizer.register_step_pre_hook(lambda *_: None)
 
 
+def switch_nesterov(trained: Any) -> None:
+    trained.optimizer.param_groups[0]["nesterov"] = True
+
+
 def step_otherwise(trained: Any) -> None:
     trained.optimizer.step = partial(torch.optim.SGD.step, trained.optimizer)
 
@@ -438,16 +442,42 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
         (config(1, "SGD"), down, {"change": add_a_hook}),
         (config(1, "SGD"), down, {"change": add_a_hook_to_the_optimizer}),
         (config(1, "SGD"), down, {"change": step_otherwise}),
+        (config(1, "SGD"), down, {"change": switch_nesterov}),
     ]  # fmt: skip
     words = [
         "layer 4, the last of two or more", "from 3 on, after 1 updates", "buffers", "recomputed", "swap_ratio",
         "clipped", "flat buffers", "weight_sync", "staleness", "vpipe.replan.every", "extra state",
         "changed after", "parameters with hooks", "hooks or a step()", "hooks or a step()",
+        "the optimizers of the stages differ in nesterov",
     ]  # fmt: skip
     for lines in worlds.run(2, refusals, runs):
         for line, word in zip(lines, words, strict=True):
             assert word in line
             assert "\n" not in line
+
+
+def freeze_while_moving(move: Move, everywhere: bool) -> None:
+    trained, iterator = cases.engine(config(1, "SGD"), 3), toy.data()
+    for update in range(12):
+        if update == 2:
+            trained.move_layer(move)
+        if update == 5:  # the layer is on both stages
+            layers = [getattr(trained.module, str(move.layer), None)]
+            for layer in layers if everywhere or trained.stage_id == move.source else []:
+                if layer is not None:
+                    layer.requires_grad_(False)
+        trained.train_batch(iterator)
+    trained.destroy()
+    cases.close_groups()
+
+
+def test_freezing_a_layer_that_moves_on_one_stage_alone_ends_all_ranks_with_its_reason(worlds: Worlds) -> None:
+    move = Move(4, 1, 0, 6)
+    worlds.run(3, freeze_while_moving, move, True)
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(3, freeze_while_moving, move, False)
+    line = "requires_grad: got parameters of layer 4 that were frozen or trained again on stage 1 alone while they"
+    assert [line in error for error in failed.value.errors.values()] == [True] * 3
 
 
 @pytest.fixture

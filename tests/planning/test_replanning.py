@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ds_vpipe.partition import bounds
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.planning.replanning import Decision, Work, decide, joined, separated
+from ds_vpipe.planning.planner import predict
+from ds_vpipe.planning.replanning import Decision, Work, decide, in_steps, joined, separated
+from ds_vpipe.schedules.moves import moved
 from ds_vpipe.schedules.pipeline import Pipeline
 
 LAYERS = 16
@@ -63,6 +69,17 @@ def test_layers_stay(counts: tuple[int, ...], options: dict[str, object], why: s
     decision = decided(separated(profile([0.006] * LAYERS), counts, None), counts, **options)
     assert decision.stays.startswith(why)
     assert f"stays: {why}" in decision.line()
+
+
+def test_the_way_back_has_to_save_more() -> None:
+    """Whatever the threshold: else two splits that are about as fast would alternate."""
+    counts = (5, 4, 4, 3)
+    work = separated(profile([0.0051] * 5 + [0.006] * 8 + [0.0054] * 3), counts, None)
+    found = decided(work, counts, threshold=0.0, move_s=0.0)
+    assert found.stays == ""
+    assert 0 < found.gain < 0.06
+    back = decided(work, counts, threshold=0.0, move_s=0.0, left={found.better_partition})
+    assert back.stays == f"it would save {found.gain:.1%}, threshold 6.0%"
 
 
 def test_memory_that_does_not_fit_now_needs_no_gain() -> None:
@@ -127,3 +144,53 @@ def test_the_slowest_replica_of_a_stage_counts() -> None:
     parts = [(1, profile([1.0, 2.0])), (0, profile([1.0, 1.0])), (1, profile([3.0, 1.0]))]
     whole = joined(parts)
     assert [layer.forward_s for layer in whole.layers] == pytest.approx([1 / 3, 1 / 3, 1, 2 / 3])
+
+
+def stepped(work: Work, counts: Sequence[int], goal: Sequence[int], **options: object) -> Decision:
+    """A decision for ``goal``, with its steps."""
+    decision = replace(decided(work, counts), better_partition=tuple(goal))
+    pipeline = Pipeline("asp", 4, 1, partition=tuple(counts), recompute_ratio=(0,) * 4)
+    return in_steps(decision, work, pipeline, options.get("devices", Devices()))  # type: ignore[arg-type]
+
+
+def splits_of(decision: Decision) -> list[tuple[int, ...]]:
+    splits = [decision.partition]
+    for step in decision.steps:
+        start = sum(splits[-1][: step.source])
+        assert step.layer == (start + splits[-1][step.source] - 1 if step.down else start)
+        assert splits[-1][step.source] > 1
+        splits.append(moved(splits[-1], step))
+    return splits
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 15), min_size=6, max_size=6, unique=True), st.data())
+def test_steps_lead_from_any_split_to_any_other(cuts: list[int], data: st.DataObject) -> None:
+    splits = [tuple(b - a for a, b in pairwise([0, *sorted(found), LAYERS])) for found in (cuts[:3], cuts[3:])]
+    seconds = [data.draw(st.sampled_from([0.001, 0.006, 0.02])) for _ in range(LAYERS)]
+    decision = stepped(separated(profile(seconds), splits[0], None), *splits)
+    assert splits_of(decision)[-1] == splits[1]
+    assert len(decision.steps) == sum(abs(a - b) for a, b in zip(bounds(splits[0]), bounds(splits[1]), strict=True))
+
+
+def test_no_step_makes_the_slowest_stage_slower_than_it_was() -> None:
+    counts = (13, 1, 1, 1)
+    decision = stepped(separated(profile([0.006] * LAYERS), counts, None), counts, (4, 4, 4, 4))
+    slowest = [max(split) for split in splits_of(decision)]
+    assert slowest == sorted(slowest, reverse=True)
+    assert decision.line().endswith("ms per micro-batch expected; moves in 18 steps")
+
+
+def test_a_layer_needs_memory_on_both_stages() -> None:
+    counts = (5, 4, 4, 3)
+    work = separated(profile([0.006] * LAYERS, kept=1000), counts, None)
+    tight = max(
+        stage.memory.total
+        for stage in predict(
+            work.profile, Pipeline("asp", 4, 1, partition=counts, recompute_ratio=(0,) * 4), Devices()
+        ).stages
+    )
+    decision = stepped(work, counts, (4, 4, 4, 4), devices=Devices(budget=tight - 1))
+    assert decision.steps == ()
+    assert decision.empties == "from [5, 3, 4, 4] no layer can go on by itself, with its memory on two stages"
+    assert "moves in an empty pipeline: from [5, 3, 4, 4]" in replace(decision, stays="").line()

@@ -121,6 +121,14 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_balance.py::test_what_cannot_move_is_refused_at_start"),
             ("A layer that was changed after it had been built", "one line on every rank when it is to move",
              "test_balance.py::test_a_layer_that_cannot_be_built_elsewhere_ends_all_ranks_with_one_line"),
+            ("`replan` with `\"moves\": \"live\"`: fp32 on CPUs, SGD, Adam, AdamW, `LayerSpec`s without buffers; other "
+             "cases move in an empty pipeline", "equal to the replay, with checkpoints, evaluation and data that end "
+             "on the way; in bsp and with vertical sync bit-identical to a run without it",
+             "test_live_balance.py::test_decisions_that_are_carried_out_live_are_exact"),
+            ("Likewise, killed on the way", "resumed with the checkpoint's split, equal to the replay",
+             "test_live_balance.py::test_a_kill_in_a_chain_of_moves_leaves_the_old_split_or_a_new_one"),
+            ("`replan` and layers that are frozen while training runs", "balanced anew",
+             "test_balance.py::test_layers_that_are_frozen_go_to_the_stage_with_more_of_them"),
             ("`move_layer()`, to a neighbouring stage", "equal to the replay",
              "test_live_moves.py::test_moves_with_stashing_against_the_replay"),
             ("`move_layer()` with vertical sync and in bsp", "bit-identical to a run without moves",

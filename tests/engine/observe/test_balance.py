@@ -64,7 +64,12 @@ def micro_batches() -> Any:
 
 
 def balanced(
-    block: dict[str, Any], stages: int, updates: int, slower_at: int | None = None, slow_stage: int = 0
+    block: dict[str, Any],
+    stages: int,
+    updates: int,
+    slower_at: int | None = None,
+    slow_stage: int = 0,
+    frozen_at: int | None = None,
 ) -> dict[str, Any]:
     """Train from a bad split; the decisions, the splits, the seconds of layers, and the weights in the end."""
     device = Device()
@@ -75,6 +80,9 @@ def balanced(
     for update in range(updates):
         if update == slower_at and engine.stage_id == slow_stage:
             device.slowness = 3.0
+        if update == frozen_at:
+            for number, layer in enumerate(engine.module.forward_funcs, engine.module._local_start):
+                layer.requires_grad_(number >= LAYERS // 2)
         losses.append(float(engine.train_batch(iterator)))
         splits.append([stop - start for start, stop in pairwise(engine.module.parts)])
         if not layers and engine.balance is not None and engine.balance.decisions:
@@ -99,7 +107,7 @@ def arms(blocks: list[dict[str, Any]], stages: int, updates: int, **options: Any
 
 
 def test_a_bad_split_is_mended_and_a_slow_stage_relieved(worlds: Worlds) -> None:
-    block = {"replan": {"every": 4, "threshold": 0.1}}
+    block = {"replan": {"every": 4, "threshold": 0.1, "moves": "drain"}}
     first, second = worlds.run(2, balanced, block, 2, 24, slower_at=10)
     assert first["decisions"] == second["decisions"]  # every number of them
     assert first["splits"] == second["splits"]
@@ -111,6 +119,18 @@ def test_a_bad_split_is_mended_and_a_slow_stage_relieved(worlds: Worlds) -> None
     for forward, backward in first["layers"]:  # the second stage waits most of the time, which does not count
         assert PART_S < forward < 3 * PART_S
         assert 2 * PART_S < backward < 5 * PART_S
+
+
+def test_layers_that_are_frozen_go_to_the_stage_with_more_of_them(worlds: Worlds) -> None:
+    """Their backward passes are gone; layers move one by one, and a frozen stage has none that the optimizer trains."""
+    block = {"replan": {"every": 4, "threshold": 0.1}}
+    first, second = worlds.run(2, balanced, block, 2, 44, frozen_at=24)
+    assert first["decisions"] == second["decisions"]
+    before, after = first["splits"][23], first["splits"][-1]
+    assert before[0] in (3, 4, 5)
+    assert after[0] > before[0]
+    assert all(one.steps for one in first["decisions"] if not one.stays), first["decisions"]
+    assert all(not one.empties for one in first["decisions"])
 
 
 def test_recomputation_is_not_measured_as_backward_pass(worlds: Worlds) -> None:
@@ -139,7 +159,7 @@ def test_one_stage_has_nothing_to_balance(worlds: Worlds) -> None:
 
 
 def test_bsp_trains_the_same_while_it_balances_itself(worlds: Worlds) -> None:
-    blocks = [{"sync_mode": "bsp", "replan": {"every": 4}}, {"sync_mode": "bsp"}]
+    blocks = [{"sync_mode": "bsp", "replan": {"every": 4, "moves": "drain"}}, {"sync_mode": "bsp"}]
     by_run = list(zip(*worlds.run(3, arms, blocks, 3, 10), strict=True))
     moved, stayed = ({name: value for r in run for name, value in r["parameters"].items()} for run in by_run)
     assert by_run[0][0]["splits"][-1] != by_run[1][0]["splits"][-1]

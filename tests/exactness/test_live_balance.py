@@ -1,0 +1,204 @@
+"""A pipeline that balances itself layer by layer while it trains, on made-up seconds: exact, saved, killed, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import reference
+import torch
+import toy
+from test_live_moves import ScheduledSGD, difference, evaluated, rate
+from worlds import Worlds
+
+from ds_vpipe.schedules.moves import Move, completed
+from ds_vpipe.schedules.pipeline import Pipeline
+
+pytestmark = pytest.mark.mp
+
+STAGES, SIZE, START, DEPTHS = 3, 2, (8, 1, 1), (5, 3, 0)
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+
+
+def config(**block: Any) -> dict[str, Any]:
+    return cases.config(SIZE, SGD, {"partition": list(START), "replan": {"every": 3}, **block})
+
+
+def measured(trained: Any, seed: int | None) -> None:
+    """Make up the seconds of layers: devices that differ from look to look, or all the same."""
+
+    def seconds(*_: Any) -> tuple[float, float]:
+        draw = random.Random(1000 * (seed or 0) + 10 * balance._counted + trained.stage_id)
+        slowness = 1.0 if seed is None else draw.choice((1.0, 2.0, 4.0))
+        return 0.1 * slowness, 0.2 * slowness
+
+    balance = trained.balance
+    if balance is not None:
+        balance._probe.seconds = seconds
+
+
+def train(
+    ds_config: dict[str, Any],
+    batches: int,
+    *,
+    seed: int | None = 0,
+    saves: tuple[int, ...] = (),
+    evaluates: bool = False,
+    stop: int | None = None,
+    folder: str = "",
+    load: bool = False,
+) -> dict[str, Any]:
+    """Train, with checkpoints after these updates, evaluations in every batch and data that end, if wanted."""
+    torch.manual_seed(1234)
+    trained = cases.engine(ds_config, STAGES)
+    measured(trained, seed)
+    if load:
+        trained.load_checkpoint(folder)
+    iterator = toy.data(stop, start=trained.consumed_micro_batches)
+    losses, evaluations, splits = [], [], [[b - a for a, b in pairwise(trained.module.parts)]]
+    while trained.global_steps < batches:
+        update = trained.global_steps
+        if update in saves:
+            trained.save_checkpoint(folder)
+        for group in trained.optimizer.param_groups:
+            group["lr"] = rate(update)
+        if evaluates:
+            held_out = iter([toy.micro_batch(10_000 + update)]) if trained.stage_id in (0, STAGES - 1) else None
+            evaluations.append(float(trained.eval_batch(held_out, num_micro_batches=1)))
+        if folder and trained.balance is not None:
+            steps = [(move.layer, move.source, move.target, move.micro_batch) for _, move in trained.balance.steps]
+            Path(folder, f"{update}.{trained.stage_id}").write_text(json.dumps(steps))
+        try:
+            losses.append(float(trained.train_batch(iterator)))
+        except StopIteration:
+            iterator = toy.data(start=trained.consumed_micro_batches)
+        splits.append([b - a for a, b in pairwise(trained.module.parts)])
+    report = {
+        "parameters": cases.parameters(trained),
+        "losses": losses,
+        "evaluations": evaluations,
+        "splits": splits,
+        "steps": [] if trained.balance is None else trained.balance.steps,
+        "decisions": [] if trained.balance is None else trained.balance.decisions,
+    }
+    trained.destroy()
+    cases.close_groups()
+    return report
+
+
+def train_all(runs: list[tuple[dict[str, Any], dict[str, Any]]], batches: int) -> list[dict[str, Any]]:
+    return [train(ds_config, batches, **options) for ds_config, options in runs]
+
+
+def replayed(
+    batches: int, steps: list[Move], drains: tuple[int, ...] = (), counts: tuple[int, ...] = START
+) -> reference.Replay:
+    """The replay of these steps, of a pipeline that is emptied after these updates."""
+    pipeline = Pipeline("asp", STAGES, SIZE, DEPTHS)
+    for drain in drains:
+        steps = list(completed(pipeline, steps, drain * SIZE))
+    moves = [(move.layer, move.source, move.target, move.micro_batch) for move in steps]
+    refills = (0, *(drain * SIZE for drain in drains))
+    return reference.Replay(counts, DEPTHS, SIZE, ScheduledSGD, moves=moves, refills=refills).run(batches)  # type: ignore[arg-type]
+
+
+def test_decisions_that_are_carried_out_live_are_exact(worlds: Worlds, tmp_path: Path) -> None:
+    batches = 100
+    asp = config(stage_to_depth_map=list(DEPTHS))
+    still = {"every": 0}
+    runs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (asp, {"seed": 1}),
+        (asp, {"seed": 2, "saves": (6, 7, 11, 20), "evaluates": True, "stop": 51, "folder": str(tmp_path)}),
+        *((config(**sync, **extra), {"seed": 3}) for sync in ({"weight_sync": "vertical"}, {"sync_mode": "bsp"})
+          for extra in ({}, {"replan": still})),
+    ]  # fmt: skip
+    ranks = worlds.run(STAGES, train_all, runs, batches)
+    by_run = list(zip(*ranks, strict=True))
+    for reports in by_run:
+        assert all(report["steps"] == reports[0]["steps"] for report in reports)
+        assert all(report["decisions"] == reports[0]["decisions"] for report in reports)
+    for reports, drains in zip(by_run[:2], ((), (6, 7, 11, 20, 25)), strict=True):
+        steps = [move for _, move in reports[0]["steps"]]
+        assert len(steps) >= 8
+        run = replayed(batches, steps, drains)
+        assert difference(cases.merged(reports), run.parameters()) == 0, steps
+        at = next(at for at, move in enumerate(steps) if move.micro_batch > SIZE * max(drains, default=0))
+        early = [*steps[:at], replace(steps[at], micro_batch=steps[at].micro_batch - SIZE), *steps[at + 1 :]]
+        assert difference(cases.merged(reports), replayed(batches, early, drains).parameters()) > 0
+    means = [evaluated(run, update) for update in range(batches)]
+    found = by_run[1][-1]["evaluations"]
+    assert found[:25] + found[26:] == pytest.approx(means, rel=1e-6)  # the batch in which the data end has two
+    for moving, plain in (by_run[2:4], by_run[4:6]):
+        assert len(moving[0]["steps"]) >= 20
+        assert difference(cases.merged(moving), cases.merged(plain)) == 0
+        assert moving[0]["losses"] == plain[0]["losses"]
+
+
+@pytest.fixture
+def doomed() -> Iterator[Worlds]:
+    """Processes of their own, since this leaves none fit for use."""
+    pool = Worlds()
+    yield pool
+    pool.close()
+
+
+def die(ds_config: dict[str, Any], kind: str, count: int, victim: int, folder: str) -> None:
+    """Train with a checkpoint every four updates until a stage is killed at its ``count``-th action of a kind."""
+    from ds_vpipe.engine.execution.executor import Executor
+
+    before, seen = Executor.run, 0
+
+    class Killer:
+        def before(self, action: Any) -> None:
+            nonlocal seen
+            seen += action.kind.name == kind
+            if seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def after(self, action: Any) -> None:
+            """Nothing."""
+
+    def run(self: Any, actions: Iterator[Any]) -> None:
+        if torch.distributed.get_rank() == victim and not any(isinstance(one, Killer) for one in self.watchers):
+            self.watchers.append(Killer())
+        before(self, actions)
+
+    Executor.run = run  # type: ignore[method-assign]
+    train(ds_config, 100, seed=None, saves=tuple(range(4, 100, 4)), folder=folder)
+
+
+@pytest.mark.parametrize(("kind", "count", "victim"), [("SEND_LAYER_GRAD_DOWN", 6, 0), ("STEP_LAYER", 3, 1)])
+def test_a_kill_in_a_chain_of_moves_leaves_the_old_split_or_a_new_one(
+    worlds: Worlds,
+    doomed: Worlds,
+    tmp_path: Path,
+    kind: str,
+    count: int,
+    victim: int,
+) -> None:
+    ds_config = config(stage_to_depth_map=list(DEPTHS))
+    outcomes = doomed.outcomes(STAGES, die, ds_config, kind, count, victim, str(tmp_path))
+    assert outcomes[victim].text == "died"
+    saved = int(Path(tmp_path, "latest").read_text().removeprefix("global_step"))
+    steps = [Move(*step) for step in json.loads(Path(tmp_path, f"{saved}.0").read_text())]
+    assert steps
+    batches = saved + 6
+    calm = {**ds_config["vpipe"], "replan": {"every": 100}}
+    options = {"seed": None, "load": True, "folder": str(tmp_path)}
+    resumed = worlds.run(STAGES, train, {**ds_config, "vpipe": calm}, batches, **options)
+    split, drains = list(START), tuple(range(4, saved + 1, 4))
+    begun = [move for move in steps if move.has_begun(Pipeline("asp", STAGES, SIZE, DEPTHS), saved * SIZE)]
+    for move in begun:
+        split[move.source] -= 1
+        split[move.target] += 1
+    assert all(report["splits"][-1] == split for report in resumed)
+    assert difference(cases.merged(resumed), replayed(batches, begun, drains).parameters()) == 0

@@ -7,8 +7,8 @@ stand for any number of devices:
 * worst: training starts from ``[n-3, 1, 1, 1]``;
 * slower: training starts from an even split, and some updates later stage 1 takes twice as long for every layer.
 
-Each is trained without ``"replan"``, with it, and from the split that is best for the end. Prints for each the seconds
-per micro-batch at the end (median), beside the best, and the lines of the decisions.
+Each is trained without ``"replan"``, with it in both ways of moving, and from the split that is best for the end. Prints
+for each the seconds per micro-batch at the end (median), beside the best, and the lines of the decisions.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ from common import Emulated, Say, close_groups, ds_config, engine_for, machine, 
 from deepspeed.pipe import LayerSpec
 
 from ds_vpipe.partition import bounds
+from ds_vpipe.timelines.figure import Curve, draw
 
 SLOW_STAGE, SLOWER = 1, 2.0
+ARMS = {
+    "stays": "without replan",
+    "drain": '"moves": "drain"',
+    "live": '"moves": "live"',
+    "best": "from the best split",
+}
 
 
 @dataclass
@@ -68,8 +75,8 @@ def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[
     if arm == "best":
         partition = best_split(layers, slowness)
     block: dict[str, Any] = {"partition": partition}
-    if arm == "replan":
-        block["replan"] = {"every": options.every}
+    if arm in ("live", "drain"):
+        block["replan"] = {"every": options.every, "moves": arm}
     device = Device()
     specs = [LayerSpec(Throttled, options.layer_ms, device) for _ in range(layers)]
     engine = engine_for(specs, stages, ds_config(options.micro_batches, block))
@@ -92,21 +99,27 @@ def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[
 
 def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     """One rank."""
-    rows = []
+    rows, panels = [], {}
     for case in options.cases:
         first = slice(2, options.every)
         if case == "slower":
             first = slice(options.slower_at, options.slower_at + options.every)
-        runs = {arm: train(case, arm, rank, options) for arm in ("stays", "replan", "best")}
+        runs = {arm: train(case, arm, rank, options) for arm in ARMS}
         paces = {arm: statistics.median(seconds[-options.every :]) for arm, (seconds, _, _) in runs.items()}
         for arm, (seconds, lines, split) in runs.items():
             at_first, longest = statistics.median(seconds[first]), max(seconds[2 * options.stages :])
             shown = f"{1e3 * at_first:.1f}", f"{1e3 * longest:.0f}", f"{1e3 * paces[arm]:.1f}"
             rows.append((case, arm, split, *shown, f"{paces['best'] / paces[arm]:.0%}"))
             for line in lines:
-                say(f"{case}: {line}")
+                say(f"{case}: {arm}: {line}")
+        panels[case] = [
+            Curve(ARMS[arm], list(enumerate(1e3 * one for one in seconds)), arm == "live", arm == "best")
+            for arm, (seconds, *_) in runs.items()
+        ]
     head = ["case", "arm", "layers at the end", "ms at first", "longest, ms", "ms at the end", "of the best"]
     say(f"{machine()}\n{markdown(head, rows)}")
+    if rank == 0 and options.plot:
+        draw(options.plot, panels, "update", "ms per micro-batch")
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -117,8 +130,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layer-ms", type=float, default=6.0, help="per layer and micro-batch")
     parser.add_argument("--micro-batches", type=int, default=2)
     parser.add_argument("--every", type=int, default=20, help="updates between two looks")
-    parser.add_argument("--updates", type=int, default=160)
+    parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--slower-at", type=int, default=40, help="update at which a stage slows down")
+    parser.add_argument("--plot", help="picture of the seconds of every update")
     parser.add_argument("--cases", nargs="+", choices=("worst", "slower"), default=["worst", "slower"])
     return parser.parse_args(words)
 

@@ -53,7 +53,7 @@ memory() {
 
 simulation() { "$python" scripts/bench/simulation.py --repetitions 5; }
 
-balance() { "$python" scripts/bench/balance.py; }
+balance() { "$python" scripts/bench/balance.py --plot docs/images/balance.svg; }
 
 recorder() { "$python" scripts/bench/recorder.py; }
 

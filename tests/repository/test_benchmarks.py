@@ -52,8 +52,8 @@ SMALL = {
     "balance.py": (
         "--stages 2 --layers 4 --layer-ms 3 --every 4 --updates 16 --slower-at 6",
         [
-            r"worst: replan at update \d+: \[3, 1\]",
-            r"\| slower \| replan \| \[\d, \d\] \| [\d.]+ \| \d+ \| [\d.]+ \| \d+% \|",
+            r"worst: live: replan at update \d+: \[3, 1\]",
+            r"\| slower \| drain \| \[\d, \d\] \| [\d.]+ \| \d+ \| [\d.]+ \| \d+% \|",
         ],
     ),
     "overhead.py": ("--tensors 32 --turns 1", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),

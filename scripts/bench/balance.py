@@ -7,7 +7,7 @@ stand for any number of devices:
 * worst: training starts from ``[n-3, 1, 1, 1]``;
 * slower: training starts from an even split, and some updates later stage 1 takes twice as long for every layer.
 
-Each is trained without ``"replan"``, with it in both ways of moving, and from the split that is best for the end. Prints
+Each is trained without ``"replan"``, with it in both ways of moving, and from the best split for the end. Prints
 for each the seconds per micro-batch at the end (median), beside the best, and the lines of the decisions.
 """
 

@@ -17,12 +17,12 @@ class Replan(Settings):
         ge=0,
     )
     moves: Literal["live", "drain"] = key(
-        "live",
-        '"live" or "drain"',
-        "Way in which layers move: `live` moves one layer after the other to a neighbouring stage while training goes "
-        "on, `drain` empties the pipeline, moves all of them in memory and fills it again. What cannot move live moves "
-        "in an empty pipeline, and the log says why.",
         "drain",
+        '"live" or "drain"',
+        "Way in which layers move: `drain` empties the pipeline, moves all of them in memory and fills it again, `live` "
+        "moves one after the other to a neighbouring stage while training goes on. What cannot move live moves in an "
+        "empty pipeline, and the log says why.",
+        "live",
     )
     threshold: float = key(
         0.03,

@@ -2,7 +2,7 @@
 
 What layers really cost is given: a profile, devices that take longer from some update on, layers that are frozen. A
 look sees of it what the engine's clocks would see, seconds of layers where they run now. The decisions are the
-engine's own, :mod:`ds_vpipe.planning.replanning`. Layers move as the engine moves them: the pipeline drains, and
+engine's own, :mod:`ds_vpipe.planning.replanning`. Layers move as with ``"moves": "drain"``: the pipeline drains, and
 begins anew with the new split.
 
 The passes that a drain throws away are not counted, and a move takes the seconds of its bytes over the links alone.
@@ -239,6 +239,7 @@ def replanned(
                 threshold=settings.threshold,
                 chooses_ratio=chooses_ratio,
                 move_s=move_s,
+                left=[split.partition or () for split in splits.values()],
             )
             decisions.append(decision)
             if decision.stays or settings.dry_run or update == batches:

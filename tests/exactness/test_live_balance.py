@@ -30,7 +30,7 @@ SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
 def config(**block: Any) -> dict[str, Any]:
-    return cases.config(SIZE, SGD, {"partition": list(START), "replan": {"every": 3}, **block})
+    return cases.config(SIZE, SGD, {"partition": list(START), "replan": {"every": 3, "moves": "live"}, **block})
 
 
 def measured(trained: Any, seed: int | None) -> None:

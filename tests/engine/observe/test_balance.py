@@ -107,7 +107,7 @@ def arms(blocks: list[dict[str, Any]], stages: int, updates: int, **options: Any
 
 
 def test_a_bad_split_is_mended_and_a_slow_stage_relieved(worlds: Worlds) -> None:
-    block = {"replan": {"every": 4, "threshold": 0.1, "moves": "drain"}}
+    block = {"replan": {"every": 4, "threshold": 0.1}}
     first, second = worlds.run(2, balanced, block, 2, 24, slower_at=10)
     assert first["decisions"] == second["decisions"]  # every number of them
     assert first["splits"] == second["splits"]
@@ -123,7 +123,7 @@ def test_a_bad_split_is_mended_and_a_slow_stage_relieved(worlds: Worlds) -> None
 
 def test_layers_that_are_frozen_go_to_the_stage_with_more_of_them(worlds: Worlds) -> None:
     """Their backward passes are gone; layers move one by one, and a frozen stage has none that the optimizer trains."""
-    block = {"replan": {"every": 4, "threshold": 0.1}}
+    block = {"replan": {"every": 8, "threshold": 0.1, "moves": "live"}}
     first, second = worlds.run(2, balanced, block, 2, 44, frozen_at=24)
     assert first["decisions"] == second["decisions"]
     before, after = first["splits"][23], first["splits"][-1]
@@ -159,7 +159,7 @@ def test_one_stage_has_nothing_to_balance(worlds: Worlds) -> None:
 
 
 def test_bsp_trains_the_same_while_it_balances_itself(worlds: Worlds) -> None:
-    blocks = [{"sync_mode": "bsp", "replan": {"every": 4, "moves": "drain"}}, {"sync_mode": "bsp"}]
+    blocks = [{"sync_mode": "bsp", "replan": {"every": 4}}, {"sync_mode": "bsp"}]
     by_run = list(zip(*worlds.run(3, arms, blocks, 3, 10), strict=True))
     moved, stayed = ({name: value for r in run for name, value in r["parameters"].items()} for run in by_run)
     assert by_run[0][0]["splits"][-1] != by_run[1][0]["splits"][-1]

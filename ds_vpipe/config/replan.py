@@ -19,9 +19,9 @@ class Replan(Settings):
     moves: Literal["live", "drain"] = key(
         "drain",
         '"live" or "drain"',
-        "Way in which layers move: `drain` empties the pipeline, moves all of them in memory and fills it again, `live` "
-        "moves one after the other to a neighbouring stage while training goes on. What cannot move live moves in an "
-        "empty pipeline, and the log says why.",
+        "Way in which layers move: `drain` empties the pipeline, moves all of them in memory and fills it again; "
+        "`live` moves one after the other to a neighbouring stage while training goes on. What cannot move live moves "
+        "in an empty pipeline, and the log says why.",
         "live",
     )
     threshold: float = key(

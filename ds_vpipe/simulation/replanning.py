@@ -2,10 +2,11 @@
 
 What layers really cost is given: a profile, devices that take longer from some update on, layers that are frozen. A
 look sees of it what the engine's clocks would see, seconds of layers where they run now. The decisions are the
-engine's own, :mod:`ds_vpipe.planning.replanning`. Layers move as with ``"moves": "drain"``: the pipeline drains, and
-begins anew with the new split.
+engine's own, :mod:`ds_vpipe.planning.replanning`. Layers move as the engine moves them: one after the other while
+training goes on, or in an empty pipeline, which begins anew with the new split.
 
-The passes that a drain throws away are not counted, and a move takes the seconds of its bytes over the links alone.
+The passes that a drain throws away are not counted, and a move in an empty pipeline takes the seconds of its bytes over
+the links alone. What a layer that moves while training goes on adds to a link is counted as one message more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.planner import predict
-from ds_vpipe.planning.replanning import Decision, Looks, Work, decide, separated, stages_of_layers
+from ds_vpipe.planning.replanning import Decision, Looks, Work, decide, in_steps, separated, stages_of_layers
+from ds_vpipe.schedules.moves import Move, earliest_cut_over, moved
 from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload
@@ -217,12 +219,18 @@ def replanned(
     """
     started, looks, size = pipeline, Looks.of(pipeline, settings.every), pipeline.micro_batches
     decisions: list[Decision] = []
-    splits, pauses = {0: pipeline}, {}
+    splits, reasons, pauses, moves = {0: pipeline}, {0: ["start"]}, dict[int, float](), list[Move]()
+    busy = 0  # the update after which layers that move have arrived
+    left: list[tuple[int, ...]] = []  # splits
     known: Work | None = None
     move_s: float | None = None
     sampled: list[int] = []
     seen: ModelProfile | None = None
     for update in range(1, batches + 1):
+        if update <= busy:
+            if update == busy:
+                looks = Looks.of(pipeline, settings.every, update)
+            continue
         if (update - 1) % looks.stride == 0:
             sampled.append(update - 1)
         due = looks.next(update)
@@ -239,19 +247,35 @@ def replanned(
                 threshold=settings.threshold,
                 chooses_ratio=chooses_ratio,
                 move_s=move_s,
-                left=[split.partition or () for split in splits.values()],
+                left=left,
             )
+            if settings.moves == "live" and not decision.stays:
+                decision = in_steps(decision, known, pipeline, devices)
             decisions.append(decision)
             if decision.stays or settings.dry_run or update == batches:
+                continue
+            left.append(decision.partition)
+            sampled, busy = [], update
+            for step in decision.steps:
+                cut_over = earliest_cut_over(pipeline, step.source, step.target, busy)
+                if cut_over >= batches * size:
+                    break
+                moves.append(replace(step, micro_batch=cut_over))
+                pipeline = replace(pipeline, partition=moved(pipeline.partition or (), step))
+                splits[cut_over // size], busy = pipeline, moves[-1].settled_batch(pipeline)
+            if decision.steps:
+                begun = [move.micro_batch // size for move in moves[-len(decision.steps) :]]
+                reasons[begun[0]] = ["layers move one by one"]
+                reasons[begun[-1]] = ["layers have moved"]
                 continue
             move_s = pauses[update] = _move_s(conditions.profile(update), devices, decision)
             pipeline = replace(
                 pipeline, partition=decision.better_partition, recompute_ratio=decision.better_ratio or None
             )
-            splits[update], sampled = pipeline, []
+            splits[update], reasons[update] = pipeline, ["layers have moved"]
             looks = Looks.of(pipeline, settings.every, update)
 
-    def simulated(splits: dict[int, Pipeline]) -> Simulation:
+    def simulated(splits: dict[int, Pipeline], moves: Sequence[Move]) -> Simulation:
         begins = sorted({*splits, *(change.update for change in conditions.changes if change.update < batches)})
         epochs, running = [], started
         for update in begins:
@@ -262,34 +286,35 @@ def replanned(
             epochs.append(Epoch(update * size, costs, pauses.get(update, 0.0) if update in splits else 0.0))
         # Beyond the last batch as many as are in flight, so that the pipeline does not drain before it is over.
         ahead = 0 if started.synchronous else update_delay(started.depths[0], size)
-        workload = Workload(batches + ahead, tuple(update * size for update in splits if update))
+        workload = Workload(
+            batches + ahead, tuple(update * size for update in pauses if update in splits), tuple(moves)
+        )
         return simulate(started, epochs[0].costs, workload, epochs[1:])
 
-    stretches = _stretches(conditions, splits, devices, settings, batches, chooses_ratio)
-    return Course(decisions, stretches, simulated(splits), simulated({0: started}))
+    stretches = _stretches(conditions, splits, reasons, devices, settings, batches, chooses_ratio)
+    return Course(decisions, stretches, simulated(splits, moves), simulated({0: started}, ()))
 
 
 def _stretches(
     conditions: Conditions,
     splits: dict[int, Pipeline],
+    reasons: dict[int, list[str]],
     devices: Devices,
     settings: Replan,
     batches: int,
     chooses_ratio: bool,
 ) -> list[Stretch]:
-    reasons = {update: ["layers have moved"] for update in splits if update}
     for change in conditions.changes:
         if change.update < batches:
             reasons.setdefault(change.update, []).append(str(change))
-    stretches, running = [], splits[0]
-    for first, after in pairwise(sorted({0, *reasons, batches})):
-        running = splits.get(first, running)
+    stretches = []
+    for first, after in pairwise([*sorted(reasons), batches]):
+        running = splits[max(update for update in splits if update <= first)]
         work = Work(conditions.profile(first), running.partition or (), conditions.slowness(first))
         best = decide(
             work, running, devices, update=first, every=settings.every, threshold=0.0, chooses_ratio=chooses_ratio
         )
-        reason = "; ".join(reasons.get(first, ["start"]))
-        stretches.append(Stretch(range(first, after), reason, running, best.better_seconds))
+        stretches.append(Stretch(range(first, after), "; ".join(reasons[first]), running, best.better_seconds))
     return stretches
 
 

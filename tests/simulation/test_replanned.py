@@ -13,7 +13,10 @@ from ds_vpipe.planning.devices import Devices, optimizer_bytes
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.pace import Link
 from ds_vpipe.planning.replanning import Looks
+from ds_vpipe.schedules.check import check_programs
+from ds_vpipe.schedules.moves import moved
 from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.program import programs
 from ds_vpipe.simulation.replanning import Conditions, Course, Freezing, Slowdown, replanned
 
 ANY = Devices()
@@ -68,6 +71,29 @@ def test_a_stage_slows_down_and_is_relieved() -> None:
     assert staying[50:] == pytest.approx([0.048] * 50)
     assert moving[:40] == staying[:40]
     assert found.timeline.meta["events"][0][1] == found.decisions[0].line()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_layers_move_while_training_goes_on(micro_batches: int) -> None:
+    """One by one, each when the one before has arrived; nothing drains, and no dead-lock."""
+    slow = Slowdown(1, 2.0, 30)
+    found = course((4, 4, 4, 4), slow, moves="live", micro_batches=micro_batches)
+    empty = course((4, 4, 4, 4), slow, moves="drain", micro_batches=micro_batches)
+    [(update, counts)] = moved_at(found)
+    assert moved_at(empty) == [(update, counts)]
+    workload = found.moving.workload
+    assert workload.data_ends == ()
+    decision = next(one for one in found.decisions if not one.stays)
+    assert len(workload.moves) == len(decision.steps) > 1
+    assert not check_programs(found.moving.pipeline, programs(found.moving.pipeline, workload), workload)
+    partition = decision.partition
+    for move in workload.moves:
+        partition = moved(partition, move)
+    assert partition == counts == found.stretches[-1].pipeline.partition
+    arrived = workload.moves[-1].settled_batch(found.moving.pipeline)
+    assert found.seconds[0][arrived + 1 :] == pytest.approx([0.030] * (99 - arrived))
+    assert max(found.seconds[0][update:]) < 1.01 * 0.048 < max(empty.seconds[0][update:])
+    assert next(one for one in found.decisions if one.update > update).update > arrived
 
 
 def test_a_device_that_recovers_gets_its_layers_back() -> None:

@@ -23,6 +23,7 @@ from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.updates.optimizers import OWN_OPTIMIZERS, Lamb, own_optimizer
 from ds_vpipe.engine.updates.parameter_groups import listed, trainable
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.staleness.soap import SOAP
 
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
 _BUILDING = threading.Lock()  # what _without_handshake() replaces belongs to the process
@@ -179,6 +180,13 @@ class PatchedPipelineEngine(PipelineEngine):
         return super()._configure_basic_optimizer(model_parameters) if optimizer is None else optimizer
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        if (
+            isinstance(basic_optimizer, SOAP) and self.zero_optimization()
+        ):  # of the script; the JSON's is refused before
+            raise VPipeConfigError(
+                f"zero_optimization.stage: got {self.zero_optimization_stage()} with the script's SOAP, allowed is 0, "
+                f"as ZeRO hands optimizers one flat vector and SOAP rotates matrices; use stage 0, or another optimizer"
+            )
         wrapper = super()._do_optimizer_sanity_check(basic_optimizer)
         if wrapper == BFLOAT16 and not self.zero_optimization():
             # What DeepSpeed takes in pipelines cannot load its own checkpoints; this is what it takes elsewhere.

@@ -20,28 +20,9 @@ _IMPLEMENTATIONS = {"capturable", "differentiable", "foreach", "fused"}
 _TRUST_RATIO = {"min_coeff", "max_coeff"}
 
 
-class NesterovMomenta:
-    """Shares of gradient and first moment in NAdam's direction, by update.
-
-    The update's number alone decides them, so that no checkpoint needs them.
-    """
-
-    def __init__(self, beta: float, momentum_decay: float) -> None:
-        self._beta = beta
-        self._decay = momentum_decay
-        self._product = (0, 1.0)  # of the momenta up to an update
-
-    def shares(self, step: int) -> tuple[float, float]:
-        """Factors of the gradient and of the first moment, both corrected for their start at zero."""
-        at, product = self._product if self._product[0] <= step else (0, 1.0)
-        for number in range(at + 1, step + 1):
-            product *= self._momentum(number)
-        self._product = (step, product)
-        ahead = self._momentum(step + 1)
-        return (1 - self._momentum(step)) / (1 - product), ahead / (1 - product * ahead)
-
-    def _momentum(self, step: int) -> float:
-        return float(self._beta * (1.0 - 0.5 * 0.96 ** (step * self._decay)))
+def momentum(beta: float, decay: float, step: int) -> float:
+    """NAdam's momentum at an update; it grows towards ``beta``."""
+    return float(beta * (1.0 - 0.5 * 0.96 ** (step * decay)))
 
 
 class NAdamStep:
@@ -59,7 +40,7 @@ class NAdamStep:
     def __init__(self, optimizer: torch.optim.Optimizer, settings: NAdam) -> None:
         self._optimizer = optimizer
         self._settings = settings
-        self._momenta = NesterovMomenta(settings.betas[0], settings.momentum_decay)
+        self._product = (0, 1.0)  # of the momenta up to an update
         keys = set(optimizer.defaults)
         is_lamb = keys >= _TRUST_RATIO
         known = _ADAM | _ADAM_FORMS | _IMPLEMENTATIONS | ({"max_grad_norm", *_TRUST_RATIO} if is_lamb else set())
@@ -97,9 +78,9 @@ class NAdamStep:
         roots = torch._foreach_div(squares, 1 - beta2**step)
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
-        of_gradient, of_mean = self._momenta.shares(step)
-        directions = torch._foreach_mul(gradients, of_gradient)
-        torch._foreach_add_(directions, means, alpha=of_mean)
+        product, ahead = self._momenta(step), self._momentum(step + 1)
+        directions = torch._foreach_mul(gradients, (1 - self._momentum(step)) / (1 - product))
+        torch._foreach_add_(directions, means, alpha=ahead / (1 - product * ahead))
         torch._foreach_div_(directions, roots)
         rate, decay = float(group["lr"]), group["weight_decay"]
         if "max_coeff" in group:
@@ -120,3 +101,14 @@ class NAdamStep:
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+    def _momentum(self, step: int) -> float:
+        return momentum(self._settings.betas[0], self._settings.momentum_decay, step)
+
+    def _momenta(self, step: int) -> float:
+        """Product of the momenta of all updates up to ``step``, which alone decides it: no checkpoint needs it."""
+        at, product = self._product if self._product[0] <= step else (0, 1.0)
+        for number in range(at + 1, step + 1):
+            product *= self._momentum(number)
+        self._product = (step, product)
+        return product

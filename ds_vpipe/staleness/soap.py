@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.staleness.nadam import NesterovMomenta
+from ds_vpipe.staleness.nadam import momentum
 
 Bases = tuple[torch.Tensor | None, torch.Tensor | None]
 """Orthogonal matrices for the rows and for the columns of a gradient; None leaves that side as it is."""
@@ -57,7 +57,6 @@ class SOAP(torch.optim.Optimizer):
                 raise ValueError(f"{name}: got {value}, allowed is a number in [0, 1)")
         if precondition_frequency < 1:
             raise ValueError(f"precondition_frequency: got {precondition_frequency}, allowed is an int >= 1")
-        self._momenta: dict[tuple[float, float], NesterovMomenta] = {}
         moments = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         bases = {"shampoo_beta": shampoo_beta, "precondition_frequency": precondition_frequency}
         options = {**moments, "momentum_decay": momentum_decay, **bases, "max_precond_dim": max_precond_dim}
@@ -71,27 +70,27 @@ class SOAP(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            speed = group["betas"][0], group["momentum_decay"]
-            momenta = self._momenta.setdefault(speed, NesterovMomenta(*speed))
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, momenta, group)
+                    self._update(parameter, parameter.grad, group)
         return loss
 
-    def _update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, momenta: NesterovMomenta, group: dict[str, Any]
-    ) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = 0
+            # Of the momenta up to here, which schedulers such as OneCycle change from update to update.
+            state["step"], state["mu_product"] = 0, 1.0
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         state["step"] += 1
-        step, beta2 = state["step"], group["betas"][1]
+        step, (beta1, beta2), speed = state["step"], group["betas"], group["momentum_decay"]
+        now, ahead = momentum(beta1, speed, step), momentum(beta1, speed, step + 1)
+        state["mu_product"] *= now
+        product = state["mu_product"]
         bases = _bases(state, gradient, group)
         rotated = _rotate(gradient, bases)
-        state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
-        of_gradient, of_mean = momenta.shares(step)
+        of_gradient, of_mean = (1 - now) / (1 - product), ahead / (1 - product * ahead)
         direction = _rotate(gradient * of_gradient + state["exp_avg"] * of_mean, bases)
         direction = direction / (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
         rate = float(group["lr"])
@@ -116,7 +115,10 @@ def _bases(state: dict[str, Any], gradient: torch.Tensor, group: dict[str, Any])
             vectors = torch.linalg.eigh(state[moment].double()).eigenvectors
             state[basis] = vectors.flip(1).to(gradient.dtype).contiguous()
         elif due:
-            state[basis] = torch.linalg.qr(state[moment] @ state[basis]).Q  # one step of the power iteration
+            turned = state[moment] @ state[basis]  # one step of the power iteration
+            # No QR decomposition takes half precision.
+            turned = turned.to(torch.promote_types(turned.dtype, torch.float32))
+            state[basis] = torch.linalg.qr(turned).Q.to(gradient.dtype)
     return state.get("rows_basis"), state.get("columns_basis")
 
 

@@ -75,3 +75,35 @@ def test_another_split(worlds: Worlds, tmp_path: Path) -> None:
     assert any(key.endswith("|rows_basis") for key in union(ranks, 0, "trained"))
     same(union(ranks, 0, "trained"), union(ranks, 2, "loaded"))
     same(union(ranks, 1, "trained"), union(ranks, 2, "trained"))
+
+
+def refusal(client: bool) -> str:
+    """Why SOAP next to ZeRO-1 is refused, as the script's optimizer or as the JSON's."""
+    import deepspeed
+
+    import ds_vpipe
+    from ds_vpipe.errors import VPipeError
+
+    zero = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    config = cases.config(1, OPTIMIZER, {}, **zero)
+    net = deepspeed.pipe.PipelineModule(toy.layer_specs(0.0), num_stages=2, loss_fn=torch.nn.CrossEntropyLoss())
+    parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    try:
+        if client:
+            del config["optimizer"]
+            ds_vpipe.initialize(model=net, optimizer=soap(parameters), config=config)
+        else:
+            ds_vpipe.initialize(model=net, config=config)
+    except VPipeError as error:
+        return str(error)
+    finally:
+        cases.close_groups()
+    return "trains"
+
+
+@pytest.mark.parametrize("client", [True, False])
+def test_zero_is_refused(worlds: Worlds, client: bool) -> None:
+    """It would hand over flat vectors, which SOAP trains without a word as NAdam does."""
+    for line in worlds.run(2, refusal, client):
+        assert line.startswith("zero_optimization.stage: got 1")
+        assert "\n" not in line

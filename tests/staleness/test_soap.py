@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -109,6 +111,46 @@ def test_going_on_from_a_saved_state_is_the_same_training() -> None:
     second.load_state_dict(first.state_dict())
     train(second, resumed, range(5, STEPS))
     assert all(torch.equal(one, other) for one, other in zip(straight, resumed, strict=True))
+
+
+def test_a_copy_trains_as_the_optimizer_itself_and_so_does_a_pickled_one() -> None:
+    straight = start()
+    first = SOAP(straight, lr=0.1)
+    train(first, straight, range(3))
+    copies = [copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
+    train(first, straight, range(3, 6))
+    for other in copies:
+        copied = other.param_groups[0]["params"]
+        train(other, copied, range(3, 6))
+        assert all(torch.equal(one, two) for one, two in zip(straight, copied, strict=True))
+
+
+def test_a_scheduler_of_the_momentum() -> None:
+    """OneCycle changes betas[0] in every update: the correction is that of the momenta that there were, as in torch."""
+    shapes, options = SHAPES[1:], {"lr": 0.1, "betas": (0.99, 0.999), "weight_decay": 0.2}
+    ours, torchs = start(shapes), start(shapes)
+    pairs: list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]] = [
+        (SOAP(ours, **options), ours),  # type: ignore[arg-type]
+        (torch.optim.NAdam(torchs, decoupled_weight_decay=True, **options), torchs),  # type: ignore[arg-type]
+    ]
+    for optimizer, parameters in pairs:
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20, base_momentum=0.5)
+        for step in range(STEPS):
+            train(optimizer, parameters, range(step, step + 1))
+            scheduler.step()
+    for got, wanted in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-8)
+
+
+def test_weights_in_half_precision_without_masters() -> None:
+    """Their bases are refreshed too, though no QR decomposition takes bf16."""
+    weight = torch.nn.Parameter(start([(3, 4)])[0].detach().bfloat16())
+    optimizer = SOAP([weight], precondition_frequency=2)
+    for _ in range(4):
+        weight.grad = torch.randn(3, 4).bfloat16()
+        optimizer.step()
+    assert weight.isfinite().all()
+    assert optimizer.state[weight]["rows_basis"].dtype is torch.bfloat16
 
 
 def test_without_gradient_nothing_changes() -> None:

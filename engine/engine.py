@@ -148,6 +148,7 @@ class VPipeEngine(PatchedPipelineEngine):
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self._refuse_training()
+        self.observation.log_messages()
         try:
             begin = time.perf_counter()
             with self._aborting(), training_by_list(self.module, self.switched_modules):

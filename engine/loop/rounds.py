@@ -66,6 +66,7 @@ class Rounds:
     def run_forward(self, packed: Any) -> torch.Tensor:
         """The forward portion of the round of the next micro-batch, of the inputs ``packed``; the script's loss."""
         stage = self._stage
+        self._engine.observation.log_messages()
         self._modes = [module.training for module in self._switched]
         progress, micro_batch = stage.progress, stage.progress.forwarded
         self._round = next_round(stage.pipeline, stage.number, progress, stage.exchanges)

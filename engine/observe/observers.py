@@ -46,7 +46,7 @@ class Observation:
         self._rows: Sequence[Sequence[float]] = ()
         self._mean = StatisticsMean()
         self.watchers: list[Watcher] = []  # in the order in which they begin
-        self._log_messages()
+        self.log_messages()
         if engine.wall_clock_breakdown():
             self.watchers.append(WallClock(engine.timers, engine.grid.pipe_groups[0]))
         if engine.flops_profiler_enabled() and engine.global_rank == 0:
@@ -71,8 +71,8 @@ class Observation:
         self._stragglers = Stragglers()
         self._passes: list[list[float]] = []  # seconds of every stage's passes per micro-batch, in the latest batches
 
-    def _log_messages(self) -> None:
-        """Watch for DeepSpeed's communication log while that is on, which scripts may change between two batches."""
+    def log_messages(self) -> None:
+        """Watch for DeepSpeed's communication log if it is on, which scripts may change before any batch."""
         wanted, watches = bool(ds_comm.comms_logger.enabled), self._comms in self.watchers
         if wanted and not watches:
             self.watchers.insert(0, self._comms)
@@ -150,7 +150,6 @@ class Observation:
 
     def publish(self) -> None:
         """Line and monitors' events on global rank 0, every ``steps_per_print`` batches."""
-        self._log_messages()
         self._name_stragglers()
         engine = self._engine
         interval = engine.steps_per_print()

@@ -155,6 +155,30 @@ def test_communication_log_has_the_messages(runs: Any) -> None:
         assert all(least <= count <= least + 4 for count in counts.values()), "forward passes ahead may come on top"
 
 
+def log_for_one_batch(stages: int) -> list[int]:
+    """Messages in the log after a batch, after another one with the log on, and after one with it off again."""
+    from deepspeed.comm import comm as ds_comm
+
+    trained = cases.engine(cases.config(2, ADAMW, {"sync_mode": "bsp"}), stages)
+    iterator, counts = toy.data(6), []
+    ds_comm.comms_logger.prof_all = True
+    for enabled in (False, True, False):
+        ds_comm.comms_logger.enabled = enabled
+        trained.train_batch(iterator)
+        logged = ds_comm.comms_logger.comms_dict
+        counts.append(sum(row[0] for name in ("isend", "recv") for row in logged.get(name, {}).values()))
+    ds_comm.comms_logger.reset_data()
+    trained.destroy()
+    cases.close_groups()
+    return counts
+
+
+def test_communication_log_is_turned_on_and_off_between_batches(worlds: Worlds) -> None:
+    """The first batch after that is in the log, or is not, as with DeepSpeed."""
+    for counts in worlds.run(2, log_for_one_batch, 2):
+        assert counts == [0, 4, 4], "two activations and two gradients, sent or received"
+
+
 def test_monitors_get_losses_rates_and_statistics(runs: Any) -> None:
     _, telling, folder = runs
     samples = 2 * toy.MICRO_BATCH

@@ -52,8 +52,10 @@ def test_against_the_replay(worlds: Worlds) -> None:
         assert off <= tolerance, f"M={micro_batches}, {sync}, {extra}: parameters off by {off:.1e}"
 
 
-def test_resume(worlds: Worlds, tmp_path: Path) -> None:
-    config = cases.config(1, OPTIMIZER, {"partition": "uniform"}, gradient_clipping=0.5)
+@pytest.mark.parametrize("fp16", [{}, {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 3}}])
+def test_resume(worlds: Worlds, tmp_path: Path, fp16: dict[str, Any]) -> None:
+    """Also where updates are skipped: gradients that are not finite do not come to eigenvectors."""
+    config = cases.config(1, OPTIMIZER, {"partition": "uniform"}, gradient_clipping=0.5, **fp16)
     for wrong in worlds.run(3, resume_everywhere, str(tmp_path), config, 3, (1, 5)):
         assert wrong == []
 

@@ -45,7 +45,6 @@ from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
-from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
@@ -271,7 +270,9 @@ def use_optimizer(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConf
         stage.mitigation = mitigation if mine > 0 else None
 
 
-def refuse_late_optimizer(engine: PatchedPipelineEngine, stage: Stage, optimizer: Any, parameters: Any) -> None:
+def refuse_late_optimizer(
+    engine: PatchedPipelineEngine, stage: Stage, optimizer: Any, parameters: list[Any] | None
+) -> None:
     """Refuse an optimizer after :func:`stage_of` that this engine cannot take; all ranks call this.
 
     Raises:
@@ -280,7 +281,7 @@ def refuse_late_optimizer(engine: PatchedPipelineEngine, stage: Stage, optimizer
     found = None
     if engine.get_data_types()[0] != torch.float32:
         found = "with fp16 or bf16 in the JSON, allowed there is an optimizer given to initialize()"
-    groups = listed(optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else parameters) or []
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else parameters or []
     given = [p for item in groups for p in (item["params"] if isinstance(item, dict) else [item])]
     mine = {id(parameter) for parameter in engine.stage_parameters}
     elsewhere = stage.consensus.lowest(-int(any(id(p) not in mine for p in given)), "all ranks to take an optimizer")

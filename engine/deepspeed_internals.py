@@ -212,7 +212,8 @@ def refuse_own_instructions(engine: PipelineEngine) -> None:
         VPipeConfigError: on every rank that runs the script.
     """
     for instruction, method in engine._INSTRUCTION_MAP.items():
-        modules = instruction.__module__, getattr(method, "__module__", None)
+        # Not its __module__, which functools.wraps() takes from what it wraps.
+        modules = instruction.__module__, getattr(method, "__globals__", {}).get("__name__", type(method).__module__)
         if modules[0] == ds_schedule.__name__ and modules[1] != PipelineEngine.__module__:
             raise VPipeConfigError(
                 f"_INSTRUCTION_MAP[{instruction.__name__}]: got {getattr(method, '__qualname__', method)} of "

@@ -64,6 +64,7 @@ from ds_vpipe.engine.observe.balance import Balance
 from ds_vpipe.engine.observe.observers import Observation
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
 from ds_vpipe.engine.updates.clipping import GradientClipping
+from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError, VPipeError
 from ds_vpipe.partition import checked_counts
@@ -511,12 +512,13 @@ class VPipeEngine(PatchedPipelineEngine):
 
     # DeepSpeed's hooks
 
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if "stage" not in self.__dict__:
             super()._configure_optimizer(client_optimizer, model_parameters)
             return
         # A script may call this after initialize(), when it knows batch sizes and replicas.
         self.quiesce("_configure_optimizer()")
+        model_parameters = listed(model_parameters)  # which may be iterators, and are looked at twice
         refuse_late_optimizer(self, self.stage, client_optimizer, model_parameters)
         super()._configure_optimizer(client_optimizer, model_parameters)
         use_optimizer(self, self.stage, self.vpipe_config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import csv
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +16,7 @@ import pytest
 import reference
 import torch
 import toy
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 from worlds import Worlds
@@ -113,7 +115,7 @@ def built_late(vpipe: dict[str, Any] | None, **extra: Any) -> Any:
     net = module_of(weighted_loss, num_stages=2)
     trained_parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
     engine = ds_vpipe.initialize(model=net, config=ds_config(vpipe, **extra))[0]
-    engine._configure_optimizer(sgd, trained_parameters)
+    engine._configure_optimizer(sgd, iter(trained_parameters))
     engine.lr_scheduler = warmed_up(engine.optimizer)
     engine.communication_data_type = torch.float32
     ends = [engine.grid.pp_group[0], engine.grid.pp_group[-1]]
@@ -418,6 +420,11 @@ def own_forward(engine: Any, buffer_id: int) -> None:
     """What a script does in the place of DeepSpeed's forward pass."""
 
 
+@functools.wraps(PipelineEngine._exec_forward_pass)
+def wrapping_forward(engine: Any, buffer_id: int) -> None:
+    """Likewise, under the name of DeepSpeed's."""
+
+
 def refusals() -> dict[str, str]:
     from deepspeed.runtime.pipe import schedule
     from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -432,9 +439,9 @@ def refusals() -> dict[str, str]:
         def train_batch(self) -> None:
             self._exec_schedule(TwoForwardPasses(self.micro_batches, self.num_stages, self.stage_id))
 
-    def with_method() -> None:
+    def with_method(method: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(PipelineEngine._INSTRUCTION_MAP, schedule.ForwardPass, own_forward)
+            patch.setitem(PipelineEngine._INSTRUCTION_MAP, schedule.ForwardPass, method)
             built_late({})
 
     def with_another_number() -> None:
@@ -454,7 +461,8 @@ def refusals() -> dict[str, str]:
             built_by_script(engine_of_script(PipelineEngine), module_of(weighted_loss, num_stages=2), {})
 
     return {
-        "method": refused(with_method),
+        "method": refused(lambda: with_method(own_forward)),
+        "wrapped": refused(lambda: with_method(wrapping_forward)),
         "in run": refused(in_run),
         "number": refused(with_another_number),
         "schedule": refused(with_schedule),
@@ -469,6 +477,8 @@ def test_what_is_not_carried_out_is_refused(worlds: Worlds) -> None:
     first, second = worlds.run(2, refusals)
     assert first == second
     assert first["method"].startswith("VPipeConfigError: _INSTRUCTION_MAP[ForwardPass]: got own_forward of test_pip")
+    line = "VPipeConfigError: _INSTRUCTION_MAP[ForwardPass]: got PipelineEngine._exec_forward_pass of test_pip"
+    assert first["wrapped"].startswith(line)
     assert first["number"].startswith("VPipeError: engine.micro_batches: got 3 in training, allowed is 2")
     assert first["schedule"].startswith("VPipeConfigError: _exec_schedule(): got a refusals.<locals>.TwoForwardPasses")
     late = "VPipeConfigError: _configure_optimizer() after initialize(): got an optimizer"

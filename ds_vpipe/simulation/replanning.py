@@ -255,7 +255,7 @@ def replanned(
             if decision.stays or settings.dry_run or update == batches:
                 continue
             left.append(decision.partition)
-            sampled, busy = [], update
+            sampled, busy, begun = [], update, list[int]()
             for step in decision.steps:
                 cut_over = earliest_cut_over(pipeline, step.source, step.target, busy)
                 if cut_over >= batches * size:
@@ -263,10 +263,11 @@ def replanned(
                 moves.append(replace(step, micro_batch=cut_over))
                 pipeline = replace(pipeline, partition=moved(pipeline.partition or (), step))
                 splits[cut_over // size], busy = pipeline, moves[-1].settled_batch(pipeline)
-            if decision.steps:
-                begun = [move.micro_batch // size for move in moves[-len(decision.steps) :]]
+                begun.append(cut_over // size)
+            if begun:
                 reasons[begun[0]] = ["layers move one by one"]
                 reasons[begun[-1]] = ["layers have moved"]
+            if decision.steps:
                 continue
             move_s = pauses[update] = _move_s(conditions.profile(update), devices, decision)
             pipeline = replace(

@@ -96,6 +96,19 @@ def test_layers_move_while_training_goes_on(micro_batches: int) -> None:
     assert next(one for one in found.decisions if one.update > update).update > arrived
 
 
+@pytest.mark.parametrize("batches", [43, 44, 47, 50])
+def test_training_may_end_before_layers_have_moved(batches: int) -> None:
+    found = course((4, 4, 4, 4), Slowdown(1, 2.0, 30), moves="live", batches=batches)
+    [(update, _)] = moved_at(found)
+    moves = found.moving.workload.moves
+    assert all(move.micro_batch < 2 * batches for move in moves)
+    assert [one.updates.start for one in found.stretches][2:] == sorted(
+        {m.micro_batch // 2 for m in moves[:1] + moves[-1:]}
+    )
+    assert update == 42
+    assert len(found.seconds[0]) == batches
+
+
 def test_a_device_that_recovers_gets_its_layers_back() -> None:
     found = course((4, 4, 4, 4), Slowdown(1, 2.0, 20), Slowdown(1, 1.0, 50))
     assert [update for update, _ in moved_at(found)] == [42, 62]

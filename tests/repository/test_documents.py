@@ -174,13 +174,15 @@ def test_numbers_of_the_readme_are_those_of_the_measurements() -> None:
     arms = rows("docs/data/convergence.md", "arm")
     table = rows("README.md", "measured on a CPU, emulated device time")
     assert [int(row[0]) for row in table] == [4, 8, 16]
-    for stages, *speeds, reached in table:
+    soap = {arm[0]: arm[-1] for arm in rows("docs/data/convergence_soap.md", "arm")}
+    for stages, *speeds, reached, reached_with_soap in table:
         for micro_batches, speed in zip((1, 8), speeds, strict=True):
             key = int(stages), micro_batches
             if speed:
                 assert f"{rates[(*key, 'asp')] / rates[(*key, 'stock')]:.3g}" == speed, key
         found = [arm[-1] for arm in arms if arm[0].startswith(f"K={stages} M=1 ") and "%" in arm[-1]]
         assert [f"{share.replace('%', ' %')} of its time" for share in found] == [reached]
+        assert soap[f"K={stages} M=1 soap"].replace("%", " %") == reached_with_soap
 
 
 def test_the_table_of_versions() -> None:

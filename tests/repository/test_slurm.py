@@ -41,7 +41,6 @@ def environment(tmp_path: Path) -> dict[str, str]:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     config = json.loads((ROOT / "ds_configs" / "bert_tiny_cpu.json").read_text(encoding="utf-8"))
-    config["optimizer"]["params"]["torch_adam"] = True
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return {
         **os.environ,

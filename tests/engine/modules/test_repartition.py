@@ -244,7 +244,7 @@ def test_virtual_stages_are_named_in_refusals(worlds: Worlds) -> None:
 def with_another_schedule() -> list[str]:
     from deepspeed.runtime.pipe import schedule
 
-    class ZeroBubble(schedule.PipeSchedule):
+    class ZeroBubble(schedule.TrainSchedule):
         pass
 
     with (

@@ -217,106 +217,149 @@ def replanned(
 
     ``pipeline`` has the split of the start, ``update_s`` are the seconds of an update.
     """
-    started, looks, size = pipeline, Looks.of(pipeline, settings.every), pipeline.micro_batches
-    decisions: list[Decision] = []
-    splits, reasons, pauses, moves = {0: pipeline}, {0: ["start"]}, dict[int, float](), list[Move]()
-    busy = 0  # the update after which layers that move have arrived
-    left: list[tuple[int, ...]] = []  # splits
-    known: Work | None = None
-    move_s: float | None = None
-    sampled: list[int] = []
-    seen: ModelProfile | None = None
-    for update in range(1, batches + 1):
-        if update <= busy:
-            if update == busy:
-                looks = Looks.of(pipeline, settings.every, update)
-            continue
-        if (update - 1) % looks.stride == 0:
-            sampled.append(update - 1)
-        due = looks.next(update)
-        if due == "leave":
-            seen, sampled = conditions.measured(sampled, pipeline.partition or ()), []
-        if due == "read" and seen is not None:
-            known, seen = separated(seen, pipeline.partition or (), known), None
-            decision = decide(
-                known,
-                pipeline,
-                devices,
-                update=update,
-                every=settings.every,
-                threshold=settings.threshold,
-                chooses_ratio=chooses_ratio,
-                move_s=move_s,
-                left=left,
-            )
-            if settings.moves == "live" and not decision.stays:
-                decision = in_steps(decision, known, pipeline, devices)
-            decisions.append(decision)
-            if decision.stays or settings.dry_run or update == batches:
-                continue
-            left.append(decision.partition)
-            sampled, busy, begun = [], update, list[int]()
-            for step in decision.steps:
-                cut_over = earliest_cut_over(pipeline, step.source, step.target, busy)
-                if cut_over >= batches * size:
-                    break
-                moves.append(replace(step, micro_batch=cut_over))
-                pipeline = replace(pipeline, partition=moved(pipeline.partition or (), step))
-                splits[cut_over // size], busy = pipeline, moves[-1].settled_batch(pipeline)
-                begun.append(cut_over // size)
-            if begun:
-                reasons[begun[0]] = ["layers move one by one"]
-                reasons[begun[-1]] = ["layers have moved"]
-            if decision.steps:
-                continue
-            move_s = pauses[update] = _move_s(conditions.profile(update), devices, decision)
-            pipeline = replace(
-                pipeline, partition=decision.better_partition, recompute_ratio=decision.better_ratio or None
-            )
-            splits[update], reasons[update] = pipeline, ["layers have moved"]
-            looks = Looks.of(pipeline, settings.every, update)
+    training = _Training(conditions, pipeline, devices, settings, batches, chooses_ratio)
+    training.run()
+    epochs = _Epochs(conditions, devices, batches, update_s)
+    moving = epochs.simulated(pipeline, training.splits, training.pauses, training.moves)
+    staying = epochs.simulated(pipeline, {0: pipeline}, {}, ())
+    return Course(training.decisions, training.stretches(), moving, staying)
 
-    def simulated(splits: dict[int, Pipeline], moves: Sequence[Move]) -> Simulation:
-        begins = sorted({*splits, *(change.update for change in conditions.changes if change.update < batches)})
+
+class _Training:
+    """The looks of a training, and what they change."""
+
+    def __init__(
+        self,
+        conditions: Conditions,
+        pipeline: Pipeline,
+        devices: Devices,
+        settings: Replan,
+        batches: int,
+        chooses_ratio: bool,
+    ) -> None:
+        self._conditions, self._devices, self._settings = conditions, devices, settings
+        self._batches, self._chooses_ratio = batches, chooses_ratio
+        self._pipeline = pipeline  # as it is after the update that run() has come to
+        self._left: list[tuple[int, ...]] = []  # splits
+        self._busy = 0  # the update after which layers that move have arrived
+        self._known: Work | None = None
+        self._move_s: float | None = None
+        self.decisions: list[Decision] = []
+        self.splits = {0: pipeline}  # by the first update with it
+        self.reasons = {0: ["start"]}
+        self.pauses: dict[int, float] = {}  # seconds before an update in which layers move in an empty pipeline
+        self.moves: list[Move] = []  # while training goes on
+
+    def run(self) -> None:
+        every = self._settings.every
+        looks, sampled, seen = Looks.of(self._pipeline, every), list[int](), None
+        for update in range(1, self._batches + 1):
+            if update <= self._busy:
+                if update == self._busy:
+                    looks = Looks.of(self._pipeline, every, update)
+                continue
+            if (update - 1) % looks.stride == 0:
+                sampled.append(update - 1)
+            due = looks.next(update)
+            if due == "leave":
+                seen, sampled = self._conditions.measured(sampled, self._pipeline.partition or ()), []
+            if due == "read" and seen is not None:
+                decision, seen = self._decided(update, seen), None
+                if decision.stays or self._settings.dry_run or update == self._batches:
+                    continue
+                sampled = []
+                self._left.append(decision.partition)
+                if decision.steps:
+                    self._move_live(decision, update)
+                else:
+                    self._move_emptied(decision, update)
+                    looks = Looks.of(self._pipeline, every, update)
+
+    def _decided(self, update: int, seen: ModelProfile) -> Decision:
+        self._known = separated(seen, self._pipeline.partition or (), self._known)
+        decision = decide(
+            self._known,
+            self._pipeline,
+            self._devices,
+            update=update,
+            every=self._settings.every,
+            threshold=self._settings.threshold,
+            chooses_ratio=self._chooses_ratio,
+            move_s=self._move_s,
+            left=self._left,
+        )
+        if self._settings.moves == "live" and not decision.stays:
+            decision = in_steps(decision, self._known, self._pipeline, self._devices)
+        self.decisions.append(decision)
+        return decision
+
+    def _move_live(self, decision: Decision, update: int) -> None:
+        self._busy, begun, size = update, list[int](), self._pipeline.micro_batches
+        for step in decision.steps:
+            cut_over = earliest_cut_over(self._pipeline, step.source, step.target, self._busy)
+            if cut_over >= self._batches * size:
+                break
+            self.moves.append(replace(step, micro_batch=cut_over))
+            self._pipeline = replace(self._pipeline, partition=moved(self._pipeline.partition or (), step))
+            self.splits[cut_over // size] = self._pipeline
+            self._busy = self.moves[-1].settled_batch(self._pipeline)
+            begun.append(cut_over // size)
+        if begun:
+            self.reasons[begun[0]] = ["layers move one by one"]
+            self.reasons[begun[-1]] = ["layers have moved"]
+
+    def _move_emptied(self, decision: Decision, update: int) -> None:
+        self._move_s = self.pauses[update] = _move_s(self._conditions.profile(update), self._devices, decision)
+        split, ratio = decision.better_partition, decision.better_ratio or None
+        self._pipeline = replace(self._pipeline, partition=split, recompute_ratio=ratio)
+        self.splits[update], self.reasons[update] = self._pipeline, ["layers have moved"]
+
+    def stretches(self) -> list[Stretch]:
+        for change in self._conditions.changes:
+            if change.update < self._batches:
+                self.reasons.setdefault(change.update, []).append(str(change))
+        found = []
+        for first, after in pairwise([*sorted(self.reasons), self._batches]):
+            running = self.splits[max(update for update in self.splits if update <= first)]
+            best = decide(
+                Work(self._conditions.profile(first), running.partition or (), self._conditions.slowness(first)),
+                running,
+                self._devices,
+                update=first,
+                every=self._settings.every,
+                threshold=0.0,
+                chooses_ratio=self._chooses_ratio,
+            )
+            reason = "; ".join(self.reasons[first])
+            found.append(Stretch(range(first, after), reason, running, best.better_seconds))
+        return found
+
+
+@dataclass(frozen=True)
+class _Epochs:
+    """Simulations under conditions that change."""
+
+    conditions: Conditions
+    devices: Devices
+    batches: int
+    update_s: float
+
+    def simulated(
+        self, started: Pipeline, splits: dict[int, Pipeline], pauses: dict[int, float], moves: Sequence[Move]
+    ) -> Simulation:
+        conditions, size = self.conditions, started.micro_batches
+        changed = (change.update for change in conditions.changes if change.update < self.batches)
         epochs, running = [], started
-        for update in begins:
+        for update in sorted({*splits, *changed}):
             running = splits.get(update, running)
-            here = replace(devices, slowness=conditions.slowness(update))
+            here = replace(self.devices, slowness=conditions.slowness(update))
             found = predict(conditions.profile(update), running, here)
-            costs = planned_costs(found, here.loads(running), update_s)
-            epochs.append(Epoch(update * size, costs, pauses.get(update, 0.0) if update in splits else 0.0))
+            costs = planned_costs(found, here.loads(running), self.update_s)
+            epochs.append(Epoch(update * size, costs, pauses.get(update, 0.0)))
         # Beyond the last batch as many as are in flight, so that the pipeline does not drain before it is over.
         ahead = 0 if started.synchronous else update_delay(started.depths[0], size)
-        workload = Workload(
-            batches + ahead, tuple(update * size for update in pauses if update in splits), tuple(moves)
-        )
+        workload = Workload(self.batches + ahead, tuple(update * size for update in pauses), tuple(moves))
         return simulate(started, epochs[0].costs, workload, epochs[1:])
-
-    stretches = _stretches(conditions, splits, reasons, devices, settings, batches, chooses_ratio)
-    return Course(decisions, stretches, simulated(splits, moves), simulated({0: started}, ()))
-
-
-def _stretches(
-    conditions: Conditions,
-    splits: dict[int, Pipeline],
-    reasons: dict[int, list[str]],
-    devices: Devices,
-    settings: Replan,
-    batches: int,
-    chooses_ratio: bool,
-) -> list[Stretch]:
-    for change in conditions.changes:
-        if change.update < batches:
-            reasons.setdefault(change.update, []).append(str(change))
-    stretches = []
-    for first, after in pairwise([*sorted(reasons), batches]):
-        running = splits[max(update for update in splits if update <= first)]
-        work = Work(conditions.profile(first), running.partition or (), conditions.slowness(first))
-        best = decide(
-            work, running, devices, update=first, every=settings.every, threshold=0.0, chooses_ratio=chooses_ratio
-        )
-        stretches.append(Stretch(range(first, after), "; ".join(reasons[first]), running, best.better_seconds))
-    return stretches
 
 
 def _split(counts: Sequence[int]) -> str:

@@ -126,6 +126,7 @@ class Conversion:
         self._replicas = self._check_ranks()
         self._bsp, self._bert = file.sync_mode == "bsp", file.model_type == "bert"
         self._alone = file.no_input_pipelining and not self._bsp
+        self._asp = not self._bsp and not self._alone
         self._ahead = maps.depth[0] if maps and maps.depth else self.num_stages - 1
         self._batches = self._micro_batches()
         self._given_ratios = self._ratios(split)
@@ -206,8 +207,7 @@ class Conversion:
             kind, params, clipping = _OPTIMIZERS[file.model_type]
             params = {"lr": self._value("learning_rate"), **params, "weight_decay": self._value("weight_decay")}
             optimizer = {"gradient_clipping": clipping, "optimizer": {"type": kind, "params": params}}
-        synchronous = self._bsp or self._alone
-        block: dict[str, Any] = {"sync_mode": "bsp"} if synchronous else {"sync_mode": "asp", "weight_sync": "stash"}
+        block: dict[str, Any] = {"sync_mode": "asp", "weight_sync": "stash"} if self._asp else {"sync_mode": "bsp"}
         modules = maps.modules if maps else [1]
         block["partition"] = self._layers or (modules if max(modules) > 1 else "parameters")
         ratios = self._given_ratios or [0] * self.num_stages
@@ -215,7 +215,7 @@ class Conversion:
             ratios = [1] * (self.num_stages - 1) + [ratios[-1]]
         if any(ratios):
             block["recompute_ratio"] = ratios
-        if maps and maps.depth and not synchronous:
+        if maps and maps.depth and self._asp:
             block["stage_to_depth_map"] = maps.depth
         return {
             "train_micro_batch_size_per_gpu": self._value("batch_size"),
@@ -227,10 +227,17 @@ class Conversion:
         }
 
     def _rows(self) -> Iterator[Row]:
-        """Remarks on the fields of the YAML and its files, but for devices."""
-        file, given, bsp, bert, maps = self._file, self._file.given, self._bsp, self._bert, self._maps
-        steps, batches, block = "gradient_accumulation_steps", self._batches, self.ds_config["vpipe"]
+        """Remarks on the fields of the YAML and its files."""
+        yield from self._mode_rows()
+        yield from self._split_rows()
+        yield from self._optimizer_rows()
+        yield from self._schedule_rows()
+        yield from self._device_rows()
+        yield from self._script_rows()
 
+    def _mode_rows(self) -> Iterator[Row]:
+        file, bsp, bert, asp = self._file, self._bsp, self._bert, self._asp
+        steps, batches = "gradient_accumulation_steps", self._batches
         why = "vPipe flushes and updates after so many"
         mean = f"{why}; its gradients were 4 times the mean, which LAMB notices only in clipping"
         yield bsp, "kept", "sync_mode", 'vpipe.sync_mode "bsp"', "1F1B with a flush, as vPipe's"
@@ -241,7 +248,6 @@ class Conversion:
         yield bsp and file.no_input_pipelining, "dropped", "no_input_pipelining", "", why
         why = "one micro-batch at a time is a synchronous pipeline with batches of one"
         yield self._alone, "changed", "no_input_pipelining", f'vpipe.sync_mode "bsp", {steps} 1', why
-        asp = not bsp and not self._alone
         why = "PipeDream knows no other" if file.of_pipedream else ""
         yield asp, "kept", "sync_mode", 'vpipe.sync_mode "asp", weight_sync "stash"', why
         why = "an update after every micro-batch"
@@ -255,6 +261,8 @@ class Conversion:
             )
         yield asp and file.macrobatch, "changed", "macrobatch", f"{steps} {batches}", why
 
+    def _split_rows(self) -> Iterator[Row]:
+        file, maps, block, asp = self._file, self._maps, self.ds_config["vpipe"], self._asp
         field, partition = "module_to_stage_map", block["partition"]
         yield self._layers, "kept", "partition", f"vpipe.partition {partition}"
         if not self._layers and maps:
@@ -276,6 +284,8 @@ class Conversion:
         yield depth and not asp, "dropped", field, "", why, depth
         yield depth and asp, "kept", field, "vpipe.stage_to_depth_map", "", depth
 
+    def _optimizer_rows(self) -> Iterator[Row]:
+        file, given, bsp, bert, batches = self._file, self._file.given, self._bsp, self._bert, self._batches
         for field, becomes in (
             ("batch_size", f"train_micro_batch_size_per_gpu {self._value('batch_size')}"),
             ("learning_rate", f"optimizer.params.lr {self._value('learning_rate'):g}"),
@@ -300,9 +310,9 @@ class Conversion:
         theirs = "the norm of the whole model here and of each stage in vPipe"
         yield clipping and bsp, "changed", "model_type", becomes, f"{why}{theirs}"
         yield clipping and not bsp, "kept", "model_type", becomes, f"{why}each stage's own norm as in vPipe"
-        yield from self._schedule_rows()
-        yield from self._device_rows()
 
+    def _script_rows(self) -> Iterator[Row]:
+        file, given, bert, maps = self._file, self._file.given, self._bert, self._maps
         why = "layers are vPipe's blocks; the decoder has a bias and the loss next-sentence prediction, unlike vPipe's"
         yield bert, "changed", "module", f"--config_name {self._model}", why
         why = "an epoch is all files with 'training' in their names; vPipe's was the first of them"

@@ -211,12 +211,6 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     stash = config.weight_sync != "none"
     weights = WeightStashingOptimizer(engine.optimizer, module.parameters(), stash=stash, version=engine.global_steps)
     use_sound_checkpointing(module, asynchronous, prepared.random_states)
-    if tied and engine.using_bf16_optimizer:
-        raise VPipeConfigError(
-            'data_types.grad_accum_dtype: got "fp32" for a model with weights tied across stages, whose gradients '
-            'travel before DeepSpeed\'s optimizer adds them in fp32; allowed: "bf16", or "fp32" in "bsp"; remove '
-            "the key"
-        )
     scaled = engine.optimizer is not None and engine.fp16_enabled()
     dynamic = scaled and engine.dynamic_loss_scale()
     ends_first = number == pipeline.num_stages - 1 and grid.data_parallel_id == grid.get_slice_parallel_rank() == 0

@@ -109,6 +109,31 @@ class PatchedPipelineEngine(PipelineEngine):
             if parameter.requires_grad and parameter.numel():
                 parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
+    def take_gradient(self, weight: nn.Parameter) -> torch.Tensor | None:
+        """A weight's gradient of this batch, which its update here is not to see."""
+        if self.using_bf16_optimizer:
+            added = self._added_in_fp32(weight)
+            gradient = added.clone()  # it is still being sent when the next one is added
+            added.zero_()
+            return gradient
+        found, weight.grad = weight.grad, None
+        return found
+
+    def add_gradient(self, weight: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add another stage's gradient to a weight's of this batch."""
+        if self.using_bf16_optimizer:
+            self._added_in_fp32(weight).add_(gradient)
+        else:
+            weight.grad = gradient.clone() if weight.grad is None else weight.grad.add_(gradient)
+
+    def _added_in_fp32(self, weight: nn.Parameter) -> torch.Tensor:
+        optimizer = self.optimizer
+        members = [(i, j, member) for i, group in enumerate(optimizer.bf16_groups) for j, member in enumerate(group)]
+        group, index = next((i, j) for i, j, member in members if member is weight)
+        optimizer.fp32_groups_has_gradients[group][index] = True
+        gradient: torch.Tensor = optimizer.fp32_groups_gradients[group][index].view_as(weight)
+        return gradient
+
     def run_update(self) -> None:
         """Optimizer step with DeepSpeed's timers and events; calls :meth:`_take_model_step`."""
         self._exec_optimizer_step(self.lr_kwargs)

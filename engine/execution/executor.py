@@ -339,11 +339,11 @@ class Executor:
 
     def send_tied_gradients(self, index: int, part: int) -> None:
         """Start sending the gradients of copies of tied weights to their owners."""
-        self._stage.ties.send_gradients(index)
+        self._stage.ties.send_gradients(index, self._engine.take_gradient)
 
     def receive_tied_gradients(self, index: int, part: int) -> None:
         """Wait for the copies' gradients and add them to the owner's."""
-        self._stage.ties.add_gradients(index)
+        self._stage.ties.add_gradients(index, self._engine.add_gradient)
 
     def send_tied_weights(self, index: int, part: int) -> None:
         """Start sending updated tied weights to the stages that hold copies."""

@@ -122,22 +122,18 @@ class TiedWeights:
         self.gradients_in = [copies.gradients_in for copies in self._copies]  # links from the copies
         self.gradients_out = [owned.gradients_out for owned in self._owned]  # links to the owners
 
-    def send_gradients(self, batch: int) -> None:
-        """Send the copies' gradients of ``batch`` to their owners; there is nothing left to update here."""
+    def send_gradients(self, batch: int, taken: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
+        """Send the copies' gradients of ``batch`` to their owners; ``taken`` leaves nothing to update here."""
         for owned in self._owned:
-            owned.gradients_out.send(Message.TIED, batch, tuple(weight.grad for weight in owned.weights))
-            for weight in owned.weights:
-                weight.grad = None
+            owned.gradients_out.send(Message.TIED, batch, tuple(map(taken, owned.weights)))
 
-    def add_gradients(self, batch: int) -> None:
+    def add_gradients(self, batch: int, add: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
         """Add the copies' gradients of ``batch`` to the owner's."""
         for copies in self._copies:
             message = copies.gradients_in.receive(f"RECV_TIED_GRAD{batch}")
             for weight, gradient in zip(copies.weights, message.tree, strict=True):
-                if gradient is None:
-                    continue
-                here = self._arrived(gradient.detach())
-                weight.grad = here.clone() if weight.grad is None else weight.grad.add_(here)
+                if gradient is not None:
+                    add(weight, self._arrived(gradient.detach()))
 
     def send_weights(self, version: int, micro_batches: int, refill: int) -> None:
         """Send the owner's newest weights, which have had ``version`` updates."""

@@ -223,9 +223,10 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_swap.py::test_a_change_in_place_is_the_error_that_it_is_without_a_swap"),
             ("Parameters without dimensions, which DeepSpeed cannot broadcast", "train",
              "test_precision.py::test_parameters_without_dimensions"),
-            ("`data_types.grad_accum_dtype` fp32 with bf16 and ZeRO-1; in asp without ties across stages",
-             "bsp bit-identical to DeepSpeed, resume bit-identical",
-             "test_fp32_accumulation.py::test_stock_engine_stashing_and_resume"),
+            ("`data_types.grad_accum_dtype` fp32 with bf16 and ZeRO-1", "bsp bit-identical to DeepSpeed, resume "
+             "bit-identical", "test_fp32_accumulation.py::test_stock_engine_stashing_and_resume"),
+            ("`data_types.grad_accum_dtype` fp32 in asp with tied layers: 4 stages, 2 stages x 2 replicas",
+             "replay's bits, resume bit-identical", "test_fp32_accumulation.py::test_ties_in_asp"),
             ("`schedule` gpipe (bsp)", "bit-identical to DeepSpeed's 1F1B",
              "test_stock.py::test_gpipe_is_the_stock_engine"),
             ("`schedule` interleaved (bsp): training, evaluation, replicas, ZeRO-1, ties, data ends",

@@ -63,6 +63,7 @@ class Replay:
         refills: micro-batches before which the pipeline was empty.
         left_over: micro-batches of an incomplete batch that went through before a refill, if any; they bring norms.
         dtype: of the weights in forward and backward passes and of gradients; the optimizer's are fp32.
+        adds_in: type in which the gradients of a batch are added; default: their own.
         autocast: run forward passes under bf16 autocast.
         reduces_linear_in: type that gradients of linear layers are reduced in.
         scaler: of fp16 losses.
@@ -88,6 +89,7 @@ class Replay:
     refills: Sequence[int] = (0,)
     left_over: dict[int, int] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    adds_in: torch.dtype | None = None
     autocast: bool = False
     reduces_linear_in: torch.dtype | None = None
     scaler: Scaler | None = None
@@ -191,8 +193,8 @@ class Replay:
                 ).backward()
                 for place, weight in leaves.items():
                     if weight.grad is not None:
-                        before = gradients[replica].get(place)
-                        gradients[replica][place] = weight.grad if before is None else before + weight.grad
+                        before, found = gradients[replica].get(place), weight.grad.to(self.adds_in or self.dtype)
+                        gradients[replica][place] = found if before is None else before + found
         self.losses.append(sum(totals) / self.replicas / self.micro_batches)
         for copy, owner in self.copies.items():
             for of_replica in gradients:

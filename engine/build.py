@@ -216,6 +216,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     ends_first = number == pipeline.num_stages - 1 and grid.data_parallel_id == grid.get_slice_parallel_rank() == 0
     stage = Stage(
         pipeline=pipeline,
+        first_partition=pipeline.partition or (),
         number=number,
         exchanges_by_rank=exchanges,
         module=module,

@@ -301,12 +301,16 @@ class VPipeEngine(PatchedPipelineEngine):
         note = self.observation.note
         return Balance(self, self.stage, self.moves, settings, prepared.devices, prepared.chooses_ratio, note)
 
-    def _take_split(self, counts: Sequence[int], ratios: Sequence[float] | None) -> None:
-        """Go on with the split of a checkpoint, which ``"replan"`` may have found."""
-        if len(counts) != self.num_stages or sum(counts) != self.module._num_layers or self.balance is None:
+    def _take_split(self, began: Sequence[int], counts: Sequence[int], ratios: Sequence[float] | None) -> None:
+        """Go on with the split of a checkpoint, which ``"replan"`` may have found, if that run began with this one's.
+
+        Else the script or the JSON asks for another split than before.
+        """
+        if self.balance is None or tuple(began) != self.stage.first_partition:
             return
-        ratios = ratios if self.balance.chooses_ratio else None
-        if tuple(counts) != self.pipeline.partition:
+        if ratios is None or not self.balance.chooses_ratio:
+            ratios = self.pipeline.recompute_ratio
+        if (tuple(counts), ratios) != (self.pipeline.partition, self.pipeline.recompute_ratio):
             if self.global_rank == 0:
                 logger.info(f"ds_vpipe: training goes on with the checkpoint's split {list(counts)}")
             self.repartition(counts, ratios)
@@ -361,7 +365,8 @@ class VPipeEngine(PatchedPipelineEngine):
     ) -> Any:
         """As DeepSpeed's; all ranks call it, between any two batches.
 
-        With ``"replan"`` layers take the split of a checkpoint with as many stages, else it takes that of this engine.
+        With ``"replan"`` layers take the split of a checkpoint whose run began with the split that this one began with;
+        else, and with ``dry_run``, the checkpoint takes that of this engine.
         The caller's iterator has to begin at :attr:`consumed_micro_batches`. If it is the one used before, it goes on
         with the micro-batches that were read ahead; with another iterator these are dropped.
 
@@ -371,19 +376,21 @@ class VPipeEngine(PatchedPipelineEngine):
         """
         self.quiesce("load_checkpoint()")
         self.moves.give_up()
-        found = self.checkpoints.load(
-            super().load_checkpoint,
-            load_dir,
-            tag,
-            follow=self._take_split if self.balance is not None and not load_module_only else None,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
-        self._measure_anew()
-        return found
+        follows = self.balance is not None and not self.vpipe_config.replan.dry_run and not load_module_only
+        try:
+            return self.checkpoints.load(
+                super().load_checkpoint,
+                load_dir,
+                tag,
+                follow=self._take_split if follows else None,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
+        finally:
+            self._measure_anew()
 
     def full_state_dict(
         self, rank0_only: bool = False, exclude_frozen_parameters: bool = False

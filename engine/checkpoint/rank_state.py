@@ -20,6 +20,7 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
         {
             "parts": _parts(engine),
             "micro_offset": engine.module.micro_offset,
+            "first_partition": stage.first_partition,
             "recompute_ratio": stage.pipeline.recompute_ratio,
             "peers": None if stage.peers is None else stage.peers.state(),
             "outside": {name: tensor.cpu() for name, tensor in _outside_layers(engine.module).items()},
@@ -33,14 +34,17 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
     )
 
 
-def saved_split(engine: PatchedPipelineEngine, folder: Path) -> tuple[list[int], Sequence[float] | None] | None:
-    """Layers and recompute ratio of every stage in a checkpoint of as many stages; None if this rank finds none."""
+def saved_split(
+    engine: PatchedPipelineEngine, folder: Path
+) -> tuple[Sequence[int], list[int], Sequence[float] | None] | None:
+    """Layers of every stage where the run began and in its checkpoint, and recompute ratios; None if there are none."""
     file = _file(engine, folder, 0)
     state = torch.load(file, weights_only=False) if file.is_file() else {}
     stages, *edges = state.get("parts") or [0]
     if stages != engine.num_stages or len(edges) != stages + 1:
         return None
-    return [stop - start for start, stop in pairwise(edges)], state.get("recompute_ratio")
+    counts = [stop - start for start, stop in pairwise(edges)]
+    return state.get("first_partition", counts), counts, state.get("recompute_ratio")
 
 
 def restore_outside(engine: PatchedPipelineEngine, folder: Path) -> None:

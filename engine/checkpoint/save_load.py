@@ -112,7 +112,7 @@ class Checkpoints:
             deepspeed_load: DeepSpeed's.
             load_dir: folder of checkpoints.
             tag: name of one; None for the latest.
-            follow: is given the checkpoint's layers and recompute ratio of every stage, before it is loaded.
+            follow: is given what :func:`.rank_state.saved_split` finds, before the checkpoint is loaded.
             options: DeepSpeed's.
 
         Raises:

@@ -143,6 +143,31 @@ def test_decisions_that_are_carried_out_live_are_exact(worlds: Worlds, tmp_path:
         assert moving[0]["losses"] == plain[0]["losses"]
 
 
+def after_a_load_that_failed(ds_config: dict[str, Any], folder: str) -> tuple[list[Move], list[list[int]]]:
+    """Steps made and splits of a run in which a load fails while a chain of moves is under way."""
+    from ds_vpipe.errors import VPipeError
+
+    trained = cases.engine(ds_config, STAGES)
+    measured(trained, None)
+    iterator, splits = toy.data(), []
+    for _ in range(30):
+        if len(trained.balance.steps) == 1 and trained.moves.move is not None and len(splits) < 8:
+            with pytest.raises(VPipeError, match="nowhere"):
+                trained.load_checkpoint(folder, tag="nowhere")
+        trained.train_batch(iterator)
+        splits.append([b - a for a, b in pairwise(trained.module.parts)])
+    steps = [move for _, move in trained.balance.steps]
+    trained.destroy()
+    cases.close_groups()
+    return steps, splits
+
+
+def test_a_load_that_fails_ends_a_chain_of_moves(worlds: Worlds, tmp_path: Path) -> None:
+    ranks = worlds.run(STAGES, after_a_load_that_failed, config(stage_to_depth_map=list(DEPTHS)), str(tmp_path))
+    assert all(rank == ranks[0] for rank in ranks)
+    assert max(ranks[0][1][-1]) < START[0]  # another look has begun another chain
+
+
 @pytest.fixture
 def doomed() -> Iterator[Worlds]:
     """Processes of their own, since this leaves none fit for use."""

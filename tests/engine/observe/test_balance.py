@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -195,6 +196,45 @@ def test_what_cannot_move_is_refused_at_start(
     with pytest.raises(CaseFailed) as failed:
         worlds.run(2, refused, {"replan": {"every": 5}, **block}, extra, specs)
     assert [line in error for error in failed.value.errors.values()] == [True, True]
+
+
+def resumed_splits(folder: str) -> list[Any]:
+    """Split and recompute ratio of runs that resume from one that moved layers, by how they differ from it."""
+
+    def begin(partition: list[int], load: bool = True, **replan: Any) -> Any:
+        block = {"partition": partition, "replan": {"every": 100, **replan}}
+        engine = cases.engine(cases.config(2, ADAMW, block), 2, loss_fn=nn.MSELoss(), specs=lambda: sleepy(Device()))
+        engine.balance.chooses_ratio = True
+        if load:
+            engine.load_checkpoint(folder)
+        return engine
+
+    def end(engine: Any) -> list[Any]:
+        found = [*engine.pipeline.partition, *engine.pipeline.recompute_ratio]
+        engine.train_batch(micro_batches())
+        engine.destroy()
+        cases.close_groups()
+        return found
+
+    engine = begin([7, 1], load=False)
+    engine.repartition([5, 3], [0.0, 1.0])
+    engine.save_checkpoint(folder)
+    end(engine)
+    found = [end(begin([7, 1])), end(begin([6, 2])), end(begin([7, 1], dry_run=True))]
+    engine = begin([7, 1], load=False)
+    engine.repartition([5, 3])  # the same split, but not the same ratio
+    engine.load_checkpoint(folder)
+    return [*found, end(engine)]
+
+
+def test_a_resume_follows_the_checkpoint_where_the_json_asks_for_what_it_asked_for(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    went_on, changed, dry, with_ratio = worlds.run(2, resumed_splits, str(tmp_path))[0]
+    assert went_on == [5, 3, 0.0, 1.0]
+    assert changed == [6, 2, 0.0, 0.0]
+    assert dry == [7, 1, 0.0, 0.0]
+    assert with_ratio == [5, 3, 0.0, 1.0]
 
 
 class Plain(nn.Module):

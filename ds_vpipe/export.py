@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from ds_vpipe.checkpoints.damage import files_of, refuse_damage
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.errors import VPipeError
 
@@ -128,7 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if given.output.suffix not in _WRITERS:
             write({}, given.output)
-        checkpoint = PipelineCheckpoint(checkpoint_folder(given.checkpoint_dir, given.tag))
+        folder = checkpoint_folder(given.checkpoint_dir, given.tag)
+        refuse_damage(files_of(folder))
+        checkpoint = PipelineCheckpoint(folder)
         state_dict = full_state_dict(checkpoint, DTYPES[given.dtype], by_layer=given.names == "layers")
         write(state_dict, given.output)
     except VPipeError as error:

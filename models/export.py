@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, BertForPreTraining, PreTrainedModel
 
+from ds_vpipe.checkpoints.damage import files_of, refuse_damage
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.export import DTYPES, full_state_dict
@@ -117,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, help="config.json of the model; default: as the checkpoint says")
     given = parser.parse_args(argv)
     try:
-        checkpoint = PipelineCheckpoint(checkpoint_folder(given.checkpoint_dir, given.tag))
+        folder = checkpoint_folder(given.checkpoint_dir, given.tag)
+        refuse_damage(files_of(folder))
+        checkpoint = PipelineCheckpoint(folder)
         export(checkpoint, given.output, given.config, DTYPES[given.dtype])
     except VPipeError as error:
         print(f"ds_vpipe.models.export: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from typing import Any
 
 from deepspeed.utils import logger
 
+from ds_vpipe.checkpoints.damage import files_of, refuse_damage, share_of
 from ds_vpipe.checkpoints.pipeline_checkpoint import previous_folder
 from ds_vpipe.engine.checkpoint import rank_state, reshape
 from ds_vpipe.engine.checkpoint.parameter_states import with_owners_states
@@ -71,15 +72,18 @@ class Checkpoints:
                 unfinished.mkdir(parents=True)
         name = os.path.join(os.path.dirname(tag), unfinished.name)
         self._unwritten = None
-        with all_or_none(what):
-            states = with_owners_states(engine, stage.ties, stage.consensus.of_replicas)
-        with nullcontext() if states is None else overridden(engine.optimizer, "state_dict", lambda: states):
-            deepspeed_save(save_dir, name, client_state or {}, False, exclude_frozen_parameters)
-        with all_or_none(what):
-            if self._unwritten is not None:
-                error, self._unwritten = self._unwritten, None
-                raise error
-            rank_state.save(engine, stage, unfinished)
+        try:
+            with all_or_none(what):
+                states = with_owners_states(engine, stage.ties, stage.consensus.of_replicas)
+            with nullcontext() if states is None else overridden(engine.optimizer, "state_dict", lambda: states):
+                deepspeed_save(save_dir, name, client_state or {}, False, exclude_frozen_parameters)
+            self.write(rank_state.save, engine, stage, unfinished)
+            with all_or_none(what):
+                self._raise_unwritten(unfinished)
+        except Exception:
+            if engine.global_rank == 0:  # the one that would rename it
+                shutil.rmtree(unfinished, ignore_errors=True)  # what filled the disk should not stay there
+            raise
         latest = Path(save_dir, "latest") if save_latest else None
         with all_or_none(what):
             if engine.global_rank == 0:
@@ -97,6 +101,12 @@ class Checkpoints:
             work(*args, **kwargs)
         except Exception as error:
             self._unwritten = self._unwritten or error
+
+    def _raise_unwritten(self, folder: Path) -> None:
+        if self._unwritten is not None:
+            error, self._unwritten = self._unwritten, None
+            free = shutil.disk_usage(folder).free / 2**20  # torch says of a full disk that a position is unexpected
+            raise OSError(f"a file could not be written whole ({error}); {free:.0f} MiB are free there") from error
 
     def load(
         self,
@@ -116,7 +126,7 @@ class Checkpoints:
             options: DeepSpeed's.
 
         Raises:
-            VPipeError: the checkpoint is of another model, or files are lost.
+            VPipeError: the checkpoint is of another model, or files are lost or damaged.
             PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
         """
         engine, stage, consensus = self._engine, self._stage, self._stage.consensus
@@ -132,6 +142,8 @@ class Checkpoints:
                 tag = latest.read_text().strip()
             if tag is not None and engine.local_rank == 0:
                 _recover(Path(load_dir, tag))
+        if tag is not None:
+            self._refuse_damage(Path(load_dir, tag), what)
         if follow is not None and tag is not None:
             with consensus.all_or_none(what):
                 mine = rank_state.saved_split(engine, Path(load_dir, tag))
@@ -161,6 +173,15 @@ class Checkpoints:
                 rank_state.restore(engine, stage, Path(load_dir, str(tag)))
         stage.half_loaded = False
         return path, client_state
+
+    def _refuse_damage(self, folder: Path, what: str) -> None:
+        """Refuse files that are not as they were written; each is read by one of the ranks that see the same."""
+        with self._stage.consensus.all_or_none(what):
+            files = files_of(folder)
+            facts = [(str(file), (found := file.stat()).st_ino, found.st_size, found.st_mtime_ns) for file in files]
+        seen = self._stage.consensus.of_all(facts, f"all ranks in {what}")
+        with self._stage.consensus.all_or_none(what):
+            refuse_damage(share_of(self._engine.global_rank, seen, files))
 
     def load_module(self, deepspeed_load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Load weights by DeepSpeed's ``load_module_state_dict()``, on all ranks or on none."""

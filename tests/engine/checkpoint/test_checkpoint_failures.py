@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,25 @@ def save_and_load(directory: str, ds_config: dict[str, Any], model: dict[str, An
     engine.train_batch(iterator)
     engine.save_checkpoint(directory, tag="good")
     engine.train_batch(iterator)
-    save = engine.checkpoint_engine.save
-    if engine.stage_id == FAILS:
-
-        def full(*args: Any, **kwargs: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        engine.checkpoint_engine.save = full
-    lines["full disk"] = line_of(engine.save_checkpoint, directory, tag="bad")
-    engine.checkpoint_engine.save = save
-    engine.train_batch(iterator)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, size in {"full disk": 2000, "full disk for the rank's own file": 14_000}.items():
+        if engine.stage_id == FAILS:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        lines[name] = line_of(engine.save_checkpoint, directory, tag="bad")
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        engine.train_batch(iterator)  # of other stages' passes
+        lines[name] += ",".join(path.name for path in Path(directory).glob(".*"))
+    no_folder = Path(directory, "good", "mp_rank_00_model_states.pt")
+    lines["no folder"] = line_of(engine.save_checkpoint, str(no_folder))
     engine.save_checkpoint(directory, tag="good2")
     lines["missing tag"] = line_of(engine.load_checkpoint, directory, tag="nothing")
     lines["nothing loaded"] = line_of(engine.train_batch, iterator)
     if engine.stage_id == FAILS:
+        change_a_bit(next(Path(directory, "good").glob(f"vpipe-stage_{FAILS:02d}*")))
+    lines["changed bit"] = line_of(engine.load_checkpoint, directory, tag="good")
+    lines["nothing loaded"] += line_of(engine.train_batch, iterator)
+    if engine.stage_id == FAILS:
+        change_a_bit(next(Path(directory, "good").glob(f"vpipe-stage_{FAILS:02d}*")))
         layer = next(i for i in range(*engine.module.parts[FAILS : FAILS + 2]) if list(files(directory, i)))
         next(files(directory, layer)).write_bytes(b"spoilt")
     lines["spoilt file"] = line_of(engine.load_checkpoint, directory, tag="good")
@@ -70,6 +76,13 @@ def save_and_load(directory: str, ds_config: dict[str, Any], model: dict[str, An
     return lines
 
 
+def change_a_bit(file: Path) -> None:
+    """Change one in the middle; the second time it is as before."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def files(directory: str, layer: int) -> Any:
     return Path(directory, "good").glob(f"layer_{layer:02d}-*.pt")
 
@@ -80,11 +93,20 @@ def test_all_ranks_raise_and_may_go_on(worlds: Worlds, tmp_path: Path, setting: 
     ds_config = cases.config(2, ADAM, {"partition": "uniform", "peer_timeout_s": 20}, **extra)
     ranks = worlds.run(STAGES, save_and_load, str(tmp_path), ds_config, model)
     for lines in ranks:
-        for name, wanted in {"full disk": "No space left on device", "spoilt file": ""}.items():
-            assert f"stage {FAILS} (rank {FAILS}) failed: " in lines[name] or lines is ranks[FAILS], lines
+        for name, wanted in {
+            "full disk": "MiB are free there",
+            "full disk for the rank's own file": "MiB are free there",
+            "changed bit": f"vpipe-stage_{FAILS:02d}-replica_00-slice_00.pt, which has been changed since",
+            "spoilt file": "",
+        }.items():
+            if name != "changed bit":  # any rank may be the one that reads it
+                assert f"stage {FAILS} (rank {FAILS}) failed: " in lines[name] or lines is ranks[FAILS], lines
             assert lines[name]
             assert wanted in lines[name]
             assert "\n" not in lines[name]
+        assert "unfinished" not in lines["full disk"] + lines["full disk for the rank's own file"], lines
+        assert "Not a directory" in lines["no folder"]
+        assert "load another tag: ['good2']" in lines["changed bit"]
         assert "nothing" in lines["missing tag"]
         for name in {"half loaded", "half loaded states"} & lines.keys():
             assert "train_batch() after load_checkpoint" in lines[name]

@@ -1,0 +1,63 @@
+"""Checksums of a checkpoint's files, which torch writes and does not read.
+
+A file that a disk or a copy has changed would load without a word, one weight with another value. torch writes zip
+archives, each record of which has its CRC-32, and skips it when it reads. A file that was cut off it does refuse, in
+words that name neither the file nor what to do.
+"""
+
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ds_vpipe.errors import VPipeError
+
+_ARCHIVE = b"PK\x03\x04"
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files of torch's in a checkpoint, in order."""
+    return sorted(folder.rglob("*.pt"))
+
+
+def share_of(me: int, seen: Sequence[object], files: Sequence[Path]) -> Sequence[Path]:
+    """The files that a rank reads for all ranks that see the same ones.
+
+    Args:
+        me: the rank.
+        seen: by every rank.
+        files: of this one.
+    """
+    alike = [rank for rank, other in enumerate(seen) if other == seen[me]]
+    return files[alike.index(me) :: len(alike)]
+
+
+def refuse_damage(files: Iterable[Path]) -> None:
+    """Read files, and refuse the first that is cut off or does not have its checksums.
+
+    Raises:
+        VPipeError: with the names of the other checkpoints.
+    """
+    for file in files:
+        found = _damage(file)
+        if found:
+            tag = file.parent
+            others = sorted(path.parent.name for path in tag.parent.glob("[!.]*/mp_rank_00_model_states.pt"))
+            raise VPipeError(
+                f"checkpoint {str(tag)!r}: got {file.name}, which {found}; allowed are files as they were written; "
+                f"copy it anew, or load another tag: {[name for name in others if name != tag.name]}"
+            )
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with an archive; nothing is said of other files, which torch has to know."""
+    with file.open("rb") as opened:
+        begins = opened.read(len(_ARCHIVE)) == _ARCHIVE
+    if not begins and not zipfile.is_zipfile(file):
+        return ""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            # All are 0 if the script has turned them off (torch.serialization.set_crc32_options).
+            record = archive.testzip() if any(one.CRC for one in archive.infolist()) else None
+    except Exception as error:  # whatever the bytes lead the reader to, also to a place before the file
+        return f"is cut off or damaged ({' '.join(str(error).split()) or type(error).__name__})"
+    return "" if record is None else f"has been changed since it was written (checksum of {record!r})"

@@ -66,7 +66,8 @@ class VPipeConfig(Settings):
         "stash",
         '"stash", "vertical" or "none", with sync_mode "asp" only',
         "Weights of a backward pass: those of its forward pass (`stash`); the same, and the same version index at "
-        "every stage (`vertical`); or the newest, for comparison only (`none`).",
+        "every stage (`vertical`); or the newest (`none`), which keeps no version and is "
+        "[no gradient of any loss](semantics.md#order-and-versions).",
         "stash",
     )
     partition: tuple[int, ...] | str | None = key(

@@ -9,7 +9,7 @@ a cluster: K, W, M, mitigations of staleness, clipping and learning-rate schedul
 the updates. K = 1 is synchronous training.
 
 Left out: dropout draws other numbers than the engine's ranks do; weights tied across stages; data-parallel replicas;
-reduced precision.
+reduced precision; recomputation, which changes what ``weight_sync: "none"`` computes and nothing else.
 """
 
 from collections import deque
@@ -22,6 +22,7 @@ from torch import nn
 
 from ds_vpipe.config.staleness import Staleness, refuse_delays
 from ds_vpipe.schedules.one_f_one_b import default_depths, update_delays, version_used
+from ds_vpipe.schedules.pipeline import WeightSync
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 
@@ -43,6 +44,7 @@ class ReplayedStage:
         clip: float,
         factor: Callable[[int], float] | None,
         warmup: DelayWarmup,
+        stash: bool,
     ) -> None:
         self.parameters = parameters
         self.optimizer = make_optimizer(parameters)
@@ -56,6 +58,8 @@ class ReplayedStage:
         self._newest = [parameter.data for parameter in parameters]
         self._versions: deque[list[torch.Tensor]] = deque(maxlen=delay + 1)  # the last is the newest
         self._versions.append(self._copy())
+        # Autograd keeps views of weights too, which see what is written here between a forward and a backward pass.
+        self._one_place = None if stash or delay == 0 else [torch.empty_like(value) for value in self._newest]
 
     def point_to(self, version: int) -> None:
         """Make the parameters refer to a version.
@@ -63,7 +67,15 @@ class ReplayedStage:
         Raises:
             IndexError: it is too old to be kept.
         """
-        self._refer_to(self._versions[version - self.updates - 1])
+        weights = self._versions[version - self.updates - 1]
+        if self._one_place is not None:
+            torch._foreach_copy_(self._one_place, weights)
+        self._refer_to(self._one_place or weights)
+
+    def begin_backward(self) -> None:
+        """Without a stash, put the newest values where the forward pass has found its version."""
+        if self._one_place is not None:
+            torch._foreach_copy_(self._one_place, self._newest)
 
     def point_to_newest(self) -> None:
         """Make the parameters refer to the weights that updates go to."""
@@ -112,7 +124,7 @@ class Replay:
         make_optimizer: a base optimizer for the trainable parameters of one stage.
         loss_fn: a scalar from output and labels.
         depths: W of every stage, default K-1-s.
-        vertical: every stage uses the version index that stage 0 uses.
+        weight_sync: as in the ``"vpipe"`` block.
         staleness: mitigations, as the ``"staleness"`` object of a ``"vpipe"`` block or made of one.
         clip: largest norm of one stage's gradient, as ``gradient_clipping``; 0 for no limit.
         factor: of the learning rate in an update, numbered from 1, such as
@@ -136,7 +148,7 @@ class Replay:
         loss_fn: Callable[[Any, Any], torch.Tensor],
         *,
         depths: Sequence[int] | None = None,
-        vertical: bool = False,
+        weight_sync: WeightSync = "stash",
         staleness: Staleness | dict[str, Any] | None = None,
         clip: float = 0.0,
         factor: Callable[[int], float] | None = None,
@@ -152,7 +164,7 @@ class Replay:
         depths = default_depths(len(partition)) if depths is None else depths
         if len(depths) != len(partition):
             raise ValueError(f"depths: got {list(depths)}, allowed is one of each of the {len(partition)} stages")
-        self._depths = [depths[0] if vertical else depth for depth in depths]
+        self._depths = [depths[0] if weight_sync == "vertical" else depth for depth in depths]
         settings = Staleness.model_validate(staleness) if isinstance(staleness, dict) else staleness
         delays = update_delays(self._depths, micro_batches)
         self._warmup = DelayWarmup.of(settings, max(delays))
@@ -162,7 +174,7 @@ class Replay:
         if len({id(p) for members in owned for p in members}) != sum(map(len, owned)):
             raise ValueError("layers: got a weight that two stages share, allowed are stages without; untie it")
         self.stages = [
-            ReplayedStage(members, make_optimizer, delay, settings, clip, factor, self._warmup)
+            ReplayedStage(members, make_optimizer, delay, settings, clip, factor, self._warmup, weight_sync != "none")
             for members, delay in zip(owned, delays, strict=True)
         ]
 
@@ -184,6 +196,8 @@ class Replay:
             for stage, depth in zip(self.stages, self._depths, strict=True):
                 stage.point_to(version_used(micro_batch, depth, self.micro_batches, refill))
             loss = self.loss_fn(self._forward(inputs), labels)
+            for stage in self.stages:
+                stage.begin_backward()
             (loss / self.micro_batches).backward()
             total += float(loss.detach())
         for stage in self.stages:

@@ -36,7 +36,7 @@ class WeightStashingOptimizer:
         base_optimizer: the optimizer that updates ``parameters`` in place.
         parameters: all parameters of the stage. Frozen ones may be unfrozen later, while nothing is in flight.
         stash: keep the weights of micro-batches in flight. Without it (``weight_sync: "none"``)
-            every backward pass sees the newest weights; for comparison only.
+            every backward pass sees the newest weights, and there is one version.
         version: updates that the weights have had already.
 
     Attributes:

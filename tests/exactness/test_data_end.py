@@ -44,15 +44,21 @@ def train_on(ds_config: dict[str, Any], stages: int, lengths: Sequence[int]) -> 
 
 
 def check_lengths(
-    worlds: Worlds, depths: Sequence[int], micro_batches: int, lengths: Sequence[int], clip: float | None = None
+    worlds: Worlds,
+    depths: Sequence[int],
+    micro_batches: int,
+    lengths: Sequence[int],
+    clip: float | None = None,
+    sync: str = "stash",
 ) -> None:
     stages = len(depths)
-    block: dict[str, Any] = {"partition": "uniform", "stage_to_depth_map": list(depths)}
+    block: dict[str, Any] = {"partition": "uniform", "stage_to_depth_map": list(depths), "weight_sync": sync}
     extra: dict[str, Any] = {}
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"stash": sync != "none"}
     if clip is not None:
         block["gradient_clipping_scope"] = "delayed_global"
-        extra, options = {"gradient_clipping": clip}, {"clip": clip, "scope": "delayed_global"}
+        extra = {"gradient_clipping": clip}
+        options |= {"clip": clip, "scope": "delayed_global"}
     ds_config = cases.config(micro_batches, OPTIMIZERS["SGD"][0], block, **extra)
     ranks = worlds.run(stages, train_on, ds_config, stages, lengths)
     complete = [length // micro_batches for length in lengths]
@@ -86,6 +92,10 @@ def check_lengths(
 def test_every_length(worlds: Worlds, depths: tuple[int, ...], micro_batches: int) -> None:
     """With depths that fall by two, a stage has run backward passes that the one before never asks for."""
     check_lengths(worlds, depths, micro_batches, [*range(3 * micro_batches + depths[0] + 2), micro_batches])
+
+
+def test_without_a_stash(worlds: Worlds) -> None:
+    check_lengths(worlds, (4, 2, 0), 2, [*range(4, 12), 2], sync="none")
 
 
 def test_gradients_are_dropped_before_and_after_norms_of_later_stages(worlds: Worlds) -> None:

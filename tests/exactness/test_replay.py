@@ -40,14 +40,41 @@ def replayed(
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("stages", [1, 2, 4, 10])
-@pytest.mark.parametrize("vertical", [False, True])
-def test_versions_are_those_of_the_design(stages: int, micro_batches: int, vertical: bool) -> None:
+@pytest.mark.parametrize("sync", ["stash", "vertical", "none"])
+def test_versions_are_those_of_the_design(stages: int, micro_batches: int, sync: str) -> None:
     partition, sgd = uniform_partition(LAYERS, stages), OPTIMIZERS["SGD"][1]
     depths = tuple(2 * depth for depth in default_depths(stages))
-    got, losses, _ = replayed(list(partition), micro_batches, "SGD", depths=depths, vertical=vertical)
-    wanted, expected = reference.replay(partition, depths, micro_batches, BATCHES, sgd, vertical=vertical)
+    got, losses, _ = replayed(list(partition), micro_batches, "SGD", depths=depths, weight_sync=sync)
+    options = {"vertical": sync == "vertical", "stash": sync != "none"}
+    wanted, expected = reference.replay(partition, depths, micro_batches, BATCHES, sgd, **options)
     assert difference(got, wanted) == 0
     assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradient_without_a_stash_is_that_of_its_formula() -> None:
+    """Of y = x A, z = tanh(y B), by hand: late inputs times gradients that newest weights have brought back.
+
+    Three stages; A is used two updates late in forward passes, B one.
+    """
+    rate, updates = 0.5, 5
+    data = [(torch.randn(3, 4, generator=torch.Generator().manual_seed(n)), torch.tensor([0, 1, 1])) for n in range(9)]
+    layers = [toy.seeded(n, lambda: nn.Linear(4, 4, bias=False)) for n in range(2)]
+    layers.append(toy.seeded(3, lambda: nn.Linear(4, 2, bias=False)))
+    a, b, c = ([layer.weight.detach().T.clone()] for layer in layers)
+    parts = [layers[0], nn.Sequential(layers[1], nn.Tanh()), layers[2]]
+    run = Replay(parts, [1, 1, 1], 1, lambda p: torch.optim.SGD(p, lr=rate), nn.CrossEntropyLoss(), weight_sync="none")
+    for t in range(updates):
+        run.train_batch(iter(data[t : t + 1]))
+        x, labels = data[t]
+        y = x @ a[max(0, t - 2)]
+        z = torch.tanh(y @ b[max(0, t - 1)])
+        g = (torch.softmax(z @ c[t], 1) - nn.functional.one_hot(labels, 2)) / 3
+        of_tanh = g @ c[t].T * (1 - z * z)
+        c.append(c[t] - rate * z.T @ g)
+        b.append(b[t] - rate * y.T @ of_tanh)
+        a.append(a[t] - rate * x.T @ (of_tanh @ b[t].T))  # not b[t - 1], with which z was computed
+    for layer, weights in zip(layers, (a, b, c), strict=True):
+        torch.testing.assert_close(layer.weight.detach(), weights[-1].T)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -98,8 +98,9 @@ def test_ten_points(worlds: Worlds, tmp_path: Path, micro_batches: int) -> None:
             {},
             {"loss_fn": toy.mean_over_positions, "specs": toy.tied_specs},
         ),
+        ({}, {"weight_sync": "none", "recompute_ratio": 0.5}, {}),
     ],
-    ids=["bf16-zero1-vertical", "bf16-seeded", "fp16-global-norm", "fp16-tied", "bf16-zero1-tied"],
+    ids=["bf16-zero1-vertical", "bf16-seeded", "fp16-global-norm", "fp16-tied", "bf16-zero1-tied", "no-stash"],
 )
 def test_other_settings(
     worlds: Worlds, tmp_path: Path, extra: dict[str, Any], block: dict[str, Any], module: dict[str, Any]

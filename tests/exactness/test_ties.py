@@ -61,12 +61,14 @@ def replayed(counts: tuple[int, ...], depths: tuple[int, ...], micro_batches: in
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(4, 1), (4, 4), (2, 1)])
-def test_tied_weights_against_the_replay(worlds: Worlds, stages: int, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "sync"), [(4, 1, "stash"), (4, 4, "stash"), (2, 1, "stash"), (4, 1, "none")]
+)
+def test_tied_weights_against_the_replay(worlds: Worlds, stages: int, micro_batches: int, sync: str) -> None:
     batches = 50
-    reports, counts = run(worlds, stages, micro_batches, batches, {})
+    reports, counts = run(worlds, stages, micro_batches, batches, {"weight_sync": sync})
     depths = default_depths(stages)
-    wanted = replayed(counts, depths, micro_batches).run(batches)
+    wanted = replayed(counts, depths, micro_batches, stash=sync == "stash").run(batches)
     histories = [
         [by_layer(report, counts, parameters) for parameters in (*report["history"], report["parameters"])]
         for report in reports

@@ -95,6 +95,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_staleness_engine.py::test_every_method_against_the_replay"),
             ("nadam, error_feedback, lr_rescheduling with FusedAdam, bf16, ZeRO-1", "on the master weights",
              "test_staleness_engine.py::test_around_other_optimizers_and_wrappers"),
+            ("`weight_sync: \"none\"`: K, M, depths, recomputation, bf16, autocast, clipping; ties; end of data",
+             "equal to the replay, in fp32 bit for bit; one version in memory", "test_no_stash.py"),
             ("Optimizer SOAP: fp32 and bf16, stash and vertical; resume, another split", "equal to the replay",
              "test_soap_engine.py"),
             ("Longer delays with error_feedback, SGD with nadam", "refused",

@@ -55,6 +55,8 @@ class Replay:
         make_optimizer: for the parameters of one stage.
         vertical: micro-batches use stage 0's version everywhere.
         newest: break the rule on purpose: every micro-batch uses the newest weights.
+        stash: False for backward passes with the newest weights, on activations of the version.
+        recomputed: without a stash, layers at the end of every stage that run again in the backward pass.
         replicas: data-parallel replicas.
         zero: reduce gradients as ZeRO does, which divides them first.
         clip: largest gradient norm; 0 for no clipping.
@@ -81,6 +83,8 @@ class Replay:
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     vertical: bool = False
     newest: bool = False
+    stash: bool = True
+    recomputed: Sequence[int] | None = None
     replicas: int = 1
     zero: bool = False
     clip: float = 0.0
@@ -186,11 +190,10 @@ class Replay:
         gradients: list[dict[Place, torch.Tensor]] = [{} for _ in range(self.replicas)]
         for j in range(batch * self.micro_batches, (batch + 1) * self.micro_batches):
             for replica in range(self.replicas):
-                loss, leaves = self.forward(j, batch, replica)
+                loss, leaves = (self.forward if self.stash else self.unstashed)(j, batch, replica)
                 totals[replica] += float(loss.detach())
-                (
-                    loss / self.micro_batches * scale if scale == 1.0 else loss.float() * scale / self.micro_batches
-                ).backward()
+                if self.stash:
+                    self.scaled(loss).backward()
                 for place, weight in leaves.items():
                     if weight.grad is not None:
                         before, found = gradients[replica].get(place), weight.grad.to(self.adds_in or self.dtype)
@@ -219,16 +222,66 @@ class Replay:
             return (gradients / self.replicas).sum(0).float()
         return (gradients.sum(0) / self.replicas).float()
 
-    def forward(self, j: int, batch: int, replica: int) -> tuple[torch.Tensor, dict[Place, torch.Tensor]]:
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        return loss / self.micro_batches * scale if scale == 1.0 else loss.float() * scale / self.micro_batches
+
+    def unstashed(self, j: int, batch: int, replica: int) -> tuple[torch.Tensor, dict[Place, torch.Tensor]]:
+        """Both passes, part by part, each part with a graph of its own.
+
+        The backward pass of a part finds new values in the weights, or runs the part again with them.
+        """
         value, labels = self.micro_batch(j if self.order is None else self.order[j], replica)
+        parts = []
+        for positions, again in self.parts():
+            received = value.detach().requires_grad_(value.is_floating_point())
+            value, leaves = self.run_part(positions, received, lambda at: self.version(j, at))
+            parts.append((positions, again, received, value, leaves))
+        received = value.detach().requires_grad_()
+        loss = self.criterion(received, labels)
+        self.scaled(loss).backward()
+        found: dict[Place, torch.Tensor] = {}
+        for positions, again, before, after, leaves in reversed(parts):
+            gradient, received = received.grad, before
+            if again:
+                received = before.detach().requires_grad_(before.is_floating_point())
+                after, leaves = self.run_part(positions, received, lambda at: batch)
+            for (position, name), weight in leaves.items():
+                weight.data.copy_(self.history[batch][position][name])
+            after.backward(gradient)
+            found |= leaves
+        return loss, found
+
+    def parts(self) -> list[tuple[range, bool]]:
+        """Positions of the layers of every stage that run once, and of those that run again."""
+        found, start = [], 0
+        for stage, count in enumerate(self.counts):
+            again = self.recomputed[stage] if self.recomputed else 0
+            cut, stop = start + count - again, start + count
+            found += [(range(start, cut), False), (range(cut, stop), True)]
+            start = stop
+        return [(positions, again) for positions, again in found if positions]
+
+    def run_part(
+        self, positions: range, value: torch.Tensor, version: Callable[[int], int]
+    ) -> tuple[torch.Tensor, dict[Place, torch.Tensor]]:
         leaves: dict[Place, torch.Tensor] = {}
         autocast = torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
-        for position, layer in enumerate(self.layers):
-            version = batch if self.newest else max(self.refill(j), j - self.lag(position, j)) // self.micro_batches
-            weights = {n: w.clone().requires_grad_() for n, w in self.history[version][position].items()}
+        for position in positions:
+            held = self.history[version(position)][position]
+            weights = {n: w.clone().requires_grad_() for n, w in held.items()}
             leaves.update({(position, n): w for n, w in weights.items()})
             with autocast:
-                value = functional_call(layer, weights, (value,))
+                value = functional_call(self.layers[position], weights, (value,))
+        return value, leaves
+
+    def version(self, j: int, position: int) -> int:
+        return max(self.refill(j), j - self.lag(position, j)) // self.micro_batches
+
+    def forward(self, j: int, batch: int, replica: int) -> tuple[torch.Tensor, dict[Place, torch.Tensor]]:
+        value, labels = self.micro_batch(j if self.order is None else self.order[j], replica)
+        everywhere = range(len(self.layers))
+        value, leaves = self.run_part(everywhere, value, lambda at: batch if self.newest else self.version(j, at))
         return self.criterion(value, labels), leaves
 
     def lag(self, position: int, j: int) -> int:

@@ -38,13 +38,14 @@ from ds_vpipe.engine.links.groups import Groups, Peer, use_local_device
 from ds_vpipe.engine.links.stage_links import StageLinks
 from ds_vpipe.engine.links.wiring import Wiring
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, recompute_parts
-from ds_vpipe.engine.modules.partitioned import repartition, stage_counts
+from ds_vpipe.engine.modules.partitioned import layers_here, repartition, stage_counts
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import apply_recompute, use_sound_checkpointing
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
+from ds_vpipe.engine.updates.parameter_groups import listed, members_by_layer, regroup
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
@@ -127,7 +128,7 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
         config = config.settled(pipeline)
     method = config.partition or ("uniform" if config.virtual_stages > 1 else _own_counts(model))
     pipeline = replace(pipeline, partition=stage_counts(model, method, config.virtual_stages))
-    parameters = _split(model, pipeline, optimizer, parameters)
+    parameters = _split(model, pipeline, optimizer, parameters, consensus)
     if isinstance(model, SplitModule):
         model.release()
     if config.sync_mode == "asp" and model.num_stages > 1:
@@ -333,34 +334,38 @@ def _own_counts(model: PipelineModule) -> list[int]:
     return [stop - start for start, stop in pairwise(model.parts)]
 
 
-def _split(model: PipelineModule, pipeline: Pipeline, optimizer: Any, model_parameters: Any) -> Any:
-    """Split ``model`` as ``pipeline`` says and return the parameters to train."""
+def _split(model: PipelineModule, pipeline: Pipeline, optimizer: Any, parameters: Any, consensus: Consensus) -> Any:
+    """Split ``model`` as ``pipeline`` says; returns ``parameters``, which follow their layers as the optimizer's do."""
     counts, virtual = pipeline.partition or (), pipeline.virtual_stages
-    before = {id(p) for p in model.parameters() if p.requires_grad}
-    if model_parameters is not None and not isinstance(model_parameters, list):
-        model_parameters = list(model_parameters)
-    moved = repartition(model, counts, virtual)
-    if not moved or (optimizer is None and model_parameters is None):
-        return model_parameters
-    key = f"vpipe.virtual_stages: got {virtual}, so" if virtual > 1 else "vpipe.partition: got"
-    given = f"{key} {list(counts)}"
-    own = "one part per stage" if virtual > 1 else "the module's own split"
-    rebuild = "leave virtual_stages out" if virtual > 1 else "build the module with this partition"
-    if isinstance(optimizer, torch.optim.Optimizer):
-        raise VPipeConfigError(
-            f"{given}, which moves layers between stages, but the optimizer given to initialize() was built before; "
-            f"allowed is {own}; {rebuild}, name the optimizer in the DeepSpeed JSON, or pass a function of the "
-            f"parameters that makes it: initialize(optimizer=lambda parameters: ...)"
-        )
-    if model_parameters is None:
+    optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    parameters = listed(parameters)
+    if optimizer is None and parameters is None:
+        repartition(model, counts, virtual)
         return None
-    flat = [p for p in model_parameters if isinstance(p, torch.Tensor)]
-    if len(flat) != len(model_parameters) or {id(p) for p in flat if p.requires_grad} != before:
-        raise VPipeConfigError(
-            f"{given}, which moves layers between stages, but model_parameters names parameters of the old split; "
-            f"allowed is {own}; {rebuild}, or leave model_parameters out"
-        )
-    return [p for p in model.parameters() if p.requires_grad]
+    groups = parameters if optimizer is None else optimizer.param_groups
+    in_groups = any(isinstance(item, dict) for item in groups)
+    groups = groups if in_groups else [{"params": parameters}]
+    layers = layers_here(model)
+    members, gone = members_by_layer(groups, layers), [p for layer in layers.values() for p in layer.parameters()]
+    if not repartition(model, counts, virtual):
+        return parameters
+    used = optimizer is not None and bool(optimizer.state)
+    found = consensus.of_all((members, len(groups), used), "all ranks to give optimizers the layers of a new split")
+    regroup(groups, {place: at for mine, *_ in found for place, at in mine.items()}, gone, layers_here(model))
+    idle = optimizer is not None and not any(group["params"] for group in groups)
+    idles = consensus.lowest(-int(idle), "all ranks to give optimizers the layers of a new split") < 0
+    for wrong, words in (
+        (any(used for *_, used in found), "the optimizer given to initialize() has made updates, allowed is a new one"),
+        (len({n for _, n, _ in found}) > 1, "stages have different numbers of parameter groups, allowed is one"),
+        (idles, "leaves a stage nothing to train, allowed with an optimizer given to initialize() is something"),
+    ):
+        if wrong:
+            key = f"vpipe.virtual_stages: got {virtual}, so" if virtual > 1 else "vpipe.partition: got"
+            raise VPipeConfigError(
+                f"{key} {list(counts)}, which moves layers between stages, but {words}; leave the split as it is, or "
+                f"pass a function that makes the optimizer: initialize(optimizer=lambda parameters: ...)"
+            )
+    return parameters if optimizer is not None or in_groups else groups[0]["params"]
 
 
 def _limit_cpu_threads() -> None:

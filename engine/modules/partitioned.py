@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, interleave
+from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds, resolve_partition
 from ds_vpipe.splitting.stage_model import Piece
@@ -147,6 +148,12 @@ def hold(module: PipelineModule, counts: Sequence[int]) -> None:
     for tie in module.tied_comms.values():  # as _index_tied_modules() has it
         for parameter in tie["module"].parameters():
             parameter.ds_pipe_replicated = module.global_rank != tie["ranks"][0]
+
+
+def layers_here(module: PipelineModule) -> dict[int, torch.nn.Module]:
+    """This rank's layers by number, those that are functions left out."""
+    found = _modules(module, layer_numbers(module))
+    return {number: layer for number, layer in found.items() if isinstance(layer, torch.nn.Module)}
 
 
 def _is_tied(spec: Any) -> bool:

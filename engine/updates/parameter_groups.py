@@ -9,7 +9,7 @@ synchronous pipeline every group takes part in the gradient norm. A placeholder 
 belongs to no layer and is in no model checkpoint.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,37 @@ def follow(optimizer: torch.optim.Optimizer, own: Own, placeholder: Placeholder)
             if id(parameter) not in there:
                 optimizer.state.pop(parameter, None)
         group["params"] = kept or [placeholder()]
+
+
+def members_by_layer(
+    groups: Sequence[Mapping[str, Any]], layers: Mapping[int, torch.nn.Module]
+) -> dict[tuple[int, str], int]:
+    """Number of the group of each parameter of ``layers``, by the layer's number and the name in it."""
+    group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+    return {
+        (index, name): group_of[id(parameter)]
+        for index, layer in layers.items()
+        for name, parameter in layer.named_parameters()
+        if id(parameter) in group_of
+    }
+
+
+def regroup(
+    groups: Sequence[dict[str, Any]],
+    members: Mapping[tuple[int, str], int],
+    before: Iterable[torch.nn.Parameter],
+    now: Mapping[int, torch.nn.Module],
+) -> None:
+    """Put the parameters of the layers ``now`` into the groups in place of those ``before``; others stay."""
+    named = {id(p): (p, (index, name)) for index, layer in now.items() for name, p in layer.named_parameters()}
+    gone = {id(parameter) for parameter in before}
+    for number, group in enumerate(groups):
+        stay = [at for at, parameter in enumerate(group["params"]) if id(parameter) not in gone]
+        mine = [(p, place) for p, place in named.values() if members.get(place) == number]
+        if "param_names" in group:
+            names = [group["param_names"][at] for at in stay]
+            group["param_names"] = names + [f"{index}.{name}" for _, (index, name) in mine]
+        group["params"] = [group["params"][at] for at in stay] + [parameter for parameter, _ in mine]
 
 
 def restricted(model_parameters: Sequence[Any], own: Own, placeholder: Placeholder) -> list[Any]:

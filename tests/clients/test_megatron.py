@@ -27,7 +27,9 @@ def every_run(folder: str) -> dict[str, Any]:
     return {
         "stock": run(None, RAMP),
         "bsp": run({**ASP, "sync_mode": "bsp"}, RAMP),
+        "bsp split": run({**ASP, "sync_mode": "bsp", "partition": [3, 4]}, RAMP),
         "asp": run(ASP, EQUAL, save_at=SAVED),
+        "asp split": run({**ASP, "partition": [3, 4]}, EQUAL),
         "resumed": run(ASP, EQUAL, resume=True),
         "list": run(ASP, EQUAL, both, own_loader=False),
     }
@@ -51,6 +53,15 @@ def test_bsp_is_deepspeeds_engine_bit_for_bit(reports: Any) -> None:
             assert stock[key] == ours[key], key
         for name, (_, value) in stock["parameters"].items():
             assert torch.equal(value, ours["parameters"][name][1]), name
+
+
+def test_a_partition_in_the_json_moves_the_scripts_optimizer_along(reports: Any) -> None:
+    """With tied embeddings, two parameter groups and slices: in bsp the split changes no bit."""
+    for stock, ours in zip(of(reports, "stock"), of(reports, "bsp split"), strict=True):
+        for key in ("losses", "rates"):
+            assert stock[key] == ours[key], key
+        assert [mean for mean, _ in stock["evals"]] == [mean for mean, _ in ours["evals"]]
+        assert any(name.startswith("3.") for name in ours["parameters"]) == (ours["rank"][0] == 1)
 
 
 class Same(nn.Module):
@@ -77,11 +88,11 @@ class Adam(torch.optim.AdamW):
         super().step(closure)
 
 
-def replayed(tied: tuple[str, ...], refills: tuple[int, ...]) -> reference.Replay:
+def replayed(tied: tuple[str, ...], refills: tuple[int, ...], counts: tuple[int, int]) -> reference.Replay:
     """The same training by the independent reference, with a model in one piece."""
     kinds: list[Any] = [lambda *_: Same(), loop.Words, loop.Attend, loop.Attend, loop.Attend, loop.Last, Head]
     return reference.Replay(
-        (4, 3),
+        counts,
         (1, 0),
         1,
         Adam,
@@ -113,15 +124,17 @@ def evaluated(run: reference.Replay, version: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", ["asp", "list"])
+@pytest.mark.parametrize("name", ["asp", "asp split", "list"])
 def test_asp_is_the_replay(reports: Any, name: str) -> None:
     """Every update, with tied embeddings, masks, slices, `set_train_batch_size()` and evaluations in between."""
     found = of(reports, name)
-    tied, refills = (("table",), (0, SAVED)) if name == "asp" else (("table", "scale"), (0,))
-    run = replayed(tied, refills)
+    tied, refills = ("table", "scale") if name == "list" else ("table",), (0, SAVED) if name == "asp" else (0,)
+    counts = (3, 4) if name == "asp split" else (4, 3)
+    run = replayed(tied, refills, counts)
     weights = loop.whole(found)
     for layer, own in enumerate(newest(run, -1)):
-        place = f"{int(layer > 3)}.tied_modules.embed" if layer in (1, 6) else f"{int(layer > 3)}.{layer}"
+        stage = int(layer >= counts[0])
+        place = f"{stage}.tied_modules.embed" if layer in (1, 6) else f"{stage}.{layer}"
         for parameter, value in own.items():
             if (layer, parameter) == (6, "positions"):
                 continue  # nobody uses them; DeepSpeed lets them decay all the same

@@ -229,6 +229,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "bit-identical", "test_fp32_accumulation.py::test_stock_engine_stashing_and_resume"),
             ("`data_types.grad_accum_dtype` fp32 in asp with tied layers: 4 stages, 2 stages x 2 replicas",
              "replay's bits, resume bit-identical", "test_fp32_accumulation.py::test_ties_in_asp"),
+            ("`partition` and an optimizer or parameter groups that the script has built before, with ties and slices",
+             "as with a module built with that split", "test_repartition.py::test_parameters_follow_their_layers"),
             ("`schedule` gpipe (bsp)", "bit-identical to DeepSpeed's 1F1B",
              "test_stock.py::test_gpipe_is_the_stock_engine"),
             ("`schedule` interleaved (bsp): training, evaluation, replicas, ZeRO-1, ties, data ends",

@@ -179,66 +179,89 @@ def test_wrong_lists_are_refused_on_every_rank(worlds: Worlds, counts: Any, word
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
-def initialized(counts: list[int], given: str, **block: Any) -> list[Any]:
-    """What becomes of arguments that name parameters of the old split; the module is built with 5, 5."""
-    import deepspeed
-
+def initialized(built: list[int], given: str, block: dict[str, Any]) -> tuple[Any, ...]:
+    """What becomes of arguments that name parameters of the split that the module was ``built`` with."""
     import ds_vpipe
 
-    module = deepspeed.pipe.PipelineModule(
-        toy.layer_specs(), num_stages=2, partition_method="uniform", loss_fn=nn.CrossEntropyLoss()
+    module = ds_vpipe.VPipeModule(
+        toy.layer_specs(), num_stages=2, partition_method=built, loss_fn=nn.CrossEntropyLoss()
     )
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    ds_config = cases.config(1, {} if given.startswith("optimizer") else SGD, {"partition": counts, **block})
-    if given.startswith("optimizer"):
-        del ds_config["optimizer"]
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.3},
+        {"params": [p for p in parameters if p.dim() < 2], "lr": 0.2},
+    ]
+    moved = [p for n, p in module.named_parameters() if n.split(".")[0] in ("3", "4", "9")]
     choices: dict[str, dict[str, Any]] = {
         "nothing": {},
-        "list": {"model_parameters": parameters},
+        "list": {"model_parameters": list(parameters)},
         "iterator": {"model_parameters": iter(parameters)},
-        "some": {"model_parameters": parameters[1:]},
-        "groups": {"model_parameters": [{"params": parameters, "lr": 0.3}]},
-        "optimizer": {"optimizer": torch.optim.SGD(parameters, lr=0.1)},
-        "optimizer function": {"optimizer": lambda trained: torch.optim.SGD(trained, lr=0.1)},
+        "some": {"model_parameters": [p for n, p in zip(names, parameters, strict=True) if "bias" not in n]},
+        "groups": {"model_parameters": groups},
+        "optimizer": {"optimizer": lambda: torch.optim.SGD(groups, lr=0.1)},
+        "of names": {"optimizer": lambda: torch.optim.SGD(module.named_parameters(), lr=0.1)},
+        "of a function": {"optimizer": lambda: lambda trained: torch.optim.SGD(trained, lr=0.1)},
+        "used": {"optimizer": lambda: torch.optim.SGD(groups, lr=0.1, momentum=0.9)},
+        "uneven": {"optimizer": lambda: torch.optim.SGD(groups if module.stage_id else parameters, lr=0.1)},
+        "idle": {"optimizer": lambda: torch.optim.SGD(moved, lr=0.1)},
     }
     arguments = choices[given]
-    if given == "optimizer function":
-        arguments["model_parameters"] = parameters
+    ds_config = cases.config(1, SGD, block)
+    if "optimizer" in arguments:
+        del ds_config["optimizer"]
+        arguments["optimizer"] = arguments["optimizer"]()
+    if given == "used":
+        groups[0]["params"][0].grad = torch.zeros_like(groups[0]["params"][0])
+        arguments["optimizer"].step()
     engine = ds_vpipe.initialize(model=module, config=ds_config, **arguments)[0]
-    trained = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
-    assert trained == {id(p) for p in engine.module.parameters()}
-    losses = [float(engine.train_batch(toy.data())) for _ in range(2)]
-    return [list(engine.module.parts), losses]
+    for group in engine.optimizer.param_groups:
+        assert len(group.get("param_names", group["params"])) == len(group["params"])
+    iterator = toy.data()
+    losses = [float(engine.train_batch(iterator)) for _ in range(4)]
+    found = list(engine.module.parts), losses, cases.parameters(engine)
+    engine.destroy()
+    cases.close_groups()
+    return found
 
 
-@pytest.mark.parametrize("given", ["nothing", "list", "iterator", "optimizer function"])
-def test_parameters_are_those_of_the_new_split(worlds: Worlds, given: str) -> None:
-    first, second = worlds.run(2, initialized, [3, 7], given)
-    assert first == second
-    assert first[0] == [0, 3, 10]
+def built_both_ways(given: str) -> list[tuple[Any, ...]]:
+    return [initialized(built, given, {"partition": [3, 7]}) for built in ([3, 7], [5, 5])]
 
 
-@pytest.mark.parametrize("given", ["groups", "optimizer"])
-def test_any_parameters_will_do_where_no_layer_moves(worlds: Worlds, given: str) -> None:
-    assert worlds.run(2, initialized, [5, 5], given)[0][0] == [0, 5, 10]
+@pytest.mark.parametrize(
+    "given", ["nothing", "list", "iterator", "some", "groups", "optimizer", "of names", "of a function"]
+)
+def test_parameters_follow_their_layers(worlds: Worlds, given: str) -> None:
+    """Training is that of a module that was built with the split, whatever trains it."""
+    for wanted, found in worlds.run(2, built_both_ways, given):
+        assert found[:2] == wanted[:2]
+        assert found[0] == [0, 3, 10]
+        assert all(torch.equal(value, wanted[2][name]) for name, value in found[2].items())
+
+
+def in_virtual_stages() -> list[Any]:
+    block = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
+    return [initialized([5, 5], given, block)[1] for given in ("nothing", "of names")]
+
+
+def test_parameters_follow_into_virtual_stages(worlds: Worlds) -> None:
+    for by_json, by_script in worlds.run(2, in_virtual_stages):
+        assert by_json == by_script
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [("optimizer", "the optimizer given"), ("some", "model_parameters"), ("groups", "model_parameters")],
+    [
+        ("used", "the optimizer given to initialize() has made updates, allowed is a new one"),
+        ("uneven", "stages have different numbers of parameter groups, allowed is one"),
+        ("idle", "leaves a stage nothing to train, allowed with an optimizer given to initialize() is something"),
+    ],
 )
-def test_parameters_of_the_old_split_are_refused(worlds: Worlds, given: str, words: str) -> None:
-    for outcome in worlds.outcomes(2, initialized, [3, 7], given):
-        assert outcome.text.startswith("VPipeConfigError: vpipe.partition: got [3, 7], ")
-        assert f"moves layers between stages, but {words}" in outcome.text
+def test_optimizers_that_cannot_follow_are_refused(worlds: Worlds, given: str, words: str) -> None:
+    for outcome in worlds.outcomes(2, initialized, [5, 5], given, {"partition": [3, 7]}):
+        start = "VPipeConfigError: vpipe.partition: got [3, 7], which moves layers between stages, but "
+        assert outcome.text.startswith(start + words)
         assert "\n" not in outcome.text
-
-
-def test_virtual_stages_are_named_in_refusals(worlds: Worlds) -> None:
-    block = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
-    for outcome in worlds.outcomes(2, initialized, [3, 2, 3, 2], "optimizer", **block):
-        assert outcome.text.startswith("VPipeConfigError: vpipe.virtual_stages: got 2, so [3, 2, 3, 2], which moves")
-        assert "leave virtual_stages out, name the optimizer in the DeepSpeed JSON, or pass a function" in outcome.text
 
 
 def with_another_schedule() -> list[str]:
@@ -251,7 +274,7 @@ def with_another_schedule() -> list[str]:
         mock.patch.object(schedule, "TrainSchedule", ZeroBubble),
         mock.patch("ds_vpipe.engine.build.logger.warning") as said,
     ):
-        initialized([5, 5], "nothing")
+        initialized([5, 5], "nothing", {})
     return [call.args[0] for call in said.call_args_list]
 
 
@@ -265,7 +288,7 @@ def test_a_replaced_schedule_is_said_to_be_ignored(worlds: Worlds) -> None:
 
 @pytest.mark.parametrize("counts", [[3, 6], [10]])
 def test_wrong_partition_in_the_json(worlds: Worlds, counts: list[int]) -> None:
-    for outcome in worlds.outcomes(2, initialized, counts, "nothing"):
+    for outcome in worlds.outcomes(2, initialized, [5, 5], "nothing", {"partition": counts}):
         assert outcome.text.startswith(f"VPipeConfigError: vpipe.partition: got {counts}")
         assert "\n" not in outcome.text
 

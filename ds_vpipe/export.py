@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,8 +28,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def full_state_dict(
     checkpoint: PipelineCheckpoint, dtype: torch.dtype = torch.float32, *, by_layer: bool = False
-) -> dict[str, torch.Tensor]:
-    """Weights and buffers of the whole model. Those of a plain module have the names of its own ``state_dict()``.
+) -> dict[str, Any]:
+    """Weights, buffers and extra state of the whole model, of a plain module under the names of its ``state_dict()``.
 
     Args:
         checkpoint: the checkpoint.
@@ -40,17 +41,19 @@ def full_state_dict(
         VPipeError: weights are missing, or several master weights have one name.
     """
     masters, copies = checkpoint.masters(), checkpoint.copies
-    unique: dict[str, torch.Tensor] = {}
+    unique: dict[str, Any] = {}
 
-    def add(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def add(name: str, found: Any) -> Any:
         own = checkpoint.unique_name(name)
         if own not in unique:
-            value = masters.get(own, tensor)
-            wanted = dtype if value.is_floating_point() else value.dtype
-            unique[own] = value.to(wanted, copy=True, memory_format=torch.contiguous_format)
+            value = masters.get(own, found)
+            if isinstance(value, torch.Tensor):
+                wanted = dtype if value.is_floating_point() else value.dtype
+                value = value.to(wanted, copy=True, memory_format=torch.contiguous_format)
+            unique[own] = value
         return unique[own]
 
-    result: dict[str, torch.Tensor] = {}
+    result: dict[str, Any] = {}
     for index in checkpoint.layers:
         tie = checkpoint.ties.get(index)
         for name, tensor in checkpoint.layer(index).items():
@@ -65,10 +68,13 @@ def full_state_dict(
                     f"allowed are checkpoints that name them by layer; load it and save it with ds_vpipe"
                 )
             result[here if by_layer else own] = add(own, tensor)
-    for name, master in masters.items():
-        # Parameters outside of the layers' files: only the optimizer has them.
+    for name, tensor in {**masters, **checkpoint.outside()}.items():  # of DeepSpeed's engine only masters
         if name not in unique and name not in (copies or ()):
-            result[name] = add(name, master)
+            result[name] = add(name, tensor)
+    for index, tie in checkpoint.ties.items():
+        if by_layer and index not in checkpoint.layers:  # it runs a forward_fn
+            own = f"tied_modules.{tie}."
+            result |= {f"{index}.{name[len(own) :]}": unique[name] for name in unique if name.startswith(own)}
     lost = [name for name in checkpoint.trained if name.startswith("tied_modules.") and name not in unique]
     if lost:
         raise VPipeError(
@@ -78,7 +84,7 @@ def full_state_dict(
     return result
 
 
-def write(state_dict: dict[str, torch.Tensor], output: Path) -> None:
+def write(state_dict: dict[str, Any], output: Path) -> None:
     """Write a state dict atomically, in the format of ``output``'s suffix.
 
     Raises:
@@ -98,14 +104,19 @@ def write(state_dict: dict[str, torch.Tensor], output: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def _save_safetensors(state_dict: dict[str, torch.Tensor], path: Path) -> None:
+def _save_safetensors(state_dict: dict[str, Any], path: Path) -> None:
     """The format knows no shared tensors: every name gets its own copy."""
+    others = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise VPipeError(
+            f"OUTPUT: got a {path.suffix[1:]} for {others[0]}, which is no tensor; allowed: a name that ends in .pt"
+        )
     first = {id(tensor): name for name, tensor in reversed(state_dict.items())}
     alone = {name: t if first[id(t)] == name else t.clone() for name, t in state_dict.items()}
     save_file(alone, path, metadata={"format": "pt"})
 
 
-_WRITERS: dict[str, Callable[[dict[str, torch.Tensor], Path], None]] = {
+_WRITERS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     ".pt": torch.save,
     ".safetensors": _save_safetensors,
 }
@@ -137,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VPipeError as error:
         print(f"ds_vpipe.export: {error}", file=sys.stderr)
         return 2
-    elements = sum({id(tensor): tensor.numel() for tensor in state_dict.values()}.values())
+    tensors = {id(value): value for value in state_dict.values() if isinstance(value, torch.Tensor)}
+    elements = sum(tensor.numel() for tensor in tensors.values())
     print(f"{given.output}: {len(state_dict)} tensors, {elements} elements, {given.dtype}")
     return 0
 

@@ -64,6 +64,23 @@ def checkpoint_folder(directory: str | Path, tag: str | None = None) -> Path:
     return root / tag
 
 
+def rank_file(stage: int | str, replica: int, slice_index: int) -> str:
+    """Name of the file that a rank writes beside DeepSpeed's; ``*`` as stage: a pattern for those of all stages."""
+    number = stage if isinstance(stage, str) else f"{stage:02d}"
+    return f"vpipe-stage_{number}-replica_{replica:02d}-slice_{slice_index:02d}.pt"
+
+
+def outside_layers(folder: Path, slice_index: int) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that are in no layer's file; what several stages had is the last one's, which trains it.
+
+    Such are those of a loss function, and what a tied layer that runs a ``forward_fn`` does not share with others.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob(rank_file("*", 0, slice_index))):
+        found |= torch.load(path, map_location="cpu", weights_only=False)["outside"]
+    return found
+
+
 class PipelineCheckpoint:
     """Checkpoint of a pipeline.
 
@@ -196,6 +213,10 @@ class PipelineCheckpoint:
             layers = [index for index, tie in self.ties.items() if tie == key]
         found = (self.layer(index).get(rest) for index in layers if index in self._layer_files)
         return next((tensor for tensor in found if tensor is not None), None)
+
+    def outside(self) -> dict[str, torch.Tensor]:
+        """See :func:`outside_layers`."""
+        return outside_layers(self.folder, self._slice)
 
     def optimizer(self, stage: int) -> list[Mapping[str, Any]]:
         """State dicts of a stage's optimizer: one per replica with ZeRO, else one, or none without an optimizer."""

@@ -10,6 +10,7 @@ from deepspeed import comm as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import logger
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_map_only
 
 from ds_vpipe.checkpoints.optimizer_states import Form, ParameterState, carry_scale, form_of, pack, unpack
@@ -44,7 +45,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
     for index in layer_numbers(module):
         for name, own in untied.items():
             if name.startswith(f"tied_modules.{ties.get(index)}."):
-                aliases.setdefault(f"{index}.{own.partition('.')[2]}", own)
+                aliases.setdefault(f"{index}.{own.partition('.')[2]}", aliases.get(name, own))
     return StageLayout(
         stage=engine.stage_id,
         bounds=tuple(module.parts),
@@ -163,19 +164,22 @@ def _replica(engine: PipelineEngine, form: Form) -> int:
 
 
 def untied_names(module: PipelineModule) -> dict[str, str]:
-    """Parameters and buffers of tied layers that are not tied themselves: a name by their first layer here."""
+    """What tied layers here have in their state dicts and is not tied itself: a name by the first layer of the key."""
     first: dict[str, int] = {}
     for index in layer_numbers(module):
         spec = module._layer_specs[index]
         if isinstance(spec, TiedLayerSpec):
             first.setdefault(spec.key, index)
-    untied = {}
+    untied: dict[str, str] = {}
     for key, index in first.items():
         layer = module.tied_modules[key]
         tied = {id(parameter) for parameter in tied_parameters(module, key)}
-        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-            if id(tensor) not in tied:
-                untied[f"tied_modules.{key}.{name}"] = f"{index}.{name}"
+        tensors = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
+        names = [name for name, tensor in tensors if id(tensor) not in tied]
+        for path, part in layer.named_modules():
+            if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
+                names.append(f"{path}.{_EXTRA_STATE_KEY_SUFFIX}".lstrip("."))
+        untied |= {f"tied_modules.{key}.{name}": f"{index}.{name}" for name in names}
     return untied
 
 

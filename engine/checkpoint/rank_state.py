@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
+from torch.utils._pytree import tree_map_only
 
+from ds_vpipe.checkpoints.pipeline_checkpoint import outside_layers, rank_file
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
 from ds_vpipe.engine.checkpoint.parameter_states import untied_names
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
@@ -23,7 +26,7 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
             "first_partition": stage.first_partition,
             "recompute_ratio": stage.pipeline.recompute_ratio,
             "peers": None if stage.peers is None else stage.peers.state(),
-            "outside": {name: tensor.cpu() for name, tensor in _outside_layers(engine.module).items()},
+            "outside": dict(tree_map_only(torch.Tensor, _copy, list(_outside_layers(engine.module).values()))),
             "random": {
                 "torch": torch.get_rng_state(),
                 "accelerator": get_accelerator().get_rng_state() if stage.device.type != "cpu" else None,
@@ -48,17 +51,11 @@ def saved_split(
 
 
 def restore_outside(engine: PatchedPipelineEngine, folder: Path) -> None:
-    """Tensors that are in no layer's file; what several stages had is the last one's, which trains it."""
-    outside = _outside_layers(engine.module)
-    if not outside:
-        return
-    pattern = _file(engine, folder, 0).name.replace(f"stage_{engine.stage_id:02d}", "stage_*")
-    saved: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob(pattern)):
-        saved |= torch.load(path, weights_only=False)["outside"]
-    with torch.no_grad():
-        for name in outside.keys() & saved.keys():
-            outside[name].copy_(saved[name])
+    """Take over what is in no layer's file."""
+    names = {name: saved_as for name, (saved_as, _) in _outside_layers(engine.module).items()}
+    saved = outside_layers(folder, engine.grid.get_slice_parallel_rank()) if names else {}
+    if found := {name: saved[saved_as] for name, saved_as in names.items() if saved_as in saved}:
+        engine.module.load_state_dict(found, strict=False)
 
 
 def restore(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
@@ -86,26 +83,32 @@ def restore(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
         stage.random_states.put_back(states)
 
 
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)  # all of the storage that a view is of would be written
+
+
 def _parts(engine: PatchedPipelineEngine) -> list[int]:
     """Layout that a rank file belongs to: stage count and part bounds."""
     return [engine.num_stages, *engine.module.parts]
 
 
 def _file(engine: PatchedPipelineEngine, folder: Path, replica: int) -> Path:
-    slice_index = engine.grid.get_slice_parallel_rank()
-    return folder / f"vpipe-stage_{engine.stage_id:02d}-replica_{replica:02d}-slice_{slice_index:02d}.pt"
+    return folder / rank_file(engine.stage_id, replica, engine.grid.get_slice_parallel_rank())
 
 
-def _outside_layers(module: PipelineModule) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that are in no layer's file.
-
-    Such are those of a loss function, and what a tied layer that runs a ``forward_fn`` does not share with others.
-    """
+def _outside_layers(module: PipelineModule) -> dict[str, tuple[str, Any]]:
+    """This stage's part of :func:`outside_layers`, by the module's names: names in the file, and values."""
+    found: dict[str, Any] = dict((*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)))
+    for name, part in module.named_children():
+        if is_outside_layers(f"{name}."):
+            part.state_dict(destination=found, prefix=f"{name}.")
     layers = [layer for layer in module.forward_funcs if isinstance(layer, torch.nn.Module)]
-    written = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
-    untied = untied_names(module)
+    for key, part in module.tied_modules.items():
+        if not any(layer is part for layer in layers):
+            part.state_dict(destination=found, prefix=f"tied_modules.{key}.")
+    untied: dict[str, str] = untied_names(module)
     return {
-        untied.get(name, name): tensor.detach()
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if is_outside_layers(name) or (name in untied and id(tensor) not in written)
+        name: (untied.get(name, name), value)
+        for name, value in found.items()
+        if is_outside_layers(name) or name in untied
     }

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
+from ds_vpipe.engine.checkpoint.parameter_states import untied_names
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
@@ -47,6 +48,7 @@ class _Entry:
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
     value: Any = None
+    apart: str | None = None  # name by layer, of what a tied layer does not share with those of other stages
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class WholeModel:
         self.alone = self._last == 0  # no other stage is asked: there is one, or all scripts have ended
         if isinstance(stage.module, SplitModule) and not self.alone:
             stage.module.stage_model.state_hooks = StateHooks(stage.module.user_module, self)
+        elif not self.alone:
+            stage.module.register_load_state_dict_pre_hook(_take_back)
 
     def leave(self) -> None:
         """Gather without the engine, which has nothing in flight from now on."""
@@ -112,7 +116,9 @@ class WholeModel:
         for mine, value in found.values():
             if id(value) not in copies:
                 copies[id(value)] = value if mine is None else _copy(value)
-        return {name: copies[id(found[name][1])] for name in in_order(model, found)}
+        # A PipelineModule knows its own names only, and every rank is to have the same order.
+        names = in_order(model, found) if isinstance(module, SplitModule) else found
+        return {name: copies[id(found[name][1])] for name in names}
 
     def gather(
         self, own: Mapping[str, Any], what: str, path: str = "", rank0_only: bool = False, copied: bool = False
@@ -223,8 +229,10 @@ class WholeModel:
 
     def _exchange(self, given: Mapping[str, Any], request: _Request, what: str) -> dict[str, tuple[Any, Any]]:
         within = f"{request.path}." if request.path else ""
-        own = {within + name: value for name, value in given.items()}
-        entries = self._consensus.of_stages({name: _entry(value) for name, value in own.items()}, what)
+        own, by_layer = {within + name: value for name, value in given.items()}, untied_names(self._module)
+        mine_of = {name: _entry(value, by_layer.get(name)) for name, value in own.items()}
+        entries = _named_apart(self._consensus.of_stages(mine_of, what))
+        own = dict(zip(entries[self._stage], own.values(), strict=True))
         receivers = [0] if request.rank0_only else list(range(len(entries)))
         homes, values, result = self._homes(), dict[tuple[str, int], Any](), dict[str, tuple[Any, Any]]()
         for name in dict.fromkeys(name for found in entries for name in found):
@@ -294,9 +302,26 @@ def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def _entry(value: Any) -> _Entry:
+def _entry(value: Any, apart: str | None) -> _Entry:
     plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
-    return _Entry(tuple(value.shape), value.dtype) if plain else _Entry(None, None, value)
+    return _Entry(tuple(value.shape), value.dtype, None, apart) if plain else _Entry(None, None, value, apart)
+
+
+def _named_apart(entries: list[dict[str, _Entry]]) -> list[dict[str, _Entry]]:
+    """Entries of all stages, with names by layer for those whose names an earlier stage has for something else."""
+    known: set[str] = set()
+    result = []
+    for found in entries:
+        result.append({entry.apart if entry.apart and name in known else name: entry for name, entry in found.items()})
+        known |= found.keys()
+    return result
+
+
+def _take_back(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Load what :func:`_named_apart` has given names by layer."""
+    for name, apart in untied_names(module).items():
+        if prefix + apart in state_dict:
+            state_dict[prefix + name] = state_dict.pop(prefix + apart)
 
 
 def _is(mine: torch.Tensor, value: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, interleave
 from ds_vpipe.engine.modules.recompute import layer_numbers
@@ -112,8 +113,11 @@ def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: i
         _build(module, runs, before)
         module.to(device)
         now = _modules(module, numbers)
-        _check_layers(module, before, now)
+        extra = _check_layers(module, before, now)
         _move_states(module, [(bisect(old, i) - 1, (bisect(new, i) - 1) % stages) for i in range(new[-1])], before, now)
+        for index, state in extra.items():
+            if index in now:
+                now[index].load_state_dict(state, strict=False)
     if virtual_stages > 1:
         interleave(module, numbers, list(accumulate(map(len, runs))))
     module.tied_comms = module._index_tied_modules()
@@ -183,13 +187,17 @@ def _build(module: PipelineModule, runs: Sequence[range], built: Mapping[int, An
     module._layer_specs[:] = specs
 
 
-def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mapping[int, Any]) -> None:
-    """Compare layers as they were and as they are built again, on all ranks alike; what was frozen stays frozen."""
+def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mapping[int, Any]) -> dict[int, Any]:
+    """Compare layers as they were and as they are built again, on all ranks alike; what was frozen stays frozen.
+
+    Returns:
+        Extra state of layers that have some, as they were.
+    """
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, [{i: _describe(layer) for i, layer in side.items()} for side in (before, now)])
     layouts_before, layouts_now = ({i: d for rank in everywhere for i, d in rank[side].items()} for side in (0, 1))
     for index, spec in enumerate(module._layer_specs):
-        layout, trained = layouts_before[index]
+        layout, trained, _ = layouts_before[index]
         if layout != layouts_now[index][0]:
             raise VPipeConfigError(
                 f"vpipe.partition: got bounds {list(module.parts)}, which move layers, but layer {index} "
@@ -199,14 +207,24 @@ def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mappin
         if isinstance(now.get(index), torch.nn.Module):
             for name, parameter in now[index].named_parameters():
                 parameter.requires_grad_(trained[name])
+    return {index: extra for index, (*_, extra) in layouts_before.items() if extra}
 
 
-def _describe(layer: Any) -> tuple[list[tuple[str, tuple[int, ...], str]], dict[str, bool]]:
-    """What :func:`_move_states` sends of a layer, and which of its parameters are trained."""
+def _describe(layer: Any) -> tuple[list[tuple[str, tuple[int, ...], str]], dict[str, bool], dict[str, Any]]:
+    """What :func:`_move_states` sends of a layer, which of its parameters are trained, and its extra state."""
     if not isinstance(layer, torch.nn.Module):
-        return [], {}
-    layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in layer.state_dict().items()]
-    return layout, {name: parameter.requires_grad for name, parameter in layer.named_parameters()}
+        return [], {}, {}
+    layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(layer).items()]
+    extra = {name: value for name, value in layer.state_dict().items() if _is_extra(name)}
+    return layout, {name: parameter.requires_grad for name, parameter in layer.named_parameters()}, extra
+
+
+def _tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in layer.state_dict().items() if not _is_extra(name)}
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX  # any object, or a tensor that is a copy of something
 
 
 def _move_states(
@@ -219,8 +237,10 @@ def _move_states(
             if isinstance(received, torch.nn.Module) and isinstance(sent, torch.nn.Module) and received is not sent:
                 received.load_state_dict(sent.state_dict())
         elif isinstance(sent, torch.nn.Module):
-            for tensor in sent.state_dict().values():
+            for tensor in _tensors(sent).values():
                 dist.send(tensor.contiguous(), module._grid.stage_to_global(target))
         elif isinstance(received, torch.nn.Module):
-            for tensor in received.state_dict().values():
-                dist.recv(tensor, module._grid.stage_to_global(source))
+            for tensor in _tensors(received).values():
+                arrived = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                dist.recv(arrived, module._grid.stage_to_global(source))
+                tensor.copy_(arrived)

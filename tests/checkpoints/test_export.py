@@ -134,7 +134,8 @@ def test_names_by_layer_repeat_ties_and_dtype_rounds(saved: Any, tmp_path: Path)
         assert main([str(folder), str(output), "--names", "layers", "--dtype", "float16"]) == 0
         found = torch.load(output) if output.suffix == ".pt" else load_file(output)
         assert not any(name.startswith("tied") for name in found)
-        for name, source in (("0.embedding.weight", "tied_modules.word.embedding.weight"), ("4.scale", "4.scale")):
+        words = "tied_modules.word.embedding.weight"
+        for name, source in (("0.embedding.weight", words), ("5.embedding.weight", words), ("4.scale", "4.scale")):
             assert torch.equal(found[name], trained[source].half())
     assert main([str(folder / "bf16"), str(tmp_path / "again.pt")]) == 0
 

@@ -107,7 +107,12 @@ def free_biases(ds_config: dict[str, Any], directory: str) -> dict[str, Any]:
     for _ in range(5):
         engine.train_batch(iterator)
     engine.save_checkpoint(directory)
-    biases = {"trained": free_bias(engine)}
+    biases = {"trained": free_bias(engine), "whole": engine.full_state_dict()}
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.zero_()
+    engine.module.load_state_dict(biases["whole"], strict=False)
+    biases["taken back"] = free_bias(engine)
     engine.destroy()
     cases.close_groups()
     engine = cases.engine({**ds_config, "vpipe": {"partition": [2, 4, 4]}}, 3, **TIED)
@@ -126,6 +131,12 @@ def test_what_is_not_tied_stays_apart(worlds: Worlds, tmp_path: Path, setting: s
     assert not torch.equal(first["trained"], second["trained"])
     for rank in (first, second):
         assert torch.equal(rank["trained"], rank["loaded"])
+        assert torch.equal(rank["trained"], rank["taken back"])
+    for rank in ranks:  # a name that several stages have is the first one's
+        assert list(rank["whole"]) == list(first["whole"])
+        assert torch.equal(rank["whole"]["tied_modules.linear.linear.bias"].float(), first["trained"])
+        assert torch.equal(rank["whole"]["8.linear.bias"].float(), second["trained"])
+        assert "8.linear.weight" not in rank["whole"]
     found = full_state_dict(PipelineCheckpoint(next(tmp_path.glob("global_step*"))))
     dtype = torch.bfloat16 if setting == "ZeRO-1" else torch.float32
     for layer, rank in ((5, first), (8, second)):

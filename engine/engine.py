@@ -537,7 +537,9 @@ class VPipeEngine(PatchedPipelineEngine):
         stage, kind = self.stage, type(pipe_schedule)
         refuse_own_instructions(self)
         if kind is ds_schedule.InferenceSchedule:
-            self.evaluation.run_schedule(pipe_schedule.micro_batches)
+            self._refuse_unfit("evaluation")
+            with self._aborting():
+                self.evaluation.run_schedule(pipe_schedule.micro_batches)
             return
         if kind is not ds_schedule.TrainSchedule:
             raise VPipeConfigError(

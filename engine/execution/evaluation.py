@@ -98,6 +98,8 @@ class Evaluation:
             engine.data_iterator = self._read_all(engine.data_iterator, micro_batches)
             self.run(micro_batches)
         self.flush()
+        # What the script does next may be a collective of its own, which the failure of another rank would not end.
+        stage.consensus.lowest(0, "all ranks to evaluate")
 
     def run(self, micro_batches: int) -> None:
         """Forward passes of an evaluation; results are in the engine's ``fwd_outputs`` on the last stage."""

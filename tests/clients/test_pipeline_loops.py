@@ -6,6 +6,7 @@ import collections
 import csv
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -398,6 +399,41 @@ def test_an_engine_of_the_script_with_several_losses_and_ranks_in_another_order(
         assert 0 <= float(right) <= 1
         weights = weighted_batch(0)[1][1]
         assert float((of_samples * weights).sum() / 2) == pytest.approx(float(trained))
+
+
+def evaluated_with_failure() -> tuple[str, str]:
+    """What ends an evaluation of the script's own on every rank, of which one has failed, and one after that."""
+    import ds_vpipe
+
+    failing = False
+
+    def loss(outputs: torch.Tensor, labels: Any) -> torch.Tensor:
+        if failing:
+            raise ValueError("no such label")
+        return weighted_loss(outputs, labels)
+
+    engine = built_by_script(engine_of_script(ds_vpipe.VPipeEngine), module_of(loss, num_stages=2), {})
+    engine.set_dataiterator(data())
+    engine.train_batch()
+    failing = True
+    lines = []
+    for _ in range(2):
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            engine.eval_batch(data(start=900))
+        lines.append(f"{type(raised.value).__name__}: {raised.value}")
+    finish(engine)
+    return lines[0], lines[1]
+
+
+def test_a_rank_that_fails_in_an_evaluation_of_the_script_ends_all(worlds: Worlds) -> None:
+    """The others meet it before the script goes on, which would wait in a collective of its own."""
+    begin = time.monotonic()
+    first, last = worlds.run(2, evaluated_with_failure)
+    assert time.monotonic() - begin < 30
+    reason = "stage 1 (rank 1) failed in evaluation: ValueError: no such label"
+    assert last[0] == "ValueError: no such label"
+    assert first[0] == f"PipelinePeerError: stage 0 (rank 0) stopped waiting for all ranks to evaluate: {reason}"
+    assert first[1] == last[1] == f"VPipeError: evaluation after a failure: {reason}; restart from a checkpoint"
 
 
 # Refusals

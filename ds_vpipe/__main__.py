@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 
@@ -40,8 +40,22 @@ Every command explains itself: python -m ds_vpipe COMMAND --help. Exit status: 0
 """
 
 
+class _Once(argparse.Action):
+    """Value of an option, which may be given once: argparse would take the last."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        if option is not None and getattr(namespace, self.dest) is not self.default:
+            given = f"{getattr(namespace, self.dest)} and {values}"
+            parser.error(f"{option}: got {given}, allowed is one; leave the others out")
+        setattr(namespace, self.dest, values)
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line; the long usage is for ``--help``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("action", None, _Once)
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}; --help explains", file=sys.stderr)

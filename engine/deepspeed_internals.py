@@ -311,12 +311,12 @@ def overridden(target: Any, name: str, value: Any) -> Iterator[None]:
 def end_workers(loader: Any) -> None:
     """Worker processes of DeepSpeed's data loader, ended as they end themselves.
 
-    A generator in the loader's ``data`` (DeepSpeed 0.19.8) keeps them for as long as the engine, which is until the end
-    of the interpreter, where they would be killed and leave sockets behind.
+    A generator in the loader's ``data``, with a curriculum its ``data_iterator`` (DeepSpeed 0.19.8), keeps them for as
+    long as the engine, which is until the end of the interpreter, where they would be killed and leave sockets behind.
     """
     loader = getattr(loader, "loader", loader)  # a PipelineEngine's is a RepeatingLoader
     if isinstance(loader, DeepSpeedDataLoader):
-        loader.data = None
+        loader.data = loader.data_iterator = None
 
 
 def parts_to_switch(module: nn.Module) -> tuple[nn.Module, ...] | None:

@@ -272,7 +272,7 @@ class StageModel:
             raise SplitError(
                 f"{name}: used by {self.piece_names[piece]} (piece {piece}), which the example of a call did not show, "
                 f"allowed is {self.piece_names[known[0]]} (piece {known[0]}); give initialize() training_data whose "
-                f"samples are like the batches"
+                f"samples are like the batches, or leave out what uses it there"
             )
 
     def run(self, value: Packed, start: int, stop: int) -> Any:

@@ -111,8 +111,10 @@ def _bases(state: dict[str, Any], gradient: torch.Tensor, group: dict[str, Any])
             state[moment] = gradient.new_zeros(factor.size(0), factor.size(0))
         state[moment].lerp_(factor @ factor.T, 1 - group["shampoo_beta"])
         if basis not in state:
-            # In double precision, since the first moment has the rank of one gradient.
-            vectors = torch.linalg.eigh(state[moment].double()).eigenvectors
+            # In double precision, since the first moment has the rank of one gradient. What is not finite has no
+            # eigenvectors and becomes weights that are not, as with Adam; fp16 skips the update before that.
+            values = state[moment].double()
+            vectors = torch.linalg.eigh(values).eigenvectors if values.isfinite().all() else values * torch.nan
             state[basis] = vectors.flip(1).to(gradient.dtype).contiguous()
         elif due:
             turned = state[moment] @ state[basis]  # one step of the power iteration

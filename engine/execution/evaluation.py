@@ -76,9 +76,17 @@ class Evaluation:
             with stage.random_states.kept(stage.device), self.newest_weights():
                 items = self._read_all(data_iter, given.get("num_micro_batches") or engine.micro_batches)
                 self._has_read = True
-                if not given.get("compute_loss", True) or given.get("reduce_output", "avg") is None:
-                    engine.monitor.enabled = False  # there is no mean loss to write
+                # DeepSpeed writes a mean of one tensor, and there may be none, or several losses.
+                engine.monitor.enabled = False
+                writes = monitored and given.get("compute_loss", True) and given.get("reduce_output", "avg") is not None
+                if writes:
+                    given = {**given, "bcast_loss": True}  # as DeepSpeed does
                 result = deepspeed_eval(items, **given)
+            if writes and engine.global_rank == 0:
+                losses = result[0] if given.get("return_logits") else result
+                first = next(leaf for leaf in leaves(losses) if leaf is not None)
+                events = [("Train/Samples/eval_loss", first.float().mean().item(), engine.global_samples)]
+                engine.monitor.write_events(events)
             self.flush()
             return result
         finally:

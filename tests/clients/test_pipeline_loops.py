@@ -401,6 +401,25 @@ def test_an_engine_of_the_script_with_several_losses_and_ranks_in_another_order(
         assert float((of_samples * weights).sum() / 2) == pytest.approx(float(trained))
 
 
+def told_of_several_losses(folder: Path) -> float:
+    """The first one of an evaluation's losses, of which a monitor is told."""
+    import ds_vpipe
+
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": "monitor"}
+    net, content = module_of(several_losses, num_stages=2), ds_config({}, csv_monitor=monitor)
+    engine = ds_vpipe.initialize(model=net, config=content, optimizer=sgd)[0]
+    first, (_, _, right) = engine.eval_batch(data()), engine.eval_batch(data(), return_logits=True)[0]
+    assert right == first[2]
+    finish(engine)
+    return float(first[0])
+
+
+def test_a_monitor_is_told_of_the_first_of_several_losses(worlds: Worlds, tmp_path: Path) -> None:
+    ranks = worlds.run(2, told_of_several_losses, tmp_path)
+    assert ranks[0] == ranks[1]
+    assert events(tmp_path)["Train_Samples_eval_loss"] == [(0, ranks[0]), (0, ranks[0])]
+
+
 def evaluated_with_failure() -> tuple[str, str]:
     """What ends an evaluation of the script's own on every rank, of which one has failed, and one after that."""
     import ds_vpipe

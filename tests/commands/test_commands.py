@@ -185,6 +185,13 @@ def test_show_refuses_in_one_line(argv: list[str], message: str, capsys: pytest.
     assert message in refused(capsys, "show", *argv)
 
 
+def test_an_option_of_one_value_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two profiles would be the last one without a word."""
+    line = refused(capsys, "simulate", "--profile", "a", "--profile", "b")
+    assert "--profile: got a and b, allowed is one" in line
+    assert "--stages: got 2 and 2, allowed is one" in refused(capsys, "show", "--stages", "2", "--stages=2")
+
+
 def test_wrong_blocks_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "c.json"
     for content, message in (

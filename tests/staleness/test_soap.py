@@ -153,6 +153,19 @@ def test_weights_in_half_precision_without_masters() -> None:
     assert optimizer.state[weight]["rows_basis"].dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("step", [0, 1, 2])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_gradient_that_is_not_finite_does_what_it_does_with_adam(wrong: float, step: int) -> None:
+    """In the update that makes the bases, in that which refreshes them, and in another: the weights are NaN."""
+    weights = [start([(3, 4)])[0], start([(3, 4)])[0]]
+    for optimizer in (SOAP(weights[:1], precondition_frequency=2), torch.optim.AdamW(weights[1:])):
+        for now in range(4):
+            (weight,) = optimizer.param_groups[0]["params"]
+            weight.grad = torch.full((3, 4), wrong if now == step else 1.0, dtype=weight.dtype)
+            optimizer.step()
+    assert all(weight.isnan().all() for weight in weights)
+
+
 def test_without_gradient_nothing_changes() -> None:
     (parameter,) = start([(3, 4)])
     before = parameter.detach().clone()

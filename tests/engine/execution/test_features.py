@@ -259,3 +259,22 @@ def test_a_compiled_module_keeps_its_versions(worlds: Worlds) -> None:
     assert_same([rank["eager"] for rank in ranks], plain)
     assert_same([rank["aot_eager"] for rank in ranks], plain)
     assert ranks[0]["newest weights"]["losses"] != plain[0]["losses"], "the comparison would notice"
+
+
+@pytest.mark.parametrize("curriculum", [True, False])
+def test_workers_of_deepspeeds_loader_end(curriculum: bool) -> None:
+    from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
+
+    from ds_vpipe.engine.deepspeed_internals import end_workers
+
+    before = mp.active_children()
+    loader = DeepSpeedDataLoader(range(8), 2, False, -1, None, num_local_io_workers=1)
+    loader.curriculum_learning_enabled = curriculum
+    repeated = RepeatingLoader(loader)
+    if curriculum:
+        loader.data_sampler = [[0, 1], [2, 3], [4, 5]]
+        iter(loader)
+    next(repeated.loader)
+    (worker,) = set(mp.active_children()) - set(before)
+    end_workers(repeated)
+    assert not worker.is_alive()

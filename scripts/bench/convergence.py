@@ -2,8 +2,8 @@
 
 ``python scripts/bench/convergence.py`` trains a small BERT on the docstrings of the installed packages, or on
 ``--text``, by :class:`ds_vpipe.staleness.replay.Replay`, whose updates are the engine's bit for bit: synchronously with
-each optimizer, and as an asynchronous pipeline of K stages with M = 1 and M = K and each mitigation. Every arm sees the
-same samples per update. Its learning rate is found on the first seed, each trained in full: from the middle of
+each optimizer, and as an asynchronous pipeline of K stages with M = 1, M = K / 2 and M = K and each method. Every arm
+sees the same samples per update. Its learning rate is found on the first seed, each trained in full: from the middle of
 ``--rates`` on, for as long as a neighbour is better. The other seeds are trained with that; where all seeds have been
 trained with several, the best on average counts. An update of an asynchronous pipeline takes less time, so the arms of
 ``--longer-methods`` are trained for ``--longer`` updates too, with the rates found.
@@ -24,11 +24,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import PRELOADED, Curve, Row, add_row, draw, markdown, parser_of, read_rows
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch.nn.functional import cross_entropy
 from transformers.models.roberta_prelayernorm import modeling_roberta_prelayernorm as before
 
@@ -50,6 +52,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "nadam": {"nadam": True},
     "feedback": {"error_feedback": True},
     "soap": {},
+    "muon": {},
+    "nadam+unstashed": {"nadam": True},
     "rescheduling": {"lr_rescheduling": {"num_steps": 500}},
     "sync20%": {"synchronous_updates": 0.2},
     "nadam+sync20%": {"nadam": True, "synchronous_updates": 0.2},
@@ -57,13 +61,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "nadam+sync20%+warmup40%": {"nadam": True, "synchronous_updates": 0.2, "delay_warmup_updates": 0.4},
 }
 """The ``"staleness"`` of a block; of counts of updates the share of those of synchronous training. All train with AdamW
-but ``soap``, which is the optimizer of that name."""
+but ``soap`` and ``muon``, which are the optimizers of those names; ``unstashed`` is ``"weight_sync": "none"``."""
 
 RECOMMENDED = "recommended"  # stands for the method that docs/convergence.md recommends, recommended()
 
-SYNCHRONOUS = ("adamw", "nadam", "soap")
+SYNCHRONOUS = ("adamw", "nadam", "soap", "muon")
+USUAL = SYNCHRONOUS[:2]  # of which the better one's loss is what a time is taken to
 WARM_UP, DECAY = 100, 0.3  # updates in which the rate climbs, share of them in which it falls to 0
-HIDDEN, VOCABULARY = 64, 512
+HIDDEN = 64
 SEQUENCE, MASKED = 16, 0.4  # tokens per sample, share of them that is predicted
 POSITIONS = 4  # deviations of other weights
 HEAD = ["arm", "updates", "rate", "seeds", "validation loss", "lowest .. highest", "gap", "gap closed"]
@@ -117,8 +122,9 @@ def arms(options: argparse.Namespace) -> list[Arm]:
     for stages in options.stages:
         methods = named(options.methods, stages, 1)
         found += [Arm(stages, 1, method, options.updates) for method in methods if "feedback" not in method]
-        methods = named(options.methods_of_full_batches, stages, stages)
-        found += [Arm(stages, stages, method, options.updates) for method in methods]
+        of_sizes = {stages // 2: options.methods_of_half_batches, stages: options.methods_of_full_batches}
+        for size, methods in of_sizes.items():
+            found += [Arm(stages, size, method, options.updates) for method in named(methods, stages, size)]
     return found
 
 
@@ -144,7 +150,7 @@ def model(options: argparse.Namespace, seed: int) -> list[Any]:
     2017, section 3.5) a few times as large as other weights. Both shorten the time in which a model of this size
     knows nothing but the frequencies of tokens.
     """
-    config = bert_config("tiny", VOCABULARY)
+    config = bert_config("tiny", options.vocabulary)
     config.num_hidden_layers = options.layers
     config.hidden_size, config.intermediate_size = HIDDEN, 4 * HIDDEN
     config.tie_word_embeddings = False  # a replay has no ties
@@ -174,12 +180,11 @@ def _with_norm_before(layer: Any, config: Any) -> Any:
     return layer
 
 
-def train(job: tuple[Run, argparse.Namespace]) -> Row:
+def train(run: Run, options: argparse.Namespace) -> Row:
     """Train and validate; returns the run with its curve of (updates, validation loss) and its seconds."""
-    run, options = job
     torch.set_num_threads(1)
     begin = time.monotonic()
-    corpus = read_corpus(options.text, SEQUENCE, VOCABULARY)
+    corpus = read_corpus(options.text, SEQUENCE, options.vocabulary)
     masking = Masking(corpus.vocabulary, SEQUENCE, max(1, int(MASKED * SEQUENCE)), MASKED)
     training, held_out = (
         PairSamples(corpus, rows, masking, seed) for rows, seed in zip(corpus.split(), (run.seed, 0), strict=True)
@@ -192,6 +197,8 @@ def train(job: tuple[Run, argparse.Namespace]) -> Row:
     def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         if run.method == "soap":
             return SOAP(parameters, run.rate)
+        if run.method == "muon":
+            return muon(parameters, run.rate, layers)
         if run.stages == 1 and run.method == "nadam":
             return torch.optim.NAdam(
                 parameters, run.rate, betas=(0.99, 0.999), weight_decay=0.01, decoupled_weight_decay=True
@@ -204,6 +211,7 @@ def train(job: tuple[Run, argparse.Namespace]) -> Row:
         run.micro_batches,
         optimizer,
         loss,
+        weight_sync="none" if "unstashed" in run.method else "stash",
         staleness=staleness(run.method, options.updates) if run.stages > 1 else None,
         clip=1.0,
         factor=LRPolicy(
@@ -224,6 +232,18 @@ def train(job: tuple[Run, argparse.Namespace]) -> Row:
     return {**asdict(run), "curve": curve, "seconds": time.monotonic() - begin}
 
 
+def muon(parameters: list[torch.nn.Parameter], rate: float, layers: list[torch.nn.Module]) -> torch.optim.Optimizer:
+    """Muon as DeepSpeed builds it, with ten times the rate of its Adam: 0.02 next to 2e-3."""
+    names = {id(parameter): name for layer in layers for name, parameter in layer.named_parameters()}
+    matrices = [p for p in parameters if p.dim() > 1 and "embed" not in names[id(p)].lower()]
+    others = [p for p in parameters if all(p is not matrix for matrix in matrices)]
+    groups = [
+        {"params": matrices, "use_muon": True, "lr": 10 * rate},
+        {"params": others, "use_muon": False, "lr": rate},
+    ]
+    return MuonWithAuxAdam([{**group, "weight_decay": 0.01} for group in groups if group["params"]])
+
+
 def results(path: Path) -> dict[Run, Row]:
     """Runs that have been computed already."""
     return {Run(**{field.name: row[field.name] for field in fields(Run)}): row for row in read_rows(path)}
@@ -232,15 +252,34 @@ def results(path: Path) -> dict[Run, Row]:
 def compute(runs: Iterable[Run], options: argparse.Namespace) -> dict[Run, Row]:
     """Train what is missing, several at a time, and return everything."""
     known = results(options.output)
-    missing = [(run, options) for run in dict.fromkeys(runs) if run not in known]
+    missing = [run for run in dict.fromkeys(runs) if run not in known]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, "ds_vpipe.models.bert.layers"])
-    with context.Pool(options.processes, maxtasksperchild=4) as pool:
-        for row in pool.imap_unordered(train, missing):
+    running: dict[Connection, Run] = {}
+    while missing or running:
+        while missing and len(running) < options.processes:
+            run = missing.pop(0)
+            ours, theirs = context.Pipe(duplex=False)
+            context.Process(target=work, args=(theirs, run, options), daemon=True).start()
+            theirs.close()
+            running[ours] = run
+        for finished in wait(running):
+            run = running.pop(finished)
+            try:
+                row = finished.recv()
+            except EOFError:
+                raise SystemExit(
+                    f"{run}: its process ended without a result, allowed is one that the system lets live (memory?); "
+                    f"start again, perhaps with fewer --processes: what {options.output} has is not computed again"
+                ) from None
             add_row(row, options.output)
-            (run,) = (run for run, _ in missing if asdict(run).items() <= row.items())
             print(f"{row['curve'][-1][1]:.4f}  {row['seconds']:5.0f} s  {run}", flush=True)
     return results(options.output)
+
+
+def work(result: Connection, run: Run, options: argparse.Namespace) -> None:
+    """What a process does: one run."""
+    result.send(train(run, options))
 
 
 def final_loss(row: Row) -> float:
@@ -317,7 +356,7 @@ def table(chosen: dict[Arm, list[Row]], updates: int, measured: dict[tuple[int, 
     losses = {arm: [final_loss(row) for row in rows] for arm, rows in chosen.items()}
     mean = {arm: statistics.mean(values) for arm, values in losses.items()}
     best = min((loss for arm, loss in mean.items() if arm.stages == 1), default=min(mean.values()))
-    usual = min((loss for arm, loss in mean.items() if arm.stages == 1 and arm.method != "soap"), default=best)
+    usual = min((loss for arm, loss in mean.items() if arm.stages == 1 and arm.method in USUAL), default=best)
     lines = []
     for arm, rows in chosen.items():
         plain = mean.get(Arm(arm.stages, arm.micro_batches, "none", updates), best)
@@ -352,6 +391,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, nargs="*", default=[4, 8, 16], help="K")
     parser.add_argument("--synchronous", nargs="*", choices=SYNCHRONOUS, default=["adamw", "nadam"], help="optimizers")
     parser.add_argument("--methods", **methods, default=["none", RECOMMENDED], help="M = 1")
+    parser.add_argument("--methods-of-half-batches", **methods, default=[], help="M = K / 2")
     parser.add_argument("--methods-of-full-batches", **methods, default=[RECOMMENDED], help="M = K")
     parser.add_argument("--seeds", type=int, default=3)
     rates = [7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3]
@@ -361,6 +401,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--longer-methods", **methods, default=[], help="M = 1")
     parser.add_argument("--batch", type=int, default=64, help="samples per update")
     parser.add_argument("--layers", type=int, default=8, help="encoder layers")
+    parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--validate-every", type=int, default=100)
     parser.add_argument("--validation", type=int, default=1024, help="held-out samples")
     parser.add_argument("--text", type=Path, nargs="+", help="own text; default: docstrings of the installed packages")
@@ -375,9 +416,10 @@ def main() -> None:
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     text = "docstrings" if options.text is None else " ".join(map(str, options.text))
-    digest = read_corpus(options.text, SEQUENCE, VOCABULARY).digest[:8]  # docstrings are not those of another day
+    # Docstrings are not those of another day.
+    digest = read_corpus(options.text, SEQUENCE, options.vocabulary).digest[:8]
     setting = (
-        f"{options.layers}x{HIDDEN} pre-LayerNorm, vocabulary {VOCABULARY}, {options.batch}x{SEQUENCE}, "
+        f"{options.layers}x{HIDDEN} pre-LayerNorm, vocabulary {options.vocabulary}, {options.batch}x{SEQUENCE}, "
         f"{MASKED:g} masked, {options.validation} held out, {text} {digest}, "
         f"{options.updates} updates, decay {DECAY:g}, validated every {options.validate_every}"
     )

@@ -10,7 +10,7 @@
 #   recorder         the price of a timeline
 #   convergence      mitigations of staleness, K = 4, 8, 16: hours, but only for runs that its file lacks
 #   convergence-k32  the recommended mitigation at K = 32
-#   convergence-soap the optimizer SOAP, K = 4, 8, 16
+#   convergence-soap the optimizers SOAP and Muon, and weight_sync none
 # PYTHON names another interpreter than that of .venv. Rows are added to the files in docs/data/, from which tables and pictures are drawn anew.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -84,6 +84,12 @@ convergence-soap() {
     local soap=("$python" scripts/bench/convergence.py --output $data/convergence_soap.jsonl --seeds 1)
     soap+=(--throughput $data/throughput_96ms.jsonl --methods soap --methods-of-full-batches)
     "${soap[@]}" --rates 2e-3 2.8e-3 --synchronous soap adamw nadam
+    "${soap[@]}" --rates 2.8e-3 --synchronous soap --stages 8 --seeds 2
+    local other=("$python" scripts/bench/convergence.py --output $data/convergence_soap.jsonl --seeds 1 --rates 2e-3)
+    other+=(--throughput $data/throughput_96ms.jsonl)
+    "${other[@]}" --stages 8 --methods muon --synchronous muon --methods-of-full-batches
+    other+=(--stages 4 --methods --synchronous)
+    "${other[@]}" --methods-of-half-batches nadam nadam+unstashed --methods-of-full-batches nadam+unstashed
 }
 
 case ${1:-} in

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -119,3 +121,16 @@ def test_paces_are_those_of_fast_links_and_emulated_work(bench: Any, tmp_path: P
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     assert bench.paces(path) == {(4, 1): bench.Pace(0.25, 1.0)}
     assert bench.paces(None) == {}
+
+
+def killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_whose_process_is_killed_is_named(bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It left the pool waiting without end."""
+    run = bench.Run(8, 1, "soap", 20, 1e-3, 1, "small")
+    monkeypatch.setattr(bench, "work", killed)
+    options = bench.parse(["--output", str(tmp_path / "runs.jsonl")])
+    with pytest.raises(SystemExit, match=r"K=8 M=1 soap, 20 updates, rate 0.001, seed 1: its process ended without a"):
+        bench.compute([run], options)

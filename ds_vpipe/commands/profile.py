@@ -29,6 +29,8 @@ from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.tables import aligned, show_bytes
 
+_PROFILED = {"layers", "inputs", "loss_fn", "labels"}
+
 
 def setting(text: str) -> tuple[str, Any]:
     """``KEY=VALUE``; the value is JSON, or else a text."""
@@ -62,13 +64,18 @@ def run(arguments: argparse.Namespace) -> Answer:
     size = arguments.micro_batch_size or ds_config.get(MICRO)
     if not isinstance(size, int) or size < 1:
         raise Refusal(MICRO, size, "a whole number >= 1", "give --micro-batch-size B").error()
-    profile = _profile(_example(arguments.model, size, dict(arguments.set)), arguments, size, ds_config)
+    made = example(arguments.model, size, dict(arguments.set), {"layers", "inputs"})
+    profile = _profile({key: made[key] for key in _PROFILED & made.keys()}, arguments, size, ds_config)
     profile.save(arguments.output)
     return Answer(profile.to_json, lambda: f"{_table(profile)}\n{arguments.output}")
 
 
-def _example(name: str, size: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Call the function that makes the model, with the current directory to import from as ``python FILE`` has it."""
+def example(name: str, size: int, settings: dict[str, Any], needed: set[str]) -> dict[str, Any]:
+    """What the function that makes the model returns; the current directory is imported from, as by ``python FILE``.
+
+    Raises:
+        VPipeConfigError: there is no such function, it takes other arguments, or ``needed`` is not in what it returns.
+    """
     module, _, function = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -83,18 +90,17 @@ def _example(name: str, size: int, settings: dict[str, Any]) -> dict[str, Any]:
     except TypeError as error:
         allowed = f"keywords of {name}{inspect.signature(make)}"
         raise Refusal("--set", settings, allowed, "correct them, or the function", str(error)).error() from None
-    example = make(micro_batch_size=size, **settings)
-    keys = {"layers", "inputs", "loss_fn", "labels"}
-    if not isinstance(example, dict) or not {"layers", "inputs"} <= example.keys() <= keys:
-        what = sorted(example) if isinstance(example, dict) else type(example).__name__
-        allowed = 'a function that returns a dict with "layers", "inputs" and maybe "loss_fn", "labels"'
+    made = make(micro_batch_size=size, **settings)
+    keys = _PROFILED | {"data"}
+    if not isinstance(made, dict) or not needed <= made.keys() <= keys:
+        what = sorted(made) if isinstance(made, dict) else type(made).__name__
+        listed = [", ".join(f'"{key}"' for key in sorted(some)) for some in (needed, keys - needed)]
+        allowed = f"a function that returns a dict with {listed[0]} and maybe {listed[1]}"
         raise Refusal("--model", what, allowed, f"change what {name} returns").error()
-    return example
+    return made
 
 
-def _profile(
-    example: dict[str, Any], arguments: argparse.Namespace, size: int, ds_config: dict[str, Any]
-) -> ModelProfile:
+def _profile(made: dict[str, Any], arguments: argparse.Namespace, size: int, ds_config: dict[str, Any]) -> ModelProfile:
     import torch
 
     from ds_vpipe.planning.meters import Roofline
@@ -109,7 +115,7 @@ def _profile(
     if arguments.analytic:
         name = f"model of a device with {arguments.flops:.3g} FLOP/s and {arguments.memory_bandwidth:.3g} bytes/s"
         options["roofline"] = Roofline(name, arguments.flops, arguments.memory_bandwidth)
-    return profile_layers(**example, micro_batches=arguments.repeat, **options)
+    return profile_layers(**made, micro_batches=arguments.repeat, **options)
 
 
 def _table(profile: ModelProfile) -> str:

@@ -70,7 +70,7 @@ def profile_layers(
     found, types = [], []
     meta: AbstractContextManager[Any] = nullcontext() if roofline is None else device
     for position, spec in enumerate(layers):
-        layer, name = _built(spec, meta=roofline is not None)
+        layer, name = built(spec, meta=roofline is not None)
         for module in modules_of(layer):
             module.to(device=device, dtype=dtype)
         run = layer
@@ -115,7 +115,7 @@ def buffers_of(layer: Layer) -> list[torch.Tensor]:
     return list(dict.fromkeys(b for module in modules_of(layer) for b in module.buffers()))
 
 
-def _built(spec: Any, meta: bool) -> tuple[Layer, str]:
+def built(spec: Any, meta: bool) -> tuple[Layer, str]:
     """The layer that ``spec`` is or builds, and its name; with ``meta`` without values, of which none is copied.
 
     A specification has a ``build()`` method and maybe a ``forward_fn``, as those of DeepSpeed have.
@@ -149,18 +149,18 @@ def _scored(layer: Layer, loss_fn: Any, labels: Tree, inputs: Tree) -> Any:
 # Trees of tensors
 
 
-def _tensors(tree: Tree) -> list[torch.Tensor]:
+def tensors_of(tree: Tree) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _tree_bytes(tree: Tree) -> int:
     """Bytes of its tensors as they are sent."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tree))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(tree))
 
 
 def _samples(tree: Tree) -> int:
     """First dimension of the first tensor that has any."""
-    return next((int(tensor.shape[0]) for tensor in _tensors(tree) if tensor.dim()), 1)
+    return next((int(tensor.shape[0]) for tensor in tensors_of(tree) if tensor.dim()), 1)
 
 
 def _as_leaves(tree: Tree, change: Callable[[torch.Tensor], torch.Tensor] = torch.detach) -> Tree:
@@ -183,12 +183,12 @@ def _example(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def enter(inputs: Tree) -> tuple[Tree, list[torch.Tensor]]:
     """Inputs of a stage's first layer, which it may change in place, and the leaves that collect the gradients."""
     leaves = _as_leaves(inputs)
-    return tree_map_only(torch.Tensor, torch.clone, leaves), _tensors(leaves)
+    return tree_map_only(torch.Tensor, torch.clone, leaves), tensors_of(leaves)
 
 
 def run_backward(outputs: Tree) -> None:
     """Backward pass from gradients of one."""
-    ends = [tensor for tensor in _tensors(outputs) if tensor.requires_grad]
+    ends = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
     if ends:
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
 
@@ -236,7 +236,7 @@ def _timed(run: Layer, inputs: Tree, device: torch.device, micro_batches: int, w
         run_backward(outputs)
         forward.append(middle - begin)
         backward.append(now() - middle)
-    trains = any(tensor.requires_grad for tensor in _tensors(outputs))
+    trains = any(tensor.requires_grad for tensor in tensors_of(outputs))
     return median(forward[warm_up:]), median(backward[warm_up:]) if trains else 0.0
 
 
@@ -246,7 +246,7 @@ def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -
     weights = parameters_of(layer)
     frozen = [p for p in weights if not p.requires_grad] + buffers_of(layer)
     resident = {storage_key(tensor) for tensor in (*weights, *frozen)}
-    incoming = {storage_key(tensor) for tensor in _tensors(entered)}
+    incoming = {storage_key(tensor) for tensor in tensors_of(entered)}
     saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -255,17 +255,17 @@ def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -
         return tensor
 
     gradients = [p.grad for p in weights if p.grad is not None]
-    meter = OpMeter(roofline, outside=[*_tensors(entered), *leaves, *weights, *frozen, *gradients])
+    meter = OpMeter(roofline, outside=[*tensors_of(entered), *leaves, *weights, *frozen, *gradients])
     with meter:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = layer(entered)
-        outgoing = {storage_key(tensor) for tensor in _tensors(outputs)}
+        outgoing = {storage_key(tensor) for tensor in tensors_of(outputs)}
         sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in saved.items()}
         kept = sum(size for key, size in sizes.items() if key not in incoming)
         forward_peak, after, forward_s = meter.peak_bytes, meter.live_bytes, meter.seconds
         following = _as_leaves(outputs, torch.clone)
         boundary = _tree_bytes(outputs)
-        copies = sum(tensor.untyped_storage().nbytes() for tensor in _tensors(following))
+        copies = sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(following))
         saved.clear()
         meter.start_over()
         run_backward(outputs)

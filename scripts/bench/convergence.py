@@ -43,7 +43,7 @@ from ds_vpipe.models.bert.samples import Masking
 from ds_vpipe.models.bert.text import PairSamples, read_corpus
 from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.one_f_one_b import update_delay
-from ds_vpipe.staleness.delay_warmup import DelayWarmup
+from ds_vpipe.simulation.forecast import Pace
 from ds_vpipe.staleness.replay import Replay
 from ds_vpipe.staleness.soap import SOAP
 
@@ -299,14 +299,6 @@ def updates_to(row: Row, loss: float) -> float | None:
     return None
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Duration of asynchronous updates, in units of an update of DeepSpeed's engine."""
-
-    update: float  # for an update while it is full
-    drain: float  # more for a drain and for being filled again, as after every batch of a synchronous pipeline
-
-
 def paces(path: Path | None) -> dict[tuple[int, int], Pace]:
     """Measured paces of an asynchronous pipeline of default depth, by K and M."""
     rates: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
@@ -323,11 +315,7 @@ def paces(path: Path | None) -> dict[tuple[int, int], Pace]:
 def time_of(arm: Arm, updates: float, whole: int, pace: Pace) -> float:
     """Time of an asynchronous arm's first ``updates``, of that which DeepSpeed's engine takes for ``whole``."""
     settings = Staleness.model_validate(staleness(arm.method, whole))
-    warmup = DelayWarmup.of(settings, update_delay(arm.stages - 1, arm.micro_batches))
-    drains, end = 0, warmup.drain_interval(0)[1]
-    while end is not None and end <= updates:
-        drains, end = drains + 1, warmup.drain_interval(end)[1]
-    return (updates * pace.update + drains * pace.drain) / whole
+    return pace.time(updates, settings, update_delay(arm.stages - 1, arm.micro_batches)) / whole
 
 
 def choose(rows: list[Row]) -> dict[Arm, list[Row]]:

@@ -1,0 +1,204 @@
+"""Forecast of asynchronous training: losses by a replay in this process, time by simulating the planner's split.
+
+The replay's updates are the engine's (:mod:`ds_vpipe.staleness.replay`), but for what it leaves out, and here every
+layer has weights of its own, also where the model ties some. Seconds come from a profile of the layers, so that they
+are in proportion to one another and not those of another device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from deepspeed.runtime import lr_schedules
+from deepspeed.utils import logger
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.staleness import Staleness
+from ds_vpipe.errors import Refusal
+from ds_vpipe.lr_policies import lr_policy
+from ds_vpipe.planning.devices import Devices
+from ds_vpipe.planning.layer_profile import ModelProfile
+from ds_vpipe.planning.planner import plan
+from ds_vpipe.planning.profiler import built, modules_of
+from ds_vpipe.schedules.one_f_one_b import update_delay
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.schedules.program import Workload
+from ds_vpipe.simulation.costs import planned_costs
+from ds_vpipe.simulation.simulator import simulate
+from ds_vpipe.staleness.delay_warmup import DelayWarmup
+from ds_vpipe.staleness.replay import MakeOptimizer, Replay
+from ds_vpipe.staleness.soap import SOAP
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.AdamW,  # DeepSpeed's Adam decays weights as AdamW does, unless it is told not to
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "soap": SOAP,
+}
+_OF_DEEPSPEED = ("adam_w_mode", "torch_adam", "fp32_optimizer_states")  # arguments that torch's Adam lacks
+_BEYOND = 10  # batches after the pipeline is full
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Duration of asynchronous updates, in units of an update of the synchronous pipeline."""
+
+    update: float  # for an update while it is full
+    drain: float  # more for a drain and for being filled again, as after every batch of a synchronous pipeline
+
+    def time(self, updates: float, settings: Staleness | None, delay: int) -> float:
+        """Time of the first ``updates``, with the drains that ``settings`` ask for; ``delay`` is the largest one."""
+        warmup = DelayWarmup.of(settings, delay)
+        drains, end = 0, warmup.drain_interval(0)[1]
+        while end is not None and end <= updates:
+            drains, end = drains + 1, warmup.drain_interval(end)[1]
+        return updates * self.update + drains * self.drain
+
+
+def planned_pace(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> tuple[Pipeline, Pace]:
+    """The asynchronous ``pipeline`` in the planner's split, and its pace beside a synchronous one in its own.
+
+    Raises:
+        VPipeConfigError: nothing fits.
+    """
+
+    def seconds(wanted: Pipeline) -> tuple[Pipeline, float]:
+        found = plan(profile, wanted, devices)
+        depth = 0 if wanted.synchronous else found.pipeline.depths[0]
+        workload = Workload(_BEYOND + update_delay(depth, wanted.micro_batches))
+        costs = planned_costs(found, devices.loads(found.pipeline))
+        return found.pipeline, wanted.micro_batches / simulate(found.pipeline, costs, workload).throughput
+
+    own, own_s = seconds(replace(pipeline, partition=None, recompute_ratio=None))
+    _, synchronous_s = seconds(Pipeline("1f1b", pipeline.num_stages, pipeline.micro_batches))
+    share = own_s / synchronous_s
+    return own, Pace(share, 1 - share)
+
+
+class ForecastLayer(torch.nn.Module):
+    """A layer as the replay takes it: a module, also where the layer is a function or a function of a module."""
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__()
+        self._run, _ = built(spec, meta=False)
+        self.held = torch.nn.ModuleList(modules_of(self._run))
+
+    def forward(self, value: Any) -> Any:
+        return self._run(value)
+
+
+def replay_of(
+    example: Mapping[str, Any], json: DeepSpeedJson, config: VPipeConfig, pipeline: Pipeline | None, micro_batches: int
+) -> Replay:
+    """The model of ``example`` as ``pipeline`` trains it; None trains synchronously.
+
+    Raises:
+        VPipeConfigError: the JSON asks for an optimizer or a schedule that the forecast does not know.
+    """
+    layers = [ForecastLayer(spec) for spec in example["layers"]]
+    late: dict[str, Any] = {}
+    if pipeline is not None:
+        late = {"depths": pipeline.depths, "weight_sync": pipeline.weight_sync, "staleness": config.staleness}
+    return Replay(
+        layers,
+        (pipeline and pipeline.partition) or [len(layers)],
+        micro_batches,
+        _optimizer(json),
+        lambda outputs, labels: _first(example["loss_fn"](outputs, labels)),
+        clip=float(json.get("gradient_clipping") or 0.0),
+        factor=_factor(json),
+        **late,
+    )
+
+
+def losses_of(replay: Replay, data: Iterator[tuple[Any, Any]]) -> Iterator[float]:
+    """Mean loss of one batch after another, each trained when it is asked for.
+
+    Raises:
+        VPipeConfigError: the data end.
+    """
+    while True:
+        try:
+            yield replay.train_batch(data)
+        except StopIteration:
+            trained = replay.batches * replay.micro_batches
+            fix = "let the function yield more, or give --updates"
+            raise Refusal('"data"', trained, "micro-batches without an end", fix, "they ended").error() from None
+
+
+def smoothed(losses: Sequence[float], window: int) -> list[float]:
+    """Mean of each loss and those before it, ``window`` in all, from the first for which there are as many."""
+    sums = list(itertools.accumulate(losses, initial=0.0))
+    return [(after - before) / window for before, after in zip(sums, sums[window:], strict=False)]
+
+
+def updates_to(losses: Sequence[float], level: float, window: int) -> int | None:
+    """Updates after which the smoothed loss has come down to ``level``; None if it never has."""
+    found = (count for count, loss in enumerate(smoothed(losses, window), window) if loss <= level)
+    return next(found, None)
+
+
+def last_loss(losses: Sequence[float], window: int) -> float:
+    """Mean of the last ``window`` losses."""
+    return fmean(losses[-window:])
+
+
+def _optimizer(json: DeepSpeedJson) -> MakeOptimizer:
+    name, params = json.optimizer, dict(json.optimizer_params)
+    kind = _OPTIMIZERS.get((name or "").lower())
+    if kind is torch.optim.AdamW and params.get("adam_w_mode") is False:
+        kind = torch.optim.Adam
+    if kind is None:
+        allowed, fix = "Adam, AdamW, SGD, SOAP", "forecast with one of them"
+        raise Refusal("optimizer.type", name, allowed, fix).error()
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        if not params.get("torch_adam"):
+            params.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own Adam
+        params = {key: value for key, value in params.items() if key not in _OF_DEEPSPEED}
+    try:
+        kind([torch.nn.Parameter(torch.zeros(1))], **params)
+    except (TypeError, ValueError) as error:
+        allowed = f"{name}'s own"
+        raise Refusal("optimizer.params", params, allowed, "correct them", str(error)).error() from None
+    return lambda parameters: kind(parameters, **params)
+
+
+def _factor(json: DeepSpeedJson) -> Callable[[int], float] | None:
+    """Factor of the learning rate in an update, numbered from 1, as the ``"scheduler"`` says."""
+    policy, name = lr_policy(dict(json.content)), json.get("scheduler.type")
+    if policy is not None:
+        return policy.factor
+    if name is None:
+        return None
+    if name not in lr_schedules.VALID_LR_SCHEDULES:
+        raise Refusal("scheduler.type", name, "a schedule of DeepSpeed or of ds_vpipe", "correct the name").error()
+    base = float(json.get("optimizer.params.lr") or 1e-3)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], base)
+    logger.disabled = True  # it warns of what every start of a schedule does
+    try:
+        schedule = getattr(lr_schedules, name)(optimizer, **(json.get("scheduler.params") or {}))
+    except (TypeError, ValueError) as error:
+        given, allowed = json.get("scheduler.params"), f"{name}'s own"
+        raise Refusal("scheduler.params", given, allowed, "correct them", str(error)).error() from None
+    finally:
+        logger.disabled = False
+    factors: list[float] = []
+
+    def factor(update: int) -> float:
+        while len(factors) < update:
+            factors.append(optimizer.param_groups[0]["lr"] / base)
+            schedule.step()
+        return factors[update - 1]
+
+    return factor
+
+
+def _first(loss: Any) -> torch.Tensor:
+    found: torch.Tensor = loss[0] if isinstance(loss, tuple | list) else loss
+    return found

@@ -1,0 +1,142 @@
+"""The command forecast: its losses are a real run's, its times the simulator's; what it cannot do it says."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import toy
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+from worlds import Worlds
+
+from ds_vpipe.__main__ import main
+from ds_vpipe.config.staleness import Staleness
+from ds_vpipe.simulation.forecast import Pace, updates_to
+
+UPDATES, STAGES = 8, 4
+OPTIMIZER: dict[str, Any] = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
+SCHEDULE = {"type": "WarmupDecayLR", "params": {"total_num_steps": 8, "warmup_num_steps": 3, "warmup_max_lr": 1e-2}}
+MORE = {"gradient_clipping": 0.5, "scheduler": SCHEDULE}
+
+
+def training(micro_batch_size: int, end: int | None = None) -> dict[str, Any]:
+    assert micro_batch_size == toy.MICRO_BATCH
+    return {"layers": toy.layer_specs(), "loss_fn": nn.CrossEntropyLoss(), "data": toy.data(end)}
+
+
+def mixed(micro_batch_size: int) -> dict[str, Any]:
+    """Layers of all kinds, and a second loss."""
+    embed = functools.partial(TiedLayerSpec, "words", toy.Embed, 1, tied_weight_attr="embedding")
+    layers: list[Any] = [embed(), toy.Norm(2), lambda value: value * 2, LayerSpec(nn.Tanh)]
+    layers += [toy.Scale(3), embed(forward_fn=toy.decode)]
+    return {
+        "layers": layers,
+        "loss_fn": lambda outputs, labels: (toy.mean_over_positions(outputs, labels), labels.sum()),
+        "data": toy.data(),
+    }
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., str]:
+    numbers = itertools.count()
+
+    def write(micro_batches: int = 1, optimizer: dict[str, Any] = OPTIMIZER, **more: Any) -> str:
+        path = tmp_path / f"ds{next(numbers)}.json"
+        path.write_text(json.dumps(cases.config(micro_batches, optimizer, **({"vpipe": {}} | more))), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
+    assert main(["forecast", *argv, "--json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize(
+    ("micro_batches", "params", "block"),
+    [
+        (1, {}, {"staleness": {"nadam": True, "synchronous_updates": 2}, "weight_sync": "vertical"}),
+        (2, {"weight_decay": 0.1, "adam_w_mode": False}, {"stage_to_depth_map": [6, 4, 2, 0]}),
+    ],
+)
+def test_losses_are_those_of_a_run(
+    worlds: Worlds,
+    config: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    micro_batches: int,
+    params: Any,
+    block: Any,
+) -> None:
+    optimizer = {**OPTIMIZER, "params": OPTIMIZER["params"] | params}
+    words = ["--model", "test_forecast:training", "--stages", str(STAGES), "--updates", str(UPDATES)]
+    synchronous, late = rows(capsys, config(micro_batches, optimizer, vpipe=block, **MORE), *words)
+    assert late["losses"] != pytest.approx(synchronous["losses"], rel=1e-4)
+    blocks: list[dict[str, Any]] = [block | {"partition": late["partition"]}, {"sync_mode": "bsp"}]
+    configs = [cases.config(micro_batches, optimizer, block, **MORE) for block in blocks]
+    ran = worlds.run(STAGES, cases.train_each, configs, STAGES, UPDATES)[0]
+    assert ran[0]["losses"] == pytest.approx(late["losses"], rel=1e-5)
+    assert ran[1]["losses"] == pytest.approx(synchronous["losses"], rel=1e-5)
+
+
+def test_several_settings(config: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers of every kind; rows of all settings have as many updates; a table with the best of each K."""
+    staleness = {"staleness": {"synchronous_updates": 4}}
+    files = [config(), config(optimizer={"type": "SGD", "params": {"lr": 1e-3}}, vpipe=staleness)]
+    words = [*files, "--model", "test_forecast:mixed", "--stages", "2", "3", "--minutes", "0.02"]
+    assert main(["forecast", *words]) == 0
+    streams = capsys.readouterr()
+    table = streams.out.splitlines()
+    assert [line.split()[:2] for line in table[1:4]] == [["ds0.json", name] for name in ("synchronous", "2", "3")]
+    assert [line.split()[:2] for line in table[4:7]] == [["ds1.json", name] for name in ("synchronous", "2", "3")]
+    assert table[7].startswith("2 stages: ds")
+    assert len({line.split()[3] for line in table[1:7]}) == 1
+    assert streams.err.count("updates, loss") == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "wanted"),
+    [
+        ({"vpipe": {"sync_mode": "bsp"}}, [], 'vpipe.sync_mode: got "bsp"'),
+        ({"optimizer": {"type": "Lamb", "params": {}}}, [], 'optimizer.type: got "Lamb"'),
+        ({"optimizer": {"type": "Adam", "params": {"rate": 1}}}, [], "optimizer.params: got"),
+        ({"scheduler": {"type": "Cosine"}}, [], 'scheduler.type: got "Cosine"'),
+        ({}, ["--set", "end=3"], '"data": got 3'),
+    ],
+)
+def test_refusals(
+    config: Callable[..., str], capsys: pytest.CaptureFixture[str], settings: Any, words: list[str], wanted: str
+) -> None:
+    argv = ["forecast", config(**settings), "--model", "test_forecast:training", "--updates", "4", "--stages", "2"]
+    assert main([*argv, *words]) == 2
+    error = capsys.readouterr().err
+    assert wanted in error.splitlines()[-1]
+    assert "Traceback" not in error
+
+
+def test_settings_of_other_batch_sizes_are_refused(
+    config: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["forecast", config(1), config(2), "--model", "test_forecast:training"]) == 2
+    assert "batch size: got [2, 4]" in capsys.readouterr().err
+
+
+def test_time_counts_drains() -> None:
+    """A synchronous beginning costs what synchronous updates do."""
+    pace = Pace(0.25, 0.75)
+    assert pace.time(8, None, 3) == 2
+    assert pace.time(8, Staleness(synchronous_updates=4), 3) == 4 + 1
+
+
+def test_updates_to_a_loss() -> None:
+    assert updates_to([4, 3, 2, 1], 2.5, 2) == 3
+    assert updates_to([4, 3, 2, 1], 1, 2) is None

@@ -38,6 +38,7 @@ RUN_BY = {
     r"docs/(bert|new_model|hugging_face)\.md: (python|deepspeed) ": "test_model_docs",
     r"docs/new_model\.md: deepspeed\.init_distributed": "test_model_docs",
     r"docs/training\.md: python -m ds_vpipe\.export ": "test_export",
+    r"docs/convergence\.md: python -m ds_vpipe forecast ": "test_forecast",
     r"README\.md: scripts/demo\.sh": "test_demo",
     r"(README|CONTRIBUTING)\.md: scripts/test\.sh": "test_documents",  # runs this line
 }

@@ -119,6 +119,10 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     fix = "add the key, or write false for wall_clock_breakdown"
     yield "steps_per_print", silent, allowed, "wall_clock_breakdown prints every steps_per_print steps", fix
     several = num_stages > 1
+    late_muon = several and block.sync_mode == "asp" and (json.optimizer or "").lower() == "muon"
+    why = "layers need not have the names by which it spares embeddings, and late gradients harm it"
+    fix = 'write "SOAP" or "AdamW", or "bsp" for vpipe.sync_mode'
+    yield "optimizer.type", late_muon, 'another one in "asp" with several stages', why, fix
     path = "activation_checkpointing.contiguous_memory_optimization"
     why = "its buffers hold the checkpoints of one micro-batch and the pipeline keeps several in flight"
     yield path, several and json.on(path), "false, or one stage", why, _OFF

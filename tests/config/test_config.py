@@ -487,6 +487,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
         1,
         "use stage 0",
     ),
+    ({"optimizer": {"type": "muon"}}, {}, "optimizer.type", "muon", 'write "SOAP"'),
     (
         {"zero_optimization": {"stage": 1, "elastic_checkpoint": True}},
         {},
@@ -530,6 +531,8 @@ def test_several_unsupported_settings_are_counted() -> None:
     [
         ({}, {}, 4),
         ({"bf16": {"enabled": True}, **ZERO_1}, {}, 4),
+        ({"optimizer": {"type": "Muon"}}, {"sync_mode": "bsp"}, 4),
+        ({"optimizer": {"type": "Muon"}}, {}, 1),
         ({"bf16": {"enabled": True}}, {}, 4),
         ({"fp16": {"enabled": True}}, {"gradient_clipping_scope": "delayed_global"}, 4),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {}, 4),

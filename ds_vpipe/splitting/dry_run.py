@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.splitting import guards
+from ds_vpipe.splitting.call import find_loss
 from ds_vpipe.splitting.forward_pass import (
     OUTSIDE,
     Crossings,
@@ -147,7 +148,7 @@ class DryRun(ForwardPass):
             if self._guess and self.done:
                 self._tail.enter_context(MadeUpValues(self.split.log))
 
-    def _next_piece(self) -> None:
+    def _next_piece(self, value: Any) -> None:
         self._enter(self.piece + 1)
 
     def _enter(self, piece: int) -> None:
@@ -172,7 +173,7 @@ class DryRun(ForwardPass):
             )
 
     def crossings(self, output: Any) -> Crossings:
-        """The values that cross; those of the forward's output travel to the last piece if it is an evaluation.
+        """The values that cross; of the forward's output the loss travels to the last piece, in an evaluation all.
 
         Raises:
             SplitError: random numbers are drawn, or buffers are used, in a way that cannot be run in pieces.
@@ -192,10 +193,9 @@ class DryRun(ForwardPass):
                     f"{min(readers)}, whose stage may have an older value; allowed are buffers that are written and "
                     f"read behind the last block, or in one block; pass the value as an argument of the call"
                 )
-        if not self.split.model.training:
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, MetaTensor) and leaf.source is not None and leaf.source.place.block == OUTSIDE:
-                    self.use(leaf)
+        for leaf in [find_loss(output)] if self.split.model.training else tree_leaves(output):
+            if isinstance(leaf, MetaTensor) and leaf.source is not None and leaf.source.place.block == OUTSIDE:
+                self.use(leaf)
         uses = sorted(self._last_use.items(), key=lambda use: (use[0].place, str(use[0].leaf)))
         arriving = [tuple(s for s, used in uses if s.place.piece < piece <= used) for piece in range(last + 1)]
         forms = {s.place: self._forms.get(s.place) for s, _ in uses if s.place.kind != "parameter"}

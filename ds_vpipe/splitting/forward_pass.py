@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ds_vpipe.splitting.forward_split import ForwardSplit
 
 OUTSIDE = -1
+Watch = Callable[[int, Any], None]
 
 
 class Place(NamedTuple):
@@ -122,13 +123,13 @@ class ForwardPass(TorchFunctionMode):
         number = self._step(block)
         if self.split.is_cut(2 * number):
             self._at_block("argument", number, (args, kwargs))
-            self._next_piece()
+            self._next_piece((args, kwargs))
         self.block = number
         outputs = self._run_block(number, block, args, kwargs)
         self.block = OUTSIDE
         self._at_block("result", number, outputs)
         if self.split.is_cut(2 * number + 1):
-            self._next_piece()
+            self._next_piece(outputs)
         return outputs
 
     def _step(self, block: nn.Module) -> int:
@@ -174,7 +175,8 @@ class ForwardPass(TorchFunctionMode):
         """Result of a torch function that is called at a place, with random numbers of other stages hidden."""
         raise NotImplementedError
 
-    def _next_piece(self) -> None:
+    def _next_piece(self, value: Any) -> None:
+        """A piece has ended with ``value``, and the next one begins."""
         raise NotImplementedError
 
     def _run_block(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,13 +186,14 @@ class ForwardPass(TorchFunctionMode):
 class Run(ForwardPass):
     """A pass with values in pieces ``start`` to ``stop - 1``.
 
-    ``before_start`` is closed when the first of them begins.
+    ``before_start`` is closed when the first of them begins; ``watch`` is as :meth:`.ForwardSplit.run` has it.
     """
 
     def __init__(
         self, split: ForwardSplit, crossings: Crossings, activations: tuple[torch.Tensor, ...], start: int, stop: int,
-        before_start: ExitStack,
+        before_start: ExitStack, watch: Watch | None,
     ) -> None:  # fmt: skip
+        self._watch = watch
         self._crossings, self._activations, self._stop = crossings, activations, stop
         self._before_start = before_start
         self._wanted: dict[Place, list[Source]] = defaultdict(list)
@@ -237,15 +240,18 @@ class Run(ForwardPass):
         with guards.untouched_generators():
             return MetaTensor.drawn(func(*args, **kwargs), self.split.log, self._crossings.drawn[at])
 
-    def _next_piece(self) -> None:
+    def _next_piece(self, value: Any) -> None:
         if self._compare:
             self._compare_names()
         self.piece += 1
-        if self.piece == self._stop:
-            raise Finished(self._leaving())
         if self.piece == self.start:
             with torch._C.DisableTorchFunction():
                 self._arrive()
+        if self._watch is not None and self.piece >= self.start:
+            with torch._C.DisableTorchFunction():
+                self._watch(self.piece - self.start, value)
+        if self.piece == self._stop:
+            raise Finished(self._leaving())
 
     def _compare_names(self) -> None:
         """See that the piece that ends has called the functions outside the blocks that it called without values.

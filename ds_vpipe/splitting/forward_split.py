@@ -18,7 +18,7 @@ from ds_vpipe.splitting import guards
 from ds_vpipe.splitting.blocks import BlockList
 from ds_vpipe.splitting.call import Call, CallForm
 from ds_vpipe.splitting.dry_run import DryRun
-from ds_vpipe.splitting.forward_pass import Crossings, DivergedError, Finished, ForwardPass, Run
+from ds_vpipe.splitting.forward_pass import Crossings, DivergedError, Finished, ForwardPass, Run, Watch
 from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError, ValueNeededError
 from ds_vpipe.splitting.output_specs import OutputSpecs, RetryError
@@ -194,11 +194,14 @@ class ForwardSplit:
         )
 
     def run(
-        self, form: CallForm, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int, holder: str
-    ) -> tuple[torch.Tensor, ...] | Any:
+        self, form: CallForm, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int, holder: str,
+        watch: Watch | None = None,
+    ) -> tuple[torch.Tensor, ...] | Any:  # fmt: skip
         """Run pieces ``start`` to ``stop - 1`` of a call that has been tried out, for a stage that messages name.
 
         Takes what piece ``start - 1`` handed on, and returns what piece ``stop - 1`` hands on, or the forward's output.
+        ``watch`` is called where the first of the pieces begins and where each ends, with their number so far and the
+        value that the last one ends with.
 
         Raises:
             SplitError: the forward needs something that this run does not have.
@@ -212,7 +215,7 @@ class ForwardSplit:
             if buffer is not None and start <= piece < stop:
                 statistics.append((self._modules[module], key, buffer, buffer.clone()))
         hidden, before_start = self._hidden(start, stop)
-        run = Run(self, crossings, activations, start, stop, before_start)
+        run = Run(self, crossings, activations, start, stop, before_start, watch)
         written = {where for where in self._ever_written if where[0] not in self._inside}
         if start and written:
             before_start.enter_context(guards.own_buffers(self.model, written))
@@ -233,6 +236,8 @@ class ForwardSplit:
         if not run.over or stop != len(self.piece_names):
             raise self._too_few_calls(run.calls)
         crossings.compared.add((start, stop))
+        if watch is not None:
+            watch(stop - start, output)
         return output
 
     def _hidden(self, start: int, stop: int) -> tuple[list[ParameterSlot], ExitStack]:

@@ -49,6 +49,12 @@ class ParameterSlot:
             else:
                 attributes["forward"] = forward
 
+    def without_values(self) -> nn.Parameter:
+        """A parameter such as the meta tensor stands for."""
+        meta = self.meta
+        size, stride = meta.shape, meta.bare.stride()
+        return nn.Parameter(torch.empty_strided(size, stride, dtype=meta.dtype, device=meta.device), meta.requires_grad)
+
     def rest(self) -> None:
         """Let the module have what it has between calls."""
         self.put(self.parameter)

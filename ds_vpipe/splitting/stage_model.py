@@ -16,7 +16,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_vpipe.splitting.call import CallForm, CallForms, Packed, find_loss, loss_of
-from ds_vpipe.splitting.forward_pass import DivergedError
+from ds_vpipe.splitting.forward_pass import DivergedError, Watch
 from ds_vpipe.splitting.forward_split import ForwardSplit
 from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import SplitError
@@ -142,6 +142,24 @@ class StageModel:
             slot.rest()
         self._refresh()
 
+    def take(self, pieces: Iterable[int]) -> None:
+        """Have these pieces from now on, after :meth:`release`; parameters that were not here have no values yet."""
+        self._kept = frozenset(pieces)
+        here = {slot.tie: slot.parameter for slot in self._slots if slot.parameter is not None}
+        for slot in self._slots:
+            if self._kept.isdisjoint(slot.pieces):
+                slot.parameter = None
+            else:
+                if slot.tie not in here:
+                    here[slot.tie] = slot.without_values()
+                slot.parameter = here[slot.tie]
+            slot.rest()
+        kept = {id(slot.parameter) for slot in self._slots}
+        for parameter in here.values():
+            if id(parameter) not in kept:
+                empty_parameter(parameter)
+        self._refresh()
+
     def release(self, device: torch.device | None = None) -> None:
         """Drop the parameters of all pieces that are not kept, and give values on ``device`` to those without any."""
         if not self._released and len(self._kept) < len(self.pieces):
@@ -228,6 +246,8 @@ class StageModel:
             if _kind(slot.parameter) != _kind(slot.meta):
                 changed.setdefault(_kind(slot.meta), _kind(slot.parameter))
         if changed:
+            self._tried.clear()  # which a stage without parameters has done in other types
+            self._split.specs.forget()
             for slot in self._slots:
                 slot.convert(*changed.get(_kind(slot.meta), _kind(slot.meta)))
             for slot in here:
@@ -275,8 +295,10 @@ class StageModel:
                 f"samples are like the batches, or leave out what uses it there"
             )
 
-    def run(self, value: Packed, start: int, stop: int) -> Any:
+    def run(self, value: Packed, start: int, stop: int, watch: Watch | None = None) -> Any:
         """Run pieces ``start`` to ``stop - 1``, which the stage has, on what :meth:`pack` or piece ``start - 1`` gave.
+
+        ``watch`` is as :meth:`.ForwardSplit.run` has it.
 
         Returns:
             The input of piece ``stop``, or the loss; without gradients None if there is none.
@@ -293,7 +315,8 @@ class StageModel:
             given = (t.clone() if at in form.written and t is not None else t for at, t in enumerate(value[1:behind]))
             call = form.rebuild(tuple(given))
             try:
-                output = self._split.run(form, call, value[behind:], start, stop, holder)  # type: ignore[arg-type]
+                arrived: Any = value[behind:]
+                output = self._split.run(form, call, arrived, start, stop, holder, watch)
                 break
             except DivergedError as error:
                 if again:

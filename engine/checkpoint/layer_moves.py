@@ -23,6 +23,7 @@ from ds_vpipe.engine.checkpoint.parameter_states import parameter_names, read_st
 from ds_vpipe.engine.checkpoint.reshape import take_counters
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.modules.partitioned import hold
+from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.errors import VPipeConfigError
@@ -52,19 +53,18 @@ def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[in
         **{name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")},
     }
     everywhere = consensus.of_stages((layout, counters, None if scaling is None else scaling.state()), _WHAT)
-    before, moves = _layers(module), list(_moves(module.parts, bounds(counts)))
-    with stage.random_states.kept(stage.device):
-        hold(module, counts)
-    module.to(stage.device)
-    received: dict[int, Any] = {}
-    for index, source, target in moves:
+    before, received = _layers(module), dict[int, Any]()
+    for index, source, target in _moves(module.parts, bounds(counts)):
         if source == stage.number:
             _send(stage, target, _content(before[index], f"{index}.", states))
         elif target == stage.number:
             received[index] = _receive(stage, source)
     del before
-    now = _layers(module)
     with consensus.all_or_none("repartition()"):
+        with stage.random_states.kept(stage.device):
+            hold(module, counts)
+        module.to(stage.device)
+        now = _layers(module)
         for index, content in received.items():
             states |= _fill(module, index, now[index], content)
         engine.layers_changed()
@@ -87,12 +87,16 @@ def refuse_moves(engine: PatchedPipelineEngine, stage: Stage, call: str) -> None
         VPipeConfigError: on every rank, with the reason.
     """
     groups = [] if engine.basic_optimizer is None else engine.basic_optimizer.param_groups
-    found = stage.consensus.of_all((len(groups), bool(stage_layout(engine).aliases)), f"all ranks in {call}")
+    packed = any(type(parameter) is not torch.nn.Parameter for parameter in stage.module.parameters())
+    mine = len(groups), bool(stage_layout(engine).aliases), packed
+    found = stage.consensus.of_all(mine, f"all ranks in {call}")
     reasons = [*_fixed(engine, stage)]
-    if len({count for count, _ in found}) > 1:
-        counts = sorted({count for count, _ in found})
+    if len({count for count, *_ in found}) > 1:
+        counts = sorted({count for count, *_ in found})
         reasons.append(f"the optimizer has {counts} parameter groups on different stages, allowed is one number")
-    if any(aliased for _, aliased in found):
+    if any(packed for *_, packed in found):
+        reasons.append("a stage has quantized weights, or others of a class of their own, allowed are parameters")
+    if any(aliased for _, aliased, _ in found) and not isinstance(stage.module, SplitModule):
         reasons.append("layers of a stage share a parameter without being tied, allowed are TiedLayerSpecs")
     if reasons:
         raise VPipeConfigError(f"{call}: layers cannot move: {reasons[0]}; change that, or leave the split as it is")
@@ -101,8 +105,6 @@ def refuse_moves(engine: PatchedPipelineEngine, stage: Stage, call: str) -> None
 def _fixed(engine: PatchedPipelineEngine, stage: Stage) -> Iterator[str]:
     """Reasons for which layers cannot move, the same on all ranks."""
     module, ends = stage.module, {0, len(stage.module._layer_specs) - 1}
-    if hasattr(module, "hold_layers") or hasattr(module, "pack"):
-        yield "the model is a plain module that was split, allowed is a PipelineModule"
     if stage.pipeline.virtual_stages > 1:
         yield f"the schedule is {stage.pipeline.schedule!r}, allowed are schedules with one part per stage"
     if stage.swap is not None:
@@ -117,6 +119,9 @@ def _fixed(engine: PatchedPipelineEngine, stage: Stage) -> Iterator[str]:
         yield "activation_checkpoint_interval is not 0, allowed is vpipe.recompute_ratio"
     if engine.is_compiled:
         yield "the engine is compiled, allowed is one that is not"
+    for name, pieces in module.tied_layers().items() if isinstance(module, SplitModule) else ():
+        if not ends.issuperset(pieces):
+            yield f"{name} is used in pieces {pieces}, allowed are weights shared by the first and the last piece"
     owners: dict[int, int] = {}
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec) and index not in ends:

@@ -7,8 +7,9 @@ handed in. What needs all stages at the same micro-batch (evaluation, checkpoint
 pipeline first.
 """
 
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -51,6 +52,7 @@ class VPipeLoopEngine(VPipeEngine):
         self._stepped = False  # a round that the script has said is no boundary may have its step() or not
         self._compared = self.num_stages == 1  # what the stages are handed
         self._packed: Any = ()  # the latest micro-batch
+        self._batch_began = 0.0
         calls = getattr(getattr(self.module, "stage_model", None), "direct_calls", None)
         if calls is not None:
             calls.engine = weakref.ref(self)
@@ -82,6 +84,8 @@ class VPipeLoopEngine(VPipeEngine):
                 return self.script_evaluation.run(args, kwargs)
         self.rounds.order.expect("engine(...)")
         self._stepped = False
+        if not self.rounds.in_batch:
+            self._batch_began = time.perf_counter()
         with self._aborting():
             self.stage.action = "engine(...)"
             packed = self.module.pack(args, kwargs)
@@ -157,6 +161,8 @@ class VPipeLoopEngine(VPipeEngine):
             if self.rounds.is_drain_due():
                 self._drain()
         self.rounds.order.done("step()")
+        if self.balance is not None and not self.rounds.in_batch:
+            self._look_at(self.balance, time.perf_counter() - self._batch_began)
 
     # Drains, and calls that need one
 
@@ -217,6 +223,23 @@ class VPipeLoopEngine(VPipeEngine):
             )
         super().set_train_batch_size(train_batch_size)
         self.rounds.forget_batch()
+
+    def repartition(self, counts: Sequence[int], recompute_ratio: Sequence[float] | None = None) -> None:
+        """As without rounds; all ranks call it, between two batches. Drains.
+
+        Raises:
+            CallOrderError: in the middle of a batch.
+        """
+        if self.rounds.in_batch:
+            raise CallOrderError(
+                f"repartition(): called after {self.rounds.in_batch} of a batch's {self.micro_batches} micro-batches; "
+                f"call it where a batch has ended"
+            )
+        before = self.optimizer
+        super().repartition(counts, recompute_ratio)
+        if self.optimizer is not before:  # a wrapper made anew
+            self.optimizer.zero_grad = self._if_inside(self.optimizer.zero_grad)
+        self.rounds.layers_changed()
 
     def destroy(self) -> None:
         """Train what has been handed in, if the script is between two rounds, and leave the pipeline."""

@@ -43,9 +43,7 @@ class Rounds:
         self._rates = ScriptRates()
         self._written: list[tuple[torch.Tensor, int]] = []
         stage = self._stage
-        whole: Any = getattr(stage.module, "user_module", stage.module)
-        self._switched = tuple(dict.fromkeys((*engine.modules(), *whole.modules())))
-        self._modes = [module.training for module in self._switched]
+        self.layers_changed()
         self._loss_links = LossLinks(engine.grid, stage.links.me, stage.wiring)
         stage.script_senders = tuple(self._loss_links.senders.values())
         stage.sets_back = False  # a drain finishes what is in flight
@@ -55,6 +53,13 @@ class Rounds:
             Kind.RECV_GRAD: self._receive_gradient,
             Kind.BACKWARD: self._backward,
         }
+
+    def layers_changed(self) -> None:
+        """Know the modules that a script switches between training and evaluation."""
+        module = self._stage.module
+        whole: Any = getattr(module, "user_module", module)
+        self._switched = tuple(dict.fromkeys((*self._engine.modules(), *whole.modules())))
+        self._modes = [module.training for module in self._switched]
 
     @property
     def ends_batch(self) -> bool:

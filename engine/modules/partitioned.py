@@ -140,6 +140,9 @@ def hold(module: PipelineModule, counts: Sequence[int]) -> None:
         module._modules.pop(name, None)
     module.forward_funcs, module.fwd_map, module.parts = [], {}, bounds(counts)
     module._set_bounds(start=module.parts[stage], stop=module.parts[stage + 1])
+    if hasattr(module, "take_layers"):
+        module.take_layers(range(module._local_start, module._local_stop))
+        return
     specs = list(module._layer_specs)
     for index in range(module._local_start, module._local_stop):
         layer = kept.get(index, specs[index])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -29,7 +29,15 @@ from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import VPipeError
 
 TIMED = "run_timed"
-"""Name of a module's attribute: a function ``(position, layer, value)`` that runs a layer and takes the time."""
+"""Name of a module's attribute, which is a :class:`Timed` while the time of its layers is taken."""
+
+
+class Timed(NamedTuple):
+    """Functions that run layers and take the time."""
+
+    layer: Callable[[int, Callable[[Any], Any], Any], Any]  # at a position of ``forward_funcs``, on a value
+    # The same of a run of pieces from a position on, which :meth:`.StageModel.run` runs, on a value and with a watch.
+    pieces: Callable[[int, Callable[..., Any], Any], Any]
 
 
 def recomputed_layers(ratio: float, num_layers: int) -> int:
@@ -314,7 +322,7 @@ def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value:
         if module.seed_layers:
             (module.seed_fn or set_random_seed)(module.base_seed * seed_offset + module.curr_layer)
         layer = module.forward_funcs[position]
-        value = layer(value) if timed is None else timed(position, layer, value)
+        value = layer(value) if timed is None else timed.layer(position, layer, value)
     return value
 
 

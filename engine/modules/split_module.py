@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -18,6 +19,7 @@ from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.links.groups import use_local_device
 from ds_vpipe.engine.modules.partitioned import VPipeModule
+from ds_vpipe.engine.modules.recompute import TIMED
 from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.splitting.call import Call, Packed
 from ds_vpipe.splitting.meta_tensor import SplitError
@@ -71,7 +73,11 @@ class SplitModule(VPipeModule):
 
     def run_several(self, start: int, stop: int, value: Any) -> Any:
         """Run layers ``start`` to ``stop - 1`` of ``forward_funcs``, consecutive in the model, in one forward."""
-        return self.stage_model.run(value, self.forward_funcs[start].index, self.forward_funcs[stop - 1].index + 1)
+        first, last = self.forward_funcs[start].index, self.forward_funcs[stop - 1].index
+        timed = vars(self).get(TIMED)
+        if timed is None:
+            return self.stage_model.run(value, first, last + 1)
+        return timed.pieces(start, partial(self.stage_model.run, start=first, stop=last + 1), value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage's pieces.
@@ -95,8 +101,19 @@ class SplitModule(VPipeModule):
         Raises:
             SplitError: this rank has no longer all pieces.
         """
-        pieces = self.stage_model.pieces
         self.stage_model.keep(numbers, lambda piece: self.stage_owner(piece))
+        self._register(numbers)
+
+    def take_layers(self, numbers: Sequence[int]) -> None:
+        """Put these pieces into ``forward_funcs``; after :meth:`release`. New ones have no values yet."""
+        self.stage_model.take(numbers)
+        self._register(numbers)
+        for comm in self.tied_comms.values():
+            tied = self.user_module.get_parameter(comm["weight_attr"][0])
+            tied.ds_pipe_replicated = self.global_rank != comm["ranks"][0]  # type: ignore[attr-defined]  # DeepSpeed's
+
+    def _register(self, numbers: Sequence[int]) -> None:
+        pieces = self.stage_model.pieces
         for number in numbers:
             self.fwd_map[str(number)] = len(self.forward_funcs)
             self.forward_funcs.append(pieces[number])

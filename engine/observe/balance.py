@@ -28,6 +28,7 @@ from ds_vpipe.engine.execution.live_moves import LiveMoves, other_options
 from ds_vpipe.engine.execution.movable_layers import optimizer_form, unfit_configuration, unfit_layers
 from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.modules.recompute import layer_numbers
+from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.observe.layer_probe import LayerProbe, Sample
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import VPipeConfigError
@@ -95,7 +96,14 @@ class Balance:
         self.decisions: list[Decision] = []
         self.steps: list[tuple[int, Move]] = []
         self.moves: list[dict[str, Any]] = []
-        if type(stage.module).forward is not PipelineModule.forward:
+        split = isinstance(stage.module, SplitModule)
+        if split and devices.budget is not None:
+            raise VPipeConfigError(
+                f"vpipe.replan.every: got {settings.every} for a plain module with {devices.budget} bytes of memory "
+                f"per stage, allowed is no limit, on the CPU without vpipe.memory_budget, since the activations of "
+                f"pieces are not known; remove one of them"
+            )
+        if not split and type(stage.module).forward is not PipelineModule.forward:
             raise VPipeConfigError(
                 f"vpipe.replan.every: got {settings.every} for a {type(stage.module).__name__} with a forward of its "
                 f"own, allowed is PipelineModule's, whose layers can be timed one by one; remove the key"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ds_vpipe.engine.modules.recompute import TIMED
+from ds_vpipe.engine.modules.recompute import TIMED, Timed
 
 Mark = Any  # an instant: seconds, or an event of the device
 
@@ -41,13 +41,31 @@ class Sample:
             self.inputs = tree_map_only(torch.Tensor, _shape, value)
         begin = self.mark()
         output = layer(value)
+        self._ended(position, begin, output)
+        return output
+
+    def run_pieces(self, position: int, run: Callable[..., Any], value: Any) -> Any:
+        """Run the pieces of a plain module from ``position`` on in the forward pass."""
+        if not self.forward:
+            self.inputs = tree_map_only(torch.Tensor, _shape, value)
+        begin = self.mark()
+
+        def watch(count: int, value: Any) -> None:
+            nonlocal begin
+            if count:  # else what is before the first one has gone without values
+                self._ended(position + count - 1, begin, value)
+            begin = self.mark()
+
+        return run(value, watch=watch)
+
+    def _ended(self, position: int, begin: Mark, output: Any) -> None:
+        """A layer has ended, whose output's gradient ends the backward passes behind it."""
         self.forward[position] = begin, self.mark()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self.output_bytes[position] = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         for tensor in tensors:
             if tensor.requires_grad and not tensor.is_leaf:  # a hook on a leaf stays there
                 tensor.register_hook(partial(self._arrived, position))
-        return output
 
     def run_again(self, position: int, layer: Callable[[Any], Any], value: Any) -> Any:
         """Run a layer in the backward pass."""
@@ -95,7 +113,8 @@ class LayerProbe:
         if forward:
             self._open[index] = Sample(self._mark)
         if (sample := self._open.get(index)) is not None:
-            vars(module)[TIMED] = sample.run if forward else sample.run_again
+            again = Timed(sample.run_again, sample.run_again)
+            vars(module)[TIMED] = Timed(sample.run, sample.run_pieces) if forward else again
             sample.ends.append(self._mark())
 
     def end(self, module: torch.nn.Module, index: int, forward: bool) -> None:

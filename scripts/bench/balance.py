@@ -5,7 +5,9 @@
 stand for any number of devices:
 
 * worst: training starts from ``[n-3, 1, 1, 1]``;
-* slower: training starts from an even split, and some updates later stage 1 takes twice as long for every layer.
+* slower: training starts from an even split, and some updates later stage 1 takes twice as long for every layer;
+* plain: nothing sleeps; a GPT-2 of Hugging Face's library with a large vocabulary is trained by a looping script on two
+  stages, from its default split. Arms take turns.
 
 Each is trained without ``"replan"``, with it in both ways of moving, and from the best split for the end. Prints
 for each the seconds per micro-batch at the end (median), beside the best, and the lines of the decisions.
@@ -22,13 +24,27 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import torch
-from common import Emulated, Say, close_groups, ds_config, engine_for, machine, markdown, micro_batch, parser_of, start
+from common import (
+    Emulated,
+    Say,
+    close_groups,
+    ds_config,
+    engine_for,
+    machine,
+    markdown,
+    micro_batch,
+    parser_of,
+    slowest,
+    start,
+)
 from deepspeed.pipe import LayerSpec
 
+import ds_vpipe
 from ds_vpipe.partition import bounds
 from ds_vpipe.timelines.figure import Curve, draw
 
 SLOW_STAGE, SLOWER = 1, 2.0
+SEQUENCE, PLAIN_BATCH = 32, 4
 ARMS = {
     "stays": "without replan",
     "drain": '"moves": "drain"',
@@ -97,6 +113,50 @@ def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[
     return seconds, lines, split
 
 
+def train_plain(arm: str, options: argparse.Namespace) -> tuple[list[float], list[str], list[list[int]]]:
+    """Seconds per micro-batch of every update, lines of the decisions, and the splits at the start and at the end."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=options.vocabulary, n_embd=128, n_layer=options.layers, n_head=4, n_positions=SEQUENCE
+    )
+    block = {"replan": {"every": options.every if arm == "drain" else 0}}
+    json = ds_config(options.micro_batches, block, PLAIN_BATCH, "AdamW", torch_adam=True)
+    engine = ds_vpipe.initialize(model=GPT2LMHeadModel(config), config={**json, "pipeline": {"stages": 2}})[0]
+    tokens = torch.randint(options.vocabulary, (PLAIN_BATCH, SEQUENCE))
+    splits, seconds = [list(engine.pipeline.partition)], []
+    for _ in range(options.updates):
+        begin = time.perf_counter()
+        for _ in range(options.micro_batches):
+            engine.backward(engine(input_ids=tokens, labels=tokens))
+            engine.step()
+        seconds.append((time.perf_counter() - begin) / options.micro_batches)
+    lines = [] if engine.balance is None else [decision.line() for decision in engine.balance.decisions]
+    splits.append(list(engine.pipeline.partition))
+    engine.destroy()
+    del engine
+    close_groups()
+    return seconds, lines, splits
+
+
+def work_plain(rank: int, say: Say, options: argparse.Namespace) -> None:
+    """One rank of the plain model."""
+    rows, ratios = [], []
+    for repetition in range(options.repetitions):
+        paces = {}
+        for arm in ("stays", "drain"):
+            seconds, lines, splits = train_plain(arm, options)
+            paces[arm] = slowest(statistics.median(seconds[-options.every :]))
+            rows.append((repetition, arm, *splits, f"{1e3 * paces[arm]:.1f}"))
+            for line in lines:
+                say(f"plain: {arm}: {line}")
+        ratios.append(paces["stays"] / paces["drain"])
+    head = ["repetition", "arm", "pieces at first", "pieces at the end", "ms at the end"]
+    found = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    say(f"{machine()}\n{markdown(head, rows)}plain: {statistics.median(ratios):.2f} times as fast ({found})")
+
+
 def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     """One rank."""
     rows, panels = [], {}
@@ -134,13 +194,16 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slower-at", type=int, default=40, help="update at which a stage slows down")
     parser.add_argument("--plot", help="picture of the seconds of every update")
     parser.add_argument("--cases", nargs="+", choices=("worst", "slower"), default=["worst", "slower"])
+    parser.add_argument("--plain", action="store_true", help="the plain model, and nothing else")
+    parser.add_argument("--vocabulary", type=int, default=16384, help="of the plain model")
+    parser.add_argument("--repetitions", type=int, default=5, help="of the plain model")
     return parser.parse_args(words)
 
 
 def main() -> None:
     """Start the ranks."""
     options = parse()
-    start(work, options.stages, options)
+    start(work_plain, 2, options) if options.plain else start(work, options.stages, options)
 
 
 if __name__ == "__main__":

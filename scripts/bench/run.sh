@@ -7,6 +7,7 @@
 #   memory           predicted against counted peaks
 #   simulation       simulated against measured throughput
 #   balance          a pipeline that balances itself (docs/balancing.md)
+#   balance-plain    a plain model of Hugging Face's library that balances itself
 #   recorder         the price of a timeline
 #   convergence      mitigations of staleness, K = 4, 8, 16: hours, but only for runs that its file lacks
 #   convergence-k32  the recommended mitigation at K = 32
@@ -56,6 +57,8 @@ simulation() { "$python" scripts/bench/simulation.py --repetitions 5; }
 
 balance() { "$python" scripts/bench/balance.py --plot docs/images/balance.svg; }
 
+balance-plain() { "$python" scripts/bench/balance.py --plain --layers 8 --updates 80; }
+
 recorder() { "$python" scripts/bench/recorder.py; }
 
 convergence() {
@@ -93,6 +96,6 @@ convergence-soap() {
 }
 
 case ${1:-} in
-    throughput | throughput-96ms | overhead | links | memory | simulation | balance | recorder | convergence | convergence-k32 | convergence-soap) "$1" ;;
-    *) sed -n '2,14s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+    throughput | throughput-96ms | overhead | links | memory | simulation | balance | balance-plain | recorder | convergence | convergence-k32 | convergence-soap) "$1" ;;
+    *) sed -n '2,15s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
 esac

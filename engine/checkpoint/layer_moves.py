@@ -87,19 +87,25 @@ def refuse_moves(engine: PatchedPipelineEngine, stage: Stage, call: str) -> None
         VPipeConfigError: on every rank, with the reason.
     """
     groups = [] if engine.basic_optimizer is None else engine.basic_optimizer.param_groups
-    packed = any(type(parameter) is not torch.nn.Parameter for parameter in stage.module.parameters())
-    mine = len(groups), bool(stage_layout(engine).aliases), packed
+    mine = len(groups), bool(stage_layout(engine).aliases), next(_unfit(stage.module), None)
     found = stage.consensus.of_all(mine, f"all ranks in {call}")
-    reasons = [*_fixed(engine, stage)]
+    reasons = [*_fixed(engine, stage), *filter(None, (unfit for *_, unfit in found))]
     if len({count for count, *_ in found}) > 1:
         counts = sorted({count for count, *_ in found})
         reasons.append(f"the optimizer has {counts} parameter groups on different stages, allowed is one number")
-    if any(packed for *_, packed in found):
-        reasons.append("a stage has quantized weights, or others of a class of their own, allowed are parameters")
     if any(aliased for _, aliased, _ in found) and not isinstance(stage.module, SplitModule):
         reasons.append("layers of a stage share a parameter without being tied, allowed are TiedLayerSpecs")
     if reasons:
         raise VPipeConfigError(f"{call}: layers cannot move: {reasons[0]}; change that, or leave the split as it is")
+
+
+def _unfit(module: PipelineModule) -> Iterator[str]:
+    """Reasons for which parameters here cannot become others on another stage."""
+    for name, parameter in module.named_parameters():
+        if type(parameter) is not torch.nn.Parameter:
+            yield f"{name} is a {type(parameter).__name__}, such as a quantized weight, allowed are parameters"
+        if parameter._backward_hooks:
+            yield f"{name} has hooks, which would stay behind, allowed are hooks of modules"
 
 
 def _fixed(engine: PatchedPipelineEngine, stage: Stage) -> Iterator[str]:
@@ -148,9 +154,11 @@ def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState]) -> d
     """All that training keeps of a layer, in host memory."""
     if not isinstance(layer, torch.nn.Module):
         return {}
+    weights, tensors = layer.state_dict(), dict((*layer.named_parameters(), *layer.named_buffers()))
     content = {
-        "weights": layer.state_dict(),
-        "types": {name: tensor.dtype for name, tensor in (*layer.named_parameters(), *layer.named_buffers())},
+        "weights": weights,
+        "unsaved": {name: tensor for name, tensor in tensors.items() if name not in weights},
+        "types": {name: tensor.dtype for name, tensor in tensors.items()},
         "trained": {name: parameter.requires_grad for name, parameter in layer.named_parameters()},
         "states": {name: vars(state) for name, state in states.items() if name.startswith(prefix)},
     }
@@ -177,6 +185,8 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
     for name, tensor in tensors.items():
         tensor.data = tensor.data.to(content["types"][name])
     layer.load_state_dict(content["weights"])
+    for name, value in content["unsaved"].items():  # buffers that are not persistent, or what a hook leaves out
+        tensors[name].data = value.to(tensors[name].device)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(content["trained"][name])
     return {name: ParameterState(**state) for name, state in content["states"].items()}

@@ -2,7 +2,7 @@
 
 import time
 
-from ds_vpipe.engine.links.groups import is_of_collective
+from ds_vpipe.engine.links.groups import is_of_collective, lost_peer
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import PipelinePeerError
@@ -20,7 +20,7 @@ def report_failure(stage: Stage, error: BaseException) -> None:
     reason = error.reason if isinstance(error, PipelinePeerError) else None
     elsewhere = None
     if reason is None and is_of_collective(error):
-        elsewhere = reason = failures.reason()
+        elsewhere = reason = failures.reason() or lost_peer(error)
     if reason is None:
         text = " ".join(str(error).split())
         reason = f"{me} failed in {stage.action}: {type(error).__name__}: {text}"

@@ -232,9 +232,14 @@ def _cause(error: Exception, timeout_s: float | None) -> str:
             f"nothing came within {timeout_s:g} s; see that rank's log, or raise vpipe.peer_timeout_s "
             f"if a step may take that long"
         )
-    if "closed" in text or "reset" in text or "Broken pipe" in text:
+    return lost_peer(error) or text
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """What to say of a backend's error if it is that a rank is gone."""
+    if any(word in str(error) for word in ("closed", "reset", "Broken pipe")):
         return "it is gone (connection closed); see that rank's log for the cause"
-    return text
+    return None
 
 
 def is_of_collective(error: BaseException) -> bool:

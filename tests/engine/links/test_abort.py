@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_vpipe.engine.execution.ending import report_failure
 from ds_vpipe.engine.links import groups
 from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Peer
@@ -17,6 +18,7 @@ from ds_vpipe.engine.links.host_link import HostSender
 from ds_vpipe.engine.links.link import Sender, abort_all
 from ds_vpipe.engine.links.message import Message, Packed, unpack
 from ds_vpipe.engine.links.send_thread import SendThread
+from ds_vpipe.errors import PipelinePeerError
 
 
 class Backend:
@@ -128,3 +130,16 @@ def test_the_interfaces_that_gloo_is_given_are_used(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
         groups._devices()
     assert asked == ["ib0", "ib0", "ib1", "default"]
+
+
+def test_a_collective_whose_ranks_are_gone_with_the_store_ends_in_one_line() -> None:
+    """As for a rank that was stopped for longer than all others waited."""
+    silent = SimpleNamespace(reason=lambda: None, publish=lambda reason: None, wait_until_seen=lambda: None)
+    stage: Any = SimpleNamespace(
+        groups=SimpleNamespace(failures=silent), links=SimpleNamespace(me=Peer(1, 2)), senders=[], action="evaluation"
+    )
+    gone = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:20353.\nMore")
+    with pytest.raises(PipelinePeerError, match=r"^stage 1 \(rank 2\) stopped waiting in evaluation: it is gone "):
+        report_failure(stage, gone)
+    report_failure(stage, RuntimeError("gloo: sizes differ"))  # a defect stays what it is
+    assert stage.failure == "stage 1 (rank 2) failed in evaluation: RuntimeError: gloo: sizes differ"

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Kills and stops ranks of small runs at any moment, and compares what becomes of them. Every event is drawn from the
+# seed and logged. Usage: scripts/chaos.sh [--minutes N] [--events N] [--seed S] [--folder FOLDER] [--few | --record LINE]
+#   --few      the events that are part of the tests
+#   --record   a line of the log: that event once more
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PATH="$PWD/.venv/bin:$PATH" PYTHONPATH="$PWD:$PWD/tests/support"
+export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
+exec python tests/chaos/chaos.py "$@"

@@ -1,0 +1,323 @@
+"""Runs that are killed and stopped at any moment, and what becomes of them.
+
+Usage: scripts/chaos.sh [--minutes N] [--events N] [--seed S] [--folder FOLDER] [--few | --record LINE]
+
+Every event befalls a training run of a few processes (training.py). Checked after it: every rank has ended, or goes
+on; survivors say in one line which stage waited for what, and why; no process and no shared memory is left; and the
+run, started once more, goes on from its last checkpoint and ends with the losses and weights of an undisturbed run, bit
+for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from events import FEW, PEER_TIMEOUT_S, PHASES, Counts, Event, drawn, few, recorded
+from worlds import free_port
+
+HERE = Path(__file__).resolve().parent
+GRACE_S = PEER_TIMEOUT_S + 10  # for the others, after a rank has ended by an event
+LIMIT_S = 120.0  # of a run
+_WORKERS_S = 8.0  # in which the workers of a data loader notice that their rank has ended
+_SUBREAPER, _PDEATHSIG = 36, 1
+
+
+class RankBegins(BaseException):
+    """Leaves the driver's frames in a process that has been forked from it, so that it ends as any other process."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.arguments = arguments
+
+
+@dataclass
+class Attempt:
+    """One start of a run: how its ranks ended, and what they said."""
+
+    statuses: dict[int, int] = field(default_factory=dict)  # by rank; negative for a signal
+    logs: dict[int, str] = field(default_factory=dict)
+    results: dict[int, dict[str, Any]] = field(default_factory=dict)
+    place: str = ""  # where the event came
+    left: list[str] = field(default_factory=list)  # processes and memory
+    ended_by_launcher: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return not any(self.statuses.values()) and not self.left
+
+    @property
+    def outcome(self) -> dict[int, Any]:
+        return {rank: (result["losses"], result["weights"]) for rank, result in self.results.items()}
+
+
+def attempt(shape: str, ranks: int, folder: Path, event: Event | None, counts: bool = False) -> Attempt:
+    """Start a run and wait for its end, as a launcher does, with the event for one of its ranks, or with counts."""
+    found, port, begin = Attempt(), free_port(), time.monotonic()
+    for path in (*folder.glob("result.*"), *folder.glob("event.*")):
+        path.unlink()
+    given = dict.fromkeys(range(ranks), "null") if counts else {}
+    if event is not None:
+        given[event.rank] = json.dumps(asdict(event))
+    arguments = [str(HERE / "training.py"), shape, str(folder)]
+    alive: dict[int, int] = {}
+    for rank in range(ranks):
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_PORT": port}
+        line = [*arguments, given[rank]] if rank in given else arguments
+        alive[fork(next(iter(alive), 0), environment, folder / f"rank{rank}.log", line)] = rank
+    group, pids = next(iter(alive)), list(alive)
+    goes_on_at: dict[int, float] = {}
+    deadline = begin + LIMIT_S
+    while alive:
+        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        now = time.monotonic()
+        if pid in alive and os.WIFSTOPPED(status):
+            assert event is not None
+            goes_on_at[pid] = now + event.seconds
+        elif pid in alive:
+            rank = alive.pop(pid)
+            found.statuses[rank] = os.waitstatus_to_exitcode(status)
+            if found.statuses[rank]:
+                deadline = min(deadline, now + GRACE_S + (event.seconds if event is not None else 0))
+        for stopped in [pid for pid, at in goes_on_at.items() if now > at]:
+            del goes_on_at[stopped]
+            with suppress(ProcessLookupError):
+                os.kill(stopped, signal.SIGCONT)
+        if now > deadline:
+            found.ended_by_launcher = sorted(alive.values())
+            os.killpg(group, signal.SIGKILL)
+        if pid == 0:
+            time.sleep(0.01)
+    found.seconds = time.monotonic() - begin
+    found.left = left_behind(group)
+    found.logs = {rank: (folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)}
+    for rank in range(ranks):
+        with suppress(FileNotFoundError):
+            found.results[rank] = json.loads((folder / f"result.{rank}.json").read_text())
+    if event is not None and (told := folder / f"event.{event.rank}").exists():
+        found.place = told.read_text()
+    words = [f"_{port}_", *(f"_{pid}_" for pid in pids)]
+    found.left += [name for name in os.listdir("/dev/shm") if any(word in f"{name}_" for word in words)]
+    return found
+
+
+def fork(group: int, environment: dict[str, int], log: Path, arguments: list[str]) -> int:
+    """A process of a process group, or the first of one, that goes on in :func:`main` with ``ds_vpipe.run``."""
+    sys.stdout.flush()
+    pid = os.fork()
+    with suppress(OSError):  # whoever comes first
+        os.setpgid(pid, group)
+    if pid:
+        return pid
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(output, number)
+    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
+    raise RankBegins(arguments)
+
+
+def left_behind(group: int) -> list[str]:
+    """Processes of a run that outlive its ranks; they are ended."""
+    deadline = time.monotonic() + _WORKERS_S
+    while time.monotonic() < deadline:
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return []
+        time.sleep(0.05)
+    found = [f"processes of group {group}"]
+    os.killpg(group, signal.SIGKILL)
+    return found
+
+
+# A stage, what it waited for or did, and why that ended.
+LINE = re.compile(r"^\[rank \d+\] ds_vpipe: .*stage \d+ \(rank \d+\) .*(wait|stopped).*: .+", re.MULTILINE)
+
+
+def complaints(event: Event, found: Attempt) -> Iterator[str]:
+    """What is wrong with an attempt that an event befell."""
+    for what in found.left:
+        if not found.place or event.phase != "start":  # a killed run's memory loses its names when the next one starts
+            yield f"left behind: {what}"
+    if not found.place or event.kind == "stop":
+        for rank, status in found.statuses.items():
+            if status:
+                yield f"rank {rank} ended with {status} where nothing but a pause had come"
+        return
+    for rank, status in found.statuses.items():
+        if rank == event.rank and event.kind == "kill":
+            continue
+        if rank in found.ended_by_launcher:
+            if event.phase != "start":
+                yield f"rank {rank} had not ended {GRACE_S:g} s after the first"
+        elif status == 0:
+            if event.phase not in ("drain", "end") and event.kind != "hang":
+                yield f"rank {rank} ended as if nothing had come"
+        elif status < 0:
+            yield f"rank {rank} ended by signal {-status}"
+        elif event.phase != "start":
+            lines = LINE.findall(found.logs[rank])
+            if len(LINE.findall(found.logs[rank])) != 1 or "Traceback" in found.logs[rank]:
+                yield f"rank {rank} says {len(lines)} lines that name stage, wait and cause: {found.logs[rank][-1500:]}"
+
+
+@dataclass
+class Table:
+    """Events by kind and phase, and the complaints."""
+
+    events: Counter[tuple[str, str]] = field(default_factory=Counter)
+    without_effect: int = 0  # the rank had passed the call by another way
+    wrong: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        kinds = sorted({kind for kind, _ in self.events})
+        yield f"{'':12}" + "".join(f"{kind:>8}" for kind in kinds)
+        for phase in PHASES:
+            yield f"{phase:12}" + "".join(f"{self.events[kind, phase]:8}" for kind in kinds)
+        yield f"{'all':12}" + "".join(f"{sum(n for (k, _), n in self.events.items() if k == kind):8}" for kind in kinds)
+        yield f"{sum(self.events.values())} events, {self.without_effect} that did not come, {len(self.wrong)} wrong"
+
+
+class Chaos:
+    """Runs, undisturbed and disturbed, in a folder of their own."""
+
+    def __init__(self, root: Path, log: Any) -> None:
+        import training
+
+        self._root, self._log = root, log
+        self.table, self._shapes, self.undisturbed = Table(), training.SHAPES, {}
+        self.counts: dict[str, Counts] = {}
+
+    def measure(self, shapes: Iterable[str]) -> None:
+        """Train undisturbed, for the weights and for the number of calls in every phase, also of a resumed run."""
+        for shape in shapes:
+            folder = self._folder(shape)
+            ranks = self._shapes[shape].ranks
+            found = attempt(shape, ranks, folder, None, counts=True)
+            if not found.good:
+                raise RuntimeError(f"{shape}: an undisturbed run fails: {found}")
+            self.undisturbed[shape] = found.outcome
+            calls = {str(rank): dict(result["calls"]) for rank, result in found.results.items()}
+            again = attempt(shape, ranks, folder, None, counts=True)
+            for rank, result in again.results.items():
+                calls[str(rank)]["load"] = result["calls"]["load"]
+            if self._differences(shape, again):
+                raise RuntimeError(f"{shape}: a resumed run is another one: {self._differences(shape, again)}")
+            self.counts[shape] = calls
+            self._write({"shape": shape, "seconds": [found.seconds, again.seconds], "calls": calls})
+
+    def befall(self, shape: str, event: Event) -> list[str]:
+        """Let an event come, start the run once more, and return what is wrong."""
+        folder, ranks = self._folder(shape), self._shapes[shape].ranks
+        if event.phase == "load":
+            shutil.copytree(self._root / shape / "checkpoints", folder / "checkpoints")
+        found = attempt(shape, ranks, folder, event)
+        wrong = list(complaints(event, found))
+        again = found
+        if any(found.statuses.values()):
+            again = attempt(shape, ranks, folder, None)
+            wrong += [f"the run that follows: {what}" for what in self._differences(shape, again)]
+        else:
+            wrong += self._differences(shape, found)
+        wrong += [f"left in checkpoints: {path.name}" for path in (folder / "checkpoints").glob(".*")]
+        if found.place:
+            self.table.events[event.kind, event.phase] += 1
+        else:
+            self.table.without_effect += 1
+        self.table.wrong += [f"{shape}, {event}: {what}" for what in wrong]
+        self._write(
+            {
+                "shape": shape, **asdict(event), "place": found.place, "statuses": found.statuses, "wrong": wrong,
+                "launcher": found.ended_by_launcher, "seconds": [round(found.seconds, 2), round(again.seconds, 2)],
+            }
+        )  # fmt: skip
+        if not wrong:
+            shutil.rmtree(folder)
+        return wrong
+
+    def _differences(self, shape: str, found: Attempt) -> list[str]:
+        if not found.good:
+            return [f"statuses {found.statuses}, left {found.left}: {[log[-1500:] for log in found.logs.values()]}"]
+        wrong = []
+        for rank, (losses, weights) in found.outcome.items():
+            right_losses, right_weights = self.undisturbed[shape][rank]
+            wrong += [f"rank {rank}: loss {at}" for at, loss in losses.items() if right_losses[at] != loss]
+            wrong += [f"rank {rank}: {name}" for name in right_weights if weights.get(name) != right_weights[name]]
+        return wrong
+
+    def _folder(self, shape: str) -> Path:
+        path = self._root / shape
+        if path.exists():
+            path = Path(tempfile.mkdtemp(prefix=f"{shape}-", dir=self._root))
+        path.mkdir(exist_ok=True)
+        return path
+
+    def _write(self, record: dict[str, Any]) -> None:
+        print(json.dumps(record), file=self._log, flush=True)
+
+
+def drive(options: argparse.Namespace) -> int:
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1)
+    root = Path(options.folder or tempfile.mkdtemp(prefix="chaos-"))
+    root.mkdir(parents=True, exist_ok=True)
+    chaos = Chaos(root, (root / "events.jsonl").open("a"))
+    print(f"seed {options.seed}, events in {root / 'events.jsonl'}", flush=True)
+    import training
+
+    record = json.loads(options.record) if options.record else None
+    chaos.measure([record["shape"]] if record else {row[0] for row in FEW} if options.few else training.SHAPES)
+    end = time.monotonic() + 60 * options.minutes
+    events = drawn(options.seed, chaos.counts)
+    if record or options.few:
+        events = iter([(record["shape"], recorded(record))]) if record else few(chaos.counts)
+    for number, (shape, event) in enumerate(events):
+        if number == options.events or time.monotonic() > end:
+            break
+        for what in chaos.befall(shape, event):
+            print(f"{shape}, {event}: {what}", flush=True)
+    print("\n".join(chaos.table.lines()))
+    return bool(chaos.table.wrong)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long events go on")
+    parser.add_argument("--events", type=int, default=-1, help="how many there are at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--few", action="store_true", help="the events that are part of the tests")
+    parser.add_argument("--record", help="a line of a log of events: that event alone comes again")
+    parser.add_argument("--folder", help="of the runs and of the log of all events; default: a new one")
+    options = parser.parse_args()
+    import preloaded  # noqa: F401 - once, for all ranks
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        return drive(options)
+    except RankBegins as begins:
+        arguments = begins.arguments
+    import ds_vpipe.run
+
+    return ds_vpipe.run.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

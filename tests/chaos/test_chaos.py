@@ -1,0 +1,45 @@
+"""Ranks killed and stopped at any moment: the others end in one line, nothing is left, and the run resumes exactly.
+
+The long form is ``scripts/chaos.sh``, which draws its events from a seed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from chaos import Attempt, complaints
+from events import FEW, Event
+
+ROOT = Path(__file__).resolve().parents[2]
+KILLED = Event("kill", 1, "train", 100)
+LINE = "[rank 0] ds_vpipe: stage 0 (rank 0) waited for RECV_GRAD3 from stage 1 (rank 1): it is gone\n"
+ENDED = Attempt(statuses={0: 1, 1: -9}, logs={0: f"a log line\n{LINE}", 1: ""}, place="executor.py:61 carry_out")
+
+
+@pytest.mark.mp
+def test_few_events(tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "scripts" / "chaos.sh"), "--few", "--folder", str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1] == f"{len(FEW)} events, 0 that did not come, 0 wrong", done.stdout
+
+
+@pytest.mark.parametrize(
+    ("event", "found", "complaint"),
+    [
+        (KILLED, ENDED, ""),
+        (KILLED, replace(ENDED, statuses={0: 0, 1: -9}), "rank 0 ended as if nothing had come"),
+        (KILLED, replace(ENDED, statuses={0: -6, 1: -9}), "rank 0 ended by signal 6"),
+        (KILLED, replace(ENDED, logs={0: "Traceback ...\n", 1: ""}), "rank 0 says 0 lines that name "),
+        (KILLED, replace(ENDED, logs={0: 2 * LINE, 1: ""}), "rank 0 says 2 lines that name "),
+        (KILLED, replace(ENDED, ended_by_launcher=[0]), "rank 0 had not ended "),
+        (KILLED, replace(ENDED, left=["memory"]), "left behind: memory"),
+        (replace(KILLED, kind="stop"), ENDED, "rank 0 ended with 1 where nothing but a pause had come"),
+    ],
+)
+def test_what_is_wrong_is_said(event: Event, found: Attempt, complaint: str) -> None:
+    said = list(complaints(event, found))
+    assert [text[: len(complaint)] for text in said[:1]] == ([complaint] if complaint else [])

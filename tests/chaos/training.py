@@ -1,0 +1,170 @@
+"""Training script of the chaos runs: it resumes by itself, and does everything that a run may do in nine updates.
+
+Usage, on every rank: ``python -m ds_vpipe.run training.py SHAPE FOLDER [EVENT]``, the event as JSON, or ``null`` for a
+count of calls alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import deepspeed
+import torch
+import toy
+from events import PEER_TIMEOUT_S, Event
+from torch import nn
+
+from ds_vpipe.schedules.moves import Move, earliest_cut_over
+
+UPDATES, EPOCH = 9, 5  # an epoch's end is a drain
+SAVED, EVALUATED, MOVED = (2, 4, 6), (1, 4, 7), 3  # after so many updates
+ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True}}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A configuration to train in, and its number of ranks."""
+
+    stages: int
+    replicas: int = 1
+    micro_batches: int = 2
+    block: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+    move: tuple[int, int, int] | None = None  # layer, from, to
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.replicas
+
+
+SHAPES = {
+    "moves": Shape(3, move=(4, 1, 0)),
+    "replicas": Shape(
+        2, 2, 1, {"gradient_clipping_scope": "delayed_global"}, {"bf16": {"enabled": True}, "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 1}}, tied=True,
+    ),
+    "host": Shape(3, 1, 2, {"link": "host", "weight_sync": "vertical", "recompute_ratio": 0.5}),
+}  # fmt: skip
+
+
+class Injector:
+    """Counts this rank's calls by phase, and sets off an event, if there is one, at the call that it names."""
+
+    def __init__(self, event: Event | None, told: Path) -> None:
+        self.calls: Counter[str] = Counter()
+        self._phase, self._event, self._told = "start", event, told
+        self._roots = tuple(str(Path(module.__file__).parent) for module in (deepspeed, sys.modules["ds_vpipe"]))  # type: ignore[arg-type]
+        self._around = "start"  # the phase that an update is in
+
+    def begin(self, name: str) -> None:
+        self._phase = name
+
+    def before(self, action: Any) -> None:
+        """As a watcher of a stage's actions."""
+        if action.kind.name in ("REDUCE", "STEP"):
+            self._around, self._phase = self._phase, "update"
+
+    def after(self, action: Any) -> None:
+        if action.kind.name in ("REDUCE", "STEP"):
+            self._phase = self._around
+
+    def called(self, frame: FrameType, event: str, _: Any) -> None:
+        if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(self._roots):
+            return
+        number = self.calls[self._phase]
+        self.calls[self._phase] = number + 1
+        if self._event is not None and (self._event.phase, self._event.call) == (self._phase, number):
+            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+            sys.setprofile(None)
+            self._told.write_text(place)
+            os.kill(os.getpid(), signal.SIGKILL if self._event.kind == "kill" else signal.SIGSTOP)
+
+
+def train(shape: Shape, folder: Path, injector: Injector) -> dict[str, Any]:
+    """Train to the end from the latest checkpoint, if there is one."""
+    checkpoints = folder / "checkpoints"
+    latest = checkpoints / "latest"
+    begun = int(latest.read_text().removeprefix("global_step")) if latest.is_file() else 0
+    partition: Any = "uniform"
+    if shape.move is not None:  # a resumed run begins with the split of its checkpoint
+        partition = [len(part) for part in (range(0, 4), range(4, 7), range(7, 10))]
+        if begun > MOVED:
+            partition = [5, 2, 3]
+    torch.manual_seed(1234)
+    config = {
+        "train_micro_batch_size_per_gpu": toy.MICRO_BATCH,
+        "gradient_accumulation_steps": shape.micro_batches,
+        "optimizer": ADAMW,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        **shape.extra,
+        "vpipe": {"peer_timeout_s": PEER_TIMEOUT_S, "partition": partition, **shape.block},
+    }
+    deepspeed.init_distributed(dist_backend="gloo")
+    specs = toy.tied_specs() if shape.tied else toy.layer_specs(dropout=0.1)
+    loss_fn = toy.mean_over_positions if shape.tied else nn.CrossEntropyLoss()
+    net = deepspeed.pipe.PipelineModule(specs, num_stages=shape.stages, loss_fn=loss_fn, partition_method="uniform")
+    engine = deepspeed.initialize(model=net, config=config)[0]
+    engine.executor.watchers.append(injector)
+    if begun:
+        injector.begin("load")
+        engine.load_checkpoint(str(checkpoints))
+    replica, losses = engine.grid.data_parallel_id, {}
+    phase = "fill"
+    iterator: Any = None
+    while engine.global_steps < UPDATES:
+        update = engine.global_steps
+        if iterator is None:
+            done, ahead = engine.consumed_micro_batches, EPOCH * shape.micro_batches
+            iterator = toy.data(done - done % ahead + ahead, done, replica)
+        drains = update % EPOCH == EPOCH - 1 or update == UPDATES - 1
+        moves = shape.move is not None and update in (MOVED, MOVED + 1)
+        injector.begin("drain" if drains else "move" if moves else phase)
+        if shape.move is not None and update == MOVED:
+            layer, source, target = shape.move
+            cut_over = earliest_cut_over(engine.pipeline, source, target, update)
+            engine.move_layer(Move(layer, source, target, cut_over))
+        try:
+            losses[update] = float(engine.train_batch(iterator)).hex()
+        except StopIteration:
+            iterator = None
+            continue
+        phase = "train"
+        if update + 1 in EVALUATED:
+            injector.begin("evaluation")
+            engine.eval_batch(toy.data(10_000 + shape.micro_batches, 10_000, replica))
+        if update + 1 in SAVED:
+            injector.begin("save")
+            engine.save_checkpoint(str(checkpoints))
+    injector.begin("end")
+    weights = {
+        name: hashlib.sha256(value.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, value in engine.module.named_parameters()
+    }
+    engine.destroy()
+    return {"losses": losses, "weights": weights}
+
+
+def main() -> None:
+    _, name, folder, *given = sys.argv
+    rank = os.environ["RANK"]
+    event = json.loads(given[0]) if given else None
+    injector = Injector(Event(**event) if event else None, Path(folder, f"event.{rank}"))
+    if given:
+        sys.setprofile(injector.called)
+    result = train(SHAPES[name], Path(folder), injector)
+    Path(folder, f"result.{rank}.json").write_text(json.dumps({**result, "calls": injector.calls}))
+
+
+if __name__ == "__main__":
+    main()

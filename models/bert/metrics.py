@@ -27,7 +27,7 @@ class Metrics:
         folder: of ``metrics.jsonl`` and ``loss.png``; created if missing. None on the ranks that write nothing.
         total_steps: updates the run is to have.
         samples_per_step: samples in one update, over all replicas.
-        every: updates between two log lines.
+        every: updates between two records. Of these about ten are printed, and none where there is a progress bar.
         done: updates that the run has had before it was resumed; the records of later ones are dropped.
     """
 
@@ -36,10 +36,13 @@ class Metrics:
         self._samples_per_step = samples_per_step
         self._every = every
         self._begin = self._since = time.monotonic()
+        self._paused: float | None = None
         self._losses: list[Tensor] = []
-        # Without a terminal a bar is noise in a log file; the log lines say the same.
+        # Without a terminal a bar is noise in a log file; with one, lines are.
         silent = folder is None or not sys.stderr.isatty()
-        self._bar = tqdm(total=total_steps, initial=done, unit="step", disable=silent, dynamic_ncols=True)
+        self._bar = tqdm(total=total_steps, initial=done, unit="update", disable=silent, dynamic_ncols=True)
+        self._tenth = max(1, total_steps // 10)
+        self._printed = done // self._tenth
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             kept = _records(folder, done) if done else []
@@ -48,10 +51,10 @@ class Metrics:
     def step(
         self, step: int, epoch: int, loss: Tensor, learning_rate: float, stages: Sequence[StageStatistics] = ()
     ) -> None:
-        """Add the loss of update `step` >= 1; every few updates print and store the mean with the latest `stages`."""
+        """Add the loss of update `step` >= 1; every few updates store the mean with the latest `stages`."""
         if self._folder is None:
             return
-        # Reading a loss waits for the device: keep the tensors and read them once per line.
+        # Reading a loss waits for the device: keep the tensors and read them once per record.
         self._losses.append(loss.detach())
         self._bar.update()
         if step % self._every:
@@ -70,7 +73,9 @@ class Metrics:
                 "stages": [asdict(stage) for stage in stages],
             }
         )
-        self.line(f"Epoch {epoch}, Iteration {step}, Loss: {mean:.4f}, {rate:.1f} samples/s")
+        if self._bar.disable and step // self._tenth > self._printed:
+            self.line(f"Epoch {epoch}, Iteration {step}, Loss: {mean:.4f}, {rate:.1f} samples/s")
+            self._printed = step // self._tenth
         self._bar.set_postfix_str(f"loss {mean:.3f}, {rate:.0f} samples/s")
         self._losses.clear()
         self._since = now
@@ -78,18 +83,22 @@ class Metrics:
     def validation(self, step: int, result: dict[str, float]) -> None:
         """Add losses and accuracies over held-out text."""
         if self._folder is not None:
-            self._write({"step": step} | {f"validation_{name}": value for name, value in result.items()})
+            record = {"step": step, "seconds": (self._paused or time.monotonic()) - self._begin}
+            self._write(record | {f"validation_{name}": value for name, value in result.items()})
             loss, accuracies = result["masked_lm_loss"], accuracies_of(result)
             self.line(f"Iteration {step}, validation loss (masked LM): {loss:.4f} nats, accuracy: {accuracies}")
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Time that does not count as training."""
-        begin = time.monotonic()
+        begin = self._paused = time.monotonic()
         try:
             yield
         finally:
-            self._since += time.monotonic() - begin
+            length = time.monotonic() - begin
+            self._begin += length
+            self._since += length
+            self._paused = None
 
     def line(self, text: str) -> None:
         """Print a line above the progress bar."""

@@ -125,10 +125,11 @@ class _Run:
                 if held_out is not None and arguments.eval_steps and step % arguments.eval_steps == 0:
                     metrics.validation(step, validate(engine, self._loss, held_out))
         metrics.line(f"Finished {max(0, total - done)} updates in {time.monotonic() - begin:.1f} s")
-        self._save()
-        result = None if held_out is None else validate(engine, self._loss, held_out)
-        if result is not None:
-            metrics.validation(engine.global_steps, result)
+        with metrics.pause():
+            self._save()
+            result = None if held_out is None else validate(engine, self._loss, held_out)
+            if result is not None:
+                metrics.validation(engine.global_steps, result)
         metrics.close(data.unigram_entropy)
         self._conclude(metrics, result)
 

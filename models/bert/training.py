@@ -90,7 +90,7 @@ class _Run:
         """Train until the run has had all its updates, earlier ones counted; validate and save.
 
         Args:
-            every: updates between two log lines; None on ranks that write nothing.
+            every: updates between two records of the metrics; None on ranks that write nothing.
 
         Raises:
             PipelinePeerError: another stage failed, is lost, or did not answer in time.

@@ -1,12 +1,8 @@
-"""A pipeline that balances itself layer by layer while it trains, on made-up seconds: exact, saved, killed, resumed."""
+"""A pipeline that balances itself layer by layer while it trains, on made-up seconds: exact, saved, resumed."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -56,11 +52,14 @@ def train(
     stop: int | None = None,
     folder: str = "",
     load: bool = False,
+    watcher: Any = None,
 ) -> dict[str, Any]:
     """Train, with checkpoints after these updates, evaluations in every batch and data that end, if wanted."""
     torch.manual_seed(1234)
     trained = cases.engine(ds_config, STAGES)
     measured(trained, seed)
+    if watcher is not None:
+        trained.executor.watchers.append(watcher)
     if load:
         trained.load_checkpoint(folder)
     iterator = toy.data(stop, start=trained.consumed_micro_batches)
@@ -68,15 +67,14 @@ def train(
     while trained.global_steps < batches:
         update = trained.global_steps
         if update in saves:
+            if watcher is not None:
+                watcher.saving(saves.index(update))
             trained.save_checkpoint(folder)
         for group in trained.optimizer.param_groups:
             group["lr"] = rate(update)
         if evaluates:
             held_out = iter([toy.micro_batch(10_000 + update)]) if trained.stage_id in (0, STAGES - 1) else None
             evaluations.append(float(trained.eval_batch(held_out, num_micro_batches=1)))
-        if folder and trained.balance is not None:
-            steps = [(move.layer, move.source, move.target, move.micro_batch) for _, move in trained.balance.steps]
-            Path(folder, f"{update}.{trained.stage_id}").write_text(json.dumps(steps))
         try:
             losses.append(float(trained.train_batch(iterator)))
         except StopIteration:
@@ -166,64 +164,3 @@ def test_a_load_that_fails_ends_a_chain_of_moves(worlds: Worlds, tmp_path: Path)
     ranks = worlds.run(STAGES, after_a_load_that_failed, config(stage_to_depth_map=list(DEPTHS)), str(tmp_path))
     assert all(rank == ranks[0] for rank in ranks)
     assert max(ranks[0][1][-1]) < START[0]  # another look has begun another chain
-
-
-@pytest.fixture
-def doomed() -> Iterator[Worlds]:
-    """Processes of their own, since this leaves none fit for use."""
-    pool = Worlds()
-    yield pool
-    pool.close()
-
-
-def die(ds_config: dict[str, Any], kind: str, count: int, victim: int, folder: str) -> None:
-    """Train with a checkpoint every four updates until a stage is killed at its ``count``-th action of a kind."""
-    from ds_vpipe.engine.execution.executor import Executor
-
-    before, seen = Executor.run, 0
-
-    class Killer:
-        def before(self, action: Any) -> None:
-            nonlocal seen
-            seen += action.kind.name == kind
-            if seen == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def after(self, action: Any) -> None:
-            """Nothing."""
-
-    def run(self: Any, actions: Iterator[Any]) -> None:
-        if torch.distributed.get_rank() == victim and not any(isinstance(one, Killer) for one in self.watchers):
-            self.watchers.append(Killer())
-        before(self, actions)
-
-    Executor.run = run  # type: ignore[method-assign]
-    train(ds_config, 100, seed=None, saves=tuple(range(4, 100, 4)), folder=folder)
-
-
-@pytest.mark.parametrize(("kind", "count", "victim"), [("SEND_LAYER_GRAD_DOWN", 6, 0), ("STEP_LAYER", 3, 1)])
-def test_a_kill_in_a_chain_of_moves_leaves_the_old_split_or_a_new_one(
-    worlds: Worlds,
-    doomed: Worlds,
-    tmp_path: Path,
-    kind: str,
-    count: int,
-    victim: int,
-) -> None:
-    ds_config = config(stage_to_depth_map=list(DEPTHS))
-    outcomes = doomed.outcomes(STAGES, die, ds_config, kind, count, victim, str(tmp_path))
-    assert outcomes[victim].text == "died"
-    saved = int(Path(tmp_path, "latest").read_text().removeprefix("global_step"))
-    steps = [Move(*step) for step in json.loads(Path(tmp_path, f"{saved}.0").read_text())]
-    assert steps
-    batches = saved + 6
-    calm = {**ds_config["vpipe"], "replan": {"every": 100}}
-    options = {"seed": None, "load": True, "folder": str(tmp_path)}
-    resumed = worlds.run(STAGES, train, {**ds_config, "vpipe": calm}, batches, **options)
-    split, drains = list(START), tuple(range(4, saved + 1, 4))
-    begun = [move for move in steps if move.has_begun(Pipeline("asp", STAGES, SIZE, DEPTHS), saved * SIZE)]
-    for move in begun:
-        split[move.source] -= 1
-        split[move.target] += 1
-    assert all(report["splits"][-1] == split for report in resumed)
-    assert difference(cases.merged(resumed), replayed(batches, begun, drains).parameters()) == 0

@@ -138,7 +138,7 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "on the way; in bsp and with vertical sync bit-identical to a run without it",
              "test_live_balance.py::test_decisions_that_are_carried_out_live_are_exact"),
             ("Likewise, killed on the way", "resumed with the checkpoint's split, equal to the replay",
-             "test_live_balance.py::test_a_kill_in_a_chain_of_moves_leaves_the_old_split_or_a_new_one"),
+             "test_killed_moves.py::test_a_kill_while_layers_move_leaves_the_old_split_or_the_new_one"),
             ("`replan` and layers that are frozen while training runs", "balanced anew",
              "test_balance.py::test_layers_that_are_frozen_go_to_the_stage_with_more_of_them"),
             ("`move_layer()`, to a neighbouring stage", "equal to the replay",

@@ -65,7 +65,7 @@ def run(command: str, folder: Path) -> str:
 
 
 def run_without_launcher(command: str, folder: Path) -> str:
-    """As :func:`run`, for scripts that other tests run by the launcher: the demo's and those of test_gpt2.py."""
+    """As :func:`run`, for scripts that others run by the launcher: BERT's first command here, and test_gpt2.py."""
     launcher, *words = shlex.split(command)
     if launcher != "deepspeed":
         return run(command, folder)
@@ -138,10 +138,18 @@ def test_bert(tmp_path: Path) -> None:
         "python",
         "deepspeed",
     ]
-    _, _, prepared, first, resumed, again, second = [run_without_launcher(line, tmp_path) for line in written]
+    started = [run] * 4 + [run_without_launcher] * 3  # the launcher once
+    _, _, prepared, first, resumed, again, second = [
+        start(line, tmp_path) for start, line in zip(started, written, strict=True)
+    ]
     for text, updates in ((first, 20), (resumed, 10), (second, 4)):
         assert f"Finished {updates} updates" in text
     assert "Resumed after update 20" in resumed
     assert "masked LM" in first
+    log = (tmp_path / "runs" / "phase1" / "run" / "commands.log").read_text(encoding="utf-8")
+    assert "train.py" in log
+    assert "bert_tiny_cpu.json" in log
+    outputs = {path.name for path in (tmp_path / "runs" / "phase1").iterdir()}
+    assert outputs == {"checkpoints", "loss.png", "metrics.jsonl", "run"}
     assert prepared
     assert again

@@ -58,7 +58,7 @@ from ds_vpipe.engine.execution.ending import finish_sends, report_failure
 from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options
 from ds_vpipe.engine.execution.executor import Executor
 from ds_vpipe.engine.execution.live_moves import LiveMoves
-from ds_vpipe.engine.links.groups import collective_groups
+from ds_vpipe.engine.links.groups import collective_groups, is_of_lost_rank
 from ds_vpipe.engine.modules.recompute import recompute_anew
 from ds_vpipe.engine.observe.balance import Balance
 from ds_vpipe.engine.observe.observers import Observation
@@ -348,9 +348,10 @@ class VPipeEngine(PatchedPipelineEngine):
             raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
         self._refuse_half_loaded("save_checkpoint()")
         self.quiesce("save_checkpoint()")
-        self.checkpoints.save(
-            super().save_checkpoint, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
-        )
+        with self._aborting_if_lost("save_checkpoint()"):
+            self.checkpoints.save(
+                super().save_checkpoint, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+            )
         return True
 
     def load_checkpoint(
@@ -378,17 +379,18 @@ class VPipeEngine(PatchedPipelineEngine):
         self.moves.give_up()
         follows = self.balance is not None and not self.vpipe_config.replan.dry_run and not load_module_only
         try:
-            return self.checkpoints.load(
-                super().load_checkpoint,
-                load_dir,
-                tag,
-                follow=self._take_split if follows else None,
-                load_module_strict=load_module_strict,
-                load_optimizer_states=load_optimizer_states,
-                load_lr_scheduler_states=load_lr_scheduler_states,
-                load_module_only=load_module_only,
-                custom_load_fn=custom_load_fn,
-            )
+            with self._aborting_if_lost("load_checkpoint()"):
+                return self.checkpoints.load(
+                    super().load_checkpoint,
+                    load_dir,
+                    tag,
+                    follow=self._take_split if follows else None,
+                    load_module_strict=load_module_strict,
+                    load_optimizer_states=load_optimizer_states,
+                    load_lr_scheduler_states=load_lr_scheduler_states,
+                    load_module_only=load_module_only,
+                    custom_load_fn=custom_load_fn,
+                )
         finally:
             self._measure_anew()
 
@@ -480,6 +482,17 @@ class VPipeEngine(PatchedPipelineEngine):
             raise
         except BaseException as error:
             if self.stage.failure is None:  # else a block within this one has reported it
+                self.abort(error)
+            raise
+
+    @contextmanager
+    def _aborting_if_lost(self, call: str) -> Iterator[None]:
+        """Block after other failures of which all ranks may go on: they raise them together."""
+        self.stage.action = call
+        try:
+            yield
+        except RuntimeError as error:
+            if is_of_lost_rank(error):
                 self.abort(error)
             raise
 

@@ -2,7 +2,7 @@
 
 import time
 
-from ds_vpipe.engine.links.groups import is_of_collective, lost_peer
+from ds_vpipe.engine.links.groups import is_of_collective, is_of_lost_rank
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import PipelinePeerError
@@ -20,7 +20,11 @@ def report_failure(stage: Stage, error: BaseException) -> None:
     reason = error.reason if isinstance(error, PipelinePeerError) else None
     elsewhere = None
     if reason is None and is_of_collective(error):
-        elsewhere = reason = failures.reason() or lost_peer(error)
+        reason = failures.reason()
+        elsewhere = f"{me} stopped waiting in {stage.action}: {reason}" if reason is not None else None
+        if reason is None and is_of_lost_rank(error):  # all others may be gone, and the store with them
+            what = f"{me} waited in {stage.action} for other ranks"
+            elsewhere = reason = f"{what}: one is gone or did not come in time; see the other ranks' logs for the cause"
     if reason is None:
         text = " ".join(str(error).split())
         reason = f"{me} failed in {stage.action}: {type(error).__name__}: {text}"
@@ -29,7 +33,7 @@ def report_failure(stage: Stage, error: BaseException) -> None:
     abort_all(stage.senders, reason)
     failures.wait_until_seen()
     if elsewhere is not None:
-        raise PipelinePeerError(f"{me} stopped waiting in {stage.action}: {reason}", reason) from error
+        raise PipelinePeerError(elsewhere, reason) from error
 
 
 def finish_sends(stage: Stage) -> None:

@@ -232,17 +232,18 @@ def _cause(error: Exception, timeout_s: float | None) -> str:
             f"nothing came within {timeout_s:g} s; see that rank's log, or raise vpipe.peer_timeout_s "
             f"if a step may take that long"
         )
-    return lost_peer(error) or text
-
-
-def lost_peer(error: BaseException) -> str | None:
-    """What to say of a backend's error if it is that a rank is gone."""
-    if any(word in str(error) for word in ("closed", "reset", "Broken pipe")):
+    if "closed" in text or "reset" in text or "Broken pipe" in text:
         return "it is gone (connection closed); see that rank's log for the cause"
-    return None
+    return text
 
 
 def is_of_collective(error: BaseException) -> bool:
     """Whether an error is of a backend's collective, not a layer."""
     words = ("gloo", "pair closure", "NCCL", "Operation timed out")
     return isinstance(error, RuntimeError) and not isinstance(error, VPipeError) and any(w in str(error) for w in words)
+
+
+def is_of_lost_rank(error: BaseException) -> bool:
+    """Whether an error of a backend's collective says that a rank is gone, or did not come in time."""
+    words = ("closed", "reset", "Broken pipe", "Timed out", "timeout", "timed out")
+    return is_of_collective(error) and any(word in str(error) for word in words)

@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -27,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from events import FEW, PEER_TIMEOUT_S, PHASES, Counts, Event, drawn, few, recorded
+from events import FEW, OF_FILES, OF_SAVES, PEER_TIMEOUT_S, PHASES, Counts, Event, drawn, few, recorded
 from worlds import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -66,19 +67,19 @@ class Attempt:
 
 
 def attempt(shape: str, ranks: int, folder: Path, event: Event | None, counts: bool = False) -> Attempt:
-    """Start a run and wait for its end, as a launcher does, with the event for one of its ranks, or with counts."""
+    """Start a run and wait for its end, as a launcher does, with an event, or with counts of calls."""
     found, port, begin = Attempt(), free_port(), time.monotonic()
-    for path in (*folder.glob("result.*"), *folder.glob("event.*")):
+    for path in (*folder.glob("result.*"), *folder.glob("place")):
         path.unlink()
-    given = dict.fromkeys(range(ranks), "null") if counts else {}
-    if event is not None:
-        given[event.rank] = json.dumps(asdict(event))
     arguments = [str(HERE / "training.py"), shape, str(folder)]
+    if event is not None or counts:
+        arguments.append(json.dumps(None if event is None else asdict(event)))
     alive: dict[int, int] = {}
+    logs: dict[int, tuple[int, bytearray]] = {}
     for rank in range(ranks):
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_PORT": port}
-        line = [*arguments, given[rank]] if rank in given else arguments
-        alive[fork(next(iter(alive), 0), environment, folder / f"rank{rank}.log", line)] = rank
+        pid, output = fork(next(iter(alive), 0), environment, arguments)
+        alive[pid], logs[rank] = rank, (output, bytearray())
     group, pids = next(iter(alive)), list(alive)
     goes_on_at: dict[int, float] = {}
     deadline = begin + LIMIT_S
@@ -100,35 +101,55 @@ def attempt(shape: str, ranks: int, folder: Path, event: Event | None, counts: b
         if now > deadline:
             found.ended_by_launcher = sorted(alive.values())
             os.killpg(group, signal.SIGKILL)
+        read(logs.values())
         if pid == 0:
             time.sleep(0.01)
     found.seconds = time.monotonic() - begin
     found.left = left_behind(group)
-    found.logs = {rank: (folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)}
+    read(logs.values())
+    found.logs = {rank: text.decode(errors="replace") for rank, (_, text) in logs.items()}
+    for output, _ in logs.values():
+        os.close(output)
     for rank in range(ranks):
         with suppress(FileNotFoundError):
             found.results[rank] = json.loads((folder / f"result.{rank}.json").read_text())
-    if event is not None and (told := folder / f"event.{event.rank}").exists():
+    if event is not None and (told := folder / "place").exists():
         found.place = told.read_text()
     words = [f"_{port}_", *(f"_{pid}_" for pid in pids)]
     found.left += [name for name in os.listdir("/dev/shm") if any(word in f"{name}_" for word in words)]
     return found
 
 
-def fork(group: int, environment: dict[str, int], log: Path, arguments: list[str]) -> int:
-    """A process of a process group, or the first of one, that goes on in :func:`main` with ``ds_vpipe.run``."""
+def fork(group: int, environment: dict[str, int], arguments: list[str]) -> tuple[int, int]:
+    """A process of a process group, or the first of one, that goes on in :func:`main` with ``ds_vpipe.run``.
+
+    Returns:
+        The process and what it prints: a pipe, since the limit that stands for a full disk is one of files.
+    """
     sys.stdout.flush()
+    mine, its = os.pipe()
     pid = os.fork()
     with suppress(OSError):  # whoever comes first
         os.setpgid(pid, group)
     if pid:
-        return pid
+        os.close(its)
+        os.set_blocking(mine, False)
+        return pid, mine
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets background processes ignore it
     for number in (1, 2):
-        os.dup2(output, number)
+        os.dup2(its, number)
+    os.closerange(3, 64)  # pipes of the driver's, and its log
     os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
     raise RankBegins(arguments)
+
+
+def read(logs: Iterable[tuple[int, bytearray]]) -> None:
+    """Take what ranks have printed."""
+    for output, text in logs:
+        with suppress(BlockingIOError):
+            while some := os.read(output, 1 << 16):
+                text += some
 
 
 def left_behind(group: int) -> list[str]:
@@ -148,8 +169,9 @@ def left_behind(group: int) -> list[str]:
     return found
 
 
-# A stage, what it waited for or did, and why that ended.
+# A stage, what it waited for or did, and why that ended; or what is wrong with a file.
 LINE = re.compile(r"^\[rank \d+\] ds_vpipe: .*stage \d+ \(rank \d+\) .*(wait|stopped).*: .+", re.MULTILINE)
+OF_FILE = re.compile(r"^\[rank \d+\] ds_vpipe: .*checkpoint.*: got \S+, which .*; allowed .*; .+", re.MULTILINE)
 
 
 def complaints(event: Event, found: Attempt) -> Iterator[str]:
@@ -157,26 +179,34 @@ def complaints(event: Event, found: Attempt) -> Iterator[str]:
     for what in found.left:
         if not found.place or event.phase != "start":  # a killed run's memory loses its names when the next one starts
             yield f"left behind: {what}"
-    if not found.place or event.kind == "stop":
-        for rank, status in found.statuses.items():
-            if status:
-                yield f"rank {rank} ended with {status} where nothing but a pause had come"
-        return
+    goes_on = event.kind in ("stop", "delay", *OF_SAVES) or not found.place
     for rank, status in found.statuses.items():
-        if rank == event.rank and event.kind == "kill":
-            continue
-        if rank in found.ended_by_launcher:
-            if event.phase != "start":
-                yield f"rank {rank} had not ended {GRACE_S:g} s after the first"
-        elif status == 0:
-            if event.phase not in ("drain", "end") and event.kind != "hang":
-                yield f"rank {rank} ended as if nothing had come"
-        elif status < 0:
+        if status and goes_on:
+            yield f"rank {rank} ended with {status} where training goes on: {found.logs[rank][-1500:]}"
+        elif rank in found.ended_by_launcher and event.phase != "start":
+            yield f"rank {rank} had not ended {GRACE_S:g} s after the first"
+        elif status == 0 and rank not in found.results:
+            yield f"rank {rank} ended as if nothing had come"
+        elif status < 0 and rank not in (event.rank, *found.ended_by_launcher):
             yield f"rank {rank} ended by signal {-status}"
-        elif event.phase != "start":
-            lines = LINE.findall(found.logs[rank])
-            if len(LINE.findall(found.logs[rank])) != 1 or "Traceback" in found.logs[rank]:
+        elif status > 0 and event.phase != "start" and (rank != event.rank or event.kind not in ("raise", "interrupt")):
+            lines = (OF_FILE if event.kind in OF_FILES else LINE).findall(found.logs[rank])
+            if len(lines) != 1 or "Traceback" in found.logs[rank]:
                 yield f"rank {rank} says {len(lines)} lines that name stage, wait and cause: {found.logs[rank][-1500:]}"
+
+
+def damage(event: Event, checkpoints: Path) -> str:
+    """Cut off a file of the latest checkpoint, or change a bit in it; returns what has been done."""
+    files = sorted(path for path in (checkpoints / (checkpoints / "latest").read_text()).rglob("*") if path.is_file())
+    draw = random.Random(event.draw)
+    path = draw.choice(files)
+    content, at = bytearray(path.read_bytes()), draw.randrange(path.stat().st_size)
+    if event.kind == "cut":
+        del content[at:]
+    else:
+        content[at] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+    return f"{path.name} at {at}"
 
 
 @dataclass
@@ -189,10 +219,12 @@ class Table:
 
     def lines(self) -> Iterator[str]:
         kinds = sorted({kind for kind, _ in self.events})
-        yield f"{'':12}" + "".join(f"{kind:>8}" for kind in kinds)
+        yield f"{'':12}" + "".join(f"{kind:>10}" for kind in kinds)
         for phase in PHASES:
-            yield f"{phase:12}" + "".join(f"{self.events[kind, phase]:8}" for kind in kinds)
-        yield f"{'all':12}" + "".join(f"{sum(n for (k, _), n in self.events.items() if k == kind):8}" for kind in kinds)
+            yield f"{phase:12}" + "".join(f"{self.events[kind, phase]:10}" for kind in kinds)
+        yield f"{'all':12}" + "".join(
+            f"{sum(n for (k, _), n in self.events.items() if k == kind):10}" for kind in kinds
+        )
         yield f"{sum(self.events.values())} events, {self.without_effect} that did not come, {len(self.wrong)} wrong"
 
 
@@ -227,17 +259,22 @@ class Chaos:
     def befall(self, shape: str, event: Event) -> list[str]:
         """Let an event come, start the run once more, and return what is wrong."""
         folder, ranks = self._folder(shape), self._shapes[shape].ranks
+        checkpoints, damaged = folder / "checkpoints", ""
         if event.phase == "load":
-            shutil.copytree(self._root / shape / "checkpoints", folder / "checkpoints")
+            shutil.copytree(self._root / shape / "checkpoints", checkpoints)
+        if event.kind in OF_FILES:
+            damaged = damage(event, checkpoints)
         found = attempt(shape, ranks, folder, event)
-        wrong = list(complaints(event, found))
+        found.place = "every transfer" if event.kind == "delay" else damaged or found.place
+        wrong = [*complaints(event, found), *self._unlike(shape, found)]
         again = found
         if any(found.statuses.values()):
+            if damaged:
+                tags = sorted(path.name for path in checkpoints.glob("global_step*"))
+                (checkpoints / "latest").write_text(tags[-2])
             again = attempt(shape, ranks, folder, None)
             wrong += [f"the run that follows: {what}" for what in self._differences(shape, again)]
-        else:
-            wrong += self._differences(shape, found)
-        wrong += [f"left in checkpoints: {path.name}" for path in (folder / "checkpoints").glob(".*")]
+        wrong += [f"left in checkpoints: {path.name}" for path in checkpoints.glob(".*")]
         if found.place:
             self.table.events[event.kind, event.phase] += 1
         else:
@@ -246,7 +283,9 @@ class Chaos:
         self._write(
             {
                 "shape": shape, **asdict(event), "place": found.place, "statuses": found.statuses, "wrong": wrong,
-                "launcher": found.ended_by_launcher, "seconds": [round(found.seconds, 2), round(again.seconds, 2)],
+                "launcher": found.ended_by_launcher,
+                "said": [line for log in found.logs.values() for line in log.splitlines() if line.startswith("[rank ")],
+                "seconds": [round(found.seconds, 2), round(again.seconds, 2)],
             }
         )  # fmt: skip
         if not wrong:
@@ -256,6 +295,9 @@ class Chaos:
     def _differences(self, shape: str, found: Attempt) -> list[str]:
         if not found.good:
             return [f"statuses {found.statuses}, left {found.left}: {[log[-1500:] for log in found.logs.values()]}"]
+        return self._unlike(shape, found)
+
+    def _unlike(self, shape: str, found: Attempt) -> list[str]:
         wrong = []
         for rank, (losses, weights) in found.outcome.items():
             right_losses, right_weights = self.undisturbed[shape][rank]

@@ -9,9 +9,14 @@ from typing import Any
 
 PHASES = ("start", "load", "fill", "train", "update", "evaluation", "save", "move", "drain", "end")
 """What a run does, by the script's calls; an update is a part of a batch."""
-KINDS = ("kill", "stop", "hang")
+KINDS = {
+    "kill": 6, "raise": 2, "interrupt": 1, "stop": 2, "hang": 1, "delay": 1, "full": 1, "removed": 1,
+    "cut": 1, "flip": 1,
+}  # fmt: skip
+"""How often each comes."""
+OF_SAVES, OF_FILES = ("full", "removed"), ("cut", "flip")
 PEER_TIMEOUT_S = 5.0
-SECONDS = {"kill": (0.0, 0.0), "stop": (1.0, 2.0), "hang": (8.0, 8.0)}
+SECONDS = {"stop": (1.0, 2.0), "hang": (8.0, 8.0), "delay": (0.02, 0.05)}
 """How long an event lasts: from, to."""
 
 Counts = Mapping[str, Mapping[str, int]]
@@ -22,8 +27,16 @@ Counts = Mapping[str, Mapping[str, int]]
 class Event:
     """One thing that happens to a rank.
 
-    ``kill`` is SIGKILL, ``stop`` and ``hang`` are SIGSTOP with SIGCONT after some seconds, fewer or more than
-    ``peer_timeout_s``.
+    ==========  ========================================================================================
+    kill        SIGKILL
+    raise       a RuntimeError in the function that is called, as if memory had run out
+    interrupt   SIGINT, as by Ctrl-C
+    stop, hang  SIGSTOP, and SIGCONT after some seconds: fewer or more than ``peer_timeout_s``
+    delay       up to so many seconds before each transfer of the rank
+    full        no file may be longer than some bytes from then on, as on a full disk; the script saves again
+    removed     the unfinished checkpoint is removed; the script saves again
+    cut, flip   a file of the checkpoint that is loaded has been cut off, or one bit in it changed
+    ==========  ========================================================================================
     """
 
     kind: str
@@ -31,6 +44,7 @@ class Event:
     phase: str
     call: int  # when the rank makes this call of a function of ds_vpipe or DeepSpeed in this phase, from 0
     seconds: float = 0.0
+    draw: float = 0.0  # from 0 to 1: of the file and the place in it
 
     def __str__(self) -> str:
         lasts = f" for {self.seconds:.1f} s" if self.seconds else ""
@@ -43,7 +57,10 @@ FEW = (
     ("moves", "kill", 2, "update", 0.5),
     ("moves", "kill", 1, "move", 0.6),
     ("moves", "stop", 0, "move", 0.5),
-    ("replicas", "kill", 0, "save", 0.7),
+    ("moves", "raise", 1, "fill", 0.5),
+    ("moves", "full", 2, "save", 0.1),
+    ("moves", "flip", 0, "load", 0),
+    ("replicas", "kill", 3, "save", 0.61),
     ("replicas", "kill", 3, "load", 0.5),
     ("replicas", "kill", 1, "drain", 0.2),
     ("replicas", "hang", 2, "evaluation", 0.2),
@@ -55,7 +72,7 @@ def few(shapes: Mapping[str, Counts]) -> Iterator[tuple[str, Event]]:
     """The events of :data:`FEW`."""
     for shape, kind, rank, phase, share in FEW:
         call = int(share * shapes[shape][str(rank)][phase])
-        yield shape, Event(kind, rank, phase, call, SECONDS[kind][0])
+        yield shape, Event(kind, rank, phase, call, SECONDS.get(kind, (0.0,))[0], draw=0.5)
 
 
 def drawn(seed: int, shapes: Mapping[str, Counts]) -> Iterator[tuple[str, Event]]:
@@ -65,10 +82,12 @@ def drawn(seed: int, shapes: Mapping[str, Counts]) -> Iterator[tuple[str, Event]
         shape = draw.choice(sorted(shapes))
         rank = draw.choice(sorted(shapes[shape]))
         counts = shapes[shape][rank]
+        kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
         phase = draw.choice([phase for phase in PHASES if counts.get(phase)])
-        kind = draw.choices(KINDS, (6, 2, 1))[0]
-        seconds = round(draw.uniform(*SECONDS[kind]), 1)
-        yield shape, Event(kind, int(rank), phase, draw.randrange(counts[phase]), seconds)
+        phase = "save" if kind in OF_SAVES else "load" if kind in OF_FILES else phase
+        seconds = round(draw.uniform(*SECONDS.get(kind, (0.0, 0.0))), 2)
+        call = 0 if kind == "delay" else draw.randrange(counts[phase])
+        yield shape, Event(kind, int(rank), "start" if kind == "delay" else phase, call, seconds, draw.random())
 
 
 def recorded(record: Mapping[str, Any]) -> Event:

@@ -37,7 +37,7 @@ def test_few_events(tmp_path: Path) -> None:
         (KILLED, replace(ENDED, logs={0: 2 * LINE, 1: ""}), "rank 0 says 2 lines that name "),
         (KILLED, replace(ENDED, ended_by_launcher=[0]), "rank 0 had not ended "),
         (KILLED, replace(ENDED, left=["memory"]), "left behind: memory"),
-        (replace(KILLED, kind="stop"), ENDED, "rank 0 ended with 1 where nothing but a pause had come"),
+        (replace(KILLED, kind="stop"), ENDED, "rank 0 ended with 1 where training goes on"),
     ],
 )
 def test_what_is_wrong_is_said(event: Event, found: Attempt, complaint: str) -> None:

@@ -9,8 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
+import resource
+import shutil
 import signal
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +24,10 @@ from typing import Any
 import deepspeed
 import torch
 import toy
-from events import PEER_TIMEOUT_S, Event
+from events import OF_SAVES, PEER_TIMEOUT_S, Event, recorded
 from torch import nn
 
+from ds_vpipe.errors import VPipeError
 from ds_vpipe.schedules.moves import Move, earliest_cut_over
 
 UPDATES, EPOCH = 9, 5  # an epoch's end is a drain
@@ -57,14 +62,19 @@ SHAPES = {
 }  # fmt: skip
 
 
+class ChaosError(RuntimeError):
+    """Stands for whatever may go wrong in a function."""
+
+
 class Injector:
     """Counts this rank's calls by phase, and sets off an event, if there is one, at the call that it names."""
 
-    def __init__(self, event: Event | None, told: Path) -> None:
+    def __init__(self, event: Event | None, folder: Path) -> None:
         self.calls: Counter[str] = Counter()
-        self._phase, self._event, self._told = "start", event, told
+        self.event, self._folder = event, folder
+        self._phase = self._around = "start"  # around an update, the phase that it is in
+        self._delays = random.Random(event.draw if event is not None else 0)
         self._roots = tuple(str(Path(module.__file__).parent) for module in (deepspeed, sys.modules["ds_vpipe"]))  # type: ignore[arg-type]
-        self._around = "start"  # the phase that an update is in
 
     def begin(self, name: str) -> None:
         self._phase = name
@@ -73,21 +83,47 @@ class Injector:
         """As a watcher of a stage's actions."""
         if action.kind.name in ("REDUCE", "STEP"):
             self._around, self._phase = self._phase, "update"
+        elif self.event is not None and self.event.kind == "delay" and action.kind.name.startswith(("SEND", "RECV")):
+            time.sleep(self._delays.uniform(0, self.event.seconds))
 
     def after(self, action: Any) -> None:
         if action.kind.name in ("REDUCE", "STEP"):
             self._phase = self._around
 
     def called(self, frame: FrameType, event: str, _: Any) -> None:
+        """As Python's profile function."""
         if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(self._roots):
             return
         number = self.calls[self._phase]
         self.calls[self._phase] = number + 1
-        if self._event is not None and (self._event.phase, self._event.call) == (self._phase, number):
-            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+        if self.event is not None and (self.event.phase, self.event.call) == (self._phase, number):
             sys.setprofile(None)
-            self._told.write_text(place)
-            os.kill(os.getpid(), signal.SIGKILL if self._event.kind == "kill" else signal.SIGSTOP)
+            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+            (self._folder / "place").write_text(place)
+            self._come(self.event)
+
+    def _come(self, event: Event) -> None:
+        if event.kind == "raise":
+            raise ChaosError("chaos")
+        if event.kind == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(30_000 * event.draw), resource.RLIM_INFINITY))
+        if event.kind == "removed":
+            for path in (self._folder / "checkpoints").glob(".*.unfinished"):
+                shutil.rmtree(path, ignore_errors=True)
+        numbers = {"kill": signal.SIGKILL, "interrupt": signal.SIGINT, "stop": signal.SIGSTOP, "hang": signal.SIGSTOP}
+        if event.kind in numbers:
+            os.kill(os.getpid(), numbers[event.kind])
+
+    def save(self, engine: Any, folder: str) -> None:
+        """Save, once more if files could not be written."""
+        try:
+            engine.save_checkpoint(folder)
+        except VPipeError as error:
+            if self.event is None or self.event.kind not in OF_SAVES:
+                raise
+            print(f"[rank {os.environ['RANK']}] chaos: {error}", flush=True)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            engine.save_checkpoint(folder)
 
 
 def train(shape: Shape, folder: Path, injector: Injector) -> dict[str, Any]:
@@ -145,7 +181,7 @@ def train(shape: Shape, folder: Path, injector: Injector) -> dict[str, Any]:
             engine.eval_batch(toy.data(10_000 + shape.micro_batches, 10_000, replica))
         if update + 1 in SAVED:
             injector.begin("save")
-            engine.save_checkpoint(str(checkpoints))
+            injector.save(engine, str(checkpoints))
     injector.begin("end")
     weights = {
         name: hashlib.sha256(value.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -158,9 +194,9 @@ def train(shape: Shape, folder: Path, injector: Injector) -> dict[str, Any]:
 def main() -> None:
     _, name, folder, *given = sys.argv
     rank = os.environ["RANK"]
-    event = json.loads(given[0]) if given else None
-    injector = Injector(Event(**event) if event else None, Path(folder, f"event.{rank}"))
-    if given:
+    event = recorded(json.loads(given[0])) if given and given[0] != "null" else None
+    injector = Injector(event, Path(folder))
+    if given and (event is None or event.rank == int(rank)):
         sys.setprofile(injector.called)
     result = train(SHAPES[name], Path(folder), injector)
     Path(folder, f"result.{rank}.json").write_text(json.dumps({**result, "calls": injector.calls}))

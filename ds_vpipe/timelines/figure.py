@@ -163,7 +163,7 @@ def draw(to: Path | str | io.StringIO, panels: dict[str, list[Curve]], x: str, y
                 style = {"color": f"C{place}", "linewidth": 2.5 if curve.bold else 1.2}
                 style |= {
                     "linestyle": "--" if curve.dashed else "-",
-                    "marker": "o" if log or len(curve.points) < 10 else "",
+                    "marker": "o" if (log or len(curve.points) < 10) and not curve.dashed else "",
                 }
                 axes.plot(*zip(*curve.points, strict=True), label=curve.label, **style)
             axes.set(title=title, xlabel=x)

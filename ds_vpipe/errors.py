@@ -48,7 +48,10 @@ def show(value: object) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
-        text = repr(value)
+        try:
+            text = repr(value)
+        except (ValueError, RecursionError):  # too many digits, or too deep
+            text = f"a {type(value).__name__} too large to show"
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
@@ -75,11 +78,21 @@ class Refusal:
     def __str__(self) -> str:
         reason = f"{self.reason}; " if self.reason else ""
         line = f"{self.key}: got {show(self.value)}; {reason}allowed: {self.allowed}; {self.remedy}"
-        return " ".join(line.split())
+        return " ".join(line.split()).encode(errors="backslashreplace").decode()  # JSON has halves of characters
 
     def error(self) -> VPipeConfigError:
         """Return the exception to raise."""
         return VPipeConfigError(str(self))
+
+
+def _json(text: str) -> object:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found, keys = dict(pairs), [key for key, _ in pairs]
+        if len(found) < len(keys):
+            raise ValueError(f"key {show(next(key for key in found if keys.count(key) > 1))} is given twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=unique)
 
 
 def read_json(
@@ -87,7 +100,7 @@ def read_json(
     key: str,
     allowed: str,
     remedy: str,
-    parse: Callable[[str], object] = json.loads,
+    parse: Callable[[str], object] = _json,
     form: str = "JSON",
 ) -> dict[str, Any]:
     """The object in a JSON file, which the setting ``key`` names, or in a file of another form.

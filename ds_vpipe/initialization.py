@@ -25,6 +25,8 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.extension_builds import extension_builds
 from ds_vpipe.lr_policies import LRSchedule, lr_policy
 
+_IN_ARGUMENTS = ("deepscale_config", "deepspeed_config")  # DeepSpeed still reads the name of its youth, and first
+
 
 def initialize(
     args: Any = None,
@@ -110,15 +112,17 @@ def deepspeed_initialize() -> Any:
 def _found_by_deepspeed(given: dict[str, Any], ds_config: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Context in which DeepSpeed finds ``ds_config`` where the script has given its configuration."""
     args = given.get("args")
-    if getattr(args, "deepspeed_config", None) is not None:
-        return replaced(args, "deepspeed_config", ds_config)  # not a copy of args: DeepSpeed writes into it
+    for name in _IN_ARGUMENTS:
+        if getattr(args, name, None) is not None:
+            return replaced(args, name, ds_config)  # not a copy of args: DeepSpeed writes into it
     given["config"] = ds_config
     return nullcontext()
 
 
 def _load_config(given: dict[str, Any]) -> dict[str, Any] | None:
-    from_arguments = getattr(given.get("args"), "deepspeed_config", None)
-    for candidate in (given.get("config"), given.get("config_params"), from_arguments):
+    in_arguments = [getattr(given.get("args"), name, None) for name in _IN_ARGUMENTS]
+    for candidate in (given.get("config"), given.get("config_params"), *in_arguments):
         if candidate is not None:
-            return candidate if isinstance(candidate, dict) else load_ds_config(candidate)
+            content = candidate if isinstance(candidate, dict) else load_ds_config(candidate)
+            return content if isinstance(content, dict) else None  # a list, say, is for DeepSpeed to refuse
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import settings
 from worlds import Worlds
 
-settings.register_profile("untimed", deadline=None)  # a loaded machine is no defect
+# Without a deadline: a loaded machine is no defect.
+settings.register_profile("untimed", deadline=None, max_examples=int(os.environ.get("DS_VPIPE_FUZZ_CASES", "100")))
 settings.load_profile("untimed")
 
 # Long files, the longest first: at the end, one of them would run while other cores have nothing to do.

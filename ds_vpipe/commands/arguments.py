@@ -27,6 +27,8 @@ from ds_vpipe.timelines.timeline import FORMAT, Recording, Timeline
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"([0-9.]+)\s*(|[kmgt]i?)b?")
 _MOST_PASSES = 2_000_000  # some tens of seconds
+_MOST_PARTS = 100_000
+_MOST = 1e9
 _OBJECTS = ("optimizer", "zero_optimization", "fp16", "bf16")
 
 
@@ -83,14 +85,14 @@ def ends(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, Any]]:
 
 count = checked(int, lambda value: value >= 1, "a whole number >= 1")
 whole = checked(int, lambda value: value >= 0, "a whole number >= 0")
-seconds = checked(float, lambda value: 0 <= value < math.inf, "a finite number >= 0")
-rate = checked(float, lambda value: 0 < value < math.inf, "a finite number > 0")
+seconds = checked(float, lambda value: 0 <= value <= _MOST, "a number from 0 to 1e9")
+rate = checked(float, lambda value: 0 < value <= 1e18, "a number > 0, at most 1e18")
 # Narrower has no room for an axis, and a wider PNG none in memory.
 pixels = checked(float, lambda value: 100 <= value <= 20_000, "pixels, 100 to 20000")
 window = checked(
     ends(float), lambda ends: 0 <= ends[0] < ends[1] < math.inf, "two instants in seconds, A:B with 0 <= A < B"
 )
-size = checked(_bytes, lambda value: value >= 1, "bytes > 0 such as 16GB, 80GiB or 123456")
+size = checked(_bytes, lambda value: 1 <= value <= 2**60, "bytes > 0 such as 16GB, 80GiB or 123456")
 
 
 def sizes(text: str) -> int | tuple[int, ...]:
@@ -151,6 +153,10 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     config = config.model_copy(update=options)
     bare = config.model_copy(update={"partition": None, "recompute_ratio": 0.0, "swap_ratio": 0.0})
     num_stages = arguments.stages or _num_stages(config)
+    parts = num_stages * config.virtual_stages
+    if parts > _MOST_PARTS:
+        name = "number of stages, virtual ones counted"
+        raise Refusal(name, parts, f"at most {_MOST_PARTS}", "give fewer --stages or --virtual-stages").error()
     micro_batches = arguments.micro_batches or ds_config.micro_batches(arguments.replicas)
     return config, ds_config, bare.pipeline(num_stages, micro_batches)
 

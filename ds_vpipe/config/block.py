@@ -174,10 +174,11 @@ class VPipeConfig(Settings):
     )
     peer_timeout_s: float = key(
         300.0,
-        "a number of seconds > 0",
+        "a number of seconds, 0.001 to 1e9",
         "Longest wait for another stage. Then every rank ends with a line that names who waited for what.",
         300,
-        gt=0,
+        ge=0.001,  # gloo rounds down to milliseconds, and waits for ever with none
+        le=1e9,  # it counts nanoseconds from the start of the machine, and hangs where they overflow
         allow_inf_nan=False,
     )
     timeline: TimelineConfig = key(
@@ -195,7 +196,7 @@ class VPipeConfig(Settings):
         if isinstance(value, str) and value.startswith("type:"):
             try:
                 re.compile(value.removeprefix("type:"))
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 refuse(value, reason=f"REGEX does not compile: {error}", remedy="correct the regular expression")
             if value == "type:":
                 refuse(value, reason="REGEX is empty", remedy='name a layer type, such as "type:Block"')

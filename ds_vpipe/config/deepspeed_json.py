@@ -13,9 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from ds_vpipe.errors import Refusal
+
+T = TypeVar("T")
+D = TypeVar("D")
 
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -23,6 +28,7 @@ STEPS = "gradient_accumulation_steps"
 BLOCK = "vpipe"
 _PARTS = (MICRO, STEPS)
 _BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size, in elements
+_SWITCH, _NUMBER = TypeAdapter(bool), TypeAdapter(int)  # as DeepSpeed has them
 
 
 @dataclass(frozen=True)
@@ -40,14 +46,17 @@ class DeepSpeedJson:
             value = value.get(key)
         return value
 
-    def on(self, path: str) -> bool:
-        """Whether the value at ``path`` is read as true, as 1 and some words are too."""
-        value = self.get(path)
-        return value is True or value == 1 or (isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"))
+    def on(self, path: str, default: bool = False) -> bool:
+        """Whether the value at ``path`` is read as true by DeepSpeed's models, as 1 and some words are too."""
+        return _read(_SWITCH, self.get(path), default)
 
-    def whole(self, path: str) -> int | None:
-        """The value at ``path`` as it is read for a key of type int, or None if it is no int."""
-        return _whole(self.get(path))
+    def is_set(self, path: str) -> bool:
+        """Whether the value at ``path`` counts as true where DeepSpeed has no model: all but 0, ``""`` and the like."""
+        return bool(self.get(path))
+
+    def whole(self, path: str) -> int:
+        """The value at ``path`` as it is read for a key of type int, or 0 if it is no int."""
+        return _read(_NUMBER, self.get(path), 0)
 
     @property
     def block(self) -> dict[str, Any] | None:
@@ -74,10 +83,10 @@ class DeepSpeedJson:
     @property
     def zero_stage(self) -> int | None:
         """ZeRO stage, or None if it is not a number. A bare boolean is the deprecated form."""
-        zero = self.content.get("zero_optimization", {})
+        zero, stage = self.get("zero_optimization"), self.get("zero_optimization.stage")
         if isinstance(zero, bool):
             return int(zero)
-        return _whole(zero.get("stage", 0)) if isinstance(zero, Mapping) else None
+        return 0 if stage in (None, "auto") else _read(_NUMBER, stage, None)
 
     @property
     def reduce_bucket(self) -> int:
@@ -159,7 +168,8 @@ def checked_block(block: object) -> dict[str, Any]:
     return block
 
 
-def _whole(value: object) -> int | None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value // 1:
-        return int(value)
-    return int(value) if isinstance(value, str) and value.isdecimal() else None
+def _read(kind: TypeAdapter[T], value: object, default: D) -> T | D:
+    try:
+        return kind.validate_python(value)
+    except ValidationError:
+        return default

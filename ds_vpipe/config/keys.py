@@ -40,7 +40,8 @@ def key(default: object, allowed: str, meaning: str, example: object, *, entry: 
 def refuse(value: object, index: int | None = None, *, key: str = "", reason: str = "", remedy: str = "") -> NoReturn:
     """Refuse ``value`` inside a validator; ``index`` points into a list, ``key`` names it in model validators."""
     path = "" if index is None else f"[{index}]"
-    context = {"path": path, "value": value, "key": key, "reason": reason, "remedy": remedy}
+    # In a list, which pydantic does not read: not every string of JSON is one of Rust's.
+    context = {"path": path, "value": [value], "key": key, "reason": reason, "remedy": remedy}
     raise PydanticCustomError("vpipe_refusal", "refused", context)
 
 
@@ -62,17 +63,20 @@ def is_number(value: object) -> bool:
 def refusal_of(detail: ErrorDetails, model: type[Settings], origin: Mapping[str, str]) -> Refusal:
     """Refusal of a wrong block, from pydantic's error; ``origin`` has the files that keys were read from."""
     context = detail.get("ctx", {})
-    name = context.get("key") or ".".join(str(part) for part in detail["loc"])
-    if detail["type"] in ("extra_forbidden", "invalid_key"):
-        *parents, word = detail["loc"]
+    name, loc = context.get("key") or ".".join(str(part) for part in detail["loc"]), detail["loc"]
+    fields = dict(all_keys(model))
+    if detail["type"] == "string_unicode" and (not loc or _object_of(fields[name])):  # of a key, which it does not name
+        name, loc = ".".join(map(str, (*loc, detail["input"]))), (*loc, detail["input"])
+    if name not in fields or detail["type"] in ("extra_forbidden", "invalid_key"):
+        *parents, word = loc
         for parent in parents:
             model = _object_of(model.model_fields[str(parent)]) or model
         hint = did_you_mean(word, model.model_fields)
         allowed = ", ".join(model.model_fields)
         return Refusal(f"vpipe.{name}", detail["input"], allowed, "rename or remove it", f"unknown key{hint}")
 
-    value, path = context.get("value", detail["input"]), context.get("path", "")
-    field = dict(all_keys(model))[name]
+    [value], path = context.get("value", [detail["input"]]), context.get("path", "")
+    field = fields[name]
     allowed = _texts(field)["entry" if path else "allowed"]
     reason = context.get("reason", "")
     if isinstance(value, float) and not math.isfinite(value):

@@ -52,7 +52,7 @@ def _zero(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
         yield f"{zero}.{flag}", here and json.on(f"{zero}.{flag}"), "false", _NO, "remove the key"
     why = "ZenFlow updates weights outside of the optimizer step"
     yield f"{zero}.zenflow", json.get(f"{zero}.zenflow") is not None, "no such key", why, "remove the key"
-    by_norms = block.gradient_clipping_scope == "delayed_global" and json.get(f"{zero}.compute_grad_norm") is False
+    by_norms = block.gradient_clipping_scope == "delayed_global" and not json.on(f"{zero}.compute_grad_norm", True)
     why = 'vpipe.gradient_clipping_scope is "delayed_global", which clips by norms'
     yield f"{zero}.compute_grad_norm", by_norms, "true", why, "remove the key"
     why = "DeepSpeed's optimizer writes checkpoints with it that it cannot load"
@@ -85,18 +85,22 @@ def _precision(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     yield path, fp16 and given not in (None, "fp16", "float16", "half"), '"fp16"', _NO, "remove the key"
     why = "apex amp caches casts of weights across versions"
     fix = 'remove amp and use "bf16": {"enabled": true} with "zero_optimization": {"stage": 1}'
-    yield "amp.enabled", json.on("amp.enabled"), "no such key", why, fix
+    yield "amp.enabled", json.is_set("amp.enabled"), "no such key", why, fix
     other = str(json.get("torch_autocast.dtype")).removeprefix("torch.") not in ("bf16", "bfloat16")
     why = "with other types every stage would have a loss scale of its own"
     fix = 'write "bfloat16", or use "fp16": {"enabled": true} in place of torch_autocast'
-    yield "torch_autocast.dtype", json.on("torch_autocast.enabled") and other, '"bfloat16"', why, fix
+    yield "torch_autocast.dtype", json.is_set("torch_autocast.enabled") and other, '"bfloat16"', why, fix
 
 
 def _features(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     asp = block.sync_mode == "asp"
     yield "compile.deepcompile", json.on("compile.deepcompile"), "false", "not supported yet", _OFF
-    for name in ("elasticity", "autotuning", "hybrid_engine"):
-        yield f"{name}.enabled", json.on(f"{name}.enabled"), "false", _NO, f"remove {name}"
+    for path, is_on in (
+        ("elasticity.enabled", json.is_set),
+        ("autotuning.enabled", json.is_set),
+        ("hybrid_engine.enabled", json.on),
+    ):
+        yield path, is_on(path), "false", _NO, f"remove {path.partition('.')[0]}"
     for name, why in (
         ("data_efficiency", _BY_STEP),
         ("data_efficiency.data_sampling.curriculum_learning", _BY_STEP),
@@ -105,12 +109,12 @@ def _features(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
         ("expert_parallel", "experts are reduced over ranks of several stages"),
     ):
         fix = f'remove {name.rpartition(".")[2]}, or write "bsp" for vpipe.sync_mode'
-        yield f"{name}.enabled", asp and json.on(f"{name}.enabled"), 'false in "asp"', why, fix
+        yield f"{name}.enabled", asp and json.is_set(f"{name}.enabled"), 'false in "asp"', why, fix
     for path in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
-        yield path, (json.whole(path) or 0) > 1, "1", _STAGES, "remove the key and use more stages or replicas"
+        yield path, json.whole(path) > 1, "1", _STAGES, "remove the key and use more stages or replicas"
     managed = "managed_gradient_accumulation"
     why, fix = "the schedule decides when a stage updates", "write true or remove the key"
-    yield managed, json.get(managed) is False, "true", why, fix
+    yield managed, managed in json.content and not json.is_set(managed), "true", why, fix
 
 
 def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Iterator[Row]:
@@ -125,11 +129,11 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     yield "optimizer.type", late_muon, 'another one in "asp" with several stages', why, fix
     path = "activation_checkpointing.contiguous_memory_optimization"
     why = "its buffers hold the checkpoints of one micro-batch and the pipeline keeps several in flight"
-    yield path, several and json.on(path), "false, or one stage", why, _OFF
+    yield path, several and json.is_set(path), "false, or one stage", why, _OFF
     for path in ("pipeline.pipe_partitioned", "pipeline.grad_partitioned"):
-        yield path, json.on(path), "false", _WHOLE, _OFF
+        yield path, json.is_set(path), "false", _WHOLE, _OFF
     path = "pipeline.activation_checkpoint_interval"
-    interval, virtual, recomputes = (json.whole(path) or 0) > 0, block.virtual_stages > 1, block.recomputes
+    interval, virtual, recomputes = json.whole(path) > 0, block.virtual_stages > 1, block.recomputes
     why, fix = "virtual stages run one by one", "write 0 here and use vpipe.recompute_ratio"
     yield path, interval and virtual, "0 next to virtual_stages", why, fix
     why, fix = "vpipe.recompute_ratio recomputes the same layers", "write 0 here, or remove vpipe.recompute_ratio"
@@ -141,4 +145,4 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     path = "datastates_ckpt"
     yield path, json.content.get(path, False) is not False, "no such key", _RENAMED, "remove the key"
     path, why = "checkpoint.use_node_local_storage", "one rank per machine would write the states of all stages on it"
-    yield path, several and json.on(path), "false", why, _OFF
+    yield path, several and json.is_set(path), "false", why, _OFF

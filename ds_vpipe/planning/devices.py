@@ -104,7 +104,7 @@ def configured_optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1) -> O
         VPipeConfigError: the ZeRO stage is not a number.
     """
     stage = ds_config.zero_stage
-    if stage is None or stage > 3:
+    if stage is None or not 0 <= stage <= 3:
         given = ds_config.get("zero_optimization.stage")
         raise Refusal("zero_optimization.stage", given, "0 or 1", "correct the JSON").error()
     kind, params = ds_config.optimizer or "adam", ds_config.optimizer_params

@@ -15,8 +15,8 @@ from typing_extensions import Self
 
 from ds_vpipe.errors import Refusal, show
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0, le=2**50)]  # sums of them are computed in 64 bits
 
 _STRICT = ConfigDict(strict=True, extra="forbid")
 

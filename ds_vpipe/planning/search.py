@@ -58,7 +58,7 @@ class Candidates:
         self._swap_ratios = None if chosen else pipeline.swap_ratio or (0.0,) * pipeline.num_parts
         self._loads, self._memory = devices.loads(pipeline), MemoryModel(profile, devices.optimizer)
         self._slowness = [devices.slowness_of(pipeline.rank_of(part)) for part in range(pipeline.num_parts)]
-        self._budgets = [_UNLIMITED if budget is None else budget for budget in devices.budgets(pipeline)]
+        self._budgets = [min(_UNLIMITED, budget or _UNLIMITED) for budget in devices.budgets(pipeline)]
         self.forward = _prefix([layer.forward_s for layer in profile.layers])
         self.passes = _prefix([layer.forward_s + layer.backward_s for layer in profile.layers])
 

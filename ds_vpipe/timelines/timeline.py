@@ -15,13 +15,14 @@ A recorder writes a :class:`Recording`, with the spans of its own rank; :mod:`.m
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from ds_vpipe.errors import Refusal, VPipeConfigError, read_json
 from ds_vpipe.schedules.actions import Action, Category, Kind
@@ -30,6 +31,8 @@ FORMAT: Final = "ds_vpipe.timelines.timeline"
 _VERSION: Final = 2
 _SOURCES: Final = ("plan", "simulation", "recording")
 Window = tuple[float, float]  # first and last second
+_MOST: Final = {"num_ranks": 100_000, "micro_batches": 1_000_000_000}
+_LAST_SECOND: Final = 1e12  # beyond, a sum of seconds has no milliseconds any more
 _MAKE_ANEW = "write the file anew with this version of ds_vpipe"
 
 
@@ -144,11 +147,18 @@ class Timeline:
             values["memory"] = tuple(MemorySample(*row) for row in values.get("memory", ()))
             values["losses"] = tuple((int(batch), float(loss)) for batch, loss in values.get("losses", ()))
             values["staleness"] = tuple((float(mean), int(most)) for mean, most in values.get("staleness", ()))
+            for name, kind in _types(of).items():
+                if name in values:
+                    kind.validate_python(values[name], strict=True)
             timeline = of(**values)
             timeline.check()
         except VPipeConfigError:
             raise
-        except (IndexError, KeyError, TypeError, ValueError) as error:
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = ".".join(["timeline", name, *map(str, first["loc"])])
+            raise Refusal(key, first["input"], first["msg"], _MAKE_ANEW).error() from None
+        except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
             wrong = f"{type(error).__name__}: {error}"
             raise Refusal("timeline", wrong, f"what {__name__} describes", _MAKE_ANEW).error() from None
         return timeline
@@ -166,16 +176,16 @@ class Timeline:
         if self.source not in _SOURCES:
             yield "source", self.source, ", ".join(_SOURCES)
         for key in ("num_ranks", "micro_batches"):
-            if getattr(self, key) < 1:
-                yield key, getattr(self, key), "an int >= 1"
+            if not 1 <= getattr(self, key) <= _MOST[key]:
+                yield key, getattr(self, key), f"an int from 1 to {_MOST[key]}"
         if len(self.staleness) not in (0, len(self.ranks)):
             yield "staleness", self.staleness, f"one pair per rank, {len(self.ranks)}, or none"
         for index, span in enumerate(self.spans):
-            if not (span.rank in self.ranks and 0 <= span.start <= span.end < math.inf):
-                allowed = f"a rank below {self.num_ranks} and 0 <= start <= end, in seconds"
+            if not (span.rank in self.ranks and 0 <= span.start <= span.end <= _LAST_SECOND):
+                allowed = f"a rank below {self.num_ranks} and 0 <= start <= end <= {_LAST_SECOND:g}, in seconds"
                 yield f"spans[{index}]", _row(span), allowed
         for index, sample in enumerate(self.memory):
-            if not (sample.rank in self.ranks and 0 <= sample.time < math.inf and sample.bytes >= 0):
+            if not (sample.rank in self.ranks and 0 <= sample.time <= _LAST_SECOND and 0 <= sample.bytes < 2**63):
                 yield f"memory[{index}]", sample, f"a rank below {self.num_ranks}, a time >= 0 and bytes >= 0"
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -209,10 +219,20 @@ class Recording(Timeline):
     replica: int = 0  # data-parallel replica of the pipeline
     dropped: int = 0  # number of spans that a full ring buffer has lost, the oldest ones
 
+    def _faults(self) -> Iterator[tuple[str, object, str]]:
+        yield from super()._faults()
+        if not -(2**63) <= self.origin_ns < 2**63:
+            yield "origin_ns", self.origin_ns, "an int of 64 bits"
+
     @property
     def ranks(self) -> range:
         """The one rank."""
         return range(self.rank, self.rank + 1)
+
+
+@cache
+def _types(of: type[Timeline]) -> dict[str, TypeAdapter[Any]]:
+    return {name: TypeAdapter(kind) for name, kind in get_type_hints(of).items()}
 
 
 def _row(span: Span) -> tuple[int, str, float, float, int | None]:

@@ -566,7 +566,7 @@ SHOW = ("show", "--stages", "4", "--micro-batches", "2")
     ("argv", "message"),
     [
         ((*SIMULATE, "--forward", "0"), "costs: got 0.0; allowed: seconds that are not all 0"),
-        ((*SIMULATE, "--forward=-1"), 'argument --forward: got "-1"; allowed: a finite number >= 0'),
+        ((*SIMULATE, "--forward=-1"), 'argument --forward: got "-1"; allowed: a number from 0 to 1e9'),
         ((*SIMULATE, "--profile", "p", "--latency", "nan"), "argument --latency: got"),
         ((*SIMULATE, "--profile", "p", "--bandwidth", "0"), 'argument --bandwidth: got "0"; allowed: bytes > 0'),
         ((*SIMULATE, "--profile", "p", "--bandwidth", "inf"), "argument --bandwidth: got"),

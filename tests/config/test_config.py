@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ds_vpipe.__main__ import main
@@ -108,10 +111,20 @@ WRONG: list[tuple[object, str, object, str, str]] = [
         'sync_mode is "bsp"',
     ),
     ({"gradient_clipping_scope": 1.0}, "vpipe.gradient_clipping_scope", 1.0, '"stage"', ""),
-    ({"peer_timeout_s": 0}, "vpipe.peer_timeout_s", 0, "a number of seconds > 0", ""),
-    ({"peer_timeout_s": "300"}, "vpipe.peer_timeout_s", "300", "a number of seconds > 0", ""),
-    ({"peer_timeout_s": True}, "vpipe.peer_timeout_s", True, "a number of seconds > 0", ""),
-    ({"peer_timeout_s": float("inf")}, "vpipe.peer_timeout_s", float("inf"), "a number of seconds > 0", "not a finite"),
+    ({"peer_timeout_s": 0}, "vpipe.peer_timeout_s", 0, "a number of seconds, 0.001 to 1e9", ""),
+    ({"peer_timeout_s": "300"}, "vpipe.peer_timeout_s", "300", "a number of seconds, 0.001 to 1e9", ""),
+    ({"peer_timeout_s": True}, "vpipe.peer_timeout_s", True, "a number of seconds, 0.001 to 1e9", ""),
+    (
+        {"peer_timeout_s": float("inf")},
+        "vpipe.peer_timeout_s",
+        float("inf"),
+        "a number of seconds, 0.001 to 1e9",
+        "not a finite",
+    ),
+    ({"peer_timeout_s": 1e10}, "vpipe.peer_timeout_s", 1e10, "a number of seconds, 0.001 to 1e9", ""),
+    ({"peer_timeout_s": 1e-4}, "vpipe.peer_timeout_s", 1e-4, "a number of seconds, 0.001 to 1e9", ""),
+    ({"partition": "type:" + "(a" * 5000}, "vpipe.partition", "type:" + "(a" * 5000, PARTITION, "does not compile"),
+    ({"partition": "type:a{" + "9" * 30 + "}"}, "vpipe.partition", "type:a{" + "9" * 30 + "}", PARTITION, "compile"),
     ({"timeline": True}, "vpipe.timeline", True, "an object", ""),
     ({"timeline": {"enabled": 0}}, "vpipe.timeline.enabled", 0, "true or false", ""),
     ({"timeline": {"enable": False}}, "vpipe.timeline.enable", False, "enabled, path", 'did you mean "enabled"?'),
@@ -178,6 +191,57 @@ def test_wrong_block_is_refused_in_one_line(block: object, key: str, value: obje
     assert message.startswith(f"{key}: got {show(value)}; ")
     assert allowed in message.partition("allowed: ")[2]
     assert more in message
+
+
+ODD = [
+    *(None, True, False, 0, 1, 2, -1, 10**30, 10**400, 0.0, 0.5, 1.0, -0.5, 1e308, 5e-324, NAN, float("inf")),
+    *("", "auto", "profile", "uniform", "type:(", "type:a", "no.json", "a\0", "\n", "\ud800", "asp", "bsp", "true"),
+    *(
+        [],
+        {},
+        [1],
+        [1, 1],
+        [True, 0],
+        [1.0, 0],
+        [10**400, 0],
+        [0.5, NAN],
+        [[1]],
+        {"every": True},
+        {"nadam": {}},
+        {"a": 1},
+    ),
+]
+KEYS = st.sampled_from([name for name, _ in all_keys(VPipeConfig)]) | st.sampled_from(
+    ["", "a.b", "\ud800", "sync-mode"]
+)
+
+
+@given(st.lists(st.tuples(KEYS, st.sampled_from(ODD)), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 9))
+@example([("swap_ratio", "\ud800")], 2, 4)  # half a character, which JSON has and Rust has not
+@example([("\ud800", 1)], 2, 4)
+def test_any_block_is_read_or_refused_in_one_line(pairs: list[tuple[str, object]], stages: int, layers: int) -> None:
+    block: dict[str, Any] = {}
+    for name, value in pairs:
+        *parents, last = name.split(".")
+        inner = block
+        for parent in parents:
+            inner[parent] = inner = dict(inner[parent]) if isinstance(inner.get(parent), dict) else {}
+        inner[last] = value
+    try:
+        config = VPipeConfig.parse(block)
+        config.check_sizes(stages, layers)
+        assert config.pipeline(stages, 2).num_stages == stages
+        assert VPipeConfig.parse(config.to_dict()) == config
+    except VPipeConfigError as error:
+        line = str(error).encode()
+    else:
+        line = b"it is read"
+    assert line.splitlines() == [line]
+
+
+def test_values_that_cannot_be_printed_are_shown() -> None:
+    for value in (10**5000, functools.reduce(lambda inner, _: [inner], range(100_000), [])):
+        assert "too large to show" in show(value)
 
 
 def test_several_wrong_keys_are_counted() -> None:
@@ -319,6 +383,7 @@ def test_partition_file_may_repeat_the_ratio_of_the_block(split_file: Path, rati
     [
         (None, ["cannot be read", "No such file"]),
         ("{broken", ["is not JSON"]),
+        ('{"partition": [1], "partition": [2]}', ["is not JSON", 'key "partition" is given twice']),
         (b"\xff\xfe\x00", ["is not JSON"]),
         ("[1, 2]", ["holds no object"]),
         ("{}", ['no key "partition"']),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import MICRO, STEPS, TOTAL, DeepSpeedJson
+from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.devices import Devices
 
@@ -60,6 +63,98 @@ def test_as_deepspeed(content: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
     assert (ours.optimizer or "").lower() == (theirs.optimizer_name or "").lower()
     assert ours.optimizer_params == (theirs.optimizer_params or {})
     assert ours.micro_batches(REPLICAS) == theirs.gradient_accumulation_steps
+
+
+ODD = [
+    *(
+        True,
+        False,
+        0,
+        1,
+        2,
+        -1,
+        10**30,
+        1.0,
+        0.0,
+        0.5,
+        float("nan"),
+        float("inf"),
+        None,
+        [],
+        {},
+        [1],
+        {"enabled": True},
+    ),
+    *("", "true", "T", "y", "Yes", "on", "1", "1.0", " 1", "+1", "1_0", "no", "off", "0", "f", "auto", "1" * 5000),
+]
+ZERO, FP16, BF16, AUTOCAST = "zero_optimization", "fp16", "bf16", "torch_autocast"
+DATA, COMPILE, CHECKPOINT = "data_efficiency", "compile", "checkpoint"
+READ: dict[str, tuple[Callable[[DeepSpeedJson], object], Callable[[Any], object]]] = {
+    ZERO: (lambda ours: ours.zero_stage, lambda theirs: theirs.zero_optimization_stage),
+    f"{ZERO}.stage": (lambda ours: ours.zero_stage, lambda theirs: theirs.zero_optimization_stage),
+    f"{ZERO}.reduce_bucket_size": (
+        lambda ours: ours.reduce_bucket,
+        lambda theirs: theirs.zero_config.reduce_bucket_size,
+    ),
+    f"{ZERO}.cpu_offload": (
+        lambda ours: ours.on(f"{ZERO}.cpu_offload"),
+        lambda theirs: theirs.zero_config.offload_optimizer is not None,
+    ),
+    f"{ZERO}.compute_grad_norm": (
+        lambda ours: ours.on(f"{ZERO}.compute_grad_norm", True),
+        lambda theirs: theirs.zero_config.compute_grad_norm,
+    ),
+    f"{FP16}.enabled": (lambda ours: ours.dtype == "float16", lambda theirs: theirs.float16_config.enabled),
+    f"{BF16}.enabled": (lambda ours: ours.dtype == "bfloat16", lambda theirs: theirs.bfloat16_config.enabled),
+    f"{AUTOCAST}.enabled": (
+        lambda ours: ours.is_set(f"{AUTOCAST}.enabled"),
+        lambda theirs: bool(theirs.torch_autocast_enabled),
+    ),
+    f"{DATA}.enabled": (
+        lambda ours: ours.is_set(f"{DATA}.enabled"),
+        lambda theirs: bool(theirs.data_efficiency_enabled),
+    ),
+    f"{COMPILE}.deepcompile": (
+        lambda ours: ours.on(f"{COMPILE}.deepcompile"),
+        lambda theirs: theirs.compile_config.deepcompile,
+    ),
+    f"{CHECKPOINT}.use_node_local_storage": (
+        lambda ours: ours.is_set(f"{CHECKPOINT}.use_node_local_storage"),
+        lambda theirs: bool(theirs.use_node_local_storage),
+    ),
+    "managed_gradient_accumulation": (
+        lambda ours: ours.is_set("managed_gradient_accumulation"),
+        lambda theirs: bool(theirs.managed_gradient_accumulation),
+    ),
+    "tensor_parallel.autotp_size": (
+        lambda ours: ours.whole("tensor_parallel.autotp_size"),
+        lambda theirs: theirs.tensor_parallel_config.autotp_size,
+    ),
+    STEPS: (lambda ours: ours.micro_batches(1), lambda theirs: theirs.gradient_accumulation_steps),
+}
+
+
+@pytest.mark.parametrize("path", READ)
+def test_what_deepspeed_accepts_is_read_alike(path: str) -> None:
+    """Values of the wrong type: "y" has been fp16 for DeepSpeed and fp32 here."""
+    ours, theirs = READ[path]
+    for value in ODD:
+        content: dict[str, Any] = {MICRO: 1}
+        *parents, last = path.split(".")
+        inner = content
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[last] = value
+        try:
+            wanted = theirs(DeepSpeedConfig(copy.deepcopy(content)))
+        except Exception:
+            wanted = None  # it refuses the value
+        try:
+            refuse_unsupported(DeepSpeedJson(content), VPipeConfig.parse({}), 2)
+            found = ours(DeepSpeedJson(content))
+        except VPipeConfigError:
+            continue
+        assert wanted is None or found == wanted, value
 
 
 def test_micro_batches_that_nothing_says() -> None:

@@ -9,9 +9,9 @@ trained with several, the best on average counts. An update of an asynchronous p
 ``--longer-methods`` are trained for ``--longer`` updates too, with the rates found.
 
 Every run is one line of ``--output``; a line that is there is not computed again, so that a run that was stopped goes
-on, and one with more seeds, arms or rates adds to it. The table and the picture are made of all of that file that is of
-the same model, data and schedule. ``--throughput`` takes what ``schedule.py --json`` has measured, for the time
-that an arm takes.
+on, and one with more seeds, arms or rates adds to it. The table is made of all of that file that is of the same model,
+data and schedule; ``convergence_summary.py`` makes the table and the picture of the document. ``--throughput`` takes
+what ``schedule.py --json`` has measured, for the time that an arm takes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import PRELOADED, Curve, Row, add_row, draw, markdown, parser_of, read_rows
+from common import PRELOADED, Row, add_row, markdown, parser_of, read_rows
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch.nn.functional import cross_entropy
 from transformers.models.roberta_prelayernorm import modeling_roberta_prelayernorm as before
@@ -361,17 +361,6 @@ def table(chosen: dict[Arm, list[Row]], updates: int, measured: dict[tuple[int, 
     return markdown(HEAD, lines)
 
 
-def panels(chosen: dict[Arm, list[Row]]) -> dict[str, list[Curve]]:
-    """Validation loss over updates, a panel per number of stages, means of the seeds."""
-    curves = {}
-    for arm, rows in chosen.items():
-        points = zip(*(row["curve"] for row in rows), strict=True)
-        means = [(seeds[0][0], statistics.mean(loss for _, loss in seeds)) for seeds in points]
-        curves[arm] = Curve(f"{arm}, {arm.updates}", means, dashed=arm.stages == 1)
-    stages = sorted({arm.stages for arm in chosen if arm.stages > 1}) or [1]
-    return {f"K = {count}": [curve for arm, curve in curves.items() if arm.stages in (1, count)] for count in stages}
-
-
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
@@ -400,7 +389,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train what is missing, print the table and draw."""
+    """Train what is missing, print and write the table."""
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     text = "docstrings" if options.text is None else " ".join(map(str, options.text))
@@ -437,7 +426,6 @@ def main() -> None:
     for stages, size in sorted(unknown) if options.throughput else ():
         print(f"{options.throughput}: no stock, bsp and asp at K={stages} M={size}, so no times")
     options.output.with_suffix(".md").write_text(lines, encoding="utf-8")
-    draw(options.output.with_suffix(".png"), panels(chosen), "updates", "validation loss, masked LM, nats")
 
 
 if __name__ == "__main__":

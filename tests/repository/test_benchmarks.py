@@ -70,6 +70,7 @@ SMALL = {
             r"K=2 M=2 feedback \| 5 \| .*\|",
         ],
     ),
+    "convergence_summary.py": ("--plot out/convergence.svg", [r"\| 1 \| SOAP \| 1 to 2 \| -10\.6 %"]),
     "device.py": (
         "--cpu --models gpt2 --stages 2 --arms stock bsp --hidden 64 --layers 2 --vocabulary 64 --batch 1 "
         "--sequence 16 --batches 1 --at-once 1 --repetitions 1",

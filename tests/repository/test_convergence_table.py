@@ -134,3 +134,10 @@ def test_a_run_whose_process_is_killed_is_named(bench: Any, monkeypatch: pytest.
     options = bench.parse(["--output", str(tmp_path / "runs.jsonl")])
     with pytest.raises(SystemExit, match=r"K=8 M=1 soap, 20 updates, rate 0.001, seed 1: its process ended without a"):
         bench.compute([run], options)
+
+
+def test_the_table_of_the_document_is_that_of_the_data(bench: Any) -> None:
+    import convergence_summary
+
+    page = (convergence_summary.DOCS / "convergence.md").read_text(encoding="utf-8")
+    assert convergence_summary.Results(convergence_summary.DOCS / "data").table() in page

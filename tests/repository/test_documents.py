@@ -148,7 +148,9 @@ def test_links_resolve(document: str) -> None:
         assert not anchor or anchor in anchors(str(path.relative_to(ROOT))), target
 
 
-WRAPPED = re.compile(r"README|CONTRIBUTING|CHANGELOG|docs/(balancing|semantics|training|tuning|migrating|plain_models)")
+WRAPPED = re.compile(
+    r"README|CONTRIBUTING|CHANGELOG|docs/(balancing|convergence|semantics|training|tuning|migrating|plain_models)"
+)
 
 
 @pytest.mark.parametrize("document", [page for page in PAGES if WRAPPED.match(page)])

@@ -98,9 +98,11 @@ def attempt(shape: str, ranks: int, folder: Path, event: Event | None, counts: b
             del goes_on_at[stopped]
             with suppress(ProcessLookupError):
                 os.kill(stopped, signal.SIGCONT)
-        if now > deadline:
+        if alive and now > deadline:
             found.ended_by_launcher = sorted(alive.values())
-            os.killpg(group, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+            deadline = now + LIMIT_S
         read(logs.values())
         if pid == 0:
             time.sleep(0.01)

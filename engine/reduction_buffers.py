@@ -1,41 +1,87 @@
 """Shared memory of DeepSpeed's all-reduce between CPU processes of one host: 69 MB per rank under ``/dev/shm``.
 
 DeepSpeed makes the files with the world, opens each by its name once, on every rank, and removes none, however a run
-ends. Mapped memory needs no name, so that the names can go as soon as all ranks have mapped all files.
+ends. Mapped memory needs no name, so that the names can go as soon as all ranks have mapped all files. Nor does it look
+whether there is room for them: where a container has 64 MB under ``/dev/shm``, ranks end by a segmentation fault.
 """
 
 import functools
+import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from deepspeed.comm.torch import TorchBackend
+from deepspeed.utils import logger
 from torch import distributed
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_vpipe.doctor.probe import UNUSED, Claim
+from ds_vpipe.errors import VPipeError
 
 FILES = "/dev/shm/deepspeed_allreduce_buffer_"  # then user, address, port and rank
+backends: Any = importlib.import_module("deepspeed.comm.torch")  # an attribute of that name is torch itself
+BYTES = 66 * 2**20 + 4096  # of each
 
 
 @contextmanager
 def unnamed_buffers() -> Iterator[None]:
     """Buffers lose their names: at once those of a world that is made inside, at the start those of one made before."""
-    original = TorchBackend.__init__
+    original, build = backends.TorchBackend.__init__, backends.build_shm_op
 
     @functools.wraps(original)
     def begin(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         unlink_mapped()
 
+    @functools.wraps(build)
+    def build_if_they_fit() -> Any:
+        operator = build()
+        return operator if operator is None or have_room() else None
+
     unlink_mapped()
     unlink_unused()
-    TorchBackend.__init__ = begin
+    backends.TorchBackend.__init__, backends.build_shm_op = begin, build_if_they_fit
     try:
         yield
     finally:
-        TorchBackend.__init__ = original
+        backends.TorchBackend.__init__, backends.build_shm_op = original, build
+
+
+def have_room() -> bool:
+    """Whether this world's buffers fit under ``/dev/shm``; without them DeepSpeed reduces by the backend.
+
+    All ranks have to agree, and see the same size, but not the same free room: others take theirs meanwhile.
+
+    Raises:
+        VPipeError: they would, but something else is there.
+    """
+    ranks = int(os.environ.get("LOCAL_SIZE") or 0)
+    if str(ranks) != os.environ.get("WORLD_SIZE"):
+        return True  # several hosts have no buffers
+    folder = Path(FILES).parent
+    room = os.statvfs(folder)
+    if room.f_frsize * room.f_blocks < ranks * BYTES:
+        if os.environ.get("RANK") == "0":
+            logger.warning(
+                f"ds_vpipe: {folder} has {room.f_frsize * room.f_blocks >> 20} MiB; DeepSpeed's all-reduce between CPU "
+                f"processes, which takes {BYTES >> 20} MiB for each of {ranks} ranks, is left to gloo"
+            )
+        return False
+    name = f"{FILES}{os.getuid()}_{os.environ.get('MASTER_ADDR', '')}_{os.environ.get('MASTER_PORT', '')}_"
+    written = 0
+    for rank in range(ranks):
+        with suppress(FileNotFoundError):
+            written += Path(f"{name}{rank}").stat().st_size
+    free = room.f_frsize * room.f_bavail
+    if free < ranks * BYTES - written:
+        raise VPipeError(
+            f"{folder}: got {free >> 20} MiB that are free, needed are {BYTES >> 20} MiB for each of {ranks} ranks, "
+            f"for DeepSpeed's all-reduce between CPU processes; remove what is left there, or give the container more "
+            f"(docker run --shm-size)"
+        )
+    return True
 
 
 def unlink_mapped() -> None:

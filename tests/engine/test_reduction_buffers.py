@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from worlds import free_port
 
 from ds_vpipe.doctor.probe import Claim
 from ds_vpipe.engine import reduction_buffers
-from ds_vpipe.engine.reduction_buffers import unlink_unused
+from ds_vpipe.engine.reduction_buffers import unlink_unused, unnamed_buffers
+from ds_vpipe.errors import VPipeError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,3 +147,42 @@ def test_files_of_other_hosts_stay(buffers: list[Path], monkeypatch: pytest.Monk
         assert "nfs4" in claim.state
     unlink_unused()
     assert all(path.exists() for path in buffers)
+
+
+@pytest.mark.parametrize(
+    ("total_mib", "free_mib", "written_mib", "hosts", "wanted"),
+    [
+        (200, 200, 0, 1, "operator"),
+        (200, 100, 60, 1, "operator"),  # another rank has begun to write its own
+        (64, 64, 0, 1, None),  # a container's default, for which DeepSpeed's code ends by a segmentation fault
+        (64, 64, 0, 2, "operator"),  # which makes no buffers
+        (200, 100, 0, 1, "got 100 MiB that are free, needed are 66 MiB for each of 2 ranks"),
+    ],
+)
+def test_buffers_that_do_not_fit(
+    buffers: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    total_mib: int,
+    free_mib: int,
+    written_mib: int,
+    hosts: int,
+    wanted: str | None,
+) -> None:
+    os.truncate(buffers[0], written_mib * 2**20)
+    for name, value in {"RANK": 0, "LOCAL_SIZE": 2, "WORLD_SIZE": 2 * hosts, "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(reduction_buffers, "FILES", str(buffers[0]).replace("0_127.0.0.1_29500_0", ""))
+    for path in buffers:
+        path.rename(path.with_name(path.name.replace("buffer_0", f"buffer_{os.getuid()}")))
+    monkeypatch.setattr(reduction_buffers, "unlink_unused", lambda: None)
+    room = SimpleNamespace(f_frsize=4096, f_blocks=total_mib * 256, f_bavail=free_mib * 256)
+    monkeypatch.setattr(os, "statvfs", lambda path: room)
+    monkeypatch.setattr(reduction_buffers.backends, "build_shm_op", lambda: "operator")
+    with unnamed_buffers():
+        try:
+            found = reduction_buffers.backends.build_shm_op()
+        except VPipeError as error:
+            found = str(error)
+    assert found == wanted or (wanted is not None and wanted in found)
+    assert reduction_buffers.backends.build_shm_op() == "operator"

@@ -324,6 +324,8 @@ REPAIRED = [
     ("bf16 without ZeRO", "checkpoints do not load", "they load", "test_resume.py::test_other_settings"),
     ("any end of a run on one host's CPUs", "69 MB per rank stay in `/dev/shm`", "nothing",
      "test_reduction_buffers.py::test_a_killed_run_with_replicas"),
+    ("all-reduces on CPUs where `/dev/shm` has less room, as in containers", "ranks end by a segmentation fault",
+     "gloo reduces, or one line", "test_reduction_buffers.py::test_buffers_that_do_not_fit"),
     ("a build of an operator that was killed", "later starts wait for its lock for ever, in silence",
      "they take it over, or name it", "test_extension_builds.py::test_torch_builds_with_such_a_lock"),
     ("fp32 gradient clipping", "by the first stage's norm only", "by the whole model's",

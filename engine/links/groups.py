@@ -70,8 +70,8 @@ class Group:
         """A started receive of ``data`` from global ``rank``."""
         return cast(dist.Work, self.backend.recv([data], self.ranks.index(rank), tag))
 
-    def wait(self, work: dist.Work | RuntimeError, what: str, timeout_s: float | None = None) -> None:
-        """Wait for ``work``, or raise the error in its place."""
+    def wait(self, work: dist.Work | RuntimeError, what: str, timeout_s: float | None = None, peer: str = "it") -> None:
+        """Wait for ``work`` of ``peer``, or raise the error in its place."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         try:
             if isinstance(work, RuntimeError):
@@ -80,7 +80,7 @@ class Group:
         except RuntimeError as error:
             break_off(self.backend)  # a collective would go on without the limit of this wait
             raisable = limit if timeout_s is None else None
-            raise failed_wait(self.me, self.failures, what, error, raisable) from error
+            raise failed_wait(self.me, self.failures, what, error, raisable, peer) from error
 
     def minimum(self, value: int, what: str) -> int:
         """The smallest ``value`` of all members."""
@@ -117,7 +117,8 @@ class Group:
             work = start()
         except RuntimeError as error:
             work = error
-        self.wait(work, what, timeout_s)
+        peer = "it" if len(self.ranks) == 2 else f"one of ranks {', '.join(map(str, self.ranks))}"
+        self.wait(work, what, timeout_s, peer)
 
 
 class Groups:
@@ -193,13 +194,13 @@ class Groups:
 
 
 def failed_wait(
-    me: Peer, failures: FailureWatch, what: str, error: Exception, limit_s: float | None
+    me: Peer, failures: FailureWatch, what: str, error: Exception, limit_s: float | None, peer: str = "it"
 ) -> PipelinePeerError:
     """The error that ends a wait for ``what``; ``limit_s`` is the limit that the user may raise, if any."""
     reason = failures.reason()
     if reason is not None:
         return PipelinePeerError(f"{me} stopped waiting for {what}: {reason}", reason)
-    return PipelinePeerError(f"{me} waited for {what}: {_cause(error, limit_s)}")
+    return PipelinePeerError(f"{me} waited for {what}: {_cause(error, limit_s, peer)}")
 
 
 def use_local_device() -> None:
@@ -222,7 +223,7 @@ def _devices() -> list[Any]:
     return [ProcessGroupGloo.create_device(interface=name) for name in names]
 
 
-def _cause(error: Exception, timeout_s: float | None) -> str:
+def _cause(error: Exception, timeout_s: float | None, peer: str = "it") -> str:
     """One line for a backend's error; ``timeout_s`` is the limit in seconds that the user may raise, if any."""
     text = " ".join(str(error).split())
     if "Timed out" in text or "timeout" in text.lower():
@@ -233,7 +234,7 @@ def _cause(error: Exception, timeout_s: float | None) -> str:
             f"if a step may take that long"
         )
     if "closed" in text or "reset" in text or "Broken pipe" in text:
-        return "it is gone (connection closed); see that rank's log for the cause"
+        return f"{peer} is gone (connection closed); see that rank's log for the cause"
     return text
 
 

@@ -143,3 +143,15 @@ def test_a_collective_whose_ranks_are_gone_with_the_store_ends_in_one_line() -> 
         report_failure(stage, gone)
     report_failure(stage, RuntimeError("gloo: sizes differ"))  # a defect stays what it is
     assert stage.failure == "stage 1 (rank 2) failed in evaluation: RuntimeError: gloo: sizes differ"
+
+
+def test_a_collective_names_its_ranks_where_it_cannot_know_which_is_gone() -> None:
+    silent: Any = SimpleNamespace(reason=lambda: None)
+
+    def allreduce(*_: Any) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:20353")
+
+    backend = SimpleNamespace(allreduce=allreduce, size=lambda: 1)
+    group = groups.Group("all", backend, (0, 1, 2), Peer(0, 0), 1.0, silent)
+    with pytest.raises(PipelinePeerError, match=r"waited for data: one of ranks 0, 1, 2 is gone \(connection closed\)"):
+        group.minimum(1, "data")

@@ -447,7 +447,7 @@ def test_what_cannot_move_is_refused_on_every_rank_in_one_line(worlds: Worlds) -
     words = [
         "layer 4, the last of two or more", "from 3 on, after 1 updates", "buffers", "recomputed", "swap_ratio",
         "clipped", "flat buffers", "weight_sync", "staleness", "vpipe.replan.every", "extra state",
-        "changed after", "parameters with hooks", "hooks or a step()", "hooks or a step()",
+        "changed after", "4.scale has hooks, which would stay behind", "hooks or a step()", "hooks or a step()",
         "the optimizers of the stages differ in nesterov",
     ]  # fmt: skip
     for lines in worlds.run(2, refusals, runs):

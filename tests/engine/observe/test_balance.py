@@ -295,7 +295,7 @@ def test_plain_modules_balance_themselves(worlds: Worlds) -> None:
         assert report["splits"][0] == [7, 1]
         assert report["splits"][-1][0] in (3, 4, 5)
         for position, layer in enumerate(report["layers"]):  # front, layers and tail
-            # Less than was slept where the machine was busy: what slowed the whole stage is its slowness, not its layers'.
+            # A busy machine shows as a slower stage, which leaves its layers less than they slept.
             sleeps = PART_S if 0 < position < LAYERS - 1 else 0
             assert sleeps / 2 <= layer.forward_s < sleeps + 3 * PART_S, position
             assert sleeps <= layer.backward_s < 2 * sleeps + 4 * PART_S, position

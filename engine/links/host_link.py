@@ -30,7 +30,9 @@ from ds_vpipe.engine.links.groups import Group, Peer
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.message import (
     HEADER_BYTES,
+    MOST_BYTES,
     Expected,
+    MalformedMessageError,
     Message,
     Packed,
     Packer,
@@ -240,6 +242,8 @@ class HostReceiver(Receiver):
         self._wait(work, what)
         message = expected.message()
         if message.kind is Message.OVERSIZE:
+            if message.size > MOST_BYTES:
+                raise MalformedMessageError(f"it announces {message.size} bytes, this host has {MOST_BYTES}")
             data = self._memory(message.size)
             self._wait(self._start(data, self._channel.own_tag), what)
             message = unpack(data)

@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 
 from ds_vpipe.engine.links.groups import Peer
-from ds_vpipe.engine.links.message import Message, Received, Tree
-from ds_vpipe.errors import PipelinePeerError
+from ds_vpipe.engine.links.message import MalformedMessageError, Message, Received, Tree
+from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError
 
 ABORT_GRACE_S = 5.0
 """Limit of a failing stage for sending the reason to its neighbours."""
@@ -104,17 +104,37 @@ class Receiver(ABC):
 
         Raises:
             PipelinePeerError: the time limit passed, the peer is lost, or it says that it has failed.
+            PipelineProtocolError: what came is no message.
         """
-        message = self._next(what)
+        try:
+            message = self._next(what)
+            reason = _reason(message)
+        except MalformedMessageError as error:
+            raise PipelineProtocolError(
+                f"{self._me}: what came as {what} from {self.peer} is no message of ds_vpipe: {error}; start all ranks "
+                f"with the same version, on a network where nobody else writes to their ports"
+            ) from error
         self.bytes_received += message.size
-        if message.kind is Message.ABORT:
-            reason = bytes(message.tree.tolist()).decode(errors="replace")
+        if reason is not None:
             raise PipelinePeerError(f"{self._me} stopped waiting for {what} from {self.peer}: {reason}", reason)
         return message
 
     @abstractmethod
     def _next(self, what: str) -> Received:
-        """The next message, also of a failure."""
+        """The next message, also of a failure.
+
+        Raises:
+            MalformedMessageError: what came is no message.
+        """
+
+
+def _reason(message: Received) -> str | None:
+    """The peer's failure, if the message is of one."""
+    if message.kind is not Message.ABORT:
+        return None
+    if not isinstance(message.tree, torch.Tensor) or message.tree.dtype != torch.uint8 or message.tree.dim() != 1:
+        raise MalformedMessageError("a failure without a text")
+    return bytes(message.tree.tolist()).decode(errors="replace")
 
 
 def abort_all(senders: Sequence[Sender], reason: str) -> None:

@@ -12,12 +12,15 @@ Metadata travel with every message, so shapes may change from micro-batch to mic
 While they do not change nothing is computed again: a :class:`Packer` recycles the buffers of the latest layouts with
 their views, and :class:`Expected` has the views into a receive buffer ready before its message comes. Reading copies
 nothing: tensors are views of the received buffer, which is freed with the last of them.
+
+What is no message ends in a :class:`MalformedMessageError`, before anything is allocated for what its header claims.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -39,8 +42,18 @@ _DTYPES = (
 )
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
+_FEWEST_BYTES = 8 * (_FIXED_WORDS + 1)
+
 HEADER_BYTES = 4096
 """Size of the first receive buffer and of a message that only announces a larger one."""
+
+
+MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""Memory of this host, which no message is larger than."""
+
+
+class MalformedMessageError(ValueError):
+    """Bytes that are no message; the text says why."""
 
 
 class Message(enum.IntEnum):
@@ -63,6 +76,9 @@ class Message(enum.IntEnum):
     def on_host(self) -> bool:
         """Whether its tensors are never on an accelerator."""
         return self in (Message.END, Message.ABORT, Message.PEERS, Message.QUIESCE)
+
+
+_KINDS = frozenset(kind.value for kind in Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +307,9 @@ class Expected:
     Args:
         data: the buffer, uint8, at least as long as that message.
         words: of that message's tree; None before the first message.
+
+    Raises:
+        MalformedMessageError: no tree has these words, or its tensors do not fit into the buffer.
     """
 
     def __init__(self, data: torch.Tensor, words: list[int] | None = None) -> None:
@@ -301,13 +320,29 @@ class Expected:
         self._words = words
         self._gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._offset = _align(8 * num_words)
-        self._tree = self._read(iter(words))
+        rest = iter(words)
+        try:
+            self._tree = self._read(rest)
+        except StopIteration:
+            raise MalformedMessageError(f"its {len(words)} words describe more than they hold") from None
+        except (RuntimeError, RecursionError) as error:  # torch's, of numbers that no tensor has
+            raise MalformedMessageError(f"{type(error).__name__} where it is read") from error
+        if next(rest, None) is not None:
+            raise MalformedMessageError("words follow its tree")
 
     def message(self) -> Received:
-        """The message in the buffer, also of another form."""
+        """The message in the buffer, also of another form.
+
+        Raises:
+            MalformedMessageError: there is none.
+        """
         size, num_words, kind, micro_batch, note, *words = self._header.tolist()
         if num_words != len(self._header) or words != self._words:
             return unpack(self.data)
+        if kind not in _KINDS:
+            raise MalformedMessageError(f"kind {kind} is none of 1 to {len(_KINDS)}")
+        if size < self._offset or (size > self._offset and kind != Message.OVERSIZE):
+            raise MalformedMessageError(f"it says that it has {size} bytes, but its tensors end at {self._offset}")
         for tensor, view in self._gaps:
             tensor.copy_(view)
         return Received(Message(kind), micro_batch, note, size, self._tree, words)
@@ -319,11 +354,20 @@ class Expected:
         if code in (_TUPLE, _LIST):
             items = [self._read(words) for _ in range(next(words))]
             return tuple(items) if code == _TUPLE else items
+        if not 0 <= code < len(_DTYPES):
+            raise MalformedMessageError(f"{code} stands for no dtype")
         dtype, requires_grad, ndim = _DTYPES[code], bool(next(words)), next(words)
-        shape, strides = list(islice(words, ndim)), list(islice(words, ndim))
+        shape, strides = (list(islice(words, max(0, ndim))) for _ in range(2))
+        if len(strides) != ndim or min((*shape, *strides), default=0) < 0:
+            raise MalformedMessageError(f"a tensor of {ndim} dimensions with shape {shape[:8]}, strides {strides[:8]}")
         stored = _Stored.of(shape, strides)
+        end, span = self._offset + stored.size(dtype), 0
+        if stored.gaps:
+            span = 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, strides, strict=True))
+        if end > len(self.data) or span * dtype.itemsize > MOST_BYTES:
+            raise MalformedMessageError(f"a tensor of shape {shape[:8]} and strides {strides[:8]} does not fit")
         view = stored.view(self.data, self._offset, dtype)
-        self._offset = _align(self._offset + stored.size(dtype))
+        self._offset = _align(end)
         if stored.gaps:
             view, dense = torch.empty_strided(stored.shape, strides, dtype=dtype, device=view.device), view
             self._gaps.append((view.data, dense))
@@ -339,6 +383,14 @@ def announcement(size: int) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor) -> Received:
-    """The message in a buffer, which may be longer; tensors get the sender's ``requires_grad``."""
+    """The message in a buffer, which may be longer; tensors get the sender's ``requires_grad``.
+
+    Raises:
+        MalformedMessageError: there is none.
+    """
+    if len(data) < _FEWEST_BYTES:
+        raise MalformedMessageError(f"{len(data)} bytes, the shortest has {_FEWEST_BYTES}")
     num_words = int(data[8:16].view(torch.int64))
+    if not _FEWEST_BYTES <= 8 * num_words <= len(data):
+        raise MalformedMessageError(f"a header of {num_words} words in {len(data)} bytes")
     return Expected(data, data[8 * _FIXED_WORDS : 8 * num_words].view(torch.int64).tolist()).message()

@@ -33,7 +33,7 @@ import torch
 from ds_vpipe.engine.links.failure_watch import FailureWatch
 from ds_vpipe.engine.links.groups import Peer, failed_wait
 from ds_vpipe.engine.links.link import ABORT_GRACE_S, Receiver, Sender
-from ds_vpipe.engine.links.message import Layout, Message, Packed, Packer, Received, Tree, unpack
+from ds_vpipe.engine.links.message import Layout, MalformedMessageError, Message, Packed, Packer, Received, Tree, unpack
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 INLINE_BYTES = 2048
@@ -277,14 +277,18 @@ class SharedReceiver(Receiver):
             raise self._connection.failed(f"{what} from {self.peer}", error) from error
         finally:
             self.waited_s += time.perf_counter() - begin
+        if len(packet) < _REFERENCE.size:
+            raise MalformedMessageError(f"a packet of {len(packet)} bytes")
         number, size = _REFERENCE.unpack_from(packet)
         for descriptor in descriptors:  # the block is new
             self._map(number, descriptor)
         if number == _WHOLE:
-            data = torch.empty(size, dtype=torch.uint8)
+            data = torch.empty(len(packet) - _REFERENCE.size, dtype=torch.uint8)
             data.numpy()[:] = np.frombuffer(packet, dtype=np.uint8, offset=_REFERENCE.size)
         else:
-            block = self._blocks[number]
+            block = self._blocks.get(number)
+            if block is None or not 0 <= size <= len(block) - _FLAG_BYTES:
+                raise MalformedMessageError(f"{size} bytes in block {number}")
             memory = block[_FLAG_BYTES : _FLAG_BYTES + size]
             weakref.finalize(memory, _give_back, block, self._process).atexit = False
             data = torch.from_numpy(memory)

@@ -13,8 +13,9 @@ from simulated_device import simulated_copies
 from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Peer
 from ds_vpipe.engine.links.host_link import HostReceiver, HostSender
-from ds_vpipe.engine.links.message import Message, Packer
+from ds_vpipe.engine.links.message import Message, Packer, announcement
 from ds_vpipe.engine.links.send_thread import SendThread
+from ds_vpipe.errors import PipelineProtocolError
 
 
 class Backend:
@@ -32,6 +33,19 @@ class Backend:
         if not self.posted:
             message = Packer().pack(Message.ACTIVATION, 0, torch.ones(3)).data
             tensors[0][: len(message)] = message
+        self.posted += tensors
+        return SimpleNamespace(wait=lambda limit: True)
+
+
+class Garbage(Backend):
+    """Receives always find ``content``."""
+
+    def __init__(self, content: torch.Tensor) -> None:
+        super().__init__()
+        self.content = content
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        tensors[0].zero_()[: len(self.content)] = self.content[: len(tensors[0])]
         self.posted += tensors
         return SimpleNamespace(wait=lambda limit: True)
 
@@ -66,3 +80,22 @@ def test_receives_are_posted_while_the_send_thread_waits_for_a_device() -> None:
     assert len(backend.posted) == 2
     gate.set()
     thread.stop()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (torch.full((4096,), 0xA5, dtype=torch.uint8), "a header of -"),
+        (torch.zeros(0, dtype=torch.uint8), "a header of 0 words"),
+        (announcement(2**60), f"it announces {2**60} bytes, this host has"),
+        (Packer().pack(Message.ABORT, 0, None).data, "a failure without a text"),
+    ],
+)
+def test_garbage_of_a_peer_ends_in_one_line_without_an_allocation(content: torch.Tensor, why: str) -> None:
+    backend = Garbage(content)
+    receiver = HostReceiver(group_of(backend), Peer(1, 1), 1)
+    with pytest.raises(PipelineProtocolError, match=why) as error:
+        receiver.receive("RECV_ACT0")
+    assert str(error.value).startswith("stage 0 (rank 0): what came as RECV_ACT0 from stage 1 (rank 1) is no message")
+    assert "\n" not in str(error.value)
+    assert sum(data.numel() for data in backend.posted) < 20_000

@@ -9,7 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_vpipe.engine.links.message import HEADER_BYTES, Expected, Message, Packer, announcement, leaves, unpack
+from ds_vpipe.engine.links.message import (
+    HEADER_BYTES,
+    Expected,
+    MalformedMessageError,
+    Message,
+    Packer,
+    Received,
+    announcement,
+    leaves,
+    unpack,
+)
 
 FLOATING = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 OTHERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool]
@@ -237,3 +247,71 @@ def test_tensors_of_a_message_may_be_changed_apart(expected: bool) -> None:
     output.sum().backward()
     assert weight.grad.tolist() == [1, 1, 1]
     assert written.tolist() == [1, 1, 1]
+
+
+def read(data: torch.Tensor, words: list[int] | None = None) -> Received | MalformedMessageError:
+    """The message or the refusal, which is one line; anything else would end the test."""
+    try:
+        return unpack(data) if words is None else Expected(data, words).message()
+    except MalformedMessageError as error:
+        return error
+
+
+def check(result: Received | MalformedMessageError, data: torch.Tensor) -> None:
+    if isinstance(result, MalformedMessageError):
+        assert str(result)
+        assert "\n" not in str(result)
+        return
+    assert result.size <= len(data) or result.kind is Message.OVERSIZE
+    for leaf in leaves(result.tree):
+        if leaf is not None:
+            leaf.detach().sum(dtype=torch.complex128 if leaf.is_complex() else torch.float64)  # it can be read
+
+
+@given(content=st.binary(max_size=400))
+def test_any_bytes_are_a_message_or_one_line(content: bytes) -> None:
+    data = torch.tensor(list(content), dtype=torch.uint8)
+    check(read(data), data)
+
+
+WORDS = st.integers(-4, 20) | st.integers(-(2**63), 2**63 - 1) | st.sampled_from([2**31, 2**40, 2**62, 4096, 64])
+
+
+@given(tree=TREES, changes=st.lists(st.tuples(st.integers(0, 40), WORDS), min_size=1, max_size=3))
+@settings(max_examples=300)
+def test_a_header_with_other_words_is_a_message_or_one_line(tree: Any, changes: list[tuple[int, int]]) -> None:
+    packed = Packer().pack(Message.ACTIVATION, 7, tree)
+    words = list(packed.words)
+    data = packed.data.clone()
+    header = data.view(torch.int64)
+    for place, word in changes:
+        header[place % min(len(header), 5 + len(words))] = word
+    expanded = [word for _, word in changes if word > 2**20]
+    result = read(data)
+    if expanded and isinstance(result, Received):  # huge only by an expanded dimension, which has no memory
+        for leaf in leaves(result.tree):
+            assert leaf is None or leaf.untyped_storage().nbytes() < 2**20
+        return
+    check(result, data)
+    check(read(data, words), data)
+
+
+def test_nothing_is_allocated_for_what_a_header_claims() -> None:
+    column = torch.ones(64, 6)[:, 2]
+    data = Packer().pack(Message.ACTIVATION, 0, column).data
+    header = data.view(torch.int64)
+    at = header.tolist().index(6, 5)  # its stride
+    header[at] = 2**40
+    assert "does not fit" in str(read(data))
+    header[at] = 6
+    assert isinstance(read(data), Received)
+    for size in (len(data) + 64, len(data) - 64, 2**60, -1):
+        header[0] = size
+        assert f"says that it has {size} bytes" in str(read(data))
+
+
+def test_words_nested_too_deep() -> None:
+    words = [-2, 1] * 100_000 + [-1]
+    data = torch.zeros(8 * (5 + len(words)), dtype=torch.uint8)
+    data.view(torch.int64)[:] = torch.tensor([len(data), 5 + len(words), 1, 0, 0, *words])
+    assert "RecursionError" in str(read(data))

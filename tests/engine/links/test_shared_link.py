@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.links.message import Message
 from ds_vpipe.engine.links.shared_link import INLINE_BYTES, Connection, SharedReceiver, SharedSender
-from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeConfigError, VPipeError
 
 HERE, THERE = Peer(3, 0), Peer(4, 1)
 
@@ -469,3 +470,23 @@ def test_random_messages() -> None:
         if len(kept) > 40:
             del kept[:20]
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("packet", "why"),
+    [
+        (b"short", "a packet of 5 bytes"),
+        (b"\xa5" * 64, "bytes in block -"),
+        (struct.pack("qq", 0, 2**40), f"{2**40} bytes in block 0"),
+        (struct.pack("qq", 7, 64), "64 bytes in block 7"),
+        (struct.pack("qq", -1, 2**40), "0 bytes, the shortest has 48"),
+        (struct.pack("qq", -1, 480) + b"\xa5" * 480, "a header of -"),
+    ],
+)
+def test_garbage_of_a_peer_ends_in_one_line(packet: bytes, why: str) -> None:
+    here, there = connections()
+    here.write([packet], [])
+    with pytest.raises(PipelineProtocolError, match=why) as error:
+        SharedReceiver(there).receive("RECV_ACT0")
+    assert str(error.value).startswith("stage 4 (rank 1): what came as RECV_ACT0 from stage 3 (rank 0) is no message")
+    assert "\n" not in str(error.value)

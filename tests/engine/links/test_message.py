@@ -268,6 +268,12 @@ def check(result: Received | MalformedMessageError, data: torch.Tensor) -> None:
             leaf.detach().sum(dtype=torch.complex128 if leaf.is_complex() else torch.float64)  # it can be read
 
 
+@pytest.mark.parametrize("code", [-4, 12])
+def test_a_code_of_no_dtype_is_refused(code: int) -> None:
+    result = read(torch.zeros(HEADER_BYTES, dtype=torch.uint8), [code, 0, 1, 1, 1])
+    assert str(result) == f"{code} stands for no dtype"
+
+
 @given(content=st.binary(max_size=400))
 def test_any_bytes_are_a_message_or_one_line(content: bytes) -> None:
     data = torch.tensor(list(content), dtype=torch.uint8)

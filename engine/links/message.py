@@ -319,6 +319,7 @@ class Expected:
         self._header = data[: 8 * num_words].view(torch.int64).numpy()
         self._words = words
         self._gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._room = MOST_BYTES
         self._offset = _align(8 * num_words)
         rest = iter(words)
         try:
@@ -364,7 +365,8 @@ class Expected:
         end, span = self._offset + stored.size(dtype), 0
         if stored.gaps:
             span = 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, strides, strict=True))
-        if end > len(self.data) or span * dtype.itemsize > MOST_BYTES:
+        self._room -= span * dtype.itemsize
+        if end > len(self.data) or self._room < 0:
             raise MalformedMessageError(f"a tensor of shape {shape[:8]} and strides {strides[:8]} does not fit")
         view = stored.view(self.data, self._offset, dtype)
         self._offset = _align(end)

@@ -38,7 +38,12 @@ from ds_vpipe.engine.links.groups import Groups, Peer, use_local_device
 from ds_vpipe.engine.links.stage_links import StageLinks
 from ds_vpipe.engine.links.wiring import Wiring
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, recompute_parts
-from ds_vpipe.engine.modules.partitioned import layers_here, repartition, stage_counts
+from ds_vpipe.engine.modules.partitioned import (
+    layers_here,
+    refuse_training_outside_layers,
+    repartition,
+    stage_counts,
+)
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import apply_recompute, use_sound_checkpointing
 from ds_vpipe.engine.modules.split_module import SplitModule
@@ -212,6 +217,8 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     stash = config.weight_sync != "none"
     weights = WeightStashingOptimizer(engine.optimizer, module.parameters(), stash=stash, version=engine.global_steps)
     use_sound_checkpointing(module, asynchronous, prepared.random_states)
+    if number < pipeline.num_stages - 1 and not isinstance(module, SplitModule):
+        refuse_training_outside_layers(module)
     scaled = engine.optimizer is not None and engine.fp16_enabled()
     dynamic = scaled and engine.dynamic_loss_scale()
     ends_first = number == pipeline.num_stages - 1 and grid.data_parallel_id == grid.get_slice_parallel_rank() == 0

@@ -5,7 +5,7 @@ script has built with another one, with their weights.
 """
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from ds_vpipe.checkpoints.stage_layout import is_outside_layers
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, interleave
 from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.errors import VPipeConfigError
@@ -161,6 +162,30 @@ def layers_here(module: PipelineModule) -> dict[int, torch.nn.Module]:
     """This rank's layers by number, those that are functions left out."""
     found = _modules(module, layer_numbers(module))
     return {number: layer for number, layer in found.items() if isinstance(layer, torch.nn.Module)}
+
+
+def refuse_training_outside_layers(module: PipelineModule) -> None:
+    """Refuse gradients of parameters that belong to no layer, on a stage before the last.
+
+    Every stage has such parameters, and the last one's, such as those of a loss function, are those of the model. What
+    an earlier stage has trained would be in no checkpoint.
+    """
+    named = list(module.named_parameters(remove_duplicate=False))
+    of_layers = {id(parameter) for name, parameter in named if not is_outside_layers(name)}
+
+    def refuse(name: str) -> Callable[[torch.Tensor], None]:
+        def raise_it(parameter: torch.Tensor) -> None:
+            raise VPipeConfigError(
+                f"model: got a gradient of {name}, which belongs to no layer, on stage {module.stage_id} of "
+                f"{module.num_stages}; allowed is one on the last stage alone; make it a parameter of a layer, tied if "
+                f"several layers use it (TiedLayerSpec)"
+            )
+
+        return raise_it
+
+    for name, parameter in named:
+        if id(parameter) not in of_layers and parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(refuse(name))
 
 
 def _is_tied(spec: Any) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import deepspeed
 import pytest
 import torch
 import toy
@@ -13,7 +14,9 @@ from test_exactness import OPTIMIZERS, difference
 from test_resume import SCHEDULE, data_of
 from worlds import Worlds
 
+import ds_vpipe
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint
+from ds_vpipe.errors import VPipeError
 from ds_vpipe.export import full_state_dict
 
 pytestmark = pytest.mark.mp
@@ -145,6 +148,41 @@ def test_parameters_outside_of_layers(worlds: Worlds, tmp_path: Path, stages: in
             assert torch.equal(report["weights"], saved)
     exported = full_state_dict(PipelineCheckpoint(next(tmp_path.glob("global_step*"))))["loss_fn.weight"]
     assert torch.equal(exported.bfloat16().float(), saved)
+
+
+def shared_outside(where: str, frozen: bool) -> str:
+    """What a rank ends with where a layer that is a function uses a module of the whole model."""
+    specs = toy.layer_specs()
+    shared = torch.nn.Linear(toy.HIDDEN, toy.HIDDEN, bias=False).requires_grad_(not frozen)
+    specs[2 if where == "first" else 8] = lambda hidden: hidden + shared(hidden)
+    ds_config = cases.config(1, ADAMW, {"partition": "uniform"})
+    net = deepspeed.pipe.PipelineModule(specs, num_stages=2, loss_fn=torch.nn.CrossEntropyLoss())
+    net.shared = shared
+    engine = ds_vpipe.initialize(model=net, config=ds_config)[0]
+    try:
+        iterator = toy.data()
+        for _ in range(4):
+            engine.train_batch(iterator)
+        return "trained"
+    except VPipeError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+        cases.close_groups()
+
+
+@pytest.mark.parametrize(("where", "frozen"), [("first", False), ("first", True), ("last", False)])
+def test_parameters_outside_of_layers_are_trained_by_the_last_stage_alone(
+    worlds: Worlds, where: str, frozen: bool
+) -> None:
+    """Nothing says whose copy would be saved, if an earlier stage trained its own."""
+    ended = worlds.run(2, shared_outside, where, frozen)
+    if where == "last" or frozen:
+        assert ended == ["trained"] * 2
+    else:
+        assert ended[0].startswith("model: got a gradient of shared.weight, which belongs to no layer, on stage 0 of 2")
+        assert "got a gradient of shared.weight" in ended[1]
+        assert not any("\n" in line for line in ended)
 
 
 def weights_only(directory: str) -> dict[str, float]:

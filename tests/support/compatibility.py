@@ -253,7 +253,7 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_interleaved_engine.py::test_checkpoints"),
             ("`timeline`", "what every rank did, in the order of its program",
              "test_recorder.py::test_a_recording_is_the_program"),
-            ("`engine.compile()`", "bit-identical to not compiled (backends eager, aot_eager)",
+            ("`engine.compile()`", "bit-identical to not compiled (backends eager, aot_eager); inductor up to rounding",
              "test_features.py::test_a_compiled_module_keeps_its_versions"),
             ("`deepspeed.PipelineEngine = VPipeEngine`", "synchronous, unless the JSON has a `vpipe` block",
              "test_direct.py::test_engine_in_the_place_of_deepspeeds"),

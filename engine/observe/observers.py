@@ -79,14 +79,13 @@ class Observation:
         elif watches and not wanted:
             self.watchers.remove(self._comms)
 
-    def _enter(self, record: StageStatistics) -> None:
+    def _enter(self, row: list[float]) -> None:
         """Enter this stage's record of a batch in the report for the previous stage."""
         stage = self._stage
         assert stage.report is not None
-        row = record.row()
         self._rows = [row]
         if self._recorder is not None:
-            self._recorder.loss(record.batch, stage.report.losses[1])
+            self._recorder.loss(stage.progress.completed // stage.pipeline.micro_batches - 1, stage.report.losses[1])
         rows = stage.report.statistics
         rows[stage.number] = row
         if stage.is_first:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,13 +72,9 @@ class StageStatistics:
         work = self.load_s + self.forward_s + self.backward_s + self.reduce_s + self.update_s + self.send_s
         return work / (work + self.wait_s) if work else 0.0
 
-    def row(self) -> list[float]:
-        """The record as ``COLUMNS`` numbers."""
-        return [getattr(self, field.name) for field in _FIELDS]
-
     @classmethod
     def from_row(cls, row: Iterable[float]) -> StageStatistics:
-        """The inverse of :meth:`row`."""
+        """From ``COLUMNS`` numbers, in the order of the fields."""
         numbers: list[Any] = [int(x) if field.type == "int" else x for field, x in zip(_FIELDS, row, strict=True)]
         return cls(*numbers)
 
@@ -91,7 +88,9 @@ _KINDS = {
     "reduce_s": Kind.REDUCE,
     "update_s": Kind.STEP,
 }
-_PEAK_INTERVAL_S = 0.1
+_SENDS = [kind for kind in Kind if kind.value.startswith("SEND")]
+_WAITED, _SENT, _RECEIVED = map(attrgetter, ("waited_s", "bytes_sent", "bytes_received"))
+_PEAK_INTERVAL_S = 1.0
 _STATUS, _FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _FORWARD, _BACKWARD = (next(i for i, f in enumerate(_FIELDS) if f.name == name) for name in ("forward_s", "backward_s"))
 COLUMNS = len(_FIELDS)
@@ -99,7 +98,7 @@ COLUMNS = len(_FIELDS)
 
 
 def pass_seconds(row: Sequence[float]) -> float:
-    """Seconds of a record's passes, from its :meth:`StageStatistics.row`."""
+    """Seconds of a record's passes, as :meth:`StageStatistics.from_row` takes it."""
     return row[_FORWARD] + row[_BACKWARD]
 
 
@@ -109,17 +108,21 @@ class StageMeter:
     Args:
         stage: to watch.
         links: by the kinds that use them; they count bytes and waiting time.
-        closed: gets every record, when the stage has completed a batch and before its last gradient leaves.
+        closed: gets every record as a row, when the stage has completed a batch and before its last gradient leaves.
     """
 
     def __init__(
         self,
         stage: Stage,
         links: Mapping[Kind, Sequence[Sender | Receiver]],
-        closed: Callable[[StageStatistics], None],
+        closed: Callable[[list[float]], None],
     ) -> None:
         self._stage, self._closed = stage, closed
-        self._links = links
+        self._waiting = {
+            "wait_activations_s": links[Kind.RECV_ACT],
+            "wait_gradients_s": links[Kind.RECV_GRAD],
+            "wait_tied_s": [*links[Kind.RECV_TIED], *links[Kind.RECV_TIED_GRAD]],
+        }
         every = {id(link): link for found in links.values() for link in found}.values()
         self._senders = [link for link in every if isinstance(link, Sender)]
         self._receivers = [link for link in every if isinstance(link, Receiver)]
@@ -148,27 +151,19 @@ class StageMeter:
         if stage.report is not None and stage.progress.completed > action.index:  # else the pass has failed
             self._closed(self._close(batch - 1))
 
-    def _close(self, batch: int) -> StageStatistics:
-        """Record of the actions since the last one."""
-        counters, seconds = self._counters(), self._seconds
-        measured: dict[str, Any] = {name: counters[name] - before for name, before in self._counted.items()}
-        measured |= {name: seconds[kind] for name, kind in _KINDS.items()}
-        record = StageStatistics(
-            stage=self._stage.number,
-            batch=batch,
-            send_s=sum(value for kind, value in seconds.items() if kind.value.startswith("SEND")),
-            staleness=self._staleness,
-            versions=self._versions,
-            peak_memory_bytes=self._peak_memory(),
-            **measured,
-        )
-        self._counted = counters
-        self._seconds = dict.fromkeys(Kind, 0.0)
+    def _close(self, batch: int) -> list[float]:
+        """Record of the actions since the last one, as a row."""
+        before, seconds = self._counted, self._seconds
+        self._counted, self._seconds = self._counters(), dict.fromkeys(seconds, 0.0)
+        record: dict[str, float] = {name: value - before[name] for name, value in self._counted.items()}
+        record |= {name: seconds[kind] for name, kind in _KINDS.items()}
+        record |= {"stage": self._stage.number, "batch": batch, "send_s": sum(map(seconds.__getitem__, _SENDS))}
+        record |= {"staleness": self._staleness, "versions": self._versions, "peak_memory_bytes": self._peak_memory()}
         self._staleness = self._versions = 0
-        return record
+        return [record[field.name] for field in _FIELDS]
 
     def _peak_memory(self) -> int:
-        """The peak, which never falls, looked up ten times a second at most: that is a file on the CPU."""
+        """The peak, which never falls, looked up once a second at most: that is a file on the CPU."""
         now = time.monotonic()
         if now - self._peak[0] >= _PEAK_INTERVAL_S:
             self._peak = (now, peak_memory(self._stage.device))
@@ -176,17 +171,11 @@ class StageMeter:
 
     def _counters(self) -> dict[str, float]:
         """Counters of the links, since the start."""
-
-        def waited(*kinds: Kind) -> float:
-            return sum(link.waited_s for kind in kinds for link in self._links[kind])
-
         return {
-            "wait_activations_s": waited(Kind.RECV_ACT),
-            "wait_gradients_s": waited(Kind.RECV_GRAD),
-            "wait_tied_s": waited(Kind.RECV_TIED, Kind.RECV_TIED_GRAD),
-            "wait_copies_s": sum(link.waited_s for link in self._senders),
-            "bytes_sent": sum(link.bytes_sent for link in self._senders),
-            "bytes_received": sum(link.bytes_received for link in self._receivers),
+            **{name: sum(map(_WAITED, links)) for name, links in self._waiting.items()},
+            "wait_copies_s": sum(map(_WAITED, self._senders)),
+            "bytes_sent": sum(map(_SENT, self._senders)),
+            "bytes_received": sum(map(_RECEIVED, self._receivers)),
             "bytes_swapped": 0 if self._stage.swap is None else self._stage.swap.bytes_moved,
         }
 

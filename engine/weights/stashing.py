@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,8 @@ import torch
 from ds_vpipe.engine.weights.moved_layers import MovedLayer
 from ds_vpipe.engine.weights.versions import WeightVersions
 from ds_vpipe.errors import VPipeError
+
+_COUNT = attrgetter("_version")
 
 
 class Stepper(Protocol):
@@ -239,9 +243,12 @@ class WeightStashingOptimizer:
     @contextmanager
     def _unseen(self) -> Iterator[None]:
         """Context in which autograd does not count changes of weights."""
-        trained = [parameter for versions in self._all_versions for parameter in versions.trained]
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(trained) if self._in_flight else ()):
+        trained = tuple(chain.from_iterable(v.trained for v in self._all_versions)) if self._in_flight else ()
+        counts = tuple(map(_COUNT, trained))
+        try:
             yield
+        finally:
+            torch._C._autograd._unsafe_set_version_counter(trained, counts)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One update of the newest weights by the base optimizer; returns what it returns."""

@@ -17,13 +17,17 @@ such a tensor copies it while the version is pointed to (:meth:`WeightVersions.o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cache
+from itertools import accumulate
+from operator import is_
 from typing import Any
 
 import torch
 
 _BUILT_IN = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # from torch 2.12 on
+_ALIGNMENT = 64  # of torch's own memory, on which the order of sums in a matrix product may depend
 _EXCHANGE = """
 void exchange(const std::vector<at::Tensor>& ours, const std::vector<at::Tensor>& theirs) {
   for (size_t i = 0; i < ours.size(); ++i) {
@@ -52,21 +56,37 @@ class _Weights:
 
     Args:
         storages: of the weights.
+        block: memory that all of them lie in, one behind the other, each at the next aligned address, if there is one.
     """
 
-    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(self, storages: Sequence[torch.UntypedStorage], block: torch.Tensor | None = None) -> None:
         self.storages = storages
         words = torch.int64 if all(storage.nbytes() % 8 == 0 for storage in storages) else torch.uint8
         self._contents = [torch.empty(0, dtype=words, device=s.device).set_(s) for s in storages]
+        self._block = None if block is None else block.view(words)
         self._built = None if _BUILT_IN else _built_exchange()
+        gaps = [-storage.nbytes() % _ALIGNMENT for storage in storages]
+        self._spaced = [
+            part
+            for content, gap in zip(self._contents, gaps, strict=True)
+            for part in ((content, content.new_zeros(gap // content.itemsize)) if gap else (content,))
+        ]
 
     def like(self) -> _Weights:
-        """Storages of the same sizes in new memory."""
-        return _Weights([torch.UntypedStorage(s.nbytes(), device=s.device) for s in self.storages])
+        """Storages of the same sizes in new memory: on the CPU in a block, to which hundreds are copied in one call."""
+        if any(storage.device.type != "cpu" for storage in self.storages):
+            return _Weights([torch.UntypedStorage(s.nbytes(), device=s.device) for s in self.storages])
+        sizes = [storage.nbytes() for storage in self.storages]
+        places = list(accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0))
+        block = torch.empty(places[-1], dtype=torch.uint8)
+        parts = [block.numpy()[start : start + size] for start, size in zip(places, sizes, strict=False)]
+        return _Weights([torch.from_numpy(part).untyped_storage() for part in parts], block)
 
     def copy_from(self, other: _Weights) -> None:
-        """Copy the contents of all storages; there may be hundreds of small ones."""
-        if self._contents:
+        """Copy the contents of all storages."""
+        if self._contents and self._block is not None:
+            torch.cat(other._spaced, out=self._block)
+        elif self._contents:
             torch._foreach_copy_(self._contents, other._contents)
 
     def without(self, gone: Set[int]) -> _Weights:
@@ -75,11 +95,12 @@ class _Weights:
 
     def exchange(self, other: _Weights) -> None:
         """Exchange the memory of all storages with that of ``other``'s."""
+        self._block, other._block = other._block, self._block
         if self._built is not None:
             self._built(self._contents, other._contents)
             return
-        for storage, others in zip(self.storages, other.storages, strict=True):
-            storage._swap_data_ptr_(others)  # type: ignore[attr-defined]  # missing in torch's stubs
+        swap = torch.UntypedStorage._swap_data_ptr_  # type: ignore[attr-defined]  # missing in torch's stubs
+        deque(map(swap, self.storages, other.storages), maxlen=0)  # without a line of Python for each
 
 
 class WeightVersions:
@@ -96,7 +117,8 @@ class WeightVersions:
     def __init__(self, parameters: Iterable[torch.nn.Parameter], version: int = 0) -> None:
         self.trained = tuple({id(p): p for p in parameters if p.requires_grad}.values())
         # By storage, not by address: two storages may lie in the same memory, and each is read through its own.
-        self._found = {storage._cdata: storage for storage in map(torch.Tensor.untyped_storage, self.trained)}
+        self._under = list(map(torch.Tensor.untyped_storage, self.trained))
+        self._found = {storage._cdata: storage for storage in self._under}
         self._own = _Weights([storage for storage in self._found.values() if storage.data_ptr()])
         self._latest = self._pointed = version
         self._held: dict[int, _Weights] = {}  # versions that the parameters do not point to
@@ -159,7 +181,8 @@ class WeightVersions:
         kept = [parameter for parameter in self.trained if id(parameter) not in gone]
         if not left:
             return
-        found = {parameter.untyped_storage()._cdata for parameter in kept}
+        self._under = list(map(torch.Tensor.untyped_storage, kept))
+        found = {storage._cdata for storage in self._under}
         places = {at for at, storage in enumerate(self._own.storages) if storage._cdata not in found}
         self._own = self._own.without(places)
         self._held = {version: held.without(places) for version, held in self._held.items()}
@@ -179,4 +202,5 @@ class WeightVersions:
 
     def has_all(self) -> bool:
         """Whether the parameters are still on the storages that have versions, which ``p.data = values`` ends."""
-        return all(parameter.untyped_storage()._cdata in self._found for parameter in self.trained)
+        under = map(torch.Tensor.untyped_storage, self.trained)  # the same objects, unless one was replaced
+        return all(map(is_, under, self._under)) or all(p.untyped_storage()._cdata in self._found for p in self.trained)

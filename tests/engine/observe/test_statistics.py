@@ -34,7 +34,7 @@ def record(stage: int = 0, batch: int = 0, **values: Any) -> StageStatistics:
 
 def test_a_record_is_a_row_of_numbers_and_back() -> None:
     one = record(3, 7, forward_s=0.25, bytes_sent=2**40 + 1, staleness=2, peak_memory_bytes=3)
-    row = one.row()
+    row = dataclasses.astuple(one)
     assert len(row) == COLUMNS
     assert StageStatistics.from_row(row) == one
     assert isinstance(StageStatistics.from_row(row).bytes_sent, int)
@@ -46,7 +46,7 @@ def test_mean_adds_seconds_and_bytes_and_keeps_the_most_of_the_rest() -> None:
     first = [record(0, 4, forward_s=1.0, staleness=3), record(1, 4, bytes_sent=10, versions=2)]
     second = [record(0, 5, forward_s=3.0, staleness=1), record(1, 5, bytes_sent=30, versions=1)]
     for records in (first, second):
-        mean.add(np.array([r.row() for r in records]))
+        mean.add(np.array([dataclasses.astuple(r) for r in records]))
     assert mean.take() == [
         record(0, 5, forward_s=2.0, staleness=3),
         record(1, 5, bytes_sent=20, versions=2),
@@ -59,7 +59,7 @@ def test_mean_over_any_number_of_batches(batches: int) -> None:
     mean = StatisticsMean()
     for _ in range(2):  # what was taken does not count again
         for batch in range(batches):
-            mean.add(np.array([record(0, batch, forward_s=float(batch), staleness=batch % 7).row()]))
+            mean.add(np.array([dataclasses.astuple(record(0, batch, forward_s=float(batch), staleness=batch % 7))]))
         most = max(batch % 7 for batch in range(batches))
         assert mean.take() == [record(0, batches - 1, forward_s=(batches - 1) / 2, staleness=most)]
 

@@ -49,6 +49,20 @@ def update(versions: WeightVersions, parameters: Sequence[nn.Parameter], amount:
     versions.advance()
 
 
+def test_a_copy_overwrites_the_recycled_version_alone() -> None:
+    weights = [nn.Parameter(torch.zeros(shape)) for shape in (5, (16, 16))]
+    versions = WeightVersions(weights)
+    for _ in range(2):
+        update(versions, weights)
+    for version in (0, 1, 2):  # each leaves its memory to the one before
+        versions.point_to(version)
+        assert all(weight.data_ptr() % 64 == 0 for weight in weights)
+    versions.keep_only({0})
+    update(versions, weights)
+    found = [values_of(versions, weights, version) for version in versions.alive]
+    assert [[value.unique().tolist() for value in values] for values in found] == [[[n], [n]] for n in (0, 2, 3)]
+
+
 class Flat:
     """What DeepSpeed's wrappers hold: a flat buffer, its partitions and fragments."""
 

@@ -165,11 +165,12 @@ class VPipeConfig(Settings):
         "[balancing](balancing.md).",
         {"every": 50},
     )
-    link: Literal["auto", "shared", "host"] = key(
+    link: Literal["auto", "shared", "nccl", "host"] = key(
         "auto",
-        '"auto", "shared" or "host"',
+        '"auto", "shared", "nccl" or "host"',
         "What carries tensors between two stages: shared memory (`shared`), for stages of one Linux host that compute "
-        "on the CPU; or gloo (`host`), for all others. `auto` takes the first that works for each two stages.",
+        "on the CPU; NCCL (`nccl`), from GPU to GPU, which has not run on one yet; or gloo (`host`), for all, those of "
+        "a GPU through page-locked memory. `auto` takes `shared` where it works for two stages, else `host`.",
         "host",
     )
     peer_timeout_s: float = key(

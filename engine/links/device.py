@@ -9,11 +9,19 @@ Only this module queues such copies. It is written against torch's interface for
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ds_vpipe.engine.links.message import Tree, copied_to, map_tree
+from ds_vpipe.engine.links.message import Tree, map_tree
+from ds_vpipe.engine.links.tensor_bytes import copied_to
+
+_LONG = timedelta(days=365)
+_MOST_BLOCKS = 4  # of threads that a transfer takes from the computation
 
 
 class Accelerator:
@@ -46,6 +54,45 @@ class Accelerator:
         """Use the memory of ``tensor``, once freed, again only after what ``stream`` has been given until then."""
         tensor.record_stream(stream)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is in the accelerator's memory."""
+        return tensor.device.type == self.device.type
+
+    def memory(self, size: int) -> torch.Tensor:
+        """Bytes of the accelerator, for the stream that the calling thread has entered."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def without_nccl(self) -> str | None:
+        """Why nothing can be sent from this accelerator's memory, or None."""
+        if self.device.type != "cuda":
+            return f"computes on {self.device.type}, for which there is no NCCL"
+        if not dist.is_nccl_available():
+            return "has a torch without NCCL"
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            return (
+                "has CUDA_DEVICE_MAX_CONNECTIONS=1, with which a transfer that waits for its peer stops all that was "
+                "queued after it, also what the peer waits for; without the variable this stage may use NCCL"
+            )
+        return None
+
+    def place(self) -> str:
+        """The device as NCCL tells it from others: the host's name may be given by hand, for tests on one device."""
+        return f"{os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(self.device).uuid}"
+
+    def communicator(self, store: Any, rank: int) -> Any:
+        """Backend of two ranks for one direction; its first operation connects them, and returns when both have begun.
+
+        Args:
+            store: of these two alone.
+            rank: 0 or 1.
+        """
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # not in every build of torch
+
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = _LONG  # after which torch ends the process; a script may let a pipeline wait
+        options.config.max_ctas = _MOST_BLOCKS
+        return ProcessGroupNCCL(store, rank, 2, options)
+
 
 class DeviceCopies:
     """Copies of one stage to and from its accelerator."""
@@ -54,12 +101,12 @@ class DeviceCopies:
         self.accelerator = accelerator
         self._leaving, self._arriving = accelerator.stream(), accelerator.stream()
 
-    def to_host(self, copy: Callable[[], object], reads: torch.Tensor | None = None) -> torch.Event:
+    def leaving(self, copy: Callable[[], object], reads: torch.Tensor | None = None) -> torch.Event:
         """Queue copies of what has been computed, and return the event of their end.
 
         Args:
-            copy: copies to page-locked memory without waiting. What it reads must be kept, and must not be changed,
-                until :meth:`wait`.
+            copy: copies without waiting, to page-locked memory or to a buffer that is sent. What it reads must be kept,
+                and must not be changed, until :meth:`wait`.
             reads: what it reads, if that may be freed at once.
         """
         self._leaving.wait_event(self.accelerator.current_stream().record_event())
@@ -99,8 +146,14 @@ class DeviceCopies:
         return copy
 
     def tree_to_device(self, tree: Tree) -> Tree:
-        """:meth:`to_device` of all tensors in a tree, which require gradients as before."""
-        return map_tree(lambda one: self.to_device(one.detach()).requires_grad_(one.requires_grad), tree)
+        """:meth:`to_device` of tensors in a tree that are not there yet; they require gradients as before."""
+
+        def there(one: torch.Tensor) -> torch.Tensor:
+            if self.accelerator.holds(one):
+                return one
+            return self.to_device(one.detach()).requires_grad_(one.requires_grad)
+
+        return map_tree(there, tree)
 
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy of a tensor in host memory, page-locked."""

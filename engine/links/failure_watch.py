@@ -30,6 +30,9 @@ _TAG = 2**31 - 1  # of no message
 _STORE_IS_GONE = "the store of the default process group is gone, with the rank that had it"
 _FAILURE, _SEEN = "failure", "ranks that have seen it"
 
+Look = Callable[[float | None], str | None]
+"""Asked regularly, with the time of a failure if there is one; returns the line of a wait that takes too long."""
+
 
 @dataclass
 class _Shared:
@@ -38,9 +41,12 @@ class _Shared:
     store: Any
     limit_s: float
     groups: list[Any] = field(default_factory=list)
+    looks: list[weakref.WeakMethod[Look]] = field(default_factory=list)
     mine: str | None = None
+    overdue: str | None = None
     reason: str | None = None
-    looks: int = 0
+    failed_at: float | None = None
+    rounds: int = 0
     seen_by: int = 0
     ended: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -69,6 +75,15 @@ class FailureWatch:
         """Reason of the first failure that has been seen here."""
         return self._shared.reason
 
+    @property
+    def failing(self) -> bool:
+        """Whether a failure is known, of this rank or another."""
+        return self._shared.reason is not None or self._shared.mine is not None
+
+    def regularly(self, look: Look) -> None:
+        """Let the thread call a method with every look at the key, as long as its object lives."""
+        self._shared.looks.append(weakref.WeakMethod(look))
+
     def breaks(self, group: Any) -> None:
         """Break off ``group`` once another rank has failed."""
         self._shared.groups.append(group)
@@ -76,8 +91,8 @@ class FailureWatch:
     def reason(self) -> str | None:
         """Reason of the first failure, looked up now; None if no rank has failed or the store does not answer."""
         shared = self._shared
-        after = shared.looks + 2  # one may have begun before the call
-        self._wait_until(lambda: shared.looks >= after or shared.reason is not None)
+        after = shared.rounds + 2  # one may have begun before the call
+        self._wait_until(lambda: shared.rounds >= after or shared.reason is not None)
         return shared.reason
 
     def publish(self, reason: str) -> None:
@@ -108,13 +123,20 @@ def _watch(shared: _Shared) -> None:
             gone = isinstance(error, dist.DistNetworkError)  # torch does not connect anew, and prints a stack each time
             lost = lost or time.monotonic()
         if lost is not None and time.monotonic() > lost + shared.limit_s:
-            shared.reason = shared.reason or _STORE_IS_GONE
+            shared.reason = shared.reason or shared.overdue or _STORE_IS_GONE
+        if shared.failed_at is None and (shared.reason or shared.mine) is not None:
+            shared.failed_at = time.monotonic()
+        for found in shared.looks:
+            look = found()
+            line = None if look is None else look(shared.failed_at)
+            shared.overdue = shared.overdue or line
+            del look
         if shared.reason is not None and not broken:
             broken = True
             for group in shared.groups if shared.mine is None else ():
                 break_off(group)
         with shared.changed:
-            shared.looks += 1
+            shared.rounds += 1
             shared.changed.notify_all()
         shared.asked.wait(_INTERVAL_S)
         shared.asked.clear()
@@ -123,8 +145,9 @@ def _watch(shared: _Shared) -> None:
 def _look(shared: _Shared) -> None:
     store = shared.store
     if shared.reason is None:
-        if shared.mine is not None:
-            store.compare_set(_FAILURE, "", shared.mine.encode()[:_BYTES].decode(errors="ignore"))
+        told = shared.mine or shared.overdue
+        if told is not None:
+            store.compare_set(_FAILURE, "", told.encode()[:_BYTES].decode(errors="ignore"))
         if not store.check([_FAILURE]):
             return
         shared.reason = store.get(_FAILURE).decode()

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo
 
+from ds_vpipe.engine.links.device import Accelerator
 from ds_vpipe.engine.links.failure_watch import FailureWatch, break_off
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 
@@ -157,6 +160,12 @@ class Groups:
         except RuntimeError as error:
             raise self.failed(f"{peer} to connect ({key})", error) from error
 
+    def told(self, key: str) -> str | None:
+        """The value that has been left so far; None if there is none, or the store is gone."""
+        with suppress(RuntimeError):
+            return str(self._store.get(key).decode()) if self._store.check([key]) else None
+        return None
+
     def forget(self, key: str) -> None:
         """Remove what this rank has left, once nobody asks for it any more."""
         self._store.delete_key(key)
@@ -188,16 +197,54 @@ class Groups:
                 what = f"{self.me} waited for ranks {members} to connect ({name})"
                 raise PipelinePeerError(f"{what}: {_cause(error, self.timeout_s)}") from error
             self.failures.breaks(backend)
-        return Group(
-            f"{self._name}/{name} of {members}", backend, tuple(members), self.me, self.timeout_s, self.failures
-        )
+        return self._group(name, members, backend)
+
+    def between_devices(self, control: Group, name: str, accelerator: Accelerator, sends: bool) -> Group:
+        """Group of the two ranks of ``control`` that sends from one accelerator's memory to the other's.
+
+        Args:
+            control: which has the same two ranks, on the host.
+            name: as in :meth:`of`.
+            accelerator: of this rank.
+            sends: whether this rank sends; the other one receives.
+
+        Raises:
+            PipelinePeerError: the other rank did not make it in time, or they cannot connect.
+        """
+        what = f"ranks {list(control.ranks)} to connect their devices ({name})"
+        control.minimum(0, what)  # with its limit: NCCL has none
+        name = f"{name}, device to device"
+        store, rank = PrefixStore(f"{name} of {control.ranks}", self._store), control.ranks.index(self.me.rank)
+        made: list[Any] = []
+        errors: list[RuntimeError] = []
+
+        def connect() -> None:
+            try:
+                accelerator.use()
+                made.append(accelerator.communicator(store, rank))
+                transfer = made[0].send if sends else made[0].recv
+                made.append(transfer([accelerator.memory(1)], 1 - rank, 0))
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=connect, name="ds_vpipe-connect", daemon=True)  # which may never return
+        thread.start()
+        thread.join(self.timeout_s)
+        if len(made) < 2:
+            break_off(made[0] if made else None)
+            raise self.failed(what, errors[0] if errors else TimeoutError("Timed out"))
+        return self._group(name, list(control.ranks), made[0])
+
+    def _group(self, name: str, members: list[int], backend: Any) -> Group:
+        ranks = tuple(members)
+        return Group(f"{self._name}/{name} of {members}", backend, ranks, self.me, self.timeout_s, self.failures)
 
 
 def failed_wait(
-    me: Peer, failures: FailureWatch, what: str, error: Exception, limit_s: float | None, peer: str = "it"
+    me: Peer, failures: FailureWatch | None, what: str, error: Exception, limit_s: float | None, peer: str = "it"
 ) -> PipelinePeerError:
     """The error that ends a wait for ``what``; ``limit_s`` is the limit that the user may raise, if any."""
-    reason = failures.reason()
+    reason = None if failures is None else failures.reason()
     if reason is not None:
         return PipelinePeerError(f"{me} stopped waiting for {what}: {reason}", reason)
     return PipelinePeerError(f"{me} waited for {what}: {_cause(error, limit_s, peer)}")

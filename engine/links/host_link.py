@@ -42,6 +42,7 @@ from ds_vpipe.engine.links.message import (
     host_memory,
     unpack,
 )
+from ds_vpipe.engine.links.nccl_payload import NcclReceives, NcclSends
 from ds_vpipe.engine.links.send_thread import Immediate, Runner
 
 
@@ -101,15 +102,17 @@ class HostSender(Sender):
         copies: those of an accelerator, whose tensors are staged through page-locked memory.
         runner: copies and sends, and waits for copies from an accelerator.
         threaded: tensors that are sent are not changed before :meth:`copied`.
+        tensors: sends those of an accelerator, in the place of ``copies``.
     """
-
-    payload = "host"
 
     def __init__(
         self, group: Group, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING,
         copies: DeviceCopies | None = None, runner: Runner | None = None, threaded: bool = False,
+        tensors: NcclSends | None = None,
     ) -> None:  # fmt: skip
         super().__init__(peer)
+        self._tensors = tensors
+        self.payload = "host" if tensors is None else "nccl"
         self._group, self._channel, self._runner, self._threaded = group, channel, runner or Immediate(), threaded
         self._capacity = _Capacity(prefetch)
         self._copies, self._host_packer = copies, Packer()
@@ -117,6 +120,9 @@ class HostSender(Sender):
         self._outgoing: deque[_Outgoing] = deque()
 
     def send(self, kind: Message, micro_batch: int, tree: Tree, note: int = 0) -> int:
+        beside = 0
+        if self._tensors is not None and not kind.on_host:
+            tree, beside = self._tensors.send(tree)
         packer = self._host_packer if kind.on_host else self._packer
         packed, content = packer.reserve(packer.layout(tree)), (kind, micro_batch, tree, note)
         outgoing = _Outgoing(micro_batch, packer, packed, content)
@@ -124,13 +130,13 @@ class HostSender(Sender):
             if kind.on_host:  # it needs no device, which may be what has failed
                 packed.fill(*content)
             else:
-                outgoing.leaving = self._copies.to_host(partial(packed.fill, *content))
+                outgoing.leaving = self._copies.leaving(partial(packed.fill, *content))
         self._outgoing.append(outgoing)
-        self.bytes_sent += packed.size
+        self.bytes_sent += packed.size + beside
         self._runner.submit(partial(self._copy_and_start, outgoing))
         if not self._threaded and (self._copies is None or not kind.on_host):
             self.copied()
-        return packed.size
+        return packed.size + beside
 
     def _copy_and_start(self, outgoing: _Outgoing) -> None:
         packed = outgoing.packed
@@ -164,6 +170,8 @@ class HostSender(Sender):
         Raises:
             RuntimeError: what was sent last could not be copied.
         """
+        if self._tensors is not None:
+            self._tensors.copied()
         if not self._outgoing:
             return
         latest = self._outgoing[-1]
@@ -203,6 +211,8 @@ class HostSender(Sender):
             while self._outgoing:
                 for work in self._outgoing.popleft().works:  # gloo reports a completion once: wait only once
                     work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
+        if self._tensors is not None:
+            self._tensors.wait(deadline)
 
     def _start(self, data: torch.Tensor, tag: int) -> dist.Work:
         return self._group.send(data, self.peer.rank, tag)
@@ -222,10 +232,11 @@ class HostReceiver(Receiver):
 
     def __init__(
         self, group: Group, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING,
-        copies: DeviceCopies | None = None, runner: Runner | None = None,
+        copies: DeviceCopies | None = None, runner: Runner | None = None, tensors: NcclReceives | None = None,
     ) -> None:  # fmt: skip
         super().__init__(group.me, peer)
         self._group, self._channel, self._runner = group, channel, runner or Immediate()
+        self._tensors = tensors
         self._memory = host_memory if copies is None else copies.accelerator.host_memory
         # A send thread that waits for a device would post receives too late.
         self._poster = self._runner if copies is None else Immediate()
@@ -248,7 +259,7 @@ class HostReceiver(Receiver):
             self._wait(self._start(data, self._channel.own_tag), what)
             message = unpack(data)
         self._poster.submit(partial(self._post, self._memory(self._capacity.received(message.size)), message.words))
-        return message
+        return message if self._tensors is None else self._tensors.arrived(message, what)
 
     def _post(self, data: torch.Tensor, words: list[int] | None) -> None:
         work = self._start(data, self._channel)

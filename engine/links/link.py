@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import ClassVar
 
 import torch
 
@@ -27,13 +26,13 @@ class Sender(ABC):
     """Sending end of a link.
 
     Attributes:
-        payload: that tensors travel by.
+        payload: that tensors travel by; each kind of link sets it.
         peer: the stage at the other end.
         bytes_sent: so far.
         waited_s: seconds spent so far waiting for copies.
     """
 
-    payload: ClassVar[str]
+    payload: str
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer

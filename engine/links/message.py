@@ -3,7 +3,10 @@
 A message is a header of int64 words followed by the tensors' bytes, each aligned to 64 bytes::
 
     words   total bytes | header words | kind | micro-batch | note | tree ...
-    tree    -1 None    -2 n tuple of n    -3 n list of n    dtype, requires_grad, ndim, dims..., strides... tensor
+    tree    -1 None    -2 n tuple of n    -3 n list of n    dtype, flags, ndim, dims..., strides... tensor
+
+The flags are 1 for a tensor that requires gradients and 2 for a tensor on torch's device ``meta``, which has no bytes.
+So a message can describe a tensor whose bytes go another way (:mod:`ds_vpipe.engine.links.nccl_payload`).
 
 A tensor arrives with the strides that it was sent with, as results of kernels may depend on them in their last bits.
 Gaps between its elements do not travel, and what is expanded travels once.
@@ -19,20 +22,21 @@ What is no message ends in a :class:`MalformedMessageError`, before anything is 
 from __future__ import annotations
 
 import enum
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from ds_vpipe.engine.links.tensor_bytes import Stored, TensorBytes, aligned, fill, own
+
 Tree = Any  # None, a tensor, or a tuple or list of trees
 
-_ALIGN = 64
 _NONE, _TUPLE, _LIST = -1, -2, -3
+_REQUIRES_GRAD, _ELSEWHERE = 1, 2
 _FIXED_WORDS = 5
 _LAYOUTS = 2  # kept by a sender; a batch's last gradient carries more than the others
 _DTYPES = (
@@ -93,51 +97,6 @@ class Received:
     words: list[int]
 
 
-class _Stored(NamedTuple):
-    """Layout of a tensor in a message: without gaps, in the order of its strides.
-
-    Attributes:
-        shape: 1 where the tensor is expanded; flat, all that it spans, if its elements overlap.
-        strides: of that.
-        gaps: whether the tensor itself has gaps, which it gets again on arrival.
-    """
-
-    shape: Sequence[int]
-    strides: Sequence[int]
-    gaps: bool = False
-
-    @classmethod
-    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> _Stored:
-        shape = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
-        if 0 in shape:
-            return cls(shape, strides)
-        dense, count, span = list(strides), 1, 1
-        for dim in sorted(range(len(shape)), key=strides.__getitem__):
-            if shape[dim] == 1:
-                continue
-            if strides[dim] < span:
-                whole = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-                return cls((1 + whole,), (1,))
-            dense[dim] = count
-            count *= shape[dim]
-            span += (shape[dim] - 1) * strides[dim]
-        return cls(shape, dense, count < span)
-
-    def elements(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of ``tensor`` that are stored."""
-        if len(self.shape) != tensor.dim():
-            return tensor.as_strided(self.shape, (1,))
-        return tensor if tensor.shape == self.shape else tensor.as_strided(self.shape, tensor.stride())
-
-    def view(self, data: torch.Tensor, offset: int, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor's bytes from ``offset`` on as a tensor."""
-        return data[offset : offset + self.size(dtype)].view(dtype).as_strided(self.shape, self.strides)
-
-    def size(self, dtype: torch.dtype) -> int:
-        """Bytes without padding."""
-        return math.prod(self.shape) * dtype.itemsize
-
-
 def leaves(tree: Tree) -> Iterator[torch.Tensor | None]:
     """Tensors and Nones of a tree from left to right."""
     if tree is None or isinstance(tree, torch.Tensor):
@@ -163,7 +122,7 @@ def map_tree(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
 
 
 def _tensors(tree: Tree) -> list[torch.Tensor]:
-    return [leaf.detach() for leaf in leaves(tree) if leaf is not None]
+    return [leaf.detach() for leaf in leaves(tree) if leaf is not None and not leaf.is_meta]
 
 
 def _describe(tree: Tree, words: list[int]) -> None:
@@ -176,21 +135,11 @@ def _describe(tree: Tree, words: list[int]) -> None:
     if leaf is None:
         words.append(_NONE)
     elif leaf.dtype in _DTYPE_CODE:
-        words += (_DTYPE_CODE[leaf.dtype], int(leaf.requires_grad), leaf.dim(), *leaf.shape, *leaf.stride())
+        flags = _REQUIRES_GRAD * leaf.requires_grad + _ELSEWHERE * leaf.is_meta
+        words += (_DTYPE_CODE[leaf.dtype], flags, leaf.dim(), *leaf.shape, *leaf.stride())
     else:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
         raise TypeError(f"stage boundary: got a tensor of dtype {leaf.dtype}, allowed are {names}")
-
-
-def _align(offset: int) -> int:
-    return -(-offset // _ALIGN) * _ALIGN
-
-
-def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy with all strides, which ``Tensor.to`` and ``clone`` change."""
-    elements = _Stored.of(tensor.shape, tensor.stride()).elements(tensor)
-    copy = torch.empty_strided(elements.shape, elements.stride(), dtype=tensor.dtype, device=device)
-    return copy.copy_(elements, non_blocking=True).as_strided(tensor.shape, tensor.stride()).data
 
 
 def host_memory(size: int) -> torch.Tensor:
@@ -205,7 +154,7 @@ class Packed:
     data: torch.Tensor
     header: np.ndarray[Any, np.dtype[np.int64]]
     words: tuple[int, ...]
-    views: list[tuple[_Stored, torch.Tensor]]
+    views: list[tuple[Stored, torch.Tensor]]
 
     @property
     def size(self) -> int:
@@ -215,37 +164,32 @@ class Packed:
     def fill(self, kind: Message, micro_batch: int, tree: Tree, note: int) -> None:
         """Copy a tree of this layout into the buffer; tensors of an accelerator without waiting."""
         self.header[2:_FIXED_WORDS] = (kind, micro_batch, note)
-        for (stored, view), tensor in zip(self.views, _tensors(tree), strict=True):
-            view.copy_(stored.elements(tensor), non_blocking=True)
+        fill(self.views, _tensors(tree))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of messages of one form: the header's words, then every tensor at its offset.
+    """Layout of messages of one form: the header's words, then the tensors.
 
     Attributes:
         words: of the tree.
-        stored: every tensor's elements in the message.
-        dtypes: of the tensors.
-        offsets: of the tensors, in bytes.
-        size: of a message, in bytes.
+        tensors: layout of what follows the header.
+        start: of that, in bytes.
     """
 
     words: tuple[int, ...]
-    stored: tuple[_Stored, ...]
-    dtypes: tuple[torch.dtype, ...]
-    offsets: tuple[int, ...]
-    size: int
+    tensors: TensorBytes
+    start: int
 
     @classmethod
     def of(cls, words: tuple[int, ...], tree: Tree) -> Layout:
         """Layout of ``tree``, which has ``words``."""
-        tensors = _tensors(tree)
-        stored = tuple(_Stored.of(tensor.shape, tensor.stride()) for tensor in tensors)
-        offsets = [_align(8 * (_FIXED_WORDS + len(words)))]
-        for one, tensor in zip(stored, tensors, strict=True):
-            offsets.append(_align(offsets[-1] + one.size(tensor.dtype)))
-        return cls(words, stored, tuple(tensor.dtype for tensor in tensors), tuple(offsets[:-1]), offsets[-1])
+        return cls(words, TensorBytes.of(_tensors(tree)), aligned(8 * (_FIXED_WORDS + len(words))))
+
+    @property
+    def size(self) -> int:
+        """Bytes of a message."""
+        return self.start + self.tensors.size
 
     def over(self, data: torch.Tensor) -> Packed:
         """A send buffer in ``data``, uint8 and at least as long as a message."""
@@ -253,9 +197,8 @@ class Layout:
         header = data[: 8 * num_words].view(torch.int64).numpy()
         header[:2] = (self.size, num_words)
         header[_FIXED_WORDS:] = self.words
-        parts = zip(self.stored, self.dtypes, self.offsets, strict=True)
-        views = [(one, one.view(data, offset, dtype)) for one, dtype, offset in parts]
-        return Packed(data[: self.size], header, self.words, views)
+        data = data[: self.size]
+        return Packed(data, header, self.words, self.tensors.views(data[self.start :]))
 
 
 class Packer:
@@ -320,7 +263,7 @@ class Expected:
         self._words = words
         self._gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._room = MOST_BYTES
-        self._offset = _align(8 * num_words)
+        self._offset = aligned(8 * num_words)
         rest = iter(words)
         try:
             self._tree = self._read(rest)
@@ -357,24 +300,26 @@ class Expected:
             return tuple(items) if code == _TUPLE else items
         if not 0 <= code < len(_DTYPES):
             raise MalformedMessageError(f"{code} stands for no dtype")
-        dtype, requires_grad, ndim = _DTYPES[code], bool(next(words)), next(words)
+        dtype, flags, ndim = _DTYPES[code], next(words), next(words)
         shape, strides = (list(islice(words, max(0, ndim))) for _ in range(2))
         if len(strides) != ndim or min((*shape, *strides), default=0) < 0:
             raise MalformedMessageError(f"a tensor of {ndim} dimensions with shape {shape[:8]}, strides {strides[:8]}")
-        stored = _Stored.of(shape, strides)
-        end, span = self._offset + stored.size(dtype), 0
-        if stored.gaps:
+        stored, elsewhere = Stored.of(shape, strides), bool(flags & _ELSEWHERE)
+        end, span = self._offset + (0 if elsewhere else stored.size(dtype)), 0
+        if stored.gaps or elsewhere:
             span = 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, strides, strict=True))
         self._room -= span * dtype.itemsize
         if end > len(self.data) or self._room < 0:
             raise MalformedMessageError(f"a tensor of shape {shape[:8]} and strides {strides[:8]} does not fit")
+        requires_grad = bool(flags & _REQUIRES_GRAD)
+        if elsewhere:
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad)
         view = stored.view(self.data, self._offset, dtype)
-        self._offset = _align(end)
+        self._offset = aligned(end)
         if stored.gaps:
             view, dense = torch.empty_strided(stored.shape, strides, dtype=dtype, device=view.device), view
             self._gaps.append((view.data, dense))
-        # Views share autograd's version counter: one that is changed in place would spoil the others.
-        return view.as_strided(shape, strides).data.requires_grad_(requires_grad)
+        return own(view.as_strided(shape, strides), requires_grad)
 
 
 def announcement(size: int) -> torch.Tensor:

@@ -165,9 +165,9 @@ class LossLinks:
         self._receiver: Receiver | None = None
         for peer in others:
             if me.stage == last.stage:
-                self.senders[peer.stage] = wiring.sender("losses", peer, _LOSS_PREFETCH)
+                self.senders[peer.stage] = wiring.sender("losses", peer, _LOSS_PREFETCH, small=True)
             elif me.stage == peer.stage:
-                self._receiver = wiring.receiver("losses", last, _LOSS_PREFETCH)
+                self._receiver = wiring.receiver("losses", last, _LOSS_PREFETCH, small=True)
 
     def send(self, micro_batch: int, loss: torch.Tensor, stages: Iterable[int]) -> None:
         """Start sending ``loss``, without dimensions, to ``stages``."""

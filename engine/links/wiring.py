@@ -1,7 +1,8 @@
 """Choice of the payload of each link, and the two ends of every link.
 
 ``shared`` needs two processes of one host that compute on the CPU. Whether they are is not guessed from names of hosts,
-of which containers may have one of their own each: the two ranks try to connect.
+of which containers may have one of their own each: the two ranks try to connect. ``nccl`` needs GPUs, and is never
+chosen by itself.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import socket
 import struct
 import uuid
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Literal
 
 from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Groups, Peer
 from ds_vpipe.engine.links.host_link import Channel, HostReceiver, HostSender
 from ds_vpipe.engine.links.link import Receiver, Sender
+from ds_vpipe.engine.links.nccl_payload import NcclReceives, NcclSends, receipt_of
 from ds_vpipe.engine.links.send_thread import SendThread
 from ds_vpipe.engine.links.shared_link import Connection, SharedReceiver, SharedSender, gives_memory
 from ds_vpipe.errors import VPipeConfigError
 
-Payload = Literal["auto", "shared", "host"]
+Payload = Literal["auto", "shared", "nccl", "host"]
 MOST_AHEAD = 32
 """Messages that a socket has room for, each of the largest that go through it whole; in fact there is more."""
 
@@ -32,7 +35,7 @@ class Wiring:
     Args:
         groups: of the engine.
         copies: those of the accelerator that the stage computes on, or None.
-        payload: of all links; ``auto`` takes ``shared`` where it works.
+        payload: of all links; ``auto`` takes ``shared`` where it works, else ``host``.
 
     Attributes:
         copies: as given.
@@ -42,11 +45,13 @@ class Wiring:
         self._groups, self.copies, self._payload = groups, copies, payload
         self._sockets: dict[int, socket.socket | None] = {}  # by the rank at the other end; None if it is elsewhere
         self._made: dict[tuple[str, int], Group] = {}
+        self._device_ends: list[NcclReceives | NcclSends] = []
         self._thread: SendThread | None = None
 
     def sender(
-        self, name: str, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, threaded: bool = False
-    ) -> Sender:
+        self, name: str, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, threaded: bool = False,
+        small: bool = False,
+    ) -> Sender:  # fmt: skip
         """Sending end of a link to ``peer``.
 
         Args:
@@ -55,6 +60,7 @@ class Wiring:
             prefetch: messages that the receiver takes ahead.
             channel: of the name.
             threaded: whether messages may be packed in a thread, until :meth:`Sender.copied`.
+            small: whether all its messages are, so that it needs no communicator.
 
         Raises:
             PipelinePeerError: the other rank did not make its end in time.
@@ -62,21 +68,46 @@ class Wiring:
         """
         if self._shares_memory_with(peer, prefetch):
             return SharedSender(self._connection(name, peer, channel))
+        copies = self._copies_for_nccl(channel, small)
+        if copies is not None:
+            control = self._group(name, peer)
+            group = self._groups.between_devices(control, name, copies.accelerator, sends=True)
+            sends = NcclSends(group, peer, copies, partial(self._groups.told, receipt_of(group)))
+            self._device_ends.append(sends)
+            return HostSender(control, peer, prefetch, channel, threaded=threaded, tensors=sends)
         thread = self._send_thread(threaded or self.copies is not None)
         return HostSender(self._group(name, peer), peer, prefetch, channel, self.copies, thread, threaded)
 
     def receiver(
-        self, name: str, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, threaded: bool = False
-    ) -> Receiver:
+        self, name: str, peer: Peer, prefetch: int, channel: Channel = Channel.TRAINING, threaded: bool = False,
+        small: bool = False,
+    ) -> Receiver:  # fmt: skip
         """Receiving end of a link from ``peer``; see :meth:`sender`."""
         if self._shares_memory_with(peer, prefetch):
             return SharedReceiver(self._connection(name, peer, channel))
+        copies = self._copies_for_nccl(channel, small)
+        if copies is not None:
+            control = self._group(name, peer)
+            group = self._groups.between_devices(control, name, copies.accelerator, sends=False)
+            receives = NcclReceives(group, peer, copies, partial(self._groups.tell, receipt_of(group)))
+            self._device_ends.append(receives)
+            return HostReceiver(control, peer, prefetch, channel, tensors=receives)
         return HostReceiver(self._group(name, peer), peer, prefetch, channel, self.copies, self._send_thread(threaded))
 
     def stop(self) -> None:
-        """End the send thread, if there is one."""
+        """End communicators, once what has been posted is there, and the send thread, if there is one."""
+        for end in self._device_ends:
+            end.close()
         if self._thread is not None:
             self._thread.stop()
+
+    def _copies_for_nccl(self, channel: Channel, small: bool) -> DeviceCopies | None:
+        """Copies of a stage whose tensors go over NCCL; None for a link whose tensors do not.
+
+        An evaluation overtakes activations that have been sent ahead, for which one communicator has no means, and is
+        too rare for another.
+        """
+        return self.copies if self._payload == "nccl" and channel is Channel.TRAINING and not small else None
 
     def _send_thread(self, wanted: bool) -> SendThread | None:
         if wanted and self._thread is None:
@@ -95,7 +126,7 @@ class Wiring:
         if prefetch > MOST_AHEAD and self._payload != "shared":
             return False
         if peer.rank not in self._sockets:
-            found = None if self._payload == "host" else self._connect(peer)
+            found = None if self._payload in ("host", "nccl") else self._connect(peer)
             if found is None and self._payload == "shared":
                 raise VPipeConfigError(
                     f'vpipe.link: got "shared", and {self._groups.me} and {peer} are not processes of one Linux host '

@@ -111,7 +111,7 @@ class PageLocked:
     def put(self, storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.Event]:
         data = _bytes(storage)
         copy = self._copies.accelerator.host_memory(len(data))
-        return copy, self._copies.to_host(lambda: copy.copy_(data, non_blocking=True), reads=data)
+        return copy, self._copies.leaving(lambda: copy.copy_(data, non_blocking=True), reads=data)
 
     def fetch(self, copy: tuple[torch.Tensor, torch.Event]) -> tuple[torch.Tensor, torch.Event]:
         data, written = copy

@@ -23,7 +23,8 @@ from deepspeed.runtime.utils import set_random_seed
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-from ds_vpipe.engine.links.message import Tree, copied_to, map_tree
+from ds_vpipe.engine.links.message import Tree, map_tree
+from ds_vpipe.engine.links.tensor_bytes import copied_to
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import VPipeError

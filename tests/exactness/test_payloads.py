@@ -1,10 +1,14 @@
-"""Training does not depend on what carries tensors between stages."""
+"""Training does not depend on what carries tensors between stages; ``nccl`` on a simulated accelerator."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import boundary
 import cases
 import pytest
 import torch
@@ -14,6 +18,7 @@ from worlds import Worlds
 pytestmark = pytest.mark.mp
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+LINKS = ("host", "shared", "nccl")
 INTERLEAVED = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
 
 
@@ -31,10 +36,63 @@ def test_payloads_give_the_same_bits(
 ) -> None:
     if "specs" in module:
         module["loss_fn"] = toy.mean_over_positions
-    payloads = [{"partition": "uniform", **block, "link": link} for link in ("host", "shared")]
+    payloads = [{"partition": "uniform", **block, "link": link} for link in LINKS]
     configs = [cases.config(micro_batches, ADAMW, payload, gradient_clipping=0.5) for payload in payloads]
-    for host, shared in worlds.run(stages, cases.train_each, configs, stages, 8, **module):
-        assert host["losses"] == shared["losses"]
-        assert host["parameters"].keys() == shared["parameters"].keys()
-        for name, value in host["parameters"].items():
-            assert torch.equal(value, shared["parameters"][name]), name
+    for reports in worlds.run(stages, cases.train_each, configs, stages, 8, **module):
+        assert_same(reports)
+
+
+def assert_same(reports: list[dict[str, Any]]) -> None:
+    """The same losses and parameters of one stage, whatever carries its tensors."""
+    first, *others = reports
+    assert len(others) == len(LINKS) - 1
+    for other in others:
+        assert other["losses"] == first["losses"]
+        assert other["parameters"].keys() == first["parameters"].keys()
+        for name, value in first["parameters"].items():
+            assert torch.equal(value, other["parameters"][name]), name
+
+
+def used(ds_config: dict[str, Any], stages: int, folder: str, data: Callable[..., Any], **module: Any) -> list[Any]:
+    """What a run does beside training, over each payload: evaluations, a save, the data's end."""
+    reports = []
+    for link in LINKS:
+        torch.manual_seed(1234)
+        block = {**ds_config["vpipe"], "link": link}
+        trained = cases.engine({**ds_config, "vpipe": block}, stages, **module)
+        iterator = itertools.islice(data(), 9 * trained.micro_batches + trained.micro_batches // 2)
+        losses = []
+        with suppress(StopIteration):
+            for batch in itertools.count():
+                losses.append(float(trained.train_batch(iterator)))
+                if batch in (2, 3):
+                    losses.append(float(trained.eval_batch(data())))
+                if batch == 5:
+                    trained.save_checkpoint(f"{folder}/{link}")
+        assert len(losses) == 9 + 2
+        reports.append({"losses": losses, "parameters": cases.parameters(trained)})
+        trained.destroy()
+        cases.close_groups()
+    return reports
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "data", "module"),
+    [
+        (3, 1, toy.data, {"dropout": 0.3}),
+        (3, 2, toy.data, {}),
+        (2, 2, boundary.data, {"specs": boundary.every_dtype, "loss_fn": boundary.criterion}),
+    ],
+    ids=["update per micro-batch", "two micro-batches", "every dtype, changing shapes"],
+)
+def test_evaluations_saves_and_the_end_of_the_data(
+    worlds: Worlds,
+    tmp_path: Path,
+    stages: int,
+    micro_batches: int,
+    data: Callable[..., Any],
+    module: dict[str, Any],
+) -> None:
+    ds_config = cases.config(micro_batches, ADAMW, {"partition": "uniform"}, gradient_clipping=0.5)
+    for reports in worlds.run(stages, used, ds_config, stages, str(tmp_path), data, **module):
+        assert_same(reports)

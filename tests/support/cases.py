@@ -60,8 +60,12 @@ def engine(
         partition_method="uniform",
         **module,
     )
-    shared = ds_config.get("vpipe", {}).get("link") == "shared"  # which is for stages that compute on the CPU
-    if device == "cpu" or "vpipe" not in ds_config or shared:
+    link = ds_config.get("vpipe", {}).get("link")
+    if link == "shared":  # which is for stages that compute on the CPU
+        device = "cpu"
+    elif link == "nccl" and not torch.cuda.is_available():
+        device = "simulated"
+    if device == "cpu" or "vpipe" not in ds_config:
         return ds_vpipe.initialize(model=net, config=ds_config)[0]
     copies = simulated_copies(seed=torch.distributed.get_rank())
     with mock.patch("ds_vpipe.engine.build.copies_of", return_value=copies):

@@ -19,9 +19,11 @@ import random
 import sys
 import threading
 import time
+import uuid
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -61,21 +63,32 @@ def _alone() -> int:
 
 
 @dataclass(eq=False)
+class Transfer:
+    """A transfer to or from another accelerator, which another thread carries out once it has begun."""
+
+    is_aborted: Callable[[], bool]
+    begun: bool = False
+    done: bool = False
+
+
+@dataclass(eq=False)
 class Copy:
     """A copy that is queued, or done and not waited for."""
 
     target: torch.Tensor
     source: torch.Tensor
     arrives: bool  # on the device; else it leaves
-    content: torch.Tensor  # of the source when it was queued
+    content: torch.Tensor | None  # of the source when it was queued; None if nobody here knew it
     kept: bool = False  # memory of the source, once freed, is not used again before the copy
+    transfer: Transfer | None = None  # from another accelerator, in the place of the source
 
 
 @dataclass(eq=False)
 class Work:
-    """An entry of a stream: a copy, an event to wait for, or an event to record."""
+    """An entry of a stream: a copy, a transfer, an event to wait for, or an event to record."""
 
     copy: Copy | None = None
+    transfer: Transfer | None = None
     wait: SimulatedEvent | None = None
     record: SimulatedEvent | None = None
 
@@ -83,11 +96,15 @@ class Work:
 class SimulatedEvent:
     """Event of a stream; one of the computation has happened when it is recorded."""
 
-    def __init__(self, device: SimulatedAccelerator, stream: SimulatedStream | None) -> None:
+    def __init__(self, device: SimulatedAccelerator, stream: SimulatedStream | None, covers: bool = True) -> None:
         self.device, self.stream = device, stream
         self.done = stream is None
         self.number = device.next_number()
-        self.before: list[Copy] = [] if stream is None else stream.not_covered()
+        self.before: list[Copy] = [] if stream is None or not covers else stream.not_covered()
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return self.done
 
     def synchronize(self) -> None:
         """Let the calling thread wait."""
@@ -102,6 +119,7 @@ class SimulatedStream:
     def __init__(self, device: SimulatedAccelerator) -> None:
         self._device = device
         self.queue: deque[Work] = deque()
+        self.busy = False  # with a transfer
         self.open: list[Copy] = []  # that the computation has not waited for
         self._covered: list[Copy] = []  # those of them that an event is behind
         self.waited = -1  # number of the newest event of the computation that it has been given
@@ -135,12 +153,14 @@ class SimulatedStream:
     def __enter__(self) -> SimulatedStream:
         self._device.raise_misuse()
         self._device.check_kept()
+        self._device.streams_entered[threading.get_ident()].append(self)
         self.modes.append(_Queued(self._device, self))
         self.modes[-1].__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.modes.pop().__exit__(*error)
+        self._device.streams_entered[threading.get_ident()].pop()
 
 
 class _Computation:
@@ -173,7 +193,7 @@ class _Queued(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "copy_":
             target, source, *blocking = args
-            self._device.copy(self._stream, target, source, _storage(target) in self._made)
+            self._device.copy(self._stream, target, source, self._arrives(target, source))
             if not (blocking[0] if blocking else kwargs.get("non_blocking", False)):
                 self._stream.synchronize()
             return target
@@ -184,6 +204,12 @@ class _Queued(TorchDispatchMode):
         elif name not in _VIEWS:
             raise Misuse(f"{func} on a stream of copies")
         return result
+
+    def _arrives(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether it is the target that nobody may use yet; what is packed to be sent leaves."""
+        device = self._device
+        packed = device.stream_of(target) is not None and device.stream_of(source) is None
+        return _storage(target) in self._made and not packed
 
 
 class SimulatedAccelerator(Accelerator):
@@ -206,7 +232,9 @@ class SimulatedAccelerator(Accelerator):
         self._chance, self._early, self._alone = random.Random(seed), early, _alone()
         self._thread = threading.get_ident()
         self._streams: list[SimulatedStream] = []
-        self._changed = threading.Condition(threading.RLock())
+        self.streams_entered: dict[int, list[SimulatedStream]] = defaultdict(list)  # by thread
+        self.changed = threading.Condition(threading.RLock())
+        self._buffers: dict[int, tuple[Any, Any]] = {}  # of transfers, by storage: weak reference, stream
         self._wanted: list[SimulatedEvent] = []
         self._misuse: list[str] = []
         self._not_kept: dict[int, torch.Tensor] = {}  # copies that the computation has waited for, by their storage
@@ -217,7 +245,7 @@ class SimulatedAccelerator(Accelerator):
         self.num_copies = 0
         self.users: set[int] = set()
         self._ended = False
-        self._worker = threading.Thread(target=_run, args=(weakref.ref(self), self._changed), daemon=True)
+        self._worker = threading.Thread(target=_run, args=(weakref.ref(self), self.changed), daemon=True)
         self._worker.start()
         self.alive.add(self)
 
@@ -241,14 +269,77 @@ class SimulatedAccelerator(Accelerator):
         return memory
 
     def used_on(self, tensor: torch.Tensor, stream: Any) -> None:
-        with self._changed:
+        with self.changed:
             for found in self._streams:
                 if any(_storage(copy.target) == _storage(tensor) for copy in found.open):
-                    self._fail("a copy to the device is used before its event")
+                    self.fail("a copy to the device is used before its event")
                 for copy in found.open if found is stream else ():
                     copy.kept = copy.kept or _storage(copy.source) == _storage(tensor)
             self._not_kept.pop(_storage(tensor), None)
         self.raise_misuse()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return storage._cdata not in self._page_locked and storage.resizable()  # else NumPy's
+
+    def memory(self, size: int) -> torch.Tensor:
+        memory = torch.empty(size, dtype=torch.uint8)
+        self._buffers = {key: found for key, found in self._buffers.items() if not found[0].expired()}
+        self._buffers[_storage(memory)] = StorageWeakRef(memory.untyped_storage()), self.entered()
+        self._unread.pop(_storage(memory), None)
+        return memory
+
+    def without_nccl(self) -> str | None:
+        return None
+
+    def place(self) -> str:
+        return str(uuid.uuid4())
+
+    def communicator(self, store: Any, rank: int) -> Any:
+        from simulated_nccl import SimulatedCommunicator
+
+        return SimulatedCommunicator(self, store, rank)
+
+    # What communicators use
+
+    def entered(self) -> SimulatedStream | None:
+        """The stream that the calling thread has entered; None for the computation."""
+        found = self.streams_entered[threading.get_ident()]
+        return found[-1] if found else None
+
+    def stream_of(self, memory: torch.Tensor) -> SimulatedStream | None:
+        """The stream for which a transfer's buffer was allocated; None for the computation, and other memory."""
+        found: SimulatedStream | None = self._buffers.get(_storage(memory), (None, None))[1]
+        return found
+
+    def content(self, data: torch.Tensor) -> torch.Tensor:
+        """What a buffer will be once what is queued has been copied to it."""
+        with self.changed:
+            content = data.clone()
+            for stream in self._streams:
+                for copy in stream.open:
+                    if _storage(copy.target) == _storage(data) and copy.content is not None:
+                        target = copy.target
+                        view = torch.empty(0, dtype=target.dtype)
+                        view.set_(content.untyped_storage(), target.storage_offset(), target.shape, target.stride())
+                        view.copy_(copy.content.view(target.dtype).view(target.shape))
+            return content
+
+    @contextmanager
+    def wanted(self, event: SimulatedEvent) -> Iterator[None]:
+        """Block in which what is before ``event`` is done at once."""
+        with self.changed:
+            self._wanted.append(event)
+            self.changed.notify_all()
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._wanted.remove(event)
+
+    def fail(self, what: str) -> None:
+        """Note that something is wrong."""
+        self._misuse.append(what)
 
     # For tests
 
@@ -264,9 +355,9 @@ class SimulatedAccelerator(Accelerator):
 
     def close(self) -> None:
         """End the thread."""
-        with self._changed:
+        with self.changed:
             self._ended = True
-            self._changed.notify_all()
+            self.changed.notify_all()
         self._worker.join(LIMIT_S)
 
     # What streams and events use
@@ -278,19 +369,20 @@ class SimulatedAccelerator(Accelerator):
 
     def put(self, stream: SimulatedStream, work: Work) -> None:
         """Queue an entry."""
-        with self._changed:
+        with self.changed:
             stream.queue.append(work)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def copy(self, stream: SimulatedStream, target: torch.Tensor, source: torch.Tensor, arrives: bool) -> None:
         """Queue a copy; the host waits if its end of it is not page-locked."""
-        if _storage(source if arrives else target) not in self._page_locked:
+        host = source if arrives else target
+        if _storage(host) not in self._page_locked and _storage(host) not in self._buffers:
             self.count_wait()
-        with self._changed:
+        with self.changed:
             if not arrives and stream.waited <= stream.used:
-                self._fail("a copy from the device waits for no event recorded after the computation")
+                self.fail("a copy from the device waits for no event recorded after the computation")
             if not arrives and self._unread.setdefault(_storage(target), stream.modes[-1]) is not stream.modes[-1]:
-                self._fail("a buffer is written again before anybody has waited for what was copied to it")
+                self.fail("a buffer is written again before anybody has waited for what was copied to it")
             # Of its own, and without a base: others that use the memory can be counted.
             pending = [one for other in self._streams for one in other.open if _storage(one.target) == _storage(source)]
             content = pending[-1].content if pending else _bytes(source)  # of what is not there yet
@@ -305,37 +397,39 @@ class SimulatedAccelerator(Accelerator):
     def complete(self, event: SimulatedEvent) -> None:
         """Wait until ``event`` has happened."""
         limit = time.monotonic() + LIMIT_S
-        with self._changed:
+        with self.changed:
             self._wanted.append(event)
-            self._changed.notify_all()
+            self.changed.notify_all()
             while not event.done:
                 if time.monotonic() > limit:
                     raise Misuse("an event does not happen: streams wait for each other")
-                self._changed.wait(1.0)
+                self.changed.wait(1.0)
             self._wanted.remove(event)
 
     def read(self, copies: list[Copy]) -> None:
         """The host has waited for ``copies``."""
-        with self._changed:
+        with self.changed:
             for copy in copies:
                 self._unread.pop(_storage(copy.target), None)
 
     def waited_for(self, stream: SimulatedStream, copies: list[Copy]) -> None:
         """The computation has waited for ``copies``."""
-        with self._changed:
+        with self.changed:
             for copy in copies:
                 if copy not in stream.open:
                     continue
                 stream.open.remove(copy)
+                if copy.transfer is not None and not (copy.transfer.done or copy.transfer.is_aborted()):
+                    self.fail("a received tensor is used before it has come")
                 if copy.arrives:
                     self._not_kept[_storage(copy.target)] = copy.target
-                elif not torch.equal(_bytes(copy.source), copy.content):
-                    self._fail("a tensor was changed while a copy of it was pending")
+                elif copy.content is not None and not torch.equal(_bytes(copy.source), copy.content):
+                    self.fail("a tensor was changed while a copy of it was pending")
 
     def check_kept(self) -> None:
         """Fail if memory may be used again by the stream that allocated it, while the computation reads it."""
         if self._not_kept:
-            self._fail("a copy to the device is not kept from being freed and used again under the computation")
+            self.fail("a copy to the device is not kept from being freed and used again under the computation")
             self._not_kept.clear()
             self.raise_misuse()
 
@@ -353,9 +447,6 @@ class SimulatedAccelerator(Accelerator):
         if self._misuse and threading.get_ident() == self._thread:
             raise Misuse(self._misuse[0])
 
-    def _fail(self, what: str) -> None:
-        self._misuse.append(what)
-
     # The thread
 
     def turn(self) -> bool:
@@ -363,28 +454,32 @@ class SimulatedAccelerator(Accelerator):
         if self._ended:
             return False
         wanted = any(not event.done for event in self._wanted)
-        ready = [stream for stream in self._streams if stream.queue and self._may_go(stream.queue[0])]
+        ready = [stream for stream in self._streams if stream.queue and self._may_go(stream)]
         if ready and (wanted or self._chance.random() < self._early):
-            self._do(self._chance.choice(ready).queue.popleft())
-            self._changed.notify_all()
-        elif not wanted:
-            self._changed.wait(self._chance.choice((0.0002, 0.001, 0.005)) if ready else 0.5)
+            stream = self._chance.choice(ready)
+            self._do(stream, stream.queue.popleft())
+            self.changed.notify_all()
+        elif not (wanted and ready):
+            self.changed.wait(self._chance.choice((0.0002, 0.001, 0.005)) if ready else 0.5)
         return True
 
     @staticmethod
-    def _may_go(work: Work) -> bool:
-        return work.wait is None or work.wait.done
+    def _may_go(stream: SimulatedStream) -> bool:
+        wait = stream.queue[0].wait
+        return not stream.busy and (wait is None or wait.done)
 
-    def _do(self, work: Work) -> None:
+    def _do(self, stream: SimulatedStream, work: Work) -> None:
         if work.record is not None:
             work.record.done = True
+        if work.transfer is not None:
+            work.transfer.begun, stream.busy = True, not work.transfer.is_aborted()
         copy = work.copy
         if copy is None:
             return
         if not copy.arrives and not copy.kept and _holders(copy.source) <= self._alone:
-            self._fail("a tensor was freed while a copy of it was pending")
-        if not torch.equal(_bytes(copy.source), copy.content):
-            self._fail("a tensor was changed while a copy of it was pending")
+            self.fail("a tensor was freed while a copy of it was pending")
+        if copy.content is not None and not torch.equal(_bytes(copy.source), copy.content):
+            self.fail("a tensor was changed while a copy of it was pending")
         with torch.no_grad():
             copy.target.copy_(copy.source)
 

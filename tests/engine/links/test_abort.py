@@ -92,7 +92,7 @@ def test_abort_leaves_on_every_link_though_the_device_has_failed_in_one() -> Non
 
     copies: Any = SimpleNamespace(
         accelerator=SimpleNamespace(host_memory=lambda size: torch.empty(size, dtype=torch.uint8)),
-        to_host=lambda copy: SimpleNamespace(synchronize=fail),
+        leaving=lambda copy: SimpleNamespace(synchronize=fail),
         wait=fail,
     )
     thread, backends = SendThread(), [Backend(), Backend()]
@@ -108,7 +108,7 @@ def test_an_end_does_not_wait_for_a_device_that_hangs() -> None:
     gate = threading.Event()
     copies: Any = SimpleNamespace(
         accelerator=SimpleNamespace(host_memory=lambda size: torch.empty(size, dtype=torch.uint8)),
-        to_host=lambda copy: SimpleNamespace(synchronize=gate.wait),
+        leaving=lambda copy: SimpleNamespace(synchronize=gate.wait),
         wait=lambda event: None,
     )
     thread, backend = SendThread(), Backend()

@@ -1,0 +1,129 @@
+"""Tensors as bytes of one buffer, in whatever memory it is.
+
+Gaps between a tensor's elements are left out, and what is expanded is stored once; with its shape and strides a tensor
+is a view of the buffer again. Each begins at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+_ALIGN = 64
+
+
+def aligned(offset: int) -> int:
+    """The next multiple of 64 bytes."""
+    return -(-offset // _ALIGN) * _ALIGN
+
+
+class Stored(NamedTuple):
+    """Layout of a tensor in a message: without gaps, in the order of its strides.
+
+    Attributes:
+        shape: 1 where the tensor is expanded; flat, all that it spans, if its elements overlap.
+        strides: of that.
+        gaps: whether the tensor itself has gaps, which it gets again on arrival.
+    """
+
+    shape: Sequence[int]
+    strides: Sequence[int]
+    gaps: bool = False
+
+    @classmethod
+    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> Stored:
+        shape = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
+        if 0 in shape:
+            return cls(shape, strides)
+        dense, count, span = list(strides), 1, 1
+        for dim in sorted(range(len(shape)), key=strides.__getitem__):
+            if shape[dim] == 1:
+                continue
+            if strides[dim] < span:
+                whole = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+                return cls((1 + whole,), (1,))
+            dense[dim] = count
+            count *= shape[dim]
+            span += (shape[dim] - 1) * strides[dim]
+        return cls(shape, dense, count < span)
+
+    def elements(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of ``tensor`` that are stored."""
+        if len(self.shape) != tensor.dim():
+            return tensor.as_strided(self.shape, (1,))
+        return tensor if tensor.shape == self.shape else tensor.as_strided(self.shape, tensor.stride())
+
+    def view(self, data: torch.Tensor, offset: int, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor's bytes from ``offset`` on as a tensor."""
+        return data[offset : offset + self.size(dtype)].view(dtype).as_strided(self.shape, self.strides)
+
+    def size(self, dtype: torch.dtype) -> int:
+        """Bytes without padding."""
+        return math.prod(self.shape) * dtype.itemsize
+
+
+def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy with all strides, which ``Tensor.to`` and ``clone`` change."""
+    elements = Stored.of(tensor.shape, tensor.stride()).elements(tensor)
+    copy = torch.empty_strided(elements.shape, elements.stride(), dtype=tensor.dtype, device=device)
+    return copy.copy_(elements, non_blocking=True).as_strided(tensor.shape, tensor.stride()).data
+
+
+def fill(views: list[tuple[Stored, torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the elements of ``tensors`` into ``views``, those of an accelerator without waiting."""
+    for (stored, view), tensor in zip(views, tensors, strict=True):
+        view.copy_(stored.elements(tensor), non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBytes:
+    """Layout of tensors in one buffer of bytes.
+
+    Attributes:
+        stored: every tensor's elements in the buffer.
+        dtypes: of the tensors.
+        offsets: of the tensors, in bytes.
+        size: of the buffer, in bytes.
+    """
+
+    stored: tuple[Stored, ...]
+    dtypes: tuple[torch.dtype, ...]
+    offsets: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> TensorBytes:
+        """Layout of ``tensors``, also of torch's device ``meta``."""
+        stored, offsets = tuple(Stored.of(tensor.shape, tensor.stride()) for tensor in tensors), [0]
+        for one, tensor in zip(stored, tensors, strict=True):
+            offsets.append(aligned(offsets[-1] + one.size(tensor.dtype)))
+        return cls(stored, tuple(tensor.dtype for tensor in tensors), tuple(offsets[:-1]), offsets[-1])
+
+    def views(self, data: torch.Tensor) -> list[tuple[Stored, torch.Tensor]]:
+        """The tensors' elements in ``data``, uint8 and of this size."""
+        parts = zip(self.stored, self.dtypes, self.offsets, strict=True)
+        return [(one, one.view(data, offset, dtype)) for one, dtype, offset in parts]
+
+    def pack(self, data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy ``tensors`` of this layout into ``data``, those of an accelerator without waiting."""
+        fill(self.views(data), [tensor.detach() for tensor in tensors])
+
+    def unpack(self, data: torch.Tensor, described: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors in ``data``, as they are ``described`` on the device ``meta``; those with gaps are copies."""
+        found = []
+        for (stored, view), one in zip(self.views(data), described, strict=True):
+            if stored.gaps:
+                spread = torch.empty_strided(stored.shape, one.stride(), dtype=one.dtype, device=data.device)
+                view = spread.copy_(view, non_blocking=True)
+            found.append(own(view.as_strided(one.shape, one.stride()), one.requires_grad))
+        return found
+
+
+def own(view: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """A tensor of its own to autograd, on the same memory."""
+    # Views share autograd's version counter: one that is changed in place would spoil the others.
+    return view.data.requires_grad_(requires_grad)

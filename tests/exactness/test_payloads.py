@@ -60,6 +60,7 @@ def used(ds_config: dict[str, Any], stages: int, folder: str, data: Callable[...
         torch.manual_seed(1234)
         block = {**ds_config["vpipe"], "link": link}
         trained = cases.engine({**ds_config, "vpipe": block}, stages, **module)
+        assert {sender.payload for sender in trained.stage.links.training_senders} == {link}
         iterator = itertools.islice(data(), 9 * trained.micro_batches + trained.micro_batches // 2)
         losses = []
         with suppress(StopIteration):

@@ -14,6 +14,7 @@ queued. Its bytes go over gloo, once both ends have come to it. A run fails at o
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -54,8 +55,9 @@ class SimulatedCommunicator:
         self._direction = ""
         self._count = 0
         self._aborted = False
-        self._thread = threading.Thread(target=self._work, name="simulated NCCL", daemon=True)
+        self._thread = threading.Thread(target=_work, args=(self._queued,), name="simulated NCCL", daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._queued.put, None)
 
     def size(self) -> int:
         """Number of ranks."""
@@ -118,12 +120,7 @@ class SimulatedCommunicator:
         device.put(self._stream, Work(record=end))
         return SimulatedWork(device, end)
 
-    # The thread
-
-    def _work(self) -> None:
-        with suppress(RuntimeError):  # the other end has gone, or this one was aborted: what is under way rests
-            while (run := self._queued.get()) is not None and not self._aborted:
-                run()
+    # What the thread runs
 
     def _send(self, data: torch.Tensor, content: torch.Tensor, transfer: Transfer, end: SimulatedEvent) -> None:
         device, size = self._device, torch.tensor([data.numel()])
@@ -167,3 +164,10 @@ class SimulatedCommunicator:
         with self._device.changed:
             transfer.done, self._stream.busy = True, False
             self._device.changed.notify_all()
+
+
+def _work(queued: SimpleQueue[Callable[[], None] | None]) -> None:
+    with suppress(RuntimeError):  # the other end has gone, or this one was aborted: what is under way rests
+        while (run := queued.get()) is not None:
+            run()
+            del run

@@ -1,0 +1,351 @@
+"""Tensors of links over NCCL, on a simulated accelerator: what waits for what, mistakes, ends, and refusals."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import cases
+import pytest
+import simulated_nccl
+import torch
+import toy
+from simulated_device import Misuse, SimulatedAccelerator, simulated_copies
+from test_abort import Backend
+from test_transport import barrier, content, ends, rank
+from worlds import Worlds
+
+from ds_vpipe.engine.links import nccl_payload
+from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
+from ds_vpipe.engine.links.groups import Group, Groups, Peer
+from ds_vpipe.engine.links.host_link import HostSender
+from ds_vpipe.engine.links.link import abort_all
+from ds_vpipe.engine.links.message import Message, map_tree, unpack
+from ds_vpipe.engine.links.nccl_payload import NcclSends, refuse_nccl
+from ds_vpipe.engine.links.tensor_bytes import TensorBytes
+from ds_vpipe.engine.links.wiring import Wiring
+from ds_vpipe.errors import PipelinePeerError, VPipeConfigError
+
+pytestmark = pytest.mark.mp
+
+
+@contextmanager
+def made(timeout_s: float = 30.0, early: float = 0.3) -> Iterator[tuple[Any, Wiring]]:
+    """A simulated accelerator of this rank, and its links."""
+    copies = simulated_copies(seed=rank(), early=early)
+    accelerator: Any = copies.accelerator
+    groups = Groups(Peer(3 + rank(), rank()), timeout_s)
+    wiring = Wiring(groups, copies, "nccl")
+    try:
+        yield accelerator, wiring
+        wiring.stop()
+        accelerator.end()
+    except BaseException:
+        groups.failures.publish("over")  # nothing is waited for
+        wiring.stop()
+        accelerator.close()
+        raise
+    finally:
+        groups.failures.stop()
+
+
+def exchange(sizes: list[int], threaded: bool) -> tuple[int, int]:
+    """Tensors that are changed as soon as they may be; returns waits of the host and bytes."""
+    with made() as (accelerator, wiring):
+        end = ends(wiring, threaded=threaded)
+        for number, size in enumerate(sizes):
+            floats, (_, shorts), bools = content(size, number)
+            if rank() == 0:
+                host, expanded = torch.from_numpy(torch.arange(3.0).numpy()), floats.detach().expand(2, size)
+                tree = (floats, [None, shorts], bools, host, expanded)
+                end.send(Message.ACTIVATION, number, tree, note=2 * number)
+                end.send(Message.PEERS, number, torch.ones(2))
+                if threaded:
+                    end.copied()
+                with torch.no_grad():
+                    for changed in (floats, shorts, bools):
+                        changed.zero_()
+                end.release(number - 4)
+                continue
+            message = end.receive("RECV_ACT")
+            assert (message.micro_batch, message.note) == (number, 2 * number)
+            assert end.receive("RECV_PEERS").kind is Message.PEERS
+            one, (none, two), three, host, expanded = message.tree
+            assert none is None
+            assert one.requires_grad
+            assert host.tolist() == [0, 1, 2]
+            assert expanded.stride() == (0, 1)
+            for found, wanted in ((one, floats), (two, shorts), (three, bools), (expanded[1], floats)):
+                assert torch.equal(found, wanted), number
+        if rank() == 0:
+            end.wait_for_all(time.monotonic() + 30)
+        waits = sum(accelerator.host_waits.values())
+        return waits, end.bytes_sent if rank() == 0 else end.bytes_received
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_messages_of_any_size_arrive_in_order(worlds: Worlds, threaded: bool) -> None:
+    chance = random.Random(int(threaded))
+    sizes = [chance.choice([0, 1, 30, 700, 5_000]) for _ in range(30)]
+    (waits, sent), (others, received) = worlds.run(2, exchange, sizes, threaded)
+    assert (waits, others) == (0, 0)
+    assert sent == received > 4 * sum(sizes)
+
+
+# Mistakes: each is one line of the module that is missing or in another place.
+
+_SEND, _LEAVING = NcclSends.send, DeviceCopies.leaving
+
+
+def header_first(sends: NcclSends, tree: Any) -> tuple[Any, int]:
+    timer = threading.Timer(0.5, _SEND, (sends, tree))
+    timer.start()
+    return map_tree(nccl_payload._described, tree), 0
+
+
+def sources_let_go(sends: NcclSends, tree: Any) -> tuple[Any, int]:
+    try:
+        return _SEND(sends, map_tree(torch.clone, tree))
+    finally:
+        sends._kept.clear()
+
+
+def transfer_beside_the_copies(copies: DeviceCopies, copy: Callable[[], object], *reads: Any) -> Any:
+    send, later = Group.send, list[Any]()
+    with mock.patch.object(Group, "send", lambda *arguments: later.append(arguments)):
+        event = _LEAVING(copies, copy, *reads)
+    send(*later[0])
+    return event
+
+
+def one_buffer(accelerator: SimulatedAccelerator, size: int, known: dict[int, Any] = {}) -> torch.Tensor:  # noqa: B006
+    if size not in known:
+        known[size] = MEMORY(accelerator, size)
+    return known[size]
+
+
+MEMORY = SimulatedAccelerator.memory
+OF = TensorBytes.of
+
+
+def larger(tensors: Any) -> TensorBytes:
+    found = OF(tensors)
+    return TensorBytes(found.stored, found.dtypes, found.offsets, found.size + 64)
+
+
+MISTAKES: dict[str, tuple[int, Any, str, Any, str]] = {
+    "no wait for the transfer": (
+        1, simulated_nccl.SimulatedWork, "wait", lambda work: None, "a received tensor is used before it has come",
+    ),
+    "no wait of the computation": (
+        1, DeviceCopies, "wait", lambda copies, event: None, "a copy to the device is used before its event",
+    ),
+    "memory that is not kept": (1, SimulatedAccelerator, "used_on", lambda *_: None, "is not kept from being freed"),
+    "another size": (1, TensorBytes, "of", larger, "bytes is received as one of"),
+    "the header first": (0, NcclSends, "send", header_first, "a receive is posted before its transfer has been queued"),
+    "sources that are not kept": (0, NcclSends, "send", sources_let_go, "a tensor was freed while a copy of it"),
+    "no wait for the copies": (0, NcclSends, "copied", lambda sends: None, "a tensor was changed while a copy of it"),
+    "a transfer beside the copies": (
+        0, DeviceCopies, "leaving", transfer_beside_the_copies, "a transfer with memory of another stream",
+    ),
+    "a buffer that is used again": (0, SimulatedAccelerator, "memory", one_buffer, "a buffer is written again"),
+}  # fmt: skip
+
+
+def mistaken(name: str) -> str:
+    """What the simulated accelerator says of a mistake."""
+    where, place, attribute, replacement, _ = MISTAKES[name]
+    found = ""
+    with suppress(PipelinePeerError, Misuse), made(timeout_s=3.0) as (accelerator, wiring):
+        end = ends(wiring)
+        with mock.patch.object(place, attribute, replacement) if where == rank() else nullcontext():
+            try:
+                for number in range(4):
+                    if rank() == 0:
+                        sent = torch.full((300,), float(number))
+                        end.send(Message.ACTIVATION, number, sent)
+                        sent.fill_(-1)
+                        end.wait_for_all(time.monotonic() + 2)
+                    else:
+                        end.receive(f"RECV_ACT{number}")
+                        accelerator.check_kept()
+                accelerator.raise_misuse()
+            except Misuse as error:
+                found = str(error)
+                raise
+    return found
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_seen(worlds: Worlds, name: str) -> None:
+    *_, line = MISTAKES[name]
+    found = worlds.run(2, mistaken, name)
+    assert any(line in text for text in found), found
+
+
+def starved() -> tuple[str | None, float]:
+    """A transfer from a device that does nothing; returns what the watch over failures says, and after how long."""
+    with made(timeout_s=1.5) as (_, wiring):
+        end, begin = ends(wiring), time.monotonic()
+        if rank() == 0:
+            with mock.patch.object(simulated_nccl.SimulatedCommunicator, "_send"):
+                end.send(Message.ACTIVATION, 0, torch.ones(3))
+                barrier()
+        else:
+            end.receive("RECV_ACT0")
+            barrier()
+        failures = wiring._groups.failures
+        while failures.known is None and time.monotonic() < begin + 20:
+            time.sleep(0.02)
+        return failures.known, time.monotonic() - begin
+    return None, 0.0
+
+
+def test_a_transfer_that_does_not_come_ends_at_the_time_limit_on_all_ranks(worlds: Worlds) -> None:
+    for known, seconds in worlds.run(2, starved):
+        assert known is not None
+        assert known.startswith("stage 4 (rank 1) waited for the tensors of RECV_ACT0 from stage 3 (rank 0): nothing ")
+        assert "vpipe.peer_timeout_s" in known
+        assert 1.4 < seconds < 10
+
+
+def received_late() -> list[float]:
+    """The sender leaves as soon as it may, the receiver comes later."""
+    with made() as (_, wiring):
+        end = ends(wiring)
+        if rank() == 0:
+            for number in range(3):
+                end.send(Message.GRADIENT, number, torch.full((50,), float(number)))
+            end.wait_for_all(time.monotonic() + 30)
+            return []
+        time.sleep(1.0)
+        return [float(end.receive("").tree.mean()) for _ in range(3)]
+
+
+def test_a_sender_may_leave_once_its_tensors_have_arrived(worlds: Worlds) -> None:
+    assert worlds.run(2, received_late)[1] == [0.0, 1.0, 2.0]
+
+
+class Failed(Accelerator):
+    """Every call raises but the first, for streams."""
+
+    def stream(self) -> Any:
+        return SimpleNamespace(wait_event=self.memory)
+
+    def current_stream(self) -> Any:
+        return self.memory(0)
+
+    def memory(self, size: int) -> torch.Tensor:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def test_no_message_leaves_without_its_tensors_and_those_of_the_host_leave_after_the_device_has_failed() -> None:
+    failures: Any = SimpleNamespace(failing=True)
+    backend = Backend()
+    group = Group("test", backend, (0, 1), Peer(0, 0), 5.0, failures)
+    sends = NcclSends(group, Peer(1, 1), DeviceCopies(Failed(torch.device("cpu"))), lambda: None)
+    link = HostSender(group, Peer(1, 1), 2, threaded=True, tensors=sends)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        link.send(Message.ACTIVATION, 0, torch.ones(3))
+    link.send(Message.END, 1, torch.tensor([1, 1, 0, 0]))
+    link.send(Message.PEERS, 2, torch.zeros(2, 2))
+    link.send(Message.QUIESCE, 3, (torch.zeros(0), torch.zeros(2)))
+    abort_all([link], "reason")
+    kinds = [unpack(data).kind for data in backend.sent]
+    assert kinds == [Message.END, Message.PEERS, Message.QUIESCE, Message.ABORT]
+
+
+# Refusals
+
+REMEDY = 'allowed here: "auto", "host"; change the key'
+
+
+def refusals(*accelerators: Accelerator | None) -> list[str]:
+    """What each of some ranks says that compute on these accelerators."""
+    values: list[Any] = []
+    lines = []
+    for answers in ([], values):
+        lines.clear()
+        for number, one in enumerate(accelerators):
+            copies: Any = None if one is None else SimpleNamespace(accelerator=one)
+
+            def of_all(value: Any, what: str, answers: list[Any] = answers) -> list[Any]:
+                if answers is not values:
+                    values.append(value)
+                return answers
+
+            try:
+                refuse_nccl(copies, Peer(number, 10 + number), of_all)
+            except VPipeConfigError as error:
+                lines.append(str(error))
+    return lines
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    """An accelerator for which NCCL is there; nothing is done with it."""
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU {device.index}"))
+    return Accelerator(torch.device("cuda", 0))
+
+
+def test_one_rank_that_cannot_is_named_on_all(cuda: Accelerator) -> None:
+    line = f'vpipe.link: got "nccl", and stage 1 (rank 11) computes on the CPU; {REMEDY}'
+    assert refusals(cuda, None) == [line, line]
+    other = refusals(Accelerator(torch.device("xpu", 0)))
+    assert "computes on xpu, for which there is no NCCL" in other[0]
+
+
+def test_torch_without_nccl() -> None:
+    if torch.distributed.is_nccl_available():
+        pytest.skip("this torch has it")
+    (line,) = refusals(Accelerator(torch.device("cuda", 0)))
+    assert line.startswith('vpipe.link: got "nccl", and stage 0 (rank 10) has a torch without NCCL; allowed here: ')
+
+
+def test_one_queue_for_all_streams(cuda: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    for connections in ("8", "32"):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+        assert refusals(cuda) == []
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    (line,) = refusals(cuda)
+    assert "has CUDA_DEVICE_MAX_CONNECTIONS=1, with which a transfer that waits for its peer stops all" in line
+    assert "\n" not in line
+
+
+def test_ranks_that_share_a_gpu(cuda: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Accelerator(torch.device("cuda", 1))
+    assert refusals(cuda, other) == []
+    first, second = refusals(cuda, cuda)
+    assert first == second
+    assert (
+        "stage 0 (rank 10) and stage 1 (rank 11) share a GPU and, to NCCL, a host; NCCL_HOSTID may give each " in first
+    )
+    places = set()
+    for name in ("rank0", "rank1", "rank1"):
+        monkeypatch.setenv("NCCL_HOSTID", name)
+        places.add(cuda.place())
+    assert len(places) == 2
+
+
+def on_the_cpu() -> str:
+    import deepspeed
+
+    import ds_vpipe
+
+    net = deepspeed.pipe.PipelineModule(toy.layer_specs(), num_stages=2, loss_fn=torch.nn.CrossEntropyLoss())
+    ds_config = cases.config(1, {"type": "SGD", "params": {"lr": 0.1}}, {"link": "nccl"})
+    with pytest.raises(VPipeConfigError) as error:
+        ds_vpipe.initialize(model=net, config=ds_config)
+    return str(error.value)
+
+
+def test_the_cpu_is_refused_on_every_rank(worlds: Worlds) -> None:
+    line = f'vpipe.link: got "nccl", and stage 0 (rank 0) computes on the CPU; {REMEDY}'
+    assert worlds.run(2, on_the_cpu) == [line, line]

@@ -93,6 +93,7 @@ def waits(ds_config: dict[str, Any], stages: int, **module: Any) -> tuple[Counte
     return found
 
 
+@pytest.mark.parametrize("link", ["host", "nccl"])
 @pytest.mark.parametrize(
     ("block", "extra", "module"),
     [
@@ -106,9 +107,10 @@ def waits(ds_config: dict[str, Any], stages: int, **module: Any) -> tuple[Counte
     ids=["asp", "vertical", "delayed clipping", "bf16, ZeRO-1", "ties", "bsp"],
 )
 def test_a_stage_never_waits_for_its_device(
-    worlds: Worlds, block: dict[str, Any], extra: dict[str, Any], module: dict[str, Callable[..., Any]]
+    worlds: Worlds, block: dict[str, Any], extra: dict[str, Any], module: dict[str, Callable[..., Any]], link: str
 ) -> None:
-    ds_config = cases.config(2, ADAMW, {"partition": "uniform", **block}, gradient_clipping=0.5, **extra)
+    block = {"partition": "uniform", **block, "link": link}
+    ds_config = cases.config(2, ADAMW, block, gradient_clipping=0.5, **extra)
     for found, settled, copied in worlds.run(3, waits, ds_config, 3, **module):
         assert not found
         assert settled == 0

@@ -32,9 +32,9 @@ def doomed() -> Iterator[Worlds]:
     pool.close()
 
 
-def train_until(event: str, at: int, timeout_s: float) -> str:
+def train_until(event: str, at: int, timeout_s: float, link: str = cases.LINK) -> str:
     """Train; stage 2 fails at its ``at``-th forward pass in the way that ``event`` names."""
-    block = {"partition": "uniform", "peer_timeout_s": timeout_s}
+    block = {"partition": "uniform", "peer_timeout_s": timeout_s, "link": link}
     trained = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], block), STAGES)
     count = 0
 
@@ -65,9 +65,9 @@ def failed(outcomes: list[Outcome], rank: int) -> str:
     return outcome.text
 
 
-@pytest.mark.parametrize("at", [1, 6])
-def test_layer_that_raises(doomed: Worlds, at: int) -> None:
-    outcomes = doomed.outcomes(STAGES, train_until, "raise", at, 60)
+@pytest.mark.parametrize(("at", "link"), [(1, cases.LINK), (6, cases.LINK), (6, "nccl")])
+def test_layer_that_raises(doomed: Worlds, at: int, link: str) -> None:
+    outcomes = doomed.outcomes(STAGES, train_until, "raise", at, 60, link)
     assert failed(outcomes, 2) == "ValueError: boom\nand more"
     for rank in (0, 1, 3):
         text = failed(outcomes, rank)
@@ -76,8 +76,9 @@ def test_layer_that_raises(doomed: Worlds, at: int) -> None:
         assert "\n" not in text
 
 
-def test_rank_that_is_killed(doomed: Worlds) -> None:
-    outcomes = doomed.outcomes(STAGES, train_until, "kill", 6, 60)
+@pytest.mark.parametrize("link", [cases.LINK, "nccl"])
+def test_rank_that_is_killed(doomed: Worlds, link: str) -> None:
+    outcomes = doomed.outcomes(STAGES, train_until, "kill", 6, 60, link)
     assert failed(outcomes, 2) == "died"
     noticed = r"stage (1 \(rank 1\) waited for RECV_GRAD|3 \(rank 3\) waited for RECV_ACT)\d+ from stage 2 \(rank 2\): "
     waits = {0: "RECV_GRAD", 1: "RECV_GRAD", 3: "RECV_ACT"}
@@ -89,8 +90,9 @@ def test_rank_that_is_killed(doomed: Worlds) -> None:
         assert "\n" not in text
 
 
-def test_rank_that_hangs(doomed: Worlds) -> None:
-    outcomes = doomed.outcomes(STAGES, train_until, "stop", 6, 3)
+@pytest.mark.parametrize("link", [cases.LINK, "nccl"])
+def test_rank_that_hangs(doomed: Worlds, link: str) -> None:
+    outcomes = doomed.outcomes(STAGES, train_until, "stop", 6, 3, link)
     waits = {0: "RECV_GRAD[0-9]+ from stage 1", 1: "RECV_GRAD[0-9]+ from stage 2", 3: "RECV_ACT[0-9]+ from stage 2"}
     for rank, wait in waits.items():
         text = failed(outcomes, rank)

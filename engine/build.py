@@ -299,21 +299,6 @@ def refuse_late_optimizer(
         )
 
 
-def set_micro_batches(stage: Stage, config: VPipeConfig, micro_batches: int) -> None:
-    """Go on with another number of micro-batches per batch; only while nothing is in flight.
-
-    Raises:
-        VPipeConfigError: the schedule cannot be carried out with it.
-    """
-    stage.pipeline = replace(stage.pipeline, micro_batches=micro_batches)
-    check_pipeline(stage.pipeline, stage.exchanges_by_rank)
-    delays = stage.delays()
-    stage.delay_warmup = DelayWarmup.of(config.staleness, max(delays))
-    if stage.mitigation is not None:
-        stage.mitigation.delay, stage.mitigation.warmup = delays[stage.number], stage.delay_warmup
-        stage.weights.restart(stage.weights.latest_version)
-
-
 def _devices(config: VPipeConfig, json: DeepSpeedJson, replicas: int) -> Devices:
     from ds_vpipe.planning.devices import Devices  # only where it is asked for: it takes numpy's time
 

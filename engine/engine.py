@@ -38,7 +38,6 @@ from ds_vpipe.engine.build import (
     Prepared,
     prepared_arguments,
     refuse_late_optimizer,
-    set_micro_batches,
     stage_of,
     use_optimizer,
 )
@@ -58,6 +57,7 @@ from ds_vpipe.engine.execution.ending import finish_sends, report_failure
 from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options
 from ds_vpipe.engine.execution.executor import Executor
 from ds_vpipe.engine.execution.live_moves import LiveMoves
+from ds_vpipe.engine.execution.sizes import set_sizes, with_depths
 from ds_vpipe.engine.links.groups import collective_groups, is_of_lost_rank
 from ds_vpipe.engine.modules.recompute import recompute_anew
 from ds_vpipe.engine.observe.balance import Balance
@@ -233,8 +233,27 @@ class VPipeEngine(PatchedPipelineEngine):
         self.quiesce("set_train_batch_size()")
         self.moves.give_up()
         super().set_train_batch_size(train_batch_size)
-        set_micro_batches(self.stage, self.vpipe_config, self.micro_batches)
+        set_sizes(self.stage, self.vpipe_config, replace(self.pipeline, micro_batches=self.micro_batches))
         restart_at(self.stage, self.stage.weights.latest_version)
+        self._measure_anew()
+
+    def set_depths(self, depths: Sequence[int]) -> None:
+        """Let stages run ahead by other numbers of forward passes; all ranks call it, between any two batches.
+
+        The pipeline is emptied (:meth:`quiesce`) and filled again with the new depths. A resumed run begins with those
+        of its JSON.
+
+        Args:
+            depths: of every stage, as ``"stage_to_depth_map"`` has them; the same on all ranks.
+
+        Raises:
+            VPipeConfigError: they do not fit, or not with ``"staleness"`` or the links; on every rank.
+        """
+        self._refuse_unfit("set_depths()")
+        pipeline = with_depths(self.stage, self.vpipe_config, depths)
+        self.quiesce("set_depths()")
+        self.moves.give_up()
+        set_sizes(self.stage, self.vpipe_config, pipeline)
         self._measure_anew()
 
     def repartition(self, counts: Sequence[int], recompute_ratio: Sequence[float] | None = None) -> None:

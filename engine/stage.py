@@ -43,7 +43,7 @@ class DataEnd(NamedTuple):
 class Stage:
     """One rank's share of a pipeline."""
 
-    pipeline: Pipeline  # schedule and sizes; replaced by set_train_batch_size()
+    pipeline: Pipeline  # schedule and sizes; replaced where sizes change
     first_partition: tuple[int, ...]  # layers of every stage when the engine was built
     number: int  # index of the stage, from 0
     exchanges_by_rank: tuple[Exchanges, ...]  # messages around updates, of every stage

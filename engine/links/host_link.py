@@ -63,12 +63,12 @@ class _Capacity:
 
     def __init__(self, prefetch: int) -> None:
         self._recent: deque[int] = deque()
-        self._prefetch = prefetch
+        self.prefetch = prefetch
         self.longest = HEADER_BYTES  # at the sender: the buffer that is posted for the next message
 
     def sent(self, size: int) -> None:
         self._recent.append(size)
-        if len(self._recent) >= self._prefetch:
+        if len(self._recent) >= self.prefetch:
             self.received(self._recent.popleft())
 
     def received(self, size: int) -> int:
@@ -214,6 +214,10 @@ class HostSender(Sender):
         if self._tensors is not None:
             self._tensors.wait(deadline)
 
+    def keep_posted(self, prefetch: int) -> None:
+        # Of the buffers that are posted from now on it counts on no more than the other end has seen before.
+        self._capacity.prefetch = max(self._capacity.prefetch, prefetch)
+
     def _start(self, data: torch.Tensor, tag: int) -> dist.Work:
         return self._group.send(data, self.peer.rank, tag)
 
@@ -260,6 +264,11 @@ class HostReceiver(Receiver):
             message = unpack(data)
         self._poster.submit(partial(self._post, self._memory(self._capacity.received(message.size)), message.words))
         return message if self._tensors is None else self._tensors.arrived(message, what)
+
+    def keep_posted(self, prefetch: int) -> None:
+        for _ in range(self._capacity.prefetch, prefetch):
+            self._poster.submit(partial(self._post, self._memory(self._capacity.longest), None))
+        self._capacity.prefetch = max(self._capacity.prefetch, prefetch)
 
     def _post(self, data: torch.Tensor, words: list[int] | None) -> None:
         work = self._start(data, self._channel)

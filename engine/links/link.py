@@ -79,6 +79,10 @@ class Sender(ABC):
     def wait_for_all(self, deadline: float) -> None:
         """:meth:`flush` until ``deadline`` (``time.monotonic()``), without an error."""
 
+    @abstractmethod
+    def keep_posted(self, prefetch: int) -> None:
+        """Count on ``prefetch`` receives ahead, if that is more than before; only while nothing is under way."""
+
 
 class Receiver(ABC):
     """Receiving end of a link.
@@ -117,6 +121,10 @@ class Receiver(ABC):
         if reason is not None:
             raise PipelinePeerError(f"{self._me} stopped waiting for {what} from {self.peer}: {reason}", reason)
         return message
+
+    @abstractmethod
+    def keep_posted(self, prefetch: int) -> None:
+        """Keep ``prefetch`` receives ahead, if that is more than before; only while nothing is under way."""
 
     @abstractmethod
     def _next(self, what: str) -> Received:

@@ -245,6 +245,9 @@ class SharedSender(Sender):
     def wait_for_all(self, deadline: float) -> None:
         """Nothing to wait for, as in :meth:`flush`."""
 
+    def keep_posted(self, prefetch: int) -> None:
+        """Nothing to do: the socket takes what it has room for."""
+
     def throttle(self, under_way: int) -> None:
         self._read_receipts()
         while len(self._unreceived) > under_way:
@@ -268,6 +271,9 @@ class SharedReceiver(Receiver):
         self._connection = connection
         self._blocks: dict[int, np.ndarray[Any, Any]] = {}
         self._process = os.getpid()
+
+    def keep_posted(self, prefetch: int) -> None:
+        """Nothing to do: the socket takes what it has room for."""
 
     def _next(self, what: str) -> Received:
         begin = time.perf_counter()

@@ -136,6 +136,14 @@ class StageLinks:
             self.next.evaluation.flush()
         return list(self.from_last_stage(known))
 
+    def keep_posted(self, pipeline: Pipeline) -> None:
+        """Let messages be under way as other depths need them; only while none is."""
+        for links, before in ((self._previous, self.me.stage - 1), (self._next, self.me.stage)):
+            if links is not None and pipeline.virtual_stages == 1:
+                prefetch = posted_receives(pipeline, Link(ACTIVATIONS, before, before + 1))
+                links.activations.keep_posted(prefetch)
+                links.gradients.keep_posted(prefetch)
+
     def flush(self) -> None:
         """Wait for receipt of all training messages."""
         for sender in self.training_senders:

@@ -216,11 +216,7 @@ class VPipeLoopEngine(VPipeEngine):
         """
         if train_batch_size == self.train_batch_size():
             return
-        if self.rounds.in_batch:
-            raise CallOrderError(
-                f"set_train_batch_size({train_batch_size}): called after {self.rounds.in_batch} of a batch's "
-                f"{self.micro_batches} micro-batches; call it where a batch has ended"
-            )
+        self._refuse_in_batch(f"set_train_batch_size({train_batch_size})")
         super().set_train_batch_size(train_batch_size)
         self.rounds.forget_batch()
 
@@ -230,16 +226,28 @@ class VPipeLoopEngine(VPipeEngine):
         Raises:
             CallOrderError: in the middle of a batch.
         """
-        if self.rounds.in_batch:
-            raise CallOrderError(
-                f"repartition(): called after {self.rounds.in_batch} of a batch's {self.micro_batches} micro-batches; "
-                f"call it where a batch has ended"
-            )
+        self._refuse_in_batch("repartition()")
         before = self.optimizer
         super().repartition(counts, recompute_ratio)
         if self.optimizer is not before:  # a wrapper made anew
             self.optimizer.zero_grad = self._if_inside(self.optimizer.zero_grad)
         self.rounds.layers_changed()
+
+    def set_depths(self, depths: Sequence[int]) -> None:
+        """As without rounds; all ranks call it, between two batches. Drains.
+
+        Raises:
+            CallOrderError: in the middle of a batch.
+        """
+        self._refuse_in_batch("set_depths()")
+        super().set_depths(depths)
+
+    def _refuse_in_batch(self, call: str) -> None:
+        if self.rounds.in_batch:
+            raise CallOrderError(
+                f"{call}: called after {self.rounds.in_batch} of a batch's {self.micro_batches} micro-batches; call it "
+                f"where a batch has ended"
+            )
 
     def destroy(self) -> None:
         """Train what has been handed in, if the script is between two rounds, and leave the pipeline."""

@@ -85,6 +85,9 @@ class TiedWeights:
         grid: DeepSpeed's process grid.
         depths: warm-up depth of every stage.
         wiring: makes the two links of each owner and copy.
+
+    Attributes:
+        depths: as given; may change while nothing is in flight.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class TiedWeights:
         wiring: Wiring,
     ) -> None:
         stage = grid.get_stage_id()
-        self._depths, self._stage = depths, stage
+        self.depths, self._stage = depths, stage
         self._device_copies = wiring.copies
         self._copies: list[_Copies] = []
         self._owned: list[_Owned] = []
@@ -139,14 +142,14 @@ class TiedWeights:
         """Send the owner's newest weights, which have had ``version`` updates."""
         for copies in self._copies:
             # The gradient of batch version - 1 has come, so the copy has made update version - 2 and what was due then.
-            delay = peer_delay(self._depths[copies.stage], self._depths[self._stage], micro_batches)
+            delay = peer_delay(self.depths[copies.stage], self.depths[self._stage], micro_batches)
             copies.weights_out.release(updates_known(version - 2, delay, micro_batches, refill))
             copies.weights_out.send(Message.TIED, version, tuple(weight.detach() for weight in copies.weights))
 
     def receive_weights(self, batch: int, micro_batches: int, refill: int) -> None:
         """Wait for the owners' version that is due at this stage's update ``batch``."""
         for owned in self._owned:
-            delay = peer_delay(self._depths[self._stage], self._depths[owned.owner], micro_batches)
+            delay = peer_delay(self.depths[self._stage], self.depths[owned.owner], micro_batches)
             self._receive(owned, updates_known(batch, delay, micro_batches, refill), f"RECV_TIED{batch}")
             owned.gradients_out.release(owned.version - 1)  # which the owner had for its update before
 

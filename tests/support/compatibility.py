@@ -188,6 +188,14 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_export.py::test_export_has_the_trained_weights"),
             ("`set_train_batch_size()`", "between any two batches",
              "test_resume.py::test_batch_size_changes_between_batches"),
+            ("`set_depths()`: K=3, 4, M=1, 2; every `weight_sync`, recomputation, AdamW, gloo, `delayed_global`, ties, "
+             "fp16, `staleness`", "equal to the replay, with SGD in fp32 bit for bit",
+             "test_depth_changes.py::test_equal_to_the_replay"),
+            ("`set_depths()` at the end of data, beside evaluations and saves; resume; scripts that loop", "likewise",
+             "test_depth_changes.py::test_at_the_end_of_data_beside_evaluation_and_saves"),
+            ("`set_depths()` in bsp; with a stage that begins or ceases to be late and `staleness`; further apart than "
+             "shared memory has room for", "refused",
+             "test_depth_changes.py::test_what_does_not_fit_is_refused_on_every_rank"),
         ],
     ),
     (

@@ -75,6 +75,7 @@ class Replay:
         micro_batch: inputs and labels by number and replica.
         staleness: mitigations, as in the ``"vpipe"`` block.
         moves: layers that go to a neighbouring stage: position, old stage, new stage, first micro-batch; in order.
+        depth_changes: other depths, each with the first micro-batch that has them; the pipeline is emptied before it.
     """
 
     counts: Sequence[int]
@@ -103,11 +104,15 @@ class Replay:
     micro_batch: Callable[[int, int], Any] = toy.micro_batch
     staleness: dict[str, Any] = field(default_factory=dict)
     moves: Sequence[tuple[int, int, int, int]] = ()
+    depth_changes: Sequence[tuple[int, Sequence[int]]] = ()
 
     def __post_init__(self) -> None:
         self.on_time = self.staleness.get("synchronous_updates", 0)
         self.drained = self.drained_at_first()
         self.refills = (*self.refills, *(batch * self.micro_batches for batch in self.drained))
+        for first, _ in self.depth_changes:  # what was ahead there has told its norms, as if training went on
+            self.refills = (*self.refills, first)
+            self.left_over = {**self.left_over, first: max(self.depths_at(first - 1))}
         self.layers = [layer.to(self.dtype).float() for layer in self.layers]
         self.stage_of = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
         self.copies = {copy: owner for owner, *copies in self.ties for copy in copies}
@@ -145,10 +150,14 @@ class Replay:
         """By how many updates a gradient is late where the pipeline has been filled with that batch or before it."""
         start = max(drained for drained in self.drained if drained <= batch)
         ends = [drained for drained in self.drained if drained > batch]
-        return min([self.delay(stage), *(end - start - 1 for end in ends[:1])])
+        return min([self.delay(stage, batch), *(end - start - 1 for end in ends[:1])])
 
-    def delay(self, stage: int) -> int:
-        return math.ceil(self.depths[0 if self.vertical else stage] / self.micro_batches)
+    def depths_at(self, j: int) -> Sequence[int]:
+        return next((depths for first, depths in reversed(self.depth_changes) if first <= j), self.depths)
+
+    def delay(self, stage: int, batch: int = 0) -> int:
+        depths = self.depths_at(batch * self.micro_batches)
+        return math.ceil(depths[0 if self.vertical else stage] / self.micro_batches)
 
     def nadam(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         group = optimizer.param_groups[0]
@@ -163,7 +172,8 @@ class Replay:
 
     def known(self, batch: int, stage: int, other: int) -> int:
         """How many updates of ``other`` a stage knows of in its update ``batch``."""
-        delay = math.ceil((self.depths[other] - self.depths[stage] + 1) / self.micro_batches)
+        depths = self.depths_at(batch * self.micro_batches)
+        delay = math.ceil((depths[other] - depths[stage] + 1) / self.micro_batches)
         refill = self.refill((batch + 1) * self.micro_batches - 1)
         return max(refill // self.micro_batches, batch + 1 - delay)
 
@@ -175,7 +185,7 @@ class Replay:
         known = self.known(batch, stage, other)
         if end is None:
             return known
-        told = (end + self.left_over.get(end, 0) - 1 - self.depths[other]) // self.micro_batches
+        told = (end + self.left_over.get(end, 0) - 1 - self.depths_at(end - 1)[other]) // self.micro_batches
         return max(self.refill(batch * self.micro_batches) // self.micro_batches, min(known, told))
 
     def run(self, batches: int) -> Replay:
@@ -290,12 +300,13 @@ class Replay:
         A layer that has moved to the next stage is as late as before until the old stage's last gradient has come
         there with an activation, or in a drain.
         """
-        lag = self.depths[self.stage_of[position]]
+        depths = self.depths_at(j)
+        lag = depths[self.stage_of[position]]
         for layer, old, new, first in self.moves:
             if layer == position and j >= first:
-                on_its_way = new > old and j < first + self.depths[old] and self.refill(j) < first
-                lag = self.depths[old if on_its_way else new]
-        return self.depths[0] if self.vertical else lag
+                on_its_way = new > old and j < first + depths[old] and self.refill(j) < first
+                lag = depths[old if on_its_way else new]
+        return depths[0] if self.vertical else lag
 
     def update(self, batch: int, scale: float) -> None:
         overflows, norms = [], []
@@ -329,7 +340,7 @@ class Replay:
             self.heard = count
 
     def step(self, stage: int, optimizer: torch.optim.Optimizer, batch: int) -> None:
-        delay, late, parameters = self.delay(stage), self.late(batch, stage), self.owned[stage]
+        delay, late, parameters = self.delay(stage, batch), self.late(batch, stage), self.owned[stage]
         before = [parameter.detach().clone() for parameter in parameters]
         rates = [group["lr"] for group in optimizer.param_groups]
         if late and "lr_rescheduling" in self.staleness:

@@ -60,8 +60,11 @@ def content(size: int, number: int) -> tuple[Any, ...]:
     return values.float().requires_grad_(), (None, values.to(torch.int16)), values % 3 == 0
 
 
-def exchange(payload: str, prefetch: int, sizes: list[int], threaded: bool) -> int:
-    """Send messages of ``sizes`` and check each; returns how many had to be announced."""
+def exchange(payload: str, prefetch: int, sizes: list[int], threaded: bool, later: int = 0) -> int:
+    """Send messages of ``sizes`` and check each; returns how many had to be announced.
+
+    Half-way, where nothing is under way, ``later`` receives ahead take the place of ``prefetch``.
+    """
     from ds_vpipe.engine.links import host_link as module
     from ds_vpipe.engine.links.message import Message
 
@@ -78,6 +81,9 @@ def exchange(payload: str, prefetch: int, sizes: list[int], threaded: bool) -> i
         end = link(payload, prefetch, threaded=threaded)
         if rank() == 0:
             for number, size in enumerate(sizes):
+                if number == len(sizes) // 2:
+                    end.flush()
+                    end.keep_posted(later)
                 tensors = content(size, number)
                 end.send(Message.ACTIVATION, number, tensors, note=2 * number)
                 end.copied()
@@ -91,6 +97,8 @@ def exchange(payload: str, prefetch: int, sizes: list[int], threaded: bool) -> i
         for number in range(len(sizes)):
             if number % 5 == 0:
                 time.sleep(0.002)
+            if number == len(sizes) // 2:
+                end.keep_posted(later)
             received.append(end.receive(f"RECV_ACT{number}"))
         for number, (message, size) in enumerate(zip(received, sizes, strict=True)):
             assert (message.kind, message.micro_batch, message.note) == (Message.ACTIVATION, number, 2 * number)
@@ -106,8 +114,8 @@ def exchange(payload: str, prefetch: int, sizes: list[int], threaded: bool) -> i
         patched.announcement = original
 
 
-def exchange_all(payload: str, prefetch: int, all_sizes: list[list[int]], threaded: bool) -> list[int]:
-    return [exchange(payload, prefetch, sizes, threaded) for sizes in all_sizes]
+def exchange_all(payload: str, prefetch: int, all_sizes: list[list[int]], threaded: bool, later: int = 0) -> list[int]:
+    return [exchange(payload, prefetch, sizes, threaded, later) for sizes in all_sizes]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +134,19 @@ def test_messages_of_any_size_arrive_in_order(worlds: Worlds, payload: str, pref
     assert counts[0] > 0
     assert counts[1] > prefetch
     assert counts[2:] == [prefetch, prefetch, 0]
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("threaded", [False, True])
+def test_more_receives_ahead_in_mid_run(worlds: Worlds, prefetch: int, threaded: bool) -> None:
+    """Both ends agree on the length of every buffer, which is not what it would have been with as many at first."""
+    chance = random.Random(prefetch)
+    jumps = [[chance.choice([0, 1, 30, 700, 5_000, 200_000]) for _ in range(40)] for _ in range(4)]
+    grows = [int(1.3**n) for n in range(40)]
+    for later in (prefetch - 1, prefetch + 1, prefetch + 6):
+        counts = worlds.run(2, exchange_all, "host", prefetch, [*jumps, grows], threaded, later)[0]
+        assert counts[-1] > later
+    worlds.run(2, exchange_all, "shared", prefetch, [*jumps, grows], False, prefetch + 6)
 
 
 def two_channels(payload: str, count: int) -> list[list[int]]:

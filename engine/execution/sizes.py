@@ -1,0 +1,66 @@
+"""Sizes that change while training runs: micro-batches per batch, and depths. Nothing is in flight then.
+
+Versions and delays follow from the sizes and from where the pipeline was last empty, so that what comes after a change
+is what a pipeline that begins there with the new sizes computes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.staleness import refuse_delays
+from ds_vpipe.engine.links.wiring import MOST_AHEAD
+from ds_vpipe.engine.stage import Stage
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.schedules.check import check_pipeline
+from ds_vpipe.schedules.one_f_one_b import update_delays
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.staleness.delay_warmup import DelayWarmup
+
+
+def set_sizes(stage: Stage, config: VPipeConfig, pipeline: Pipeline) -> None:
+    """Go on with other sizes; only while nothing is in flight.
+
+    Raises:
+        PipelineProtocolError: the schedule cannot be carried out with them.
+    """
+    check_pipeline(pipeline, stage.exchanges_by_rank)
+    stage.pipeline = pipeline
+    stage.ties.depths = pipeline.depths
+    stage.links.keep_posted(pipeline)
+    delays = stage.delays()
+    stage.delay_warmup = DelayWarmup.of(config.staleness, max(delays))
+    if stage.mitigation is not None:
+        stage.mitigation.delay, stage.mitigation.warmup = delays[stage.number], stage.delay_warmup
+        stage.weights.restart(stage.weights.latest_version)
+
+
+def with_depths(stage: Stage, config: VPipeConfig, depths: Sequence[int]) -> Pipeline:
+    """The stage's pipeline with other depths; all ranks call this.
+
+    Raises:
+        VPipeConfigError: on every rank, with the reason for which it cannot have them.
+        PipelinePeerError: a rank is lost, or did not answer in time.
+    """
+    links = stage.links
+    shared = links.has_next and links.next.activations.payload == "shared"
+    everywhere = stage.consensus.of_all((tuple(depths), shared), "all ranks in set_depths()")
+    if len({given for given, _ in everywhere}) > 1:
+        raise _refusal(depths, "and others on another rank, allowed is one list; pass the same on every rank")
+    try:
+        pipeline = replace(stage.pipeline, depth_map=tuple(depths))
+    except VPipeConfigError as error:
+        raise VPipeConfigError(f"set_depths(): {error}") from None
+    before, delays = stage.delays(), update_delays(pipeline.depths, pipeline.micro_batches, pipeline.vertical)
+    refuse_delays(config.staleness, delays)
+    if config.staleness is not None and any((a == 0) != (b == 0) for a, b in zip(before, delays, strict=True)):
+        raise _refusal(depths, "with vpipe.staleness, allowed there are stages that stay late or on time; change one")
+    if any(shared for _, shared in everywhere) and any(a - b >= MOST_AHEAD for a, b in pairwise(pipeline.depths)):
+        most = f"allowed are neighbours that are {MOST_AHEAD - 1} micro-batches apart"
+        raise _refusal(depths, f'with links through shared memory, {most}; or set vpipe.link to "host"')
+    return pipeline
+
+
+def _refusal(depths: Sequence[int], reason: str) -> VPipeConfigError:
+    return VPipeConfigError(f"set_depths(): got {list(depths)} {reason}")

@@ -59,6 +59,7 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.check import check_pipeline
 from ds_vpipe.schedules.one_f_one_b import exchanges_by_rank, update_delays
 from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.staleness.automatic import settled
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 
@@ -75,6 +76,7 @@ class Prepared:
     """A module that is ready to be built around."""
 
     model_parameters: Any  # for DeepSpeed; other ones than were given where layers have changed hands
+    json: DeepSpeedJson  # around the block
     config: VPipeConfig  # the block, with numbers where it left something to the planner
     pipeline: Pipeline  # what runs
     plan: Plan | None  # where the block left something to the planner
@@ -150,7 +152,9 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     else:
         apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap)
     _limit_cpu_threads()
-    return Prepared(parameters, config, pipeline, plan, devices, chooses_ratio, random_states, swap, groups, consensus)
+    return Prepared(
+        parameters, json, config, pipeline, plan, devices, chooses_ratio, random_states, swap, groups, consensus
+    )
 
 
 def _refuse_moe(model: PipelineModule, config: VPipeConfig, consensus: Consensus) -> None:
@@ -187,6 +191,18 @@ def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[d
     )
     parameters = prepared.model_parameters
     return {**given, "config": ds_config, "model_parameters": parameters, "mpu": model.mpu()}, prepared
+
+
+def with_staleness(engine: PatchedPipelineEngine, prepared: Prepared) -> Prepared:
+    """What is prepared, with settings where the block leaves ``"staleness"`` to be chosen, as rank 0 says."""
+    pipeline = replace(prepared.pipeline, micro_batches=engine.micro_batches)
+    own_optimizer = engine.client_optimizer is not None
+    config, choice = settled(prepared.config, pipeline, prepared.json, own_optimizer)
+    if engine.global_rank == 0 and choice.is_warning:
+        logger.warning(f"ds_vpipe: {choice.line}")
+    elif engine.global_rank == 0 and choice.line:
+        print(f"ds_vpipe: {choice.line}", flush=True)
+    return replace(prepared, config=config)
 
 
 def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:

@@ -40,6 +40,7 @@ from ds_vpipe.engine.build import (
     refuse_late_optimizer,
     stage_of,
     use_optimizer,
+    with_staleness,
 )
 from ds_vpipe.engine.checkpoint.layer_moves import move_layers, refuse_moves
 from ds_vpipe.engine.checkpoint.parameter_states import stage_layout
@@ -88,6 +89,7 @@ class VPipeEngine(PatchedPipelineEngine):
             args = ()
         super().__init__(*args, **kwargs)
         refuse_own_instructions(self)
+        prepared = with_staleness(self, prepared)
         self.vpipe_config = prepared.config
         self.plan = prepared.plan  # with predicted bytes of every stage; None if the block leaves nothing to plan
         self.stage = stage_of(self, prepared)  # state of this rank, its links and its weights

@@ -21,6 +21,7 @@ from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.schedules.check import check_programs, typical_workload
 from ds_vpipe.schedules.one_f_one_b import update_delays
 from ds_vpipe.schedules.program import Workload, programs
+from ds_vpipe.staleness.automatic import settled
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.schedule is None and arguments.virtual_stages is None:  # else it is not the block's pipeline
         config.check_sizes(pipeline.num_stages)
     delays = update_delays(pipeline.depths, pipeline.micro_batches, pipeline.vertical)
+    config, choice = settled(config, pipeline, ds_config)
     refuse_delays(config.staleness, delays)
     workload = typical_workload(pipeline) if arguments.batches is None else Workload(arguments.batches)
     check_size(pipeline, workload)
@@ -44,8 +46,10 @@ def run(arguments: argparse.Namespace) -> Answer:
         if faults:
             return "\n".join(map(str, faults))
         sizes = f"{pipeline.num_stages} stages, {pipeline.micro_batches} micro-batches per batch"
-        return f"sound: {pipeline.schedule}, {sizes}, {count} actions in {workload.batches} batches checked"
+        sound = f"sound: {pipeline.schedule}, {sizes}, {count} actions in {workload.batches} batches checked"
+        return "\n".join(filter(None, (sound, choice.line)))
 
     rows = [{**asdict(fault), "action": fault.action and str(fault.action)} for fault in faults]
     data = {"ok": not faults, "actions": count, "batches": workload.batches, "faults": rows}
+    data |= {"staleness": config.to_dict()["staleness"], "staleness_line": choice.line}
     return Answer(lambda: data, text, 1 if faults else 0)

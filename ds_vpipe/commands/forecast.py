@@ -33,6 +33,7 @@ from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.schedules.one_f_one_b import update_delay
+from ds_vpipe.staleness.automatic import settled
 from ds_vpipe.tables import aligned
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class _Training:
     losses: list[float]
     delay: int = 0  # largest, in updates
     late: "tuple[Pace, VPipeConfig, Pipeline] | None" = None
+    choice: str = ""  # a line about what was chosen where the JSON leaves "staleness" to be chosen
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -81,24 +83,29 @@ def run(arguments: argparse.Namespace) -> Answer:
             planned_pace(profile, one.config.pipeline(stages, one.micro_batches), one.devices)
             for stages in arguments.stages
         ]
-        losses = _train(arguments, one, None, updates, budget)
+        losses = _train(arguments, one, one.config, None, updates, budget)
         updates = len(losses)
         found.append(_Training(one.name, 1, losses))
         for stages, (pipeline, pace) in zip(arguments.stages, paces, strict=True):
-            losses = _train(arguments, one, pipeline, updates, budget)
+            config, choice = settled(one.config, pipeline, one.json)
+            losses = _train(arguments, one, config, pipeline, updates, budget)
             delay = update_delay(pipeline.depths[0], one.micro_batches)
-            found.append(_Training(one.name, stages, losses, delay, (pace, one.config, pipeline)))
+            found.append(_Training(one.name, stages, losses, delay, (pace, config, pipeline), choice.line))
     rows = _rows(found)
     return Answer(
         lambda: [row | _more(one) for row, one in zip(rows, found, strict=True)],
-        lambda: _text(rows),
+        lambda: "\n".join(
+            [_text(rows), *(f"{one.stages} stages, {one.name}: {one.choice}" for one in found if one.choice)]
+        ),
     )
 
 
 def _more(one: _Training) -> dict[str, Any]:
     """What only scripts get of a training."""
-    partition = None if one.late is None else one.late[2].partition
-    return {"partition": partition, "losses": one.losses}
+    if one.late is None:
+        return {"partition": None, "staleness": None, "losses": one.losses}
+    _, config, pipeline = one.late
+    return {"partition": pipeline.partition, "staleness": config.to_dict()["staleness"], "losses": one.losses}
 
 
 @dataclass(frozen=True)
@@ -143,13 +150,18 @@ def _made(arguments: argparse.Namespace, one: _Settings) -> dict[str, Any]:
 
 
 def _train(
-    arguments: argparse.Namespace, one: _Settings, pipeline: Any, updates: int | None, seconds: float
+    arguments: argparse.Namespace,
+    one: _Settings,
+    config: VPipeConfig,
+    pipeline: Any,
+    updates: int | None,
+    seconds: float,
 ) -> list[float]:
     """Mean losses of so many updates, or of those that so many seconds are enough for."""
     from ds_vpipe.simulation.forecast import losses_of, replay_of
 
     made, begin, last = _made(arguments, one), time.monotonic(), ""
-    replay = replay_of(made, one.json, one.config, pipeline, one.micro_batches)
+    replay = replay_of(made, one.json, config, pipeline, one.micro_batches)
     losses: list[float] = []
     arm = f"{one.name}, {f'{pipeline.num_stages} stages' if pipeline else 'synchronous'}"
     for loss in itertools.islice(losses_of(replay, iter(made["data"])), updates):

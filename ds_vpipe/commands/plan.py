@@ -21,6 +21,7 @@ from ds_vpipe.commands.arguments import Answer, add_profile_arguments, read_cost
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.pace import micro_batches_for
 from ds_vpipe.planning.planner import configured_partition, configured_plan, plan
+from ds_vpipe.staleness.automatic import settled
 
 _IDLE = 0.1  # share of time that a synchronous pipeline may idle, for the suggestion
 
@@ -77,6 +78,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     lines = [f"{price}: {fewest} micro-batches per batch or more"]
     if found.depths and found.depths != bare.depths:
         lines.append(f'depths are not in split files; for the JSON: "stage_to_depth_map": {list(found.depths)}')
+    _, choice = settled(config, found.pipeline, ds_config)
+    if choice.settings is not None and choice.line:
+        lines.append(choice.line)
     return Answer(
         data=lambda: {**found.to_json(), "suggested_micro_batches": fewest},
         text=lambda: "\n".join([found.table(), *lines]),

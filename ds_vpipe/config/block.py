@@ -16,7 +16,7 @@ from ds_vpipe.config.deepspeed_json import checked_block
 from ds_vpipe.config.keys import Settings, checked_list, is_number, key, refusal_of, refuse
 from ds_vpipe.config.partition_file import is_partition_file, merge_partition_file
 from ds_vpipe.config.replan import Replan
-from ds_vpipe.config.staleness import Staleness
+from ds_vpipe.config.staleness import WORDS, Staleness
 from ds_vpipe.errors import Refusal, raise_first
 from ds_vpipe.partition import check_size, checked_counts
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -153,9 +153,11 @@ class VPipeConfig(Settings):
     )
     staleness: Staleness | None = key(
         None,
-        "an object with nadam, error_feedback, lr_rescheduling, synchronous_updates or "
-        'delay_warmup_updates, with sync_mode "asp" only',
-        "Mitigations of gradients that are some updates old; off unless named. See [training](training.md#staleness).",
+        '"auto", "off", or, with sync_mode "asp" only, an object with nadam, error_feedback, lr_rescheduling, '
+        "synchronous_updates or delay_warmup_updates",
+        "Mitigations of gradients that are some updates old. `auto` chooses by delay, optimizer and length of the "
+        "learning-rate schedule what the [experiments](convergence.md) support, and says so at the start. Without the "
+        "key it does so only where a gradient is more than one update late. See [training](training.md#staleness).",
         {"nadam": True},
     )
     replan: Replan = key(
@@ -226,6 +228,11 @@ class VPipeConfig(Settings):
             refuse(depths[-1], len(depths) - 1, reason="the last stage has nothing to run ahead of")
         return depths
 
+    @field_validator("staleness", mode="before")
+    @classmethod
+    def _read_word(cls, value: object) -> object:
+        return WORDS.get(value, value) if isinstance(value, str) else value
+
     @field_validator("memory_budget", mode="before")
     @classmethod
     def _check_memory_budget(cls, value: object) -> object:
@@ -253,7 +260,7 @@ class VPipeConfig(Settings):
                 "weight_sync": "weight_sync" in self.model_fields_set,
                 "stage_to_depth_map": self.stage_to_depth_map != "default",
                 "gradient_clipping_scope": self.gradient_clipping_scope != "stage",
-                "staleness": self.staleness is not None,
+                "staleness": self.staleness is not None and not self.staleness.word,
             }
             for name in (name for name, given in asp_only.items() if given):
                 value = self.model_dump(exclude_unset=True)[name]

@@ -6,8 +6,10 @@ one, uses none of this.
 """
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from pydantic import field_validator
+from pydantic import GetJsonSchemaHandler, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic_core import CoreSchema
 
 from ds_vpipe.config.keys import Settings, is_number, key, refuse
 from ds_vpipe.errors import Refusal
@@ -58,6 +60,8 @@ class LRRescheduling(Settings):
 class Staleness(Settings):
     """Mitigations in use; each is off unless named. ``true`` stands for an object without keys."""
 
+    word: ClassVar[str] = ""  # what stands in the block in the place of an object, if anything
+
     nadam: NAdam | None = key(
         None,
         "true, false or an object",
@@ -103,6 +107,30 @@ class Staleness(Settings):
     @classmethod
     def _switch(cls, value: object) -> object:
         return {} if value is True else None if value is False else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler.resolve_ref_schema(handler(schema)), {"enum": ["auto", "off"]}]}
+
+    @model_serializer(mode="wrap")
+    def _word_or_keys(self, keys: SerializerFunctionWrapHandler) -> Any:
+        return self.word or keys(self)
+
+
+class Auto(Staleness):
+    """Mitigations that :mod:`ds_vpipe.staleness.automatic` is to choose."""
+
+    word = "auto"
+
+
+class Off(Staleness):
+    """No mitigation, as the block says."""
+
+    word = "off"
+
+
+WORDS: dict[object, Staleness] = {"auto": Auto(), "off": Off()}
+"""Values of the key ``"staleness"`` that are no objects."""
 
 
 def refuse_delays(settings: Staleness | None, delays: Sequence[int]) -> None:

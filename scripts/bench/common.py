@@ -97,7 +97,7 @@ def ds_config(
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
     }
-    return config if vpipe is None else {**config, "vpipe": vpipe}
+    return config if vpipe is None else {**config, "vpipe": {"staleness": "off", **vpipe}}
 
 
 def engine_for(

@@ -34,7 +34,7 @@ from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch.nn.functional import cross_entropy
 from transformers.models.roberta_prelayernorm import modeling_roberta_prelayernorm as before
 
-from ds_vpipe.config.staleness import Staleness
+from ds_vpipe.config.staleness import Auto, Staleness
 from ds_vpipe.lr_policies import LRPolicy
 from ds_vpipe.models.bert.data import IGNORED_LABEL, micro_batches
 from ds_vpipe.models.bert.layers import bert_layers
@@ -42,8 +42,9 @@ from ds_vpipe.models.bert.model import bert_config
 from ds_vpipe.models.bert.samples import Masking
 from ds_vpipe.models.bert.text import PairSamples, read_corpus
 from ds_vpipe.partition import uniform_partition
-from ds_vpipe.schedules.one_f_one_b import update_delay
+from ds_vpipe.schedules.one_f_one_b import default_depths, update_delay
 from ds_vpipe.simulation.forecast import Pace
+from ds_vpipe.staleness.automatic import choose_staleness, of_length
 from ds_vpipe.staleness.replay import Replay
 from ds_vpipe.staleness.soap import SOAP
 
@@ -103,17 +104,15 @@ class Run(Arm):
 
 
 def recommended(stages: int, micro_batches: int) -> str:
-    """Method to begin with: the more updates late gradients are, the longer their delay grows."""
-    delay = update_delay(stages - 1, micro_batches)
-    if delay <= 1:
-        return "nadam"
-    return "nadam+sync20%" + ("" if delay <= 3 else "+warmup20%" if delay <= 7 else "+warmup40%")
+    """The method of ``"staleness": "auto"`` with AdamW in a run of known length."""
+    updates = 1000
+    chosen = choose_staleness(Auto(), default_depths(stages), micro_batches, "stash", "AdamW", updates).settings
+    return next(name for name in METHODS if Staleness.model_validate(staleness(name, updates)) == chosen)
 
 
 def staleness(method: str, updates: int) -> dict[str, Any]:
     """The ``"staleness"`` object, where synchronous training takes so many ``updates``."""
-    shares = ("synchronous_updates", "delay_warmup_updates")
-    return {key: round(value * updates) if key in shares else value for key, value in METHODS[method].items()}
+    return of_length(METHODS[method], updates)
 
 
 def arms(options: argparse.Namespace) -> list[Arm]:

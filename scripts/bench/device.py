@@ -120,7 +120,7 @@ def config_of(vpipe: dict[str, Any] | None, options: argparse.Namespace) -> dict
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
     }
-    return config if vpipe is None else {**config, "vpipe": {"peer_timeout_s": 120, **vpipe}}
+    return config if vpipe is None else {**config, "vpipe": {"peer_timeout_s": 120, "staleness": "off", **vpipe}}
 
 
 def send_by_host(tensor: torch.Tensor, stage: int, async_op: bool = False) -> None:

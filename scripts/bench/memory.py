@@ -42,7 +42,7 @@ class Case:
 
     name: str  # for the table
     micro_batches: int  # M
-    vpipe: dict[str, Any] = field(default_factory=dict)  # the block
+    vpipe: dict[str, Any] | None = field(default_factory=dict)  # the block; None for DeepSpeed's own engine
     optimizer: str = "AdamW"  # type in the JSON
     params: dict[str, Any] = field(default_factory=dict)  # its parameters besides the learning rate
 
@@ -58,6 +58,8 @@ CASES = [
     Case("asp, swap 0.5, recompute 0.4", 1, {"swap_ratio": 0.5, "recompute_ratio": 0.4}),
     Case("asp, one deeper", 2, {"stage_to_depth_map": [6, 4, 2, 0]}),
     Case("asp, vertical", 1, {"weight_sync": "vertical"}),
+    Case("asp, none", 4, {"weight_sync": "none"}),
+    Case("stock", 4, None),
     Case("asp, Lamb", 1, optimizer="Lamb"),
     Case("asp, torch AdamW", 1, params={"torch_adam": True}),
     Case("asp, SGD", 4, optimizer="SGD"),
@@ -86,14 +88,14 @@ def sample(options: argparse.Namespace) -> dict[str, Any]:
 
 def config_of(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """The JSON of a case."""
-    block = {**case.vpipe, "link": "host"}  # shared memory is no allocation of torch's
+    block = None if case.vpipe is None else {**case.vpipe, "link": "host"}  # shared memory is no allocation of torch's
     config = ds_config(case.micro_batches, block, options.batch, case.optimizer, **case.params)
     return {**config, "gradient_clipping": 1.0}
 
 
 def predicted(profile: Any, case: Case, options: argparse.Namespace) -> Plan:
     """The planner's numbers for layers split evenly."""
-    block, json = VPipeConfig.parse(case.vpipe), DeepSpeedJson(config_of(case, options))
+    block, json = VPipeConfig.parse(BSP if case.vpipe is None else case.vpipe), DeepSpeedJson(config_of(case, options))
     counts = uniform_partition(len(profile), options.stages * block.virtual_stages)
     pipeline = block.pipeline(options.stages, case.micro_batches, counts)
     return predict(profile, pipeline, Devices.of(block, json, host_transfers=True))
@@ -149,7 +151,7 @@ def compare_times(say: Say, cases: Sequence[Case], options: argparse.Namespace) 
     for position, case in enumerate(cases):
         moved: list[Any] = [None] * options.stages
         dist.all_gather_object(moved, rounds[0][position][1])
-        found = predicted(profile, replace(case, vpipe={**case.vpipe, "host_bandwidth": bandwidth}), options)
+        found = predicted(profile, replace(case, vpipe={**(case.vpipe or {}), "host_bandwidth": bandwidth}), options)
         planned = [stage.host_bytes // found.pipeline.in_flight(rank) for rank, stage in enumerate(found.stages)]
         seconds = median(times[position][0] for times in rounds)
         swapped = ", ".join(f"{show_bytes(a)} ({show_bytes(b)})" for a, b in zip(moved, planned, strict=True))

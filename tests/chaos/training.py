@@ -144,7 +144,7 @@ def train(shape: Shape, folder: Path, injector: Injector) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         **shape.extra,
-        "vpipe": {"peer_timeout_s": PEER_TIMEOUT_S, "partition": partition, **shape.block},
+        "vpipe": {"peer_timeout_s": PEER_TIMEOUT_S, "partition": partition, "staleness": "off", **shape.block},
     }
     deepspeed.init_distributed(dist_backend="gloo")
     specs = toy.tied_specs() if shape.tied else toy.layer_specs(dropout=0.1)

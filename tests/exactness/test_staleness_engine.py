@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,51 @@ def test_copies_of_tied_weights_follow_the_owner(worlds: Worlds) -> None:
     counts, sgd = uniform_partition(LAYERS, 2), OPTIMIZERS["SGD"][1]
     wanted, _ = reference.replay(counts, (1, 0), 1, BATCHES, sgd, **options)
     assert difference(by_layer(reports), wanted) <= 1e-5
+
+
+SCHEDULER = {"type": "WarmupDecayLR", "params": {"total_num_steps": 20, "warmup_num_steps": 2, "warmup_max_lr": 3e-3}}
+DEFAULT: dict[str, Any] = {"partition": "uniform", "staleness": None}
+
+
+def train_and_say(ds_configs: list[dict[str, Any]], stages: int) -> list[tuple[dict[str, Any], str]]:
+    """:func:`cases.train` for several configurations, and what each has printed."""
+    reports = []
+    for ds_config in ds_configs:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            reports.append((cases.train(ds_config, stages, 8), printed.getvalue()))
+        cases.close_groups()
+    return reports
+
+
+def test_the_default_is_the_settings_that_it_names(worlds: Worlds) -> None:
+    named = {"nadam": True, "synchronous_updates": 4}
+    blocks: list[dict[str, Any]] = [DEFAULT, *({**DEFAULT, "staleness": its} for its in (named, "auto", "off"))]
+    configs = [cases.config(1, OPTIMIZERS["AdamW"][0], block, scheduler=SCHEDULER) for block in blocks]
+    ranks = worlds.run(STAGES, train_and_say, configs, STAGES)
+    default, wanted, auto, off = (cases.merged([rank[position][0] for rank in ranks]) for position in range(4))
+    assert difference(default, wanted) == difference(auto, wanted) == 0
+    assert difference(off, wanted) > 1e-2
+    lines = [[line for line in said.splitlines() if "staleness" in line] for _, said in ranks[0]]
+    assert [len(found) for found in lines] == [1, 0, 1, 0]
+    assert f'"auto" chooses {json.dumps(named)}' in lines[0][0]
+    assert all("staleness" not in said for rank in ranks[1:] for _, said in rank)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "optimizer"), [(3, 2, "AdamW"), (3, 1, "SGD"), (1, 1, "AdamW")])
+def test_the_default_leaves_alone(worlds: Worlds, stages: int, micro_batches: int, optimizer: str) -> None:
+    """Gradients that are at most one update late, and an optimizer of which nothing is known."""
+    blocks: list[dict[str, Any]] = [DEFAULT, {**DEFAULT, "staleness": "off"}]
+    configs = [cases.config(micro_batches, OPTIMIZERS[optimizer][0], block, scheduler=SCHEDULER) for block in blocks]
+    ranks = worlds.run(stages, cases.train_each, configs, stages, 6)
+    default, off = (cases.merged([rank[position] for rank in ranks]) for position in range(2))
+    assert difference(default, off) == 0
+
+
+def test_the_default_resumed_bit_for_bit(worlds: Worlds, tmp_path: Path) -> None:
+    """Within the synchronous updates and after them."""
+    config = cases.config(1, OPTIMIZERS["AdamW"][0], DEFAULT, scheduler=SCHEDULER)
+    for wrong in worlds.run(3, resume_everywhere, str(tmp_path), config, 3, (2, 6)):
+        assert wrong == []
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -31,7 +31,8 @@ def config(micro_batches: int, optimizer: dict[str, Any], vpipe: dict[str, Any] 
         **extra,
     }
     if vpipe is not None:
-        result["vpipe"] = {"peer_timeout_s": 60, "link": LINK, **vpipe}
+        # The oracle knows no default of "staleness".
+        result["vpipe"] = {"peer_timeout_s": 60, "link": LINK, "staleness": "off", **vpipe}
     return result
 
 

@@ -1,0 +1,159 @@
+"""Choice of ``"staleness": "auto"``: the settings that the experiments of docs/convergence.md support.
+
+A function of plain values, so that training, ``check``, ``plan`` and ``forecast`` choose alike, and a resumed run as
+the one before it. Where no experiment is like the pipeline nothing is chosen, and a line says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.staleness import Auto, Staleness
+from ds_vpipe.schedules.one_f_one_b import update_delays
+from ds_vpipe.schedules.pipeline import Pipeline, WeightSync
+
+SHARES = ("synchronous_updates", "delay_warmup_updates")
+"""Keys whose values are, in a table of settings, shares of all updates."""
+
+_NADAM = {"nadam": True}
+_ADAM, _SOAP = ("adam", "adamw"), ("soap",)  # DeepSpeed's Adam decays weights as AdamW does
+
+
+class Choice(NamedTuple):
+    """Settings chosen, None for none, and one line about them, empty where there is nothing to say."""
+
+    settings: Staleness | None
+    line: str = ""
+    is_warning: bool = False
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Experiments, and the settings that were best in them."""
+
+    latest: int  # updates that their gradients were late by at most
+    optimizers: tuple[str, ...]
+    settings: Mapping[str, Any]
+    weight_sync: tuple[WeightSync, ...] = ("stash",)
+
+
+# The first that fits counts. Losses are against synchronous AdamW or NAdam, of all with K stages and M = 1 unless M is
+# named: docs/data/convergence.md, convergence_soap.md, convergence_k32.md and convergence_other.md.
+_EXPERIMENTS = (
+    # K = 4 -10.6 %, K = 8 -9.3 %, K = 16 -7.8 %: nothing is needed
+    _Row(15, _SOAP, {}),
+    # K = M = 4 -0.5 %, 8 -0.2 %, 16 -0.2 %; AdamW without +0.8, +0.7, +1.3 %. K = M = 4 without a stash +0.1 %
+    _Row(1, _ADAM, _NADAM, ("stash", "none")),
+    # K = 4 -0.1 %; without +7.3 %
+    _Row(3, _ADAM, {**_NADAM, "synchronous_updates": 0.2}),
+    # K = 8 +0.3 %; without +38 %
+    _Row(7, _ADAM, {**_NADAM, "synchronous_updates": 0.2, "delay_warmup_updates": 0.2}),
+    # K = 16 +1.0 %; without +59 %. K = 32 +6.4 %
+    _Row(31, _ADAM, {**_NADAM, "synchronous_updates": 0.2, "delay_warmup_updates": 0.4}),
+    # For a run of unknown length: K = 4 +4.6 %, K = 8 +7.1 %
+    _Row(7, _ADAM, _NADAM),
+)
+
+
+def choose_staleness(
+    given: Staleness | None,
+    depths: Sequence[int],
+    micro_batches: int,
+    weight_sync: WeightSync,
+    optimizer: str,
+    total_updates: int | None,
+) -> Choice:
+    """Settle the key ``"staleness"``.
+
+    Args:
+        given: what the block has; None if it has no such key, which is ``"auto"`` where a gradient is more than one
+            update late.
+        depths: warm-up depth of every stage; 0 in a pipeline that drains after every batch.
+        micro_batches: per batch, M.
+        weight_sync: as in the block.
+        optimizer: its type in the JSON, or other words for one that no experiment had.
+        total_updates: of the whole run, None if that is not known.
+    """
+    late = max(update_delays(depths, micro_batches, weight_sync == "vertical"))
+    if not isinstance(given, Auto | None):
+        return Choice(None if given.word else given)
+    if given is None and late <= 1:
+        return Choice(None)
+    if late == 0:
+        return Choice(None, 'staleness: "auto" is none, as no gradient is late')
+    found = (
+        row
+        for row in _EXPERIMENTS
+        if late <= row.latest
+        and optimizer.lower() in row.optimizers
+        and weight_sync in row.weight_sync
+        and (total_updates or not row.settings.keys() & set(SHARES))
+    )
+    row, updates = next(found, None), f"{late} update{'s' if late > 1 else ''}"
+    begin = f"staleness: gradients are up to {updates} late (K={len(depths)}, M={micro_batches})"
+    if row is None:
+        stashes = weight_sync == "stash"
+        against = "" if stashes else f' and weight_sync "{weight_sync}"'
+        remedies = {
+            'weight_sync "stash"': not stashes,
+            "the optimizer SOAP": optimizer.lower() not in _SOAP,
+            f"M = {max(depths)}": late > 1,
+            "settings of your own": True,
+        }
+        return Choice(
+            None,
+            f"{begin}, and nothing is done about it, as no experiment had {optimizer}{against} so late. Take "
+            f"{' or '.join(remedy for remedy, helps in remedies.items() if helps)} (docs/convergence.md); "
+            f'"staleness": "off" ends this line',
+            is_warning=True,
+        )
+    if not row.settings:
+        return Choice(None, "" if given is None else f"{begin}, and {optimizer} needs nothing (docs/convergence.md)")
+    settings = of_length(row.settings, total_updates or 0)
+    length = f" and {total_updates} updates" if row.settings.keys() & set(SHARES) else ""
+    more = "" if length or late <= 1 else "; with total_num_steps in the scheduler it would choose more"
+    return Choice(
+        Staleness.model_validate(settings),
+        f'{begin}; for {optimizer}{length} "auto" chooses {json.dumps(settings)}, which sets the betas too '
+        f'(docs/convergence.md){more}; "staleness": "off" turns it off',
+    )
+
+
+def settled(
+    config: VPipeConfig, pipeline: Pipeline, ds_config: DeepSpeedJson, own_optimizer: bool = False
+) -> tuple[VPipeConfig, Choice]:
+    """The block with settings in the place of ``"auto"`` and ``"off"``, and the choice.
+
+    Args:
+        config: the block.
+        pipeline: that runs, with its depths.
+        ds_config: the JSON around the block.
+        own_optimizer: the script brings an optimizer, which counts in the place of the JSON's.
+    """
+    depths = (0,) * pipeline.num_stages if pipeline.synchronous else pipeline.depths
+    total = ds_config.whole("scheduler.params.total_num_steps")
+    optimizer = _optimizer(DeepSpeedJson({}) if own_optimizer else ds_config)
+    choice = choose_staleness(
+        config.staleness, depths, pipeline.micro_batches, pipeline.weight_sync, optimizer, total or None
+    )
+    return config.model_copy(update={"staleness": choice.settings}), choice
+
+
+def of_length(settings: Mapping[str, Any], updates: int) -> dict[str, Any]:
+    """Settings for a run of so many updates, of settings with :data:`SHARES`."""
+    return {key: round(value * updates) if key in SHARES else value for key, value in settings.items()}
+
+
+def _optimizer(ds_config: DeepSpeedJson) -> str:
+    """Type of the JSON's optimizer, with what makes it one that no experiment had."""
+    name, params = ds_config.optimizer, ds_config.optimizer_params
+    if name is None:
+        return "an optimizer of the script's own"
+    decays_otherwise = name.lower() == "adam" and params.get("adam_w_mode") is False and params.get("weight_decay")
+    odd = [key for key in ("amsgrad", "maximize") if params.get(key)] + ["adam_w_mode false"] * bool(decays_otherwise)
+    return f"{name} with {odd[0]}" if odd else name

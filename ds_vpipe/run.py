@@ -4,13 +4,16 @@ Usage::
 
     deepspeed --module ds_vpipe.run train.py --deepspeed_config cfg.json
     deepspeed --module ds_vpipe.run -m package.train --deepspeed_config cfg.json
+    deepspeed --module ds_vpipe.run --restarts 3 train.py --deepspeed_config cfg.json
 
-The launcher puts ``--local_rank=N`` before the script's name; the script gets it as its first argument,
+With ``--restarts N`` all ranks are started again, N times at most, when one has failed; ``DS_VPIPE_RESTART`` counts the
+restarts. The launcher puts ``--local_rank=N`` before the script's name; the script gets it as its first argument,
 where it is without ds_vpipe.
 """
 
 import functools
 import importlib.util
+import os
 import runpy
 import sys
 from collections.abc import Iterator
@@ -18,16 +21,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-USAGE = "usage: deepspeed [launcher options] --module ds_vpipe.run (SCRIPT | -m MODULE) [script arguments]"
+from ds_vpipe.restarts import refusal, supervise
+
+USAGE = (
+    "usage: deepspeed [launcher options] --module ds_vpipe.run [--restarts N] (SCRIPT | -m MODULE) [script arguments]"
+)
 
 
 def main(argv: list[str]) -> int:
     """Run the script or module named in ``argv``; the exit status for a wrong command line or configuration is 2."""
-    position = next((at for at, argument in enumerate(argv) if not argument.startswith("--local_rank")), None)
-    if position is None:
+    before, named, restarts = list[str](), list(argv), "0"
+    while named and named[0].startswith(("--local_rank", "--restarts")):
+        option, given, value = named[0].partition("=")
+        if option == "--restarts":
+            restarts = value if given else "".join(named[1:2])
+            del named[: 1 if given else 2]
+        else:
+            before.append(named.pop(0))
+    if not named:
         print(f"ds_vpipe.run: no script given; {USAGE}", file=sys.stderr)
         return 2
-    before, named = argv[:position], argv[position:]
+    if restarts != "0":
+        if (refused := refusal(restarts, os.environ)) is not None:
+            print(f"ds_vpipe.run: {refused}", file=sys.stderr)
+            return 2
+        if (status := supervise(int(restarts))) is not None:
+            return status
     as_module = named[0] == "-m"
     name, *arguments = (named[1:] or [""]) if as_module else named
     if not (_is_module(name) if as_module else Path(name).is_file()):
@@ -70,8 +89,6 @@ def main(argv: list[str]) -> int:
             else:
                 runpy.run_path(name, run_name="__main__")
     except VPipeError as error:
-        import os
-
         print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, VPipeConfigError) else 1
     return 0

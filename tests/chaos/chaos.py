@@ -1,6 +1,7 @@
 """Runs that are killed and stopped at any moment, and what becomes of them.
 
-Usage: scripts/chaos.sh [--minutes N] [--events N] [--seed S] [--folder FOLDER] [--few | --record LINE]
+Usage: scripts/chaos.sh [--minutes N] [--events N] [--seed S] [--restarted SHARE] [--folder FOLDER]
+    [--few | --record LINE]
 
 Every event befalls a training run of a few processes (training.py). Checked after it: every rank has ended, or goes
 on; survivors say in one line which stage waited for what, and why; no process and no shared memory is left; and the
@@ -69,9 +70,10 @@ class Attempt:
 def attempt(shape: str, ranks: int, folder: Path, event: Event | None, counts: bool = False) -> Attempt:
     """Start a run and wait for its end, as a launcher does, with an event, or with counts of calls."""
     found, port, begin = Attempt(), free_port(), time.monotonic()
-    for path in (*folder.glob("result.*"), *folder.glob("place")):
+    for path in (*folder.glob("result.*"), *folder.glob("place"), *folder.glob("begun.*")):
         path.unlink()
-    arguments = [str(HERE / "training.py"), shape, str(folder)]
+    restarts = ["--restarts", "1"] if event is not None and event.restarted else []
+    arguments = [*restarts, str(HERE / "training.py"), shape, str(folder)]
     if event is not None or counts:
         arguments.append(json.dumps(None if event is None else asdict(event)))
     alive: dict[int, int] = {}
@@ -80,7 +82,7 @@ def attempt(shape: str, ranks: int, folder: Path, event: Event | None, counts: b
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_PORT": port}
         pid, output = fork(next(iter(alive), 0), environment, arguments)
         alive[pid], logs[rank] = rank, (output, bytearray())
-    group, pids = next(iter(alive)), list(alive)
+    group = next(iter(alive))
     goes_on_at: dict[int, float] = {}
     deadline = begin + LIMIT_S
     while alive:
@@ -107,7 +109,7 @@ def attempt(shape: str, ranks: int, folder: Path, event: Event | None, counts: b
         if pid == 0:
             time.sleep(0.01)
     found.seconds = time.monotonic() - begin
-    found.left = left_behind(group)
+    found.left = left_behind()
     read(logs.values())
     found.logs = {rank: text.decode(errors="replace") for rank, (_, text) in logs.items()}
     for output, _ in logs.values():
@@ -117,7 +119,7 @@ def attempt(shape: str, ranks: int, folder: Path, event: Event | None, counts: b
             found.results[rank] = json.loads((folder / f"result.{rank}.json").read_text())
     if event is not None and (told := folder / "place").exists():
         found.place = told.read_text()
-    words = [f"_{port}_", *(f"_{pid}_" for pid in pids)]
+    words = [f"_{word}_" for path in folder.glob("begun.*") for word in path.name.split(".")[1:]]  # processes and ports
     found.left += [name for name in os.listdir("/dev/shm") if any(word in f"{name}_" for word in words)]
     return found
 
@@ -154,25 +156,25 @@ def read(logs: Iterable[tuple[int, bytearray]]) -> None:
                 text += some
 
 
-def left_behind(group: int) -> list[str]:
-    """Processes of a run that outlive its ranks; they are ended."""
-    deadline = time.monotonic() + _WORKERS_S
+def left_behind() -> list[str]:
+    """Processes of a run that outlive its ranks, whose parent this process then is; they are ended."""
+    deadline, children = time.monotonic() + _WORKERS_S, Path(f"/proc/self/task/{os.getpid()}/children")
     while time.monotonic() < deadline:
-        with suppress(ChildProcessError):
+        try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
+        except ChildProcessError:
             return []
         time.sleep(0.05)
-    found = [f"processes of group {group}"]
-    os.killpg(group, signal.SIGKILL)
+    found = [f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_text()}" for pid in children.read_text().split()]
+    for pid in children.read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
     return found
 
 
 # A stage, what it waited for or did, and why that ended; or what is wrong with a file.
 LINE = re.compile(r"^\[rank \d+\] ds_vpipe: .*stage \d+ \(rank \d+\) .*(wait|stopped).*: .+", re.MULTILINE)
+RESTART = re.compile(r"^\[rank 0\] ds_vpipe: (.*); restart 1 of 1$", re.MULTILINE)
 OF_FILE = re.compile(r"^\[rank \d+\] ds_vpipe: .*checkpoint.*: got \S+, which .*; allowed .*; .+", re.MULTILINE)
 
 
@@ -181,7 +183,11 @@ def complaints(event: Event, found: Attempt) -> Iterator[str]:
     for what in found.left:
         if not found.place or event.phase != "start":  # a killed run's memory loses its names when the next one starts
             yield f"left behind: {what}"
-    goes_on = event.kind in ("stop", "delay", *OF_SAVES) or not found.place
+    goes_on = event.kind in ("stop", "delay", *OF_SAVES) or event.restarted or not found.place
+    if event.restarted and found.place and not any(found.statuses.values()):
+        said = [line for log in found.logs.values() for line in RESTART.findall(log)]
+        if len(said) != 1 or (event.kind == "kill" and said != [f"rank {event.rank} ended by SIGKILL"]):
+            yield f"rank 0 says {said} of restarts: {found.logs[0][-1500:]}"
     for rank, status in found.statuses.items():
         if status and goes_on:
             yield f"rank {rank} ended with {status} where training goes on: {found.logs[rank][-1500:]}"
@@ -216,6 +222,7 @@ class Table:
     """Events by kind and phase, and the complaints."""
 
     events: Counter[tuple[str, str]] = field(default_factory=Counter)
+    restarted: int = 0
     without_effect: int = 0  # the rank had passed the call by another way
     wrong: list[str] = field(default_factory=list)
 
@@ -227,7 +234,10 @@ class Table:
         yield f"{'all':12}" + "".join(
             f"{sum(n for (k, _), n in self.events.items() if k == kind):10}" for kind in kinds
         )
-        yield f"{sum(self.events.values())} events, {self.without_effect} that did not come, {len(self.wrong)} wrong"
+        yield (
+            f"{sum(self.events.values())} events, {self.restarted} of them with --restarts, {self.without_effect} that "
+            f"did not come, {len(self.wrong)} wrong"
+        )
 
 
 class Chaos:
@@ -279,6 +289,7 @@ class Chaos:
         wrong += [f"left in checkpoints: {path.name}" for path in checkpoints.glob(".*")]
         if found.place:
             self.table.events[event.kind, event.phase] += 1
+            self.table.restarted += event.restarted
         else:
             self.table.without_effect += 1
         self.table.wrong += [f"{shape}, {event}: {what}" for what in wrong]
@@ -329,7 +340,7 @@ def drive(options: argparse.Namespace) -> int:
     record = json.loads(options.record) if options.record else None
     chaos.measure([record["shape"]] if record else {row[0] for row in FEW} if options.few else training.SHAPES)
     end = time.monotonic() + 60 * options.minutes
-    events = drawn(options.seed, chaos.counts)
+    events = drawn(options.seed, chaos.counts, options.restarted)
     if record or options.few:
         events = iter([(record["shape"], recorded(record))]) if record else few(chaos.counts)
     for number, (shape, event) in enumerate(events):
@@ -346,6 +357,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="how long events go on")
     parser.add_argument("--events", type=int, default=-1, help="how many there are at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--restarted", type=float, default=0.3, help="share of failures after which --restarts restarts"
+    )
     parser.add_argument("--few", action="store_true", help="the events that are part of the tests")
     parser.add_argument("--record", help="a line of a log of events: that event alone comes again")
     parser.add_argument("--folder", help="of the runs and of the log of all events; default: a new one")

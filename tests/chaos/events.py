@@ -14,7 +14,7 @@ KINDS = {
     "cut": 1, "flip": 1,
 }  # fmt: skip
 """How often each comes."""
-OF_SAVES, OF_FILES = ("full", "removed"), ("cut", "flip")
+OF_SAVES, OF_FILES, OF_RANKS = ("full", "removed"), ("cut", "flip"), ("kill", "raise", "interrupt", "hang")
 PEER_TIMEOUT_S = 5.0
 SECONDS = {"stop": (1.0, 2.0), "hang": (8.0, 8.0), "delay": (0.02, 0.05)}
 """How long an event lasts: from, to."""
@@ -26,6 +26,9 @@ Counts = Mapping[str, Mapping[str, int]]
 @dataclass(frozen=True)
 class Event:
     """One thing that happens to a rank.
+
+    After an event that ends ranks the run is started once more by the driver, or, ``restarted``, by
+    ``ds_vpipe.run --restarts 1``.
 
     ==========  ========================================================================================
     kill        SIGKILL
@@ -45,14 +48,16 @@ class Event:
     call: int  # when the rank makes this call of a function of ds_vpipe or DeepSpeed in this phase, from 0
     seconds: float = 0.0
     draw: float = 0.0  # from 0 to 1: of the file and the place in it
+    restarted: bool = False
 
     def __str__(self) -> str:
         lasts = f" for {self.seconds:.1f} s" if self.seconds else ""
-        return f"{self.kind} rank {self.rank} in {self.phase} at call {self.call}{lasts}"
+        then = ", with --restarts 1" if self.restarted else ""
+        return f"{self.kind} rank {self.rank} in {self.phase} at call {self.call}{lasts}{then}"
 
 
 FEW = (
-    # the name of a run, kind, rank, phase, and how far in it
+    # the name of a run, kind, rank, phase, how far in it, and True with --restarts
     ("moves", "kill", 0, "start", 0.9),
     ("moves", "kill", 2, "update", 0.5),
     ("moves", "kill", 1, "move", 0.6),
@@ -64,19 +69,26 @@ FEW = (
     ("replicas", "kill", 3, "load", 0.5),
     ("replicas", "kill", 1, "drain", 0.2),
     ("replicas", "hang", 2, "evaluation", 0.2),
+    ("moves", "kill", 1, "save", 0.3, True),
+    ("moves", "raise", 2, "train", 0.5, True),
+    ("replicas", "kill", 0, "update", 0.6, True),
 )
 """Those that are part of the tests."""
 
 
 def few(shapes: Mapping[str, Counts]) -> Iterator[tuple[str, Event]]:
     """The events of :data:`FEW`."""
-    for shape, kind, rank, phase, share in FEW:
+    for shape, kind, rank, phase, share, *restarted in FEW:
         call = int(share * shapes[shape][str(rank)][phase])
-        yield shape, Event(kind, rank, phase, call, SECONDS.get(kind, (0.0,))[0], draw=0.5)
+        yield shape, Event(kind, rank, phase, call, SECONDS.get(kind, (0.0,))[0], 0.5, any(restarted))
 
 
-def drawn(seed: int, shapes: Mapping[str, Counts]) -> Iterator[tuple[str, Event]]:
-    """Events without end, each with the name of the run that it is for; the same ones for the same seed and counts."""
+def drawn(seed: int, shapes: Mapping[str, Counts], restarted: float) -> Iterator[tuple[str, Event]]:
+    """Events without end, each with the name of the run that it is for; the same ones for the same seed and counts.
+
+    Args:
+        restarted: the share of those that end ranks after which ``--restarts`` starts them.
+    """
     draw = random.Random(seed)
     while True:
         shape = draw.choice(sorted(shapes))
@@ -87,7 +99,9 @@ def drawn(seed: int, shapes: Mapping[str, Counts]) -> Iterator[tuple[str, Event]
         phase = "save" if kind in OF_SAVES else "load" if kind in OF_FILES else phase
         seconds = round(draw.uniform(*SECONDS.get(kind, (0.0, 0.0))), 2)
         call = 0 if kind == "delay" else draw.randrange(counts[phase])
-        yield shape, Event(kind, int(rank), "start" if kind == "delay" else phase, call, seconds, draw.random())
+        phase = "start" if kind == "delay" else phase
+        restarts = draw.random() < restarted and kind in OF_RANKS
+        yield shape, Event(kind, int(rank), phase, call, seconds, draw.random(), restarts)
 
 
 def recorded(record: Mapping[str, Any]) -> Event:

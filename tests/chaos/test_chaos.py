@@ -18,13 +18,20 @@ KILLED = Event("kill", 1, "train", 100)
 LINE = "[rank 0] ds_vpipe: stage 0 (rank 0) waited for RECV_GRAD3 from stage 1 (rank 1): it is gone\n"
 ENDED = Attempt(statuses={0: 1, 1: -9}, logs={0: f"a log line\n{LINE}", 1: ""}, place="executor.py:61 carry_out")
 
+RESTARTED = replace(
+    ENDED, statuses={0: 0, 1: 0}, results={0: {}, 1: {}},
+    logs={0: f"{LINE}[rank 0] ds_vpipe: rank 1 ended by SIGKILL; restart 1 of 1\n", 1: ""},
+)  # fmt: skip
+
 
 @pytest.mark.mp
 def test_few_events(tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "scripts" / "chaos.sh"), "--few", "--folder", str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.splitlines()[-1] == f"{len(FEW)} events, 0 that did not come, 0 wrong", done.stdout
+    restarted = sum(row[5:] == (True,) for row in FEW)
+    last = f"{len(FEW)} events, {restarted} of them with --restarts, 0 that did not come, 0 wrong"
+    assert done.stdout.splitlines()[-1] == last, done.stdout
 
 
 @pytest.mark.parametrize(
@@ -37,6 +44,9 @@ def test_few_events(tmp_path: Path) -> None:
         (KILLED, replace(ENDED, logs={0: 2 * LINE, 1: ""}), "rank 0 says 2 lines that name "),
         (KILLED, replace(ENDED, ended_by_launcher=[0]), "rank 0 had not ended "),
         (KILLED, replace(ENDED, left=["memory"]), "left behind: memory"),
+        (replace(KILLED, restarted=True), RESTARTED, ""),
+        (replace(KILLED, restarted=True), replace(RESTARTED, logs={0: LINE, 1: ""}), "rank 0 says [] of restarts"),
+        (replace(KILLED, restarted=True), replace(RESTARTED, statuses={0: 0, 1: 1}), "rank 1 ended with 1 where"),
         (replace(KILLED, kind="stop"), ENDED, "rank 0 ended with 1 where training goes on"),
     ],
 )

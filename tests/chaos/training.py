@@ -194,6 +194,9 @@ def train(shape: Shape, folder: Path, injector: Injector) -> dict[str, Any]:
 def main() -> None:
     _, name, folder, *given = sys.argv
     rank = os.environ["RANK"]
+    Path(folder, f"begun.{os.getpid()}.{os.environ['MASTER_PORT']}").touch()
+    if os.environ.get("DS_VPIPE_RESTART", "0") != "0":
+        given = []
     event = recorded(json.loads(given[0])) if given and given[0] != "null" else None
     injector = Injector(event, Path(folder))
     if given and (event is None or event.rank == int(rank)):

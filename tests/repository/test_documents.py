@@ -37,6 +37,7 @@ RUN_BY = {
     r"docs/multinode\.md: (sbatch|srun) .*scripts/(bert\.sbatch|slurm_rank\.sh)": "test_slurm",
     r"docs/(bert|new_model|hugging_face)\.md: (python|deepspeed) ": "test_model_docs",
     r"docs/new_model\.md: deepspeed\.init_distributed": "test_model_docs",
+    r"docs/training\.md: deepspeed --module ds_vpipe\.run --restarts 3 train\.py": "test_restarts",
     r"docs/training\.md: python -m ds_vpipe\.export ": "test_export",
     r"docs/convergence\.md: python -m ds_vpipe forecast ": "test_forecast",
     r"README\.md: scripts/demo\.sh": "test_demo",

@@ -1,0 +1,348 @@
+"""Supervisors of ``ds_vpipe.run --restarts N``: ranks here are scripts without torch; chaos has real ones.
+
+tests/chaos restarts training runs that are killed and stopped at any moment, and compares what they train.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from worlds import free_port
+
+from ds_vpipe import restarts
+from ds_vpipe.restarts import Attempts
+from ds_vpipe.run import main
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = 3
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+from ds_vpipe import restarts
+restarts.GRACE_S, restarts.MEETING_S = 2.0, 6.0
+if (status := restarts.supervise(int(sys.argv[1]))) is not None:
+    sys.exit(status)
+rank, attempt = int(os.environ["RANK"]), int(os.environ["DS_VPIPE_RESTART"])
+Path(f"{attempt}.{rank}").write_text(f"{os.getpid()} {os.environ['MASTER_PORT']}")
+def others_come():
+    deadline = time.monotonic() + 60
+    while len([*Path().glob(f"{attempt}.*")]) < int(os.environ["WORLD_SIZE"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+others_come()
+"""
+HANGS = "sys.excepthook = lambda *_: None\ntime.sleep(300)"
+KILLED_AT_FIRST = """
+if attempt == 0 and rank == {}: os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(attempt == 0)  # others notice later
+sys.exit(attempt == 0)
+"""
+
+
+class Run:
+    """Supervisors of a few ranks, in a folder in which each start of a rank leaves its process and its port."""
+
+    def __init__(self, folder: Path, what_ranks_do: str, allowed: int = 2, ranks: int = RANKS) -> None:
+        self.folder, self.port, self.ranks = folder, free_port(), ranks
+        (folder / "train.py").write_text(SCRIPT + what_ranks_do)
+        self.allowed, self.processes = allowed, dict[int, subprocess.Popen[str]]()
+
+    def start(self, *ranks: int) -> Run:
+        for rank in ranks or range(self.ranks):
+            command = [sys.executable, "train.py", str(self.allowed)]
+            names = {"RANK": rank, "WORLD_SIZE": self.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), **{name: str(value) for name, value in names.items()}}
+            self.processes[rank] = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stderr=subprocess.PIPE, text=True
+            )
+        return self
+
+    def end(self) -> tuple[list[int], str]:
+        """Exit statuses by rank, and what rank 0 has printed."""
+        said = [process.communicate(timeout=90)[1] for _, process in sorted(self.processes.items())]
+        assert not any("Traceback" in text for text in said), said
+        return [process.returncode for _, process in sorted(self.processes.items())], said[0]
+
+    def started(self, attempt: int) -> dict[int, tuple[int, int]]:
+        """Process and port of each rank in a start, once all are there."""
+        deadline = time.monotonic() + 60
+        while True:
+            texts = {rank: self.folder / f"{attempt}.{rank}" for rank in range(self.ranks)}
+            found = {rank: path.read_text().split() for rank, path in texts.items() if path.exists()}
+            if len(found) == self.ranks and all(len(words) == 2 for words in found.values()):
+                return {rank: (int(words[0]), int(words[1])) for rank, words in found.items()}
+            assert time.monotonic() < deadline, f"only {found} of attempt {attempt}"
+            time.sleep(0.02)
+
+    def alive(self) -> list[int]:
+        """Processes of ranks that have not ended, a moment after they should have."""
+        deadline = time.monotonic() + 5
+        while True:
+            pids = [int(path.read_text().split()[0]) for path in self.folder.glob("[0-9].[0-9]")]
+            found = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[list[Run]]:
+    """Whatever a test starts, ended with it; no rank outlives its run."""
+    begun: list[Run] = []
+    yield begun
+    for run in begun:
+        for process in run.processes.values():
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+        assert run.alive() == []
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("killed", range(RANKS))
+def test_all_ranks_start_again_at_another_port(killed: int, tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, KILLED_AT_FIRST.format(killed))
+    runs.append(run.start())
+    statuses, said = run.end()
+    assert (statuses, said) == ([0, 0, 0], f"[rank 0] ds_vpipe: rank {killed} ended by SIGKILL; restart 1 of 2\n")
+    first, second = run.started(0), run.started(1)
+    assert not {pid for pid, _ in first.values()} & {pid for pid, _ in second.values()}
+    assert len({port for _, port in first.values()}) == len({port for _, port in second.values()}) == 1
+    assert run.port not in (first[0][1], second[0][1])
+    assert not (tmp_path / "2.0").exists()
+
+
+@pytest.mark.mp
+def test_a_rank_that_hangs_and_one_that_has_ended_well_start_again(tmp_path: Path, runs: list[Run]) -> None:
+    hangs = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+    run = Run(tmp_path, f"if attempt == 0:\n  if rank == 1: {hangs}\n  sys.exit(5 if rank else 0)")
+    runs.append(run.start())
+    assert run.end() == ([0, 0, 0], "[rank 0] ds_vpipe: rank 2 ended with status 5; restart 1 of 2\n")
+
+
+@pytest.mark.mp
+def test_the_last_restart(tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(
+        tmp_path, "if rank == 1: sys.exit(7)\ntime.sleep(0.5)\nif rank == 2: os.kill(os.getpid(), signal.SIGABRT)"
+    )
+    runs.append(run.start())
+    lines = [
+        f"rank 1 ended with status 7; restart {text}"
+        for text in ("1 of 2", "2 of 2", "2 of 2 was the last; no restart")
+    ]
+    assert run.end() == ([0, 7, 134], "".join(f"[rank 0] ds_vpipe: {line}\n" for line in lines))
+    assert run.started(2)
+
+
+@pytest.mark.mp
+def test_a_wrong_configuration_is_not_tried_again(tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, "sys.exit(1 if rank == 0 else 2)")
+    runs.append(run.start())
+    statuses, said = run.end()
+    assert statuses == [1, 2, 2]
+    assert "ended with status 2: configuration or command line are wrong; no restart\n" in said
+    assert not (tmp_path / "1.0").exists()
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["all", "one"])
+def test_a_signal_ends_everything(number: signal.Signals, where: str, tmp_path: Path, runs: list[Run]) -> None:
+    """Of a launcher or a terminal to all of them, or to one: then the others' peers would fail, and here they hang."""
+    run = Run(tmp_path, HANGS)
+    runs.append(run.start())
+    run.started(0)
+    for rank in range(RANKS) if where == "all" else [1]:
+        run.processes[rank].send_signal(number)
+    statuses, said = run.end()
+    ended, killed = 128 + number, 128 + signal.SIGKILL
+    assert statuses == ([ended] * RANKS if where == "all" else [killed, ended, killed])
+    assert f" got {number.name}; no restart\n" in said
+    assert "restart 1" not in said
+    assert not (tmp_path / "1.0").exists()
+
+
+@pytest.mark.mp
+def test_other_signals_reach_the_rank(tmp_path: Path, runs: list[Run]) -> None:
+    catches = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\nPath(f'ready.{rank}').touch()\ntime.sleep(300)"
+    run = Run(tmp_path, catches, ranks=1)
+    runs.append(run.start())
+    while not (tmp_path / "ready.0").exists():
+        time.sleep(0.02)
+    run.processes[0].send_signal(signal.SIGUSR1)
+    assert run.end() == ([0], "")
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("lost", [0, 1])
+def test_no_rank_outlives_a_killed_supervisor(lost: int, tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, HANGS)
+    runs.append(run.start())
+    run.started(0)
+    run.processes[lost].kill()
+    statuses, said = run.end()
+    assert statuses[lost] == -signal.SIGKILL
+    assert all(status == 128 + signal.SIGKILL for rank, status in enumerate(statuses) if rank != lost)
+    assert lost == 0 or "[rank 0] ds_vpipe: rank 1 has lost its supervisor; no restart\n" in said
+    assert run.alive() == []
+    assert not (tmp_path / "1.0").exists()
+
+
+@pytest.mark.mp
+def test_strangers_at_the_port_change_nothing(tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, KILLED_AT_FIRST.format(2))
+    runs.append(run.start(0))
+    silent, *others = [_connected(run.port) for _ in range(6)]
+    for stranger, words in zip(
+        others, [b"GET / HTTP/1.1\n", b"\xff" * 999, b"rank 0\n", b"rank 9\n", b"rank 1"], strict=True
+    ):
+        stranger.sendall(words)
+        stranger.close()
+    run.start(1, 2)
+    assert run.end() == ([0, 0, 0], "[rank 0] ds_vpipe: rank 2 ended by SIGKILL; restart 1 of 2\n")
+    silent.close()
+
+
+def _connected(port: int) -> socket.socket:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.mp
+def test_a_rank_without_supervisor(tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, HANGS)
+    runs.append(run.start(0, 1))
+    statuses, said = run.end()
+    assert statuses == [1, 1]
+    silent = "nothing has come in 6 s from the supervisors of ranks [2], which need the same --restarts; no restart"
+    assert said == f"[rank 0] ds_vpipe: {silent}\n"
+
+
+@pytest.mark.mp
+def test_a_port_in_use(tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, HANGS, ranks=1)
+    with socket.create_server(("", run.port)):
+        runs.append(run.start())
+        statuses, said = run.end()
+    assert statuses == [1]
+    assert said.startswith(f"[rank 0] ds_vpipe: --restarts cannot listen on MASTER_PORT {run.port} of this host: ")
+
+
+def test_ranks_that_do_not_say_how_they_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    attempts = Attempts(3, 1)
+    orders = [order for rank in (0, 2, 1) for order in attempts.hear(rank, "here")]
+    assert orders == ["start 0"]
+    assert [*attempts.late(attempts.deadline)] == []
+    assert [*attempts.hear(1, "ended -9")] == ["limit"]
+    assert [*attempts.hear(2, "ended 1")] == []
+    assert [*attempts.late(attempts.deadline - 1)] == []
+    assert [*attempts.late(attempts.deadline + 1)] == ["limit", "exit"]
+    assert "rank 1 ended by SIGKILL, and not a word from the supervisors of ranks [0]" in capsys.readouterr().err
+    assert [*attempts.hear(0, "ended 1")] == [*attempts.late(float("inf"))] == []
+
+
+@pytest.mark.mp
+def test_through_the_launcher(tmp_path: Path) -> None:
+    """``deepspeed`` sees no rank end while one is killed and all start again; Ctrl-C then ends everything."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal, sys, time\nfrom pathlib import Path\n"
+        "attempt, rank = os.environ['DS_VPIPE_RESTART'], os.environ['RANK']\n"
+        "Path(f'{attempt}.{rank}').write_text(f'{os.getpid()} {sys.argv[1:]}')\n"
+        "if attempt == '0' and rank == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(300 if attempt == '1' else 0.5)\nsys.exit(3)\n"
+    )
+    launcher = Path(sys.executable).with_name("deepspeed")
+    command = [str(launcher), "--num_accelerators", "2", "--master_port", str(free_port()), "--module", "ds_vpipe.run"]
+    path = os.pathsep.join([str(launcher.parent), os.environ["PATH"]])
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        launched = subprocess.Popen(
+            [*command, "--restarts", "3", str(script), "--lr", "1"], cwd=tmp_path, env=environment,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    deadline = time.monotonic() + 300
+    try:
+        while not all((tmp_path / f"1.{rank}").exists() for rank in range(2)):
+            assert launched.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        os.killpg(launched.pid, signal.SIGINT)  # as a terminal does
+        assert launched.wait(timeout=120) != 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(launched.pid, signal.SIGKILL)
+    assert "[rank 0] ds_vpipe: rank 1 ended by SIGKILL; restart 1 of 3\n" in log.read_text()
+    assert "restart 2" not in log.read_text()
+    words = [path.read_text().split(maxsplit=1) for path in sorted(tmp_path.glob("[01].[01]"))]
+    assert [arguments for _, arguments in words] == 2 * [
+        "['--local_rank=0', '--lr', '1']",
+        "['--local_rank=1', '--lr', '1']",
+    ]
+    assert not [pid for pid, _ in words if Path(f"/proc/{pid}").exists()]
+
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "line"),
+    [
+        (["--restarts="], LAUNCHED, '--restarts: got ""; allowed: a whole number'),
+        (["--restarts=-1"], LAUNCHED, '--restarts: got "-1"; allowed: a whole number'),
+        (["--local_rank=0", "--restarts", "3"], {"RANK": "0"}, "set WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (["--restarts=3"], {**LAUNCHED, "TORCHELASTIC_RUN_ID": "x"}, "write torchrun --max-restarts 3 instead"),
+    ],
+)
+def test_refused(
+    given: list[str], environment: dict[str, str], line: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name in (*LAUNCHED, "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(restarts, "supervise", lambda number: pytest.fail("it starts"))
+    assert main([*given, "train.py"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("ds_vpipe.run: --restarts: got ")
+    assert line in said
+
+
+def test_the_script_of_a_child_gets_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without restarts there is no supervisor."""
+    script, asked = tmp_path / "train.py", []
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nPath(__file__).with_suffix('.txt').write_text(' '.join(sys.argv[1:]))"
+    )
+    monkeypatch.setattr("ds_vpipe.run.supervise", lambda number: asked.append(number))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    for given in (
+        ["--restarts", "3", "--local_rank=0"],
+        ["--local_rank=0", "--restarts=3"],
+        ["--restarts", "0", "--local_rank=0"],
+    ):
+        assert main([*given, str(script), "--lr", "1", "--restarts", "9"]) == 0
+        assert script.with_suffix(".txt").read_text() == "--local_rank=0 --lr 1 --restarts 9"
+    assert asked == [3, 3]

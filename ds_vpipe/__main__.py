@@ -28,13 +28,14 @@ COMMANDS = {
     "forecast": "train in one process as a pipeline would: loss and time beside synchronous training",
     "trace": "turn recordings and timelines into a Chrome or Perfetto trace",
     "report": "one HTML page: timelines, use of time, memory, staleness, loss",
+    "replay": "do a past update of a recorded run again, bit for bit, and find where its numbers went wrong",
     "convert": "turn a vPipe or PipeDream run into a DeepSpeed JSON, a hostfile and a command",
     "doctor": "look for what keeps training from starting, here and on every host",
 }
 _DESCRIPTION = "Look at, check, time and plan pipelines before they run, and look at what they did afterwards."
 _EPILOG = """\
-Show, check, profile, plan, simulate and forecast look ahead, trace and report back; convert is for those who come from
-vPipe or PipeDream, and doctor for wherever training does not start.
+Show, check, profile, plan, simulate and forecast look ahead, trace, report and replay back; convert is for those who
+come from vPipe or PipeDream, and doctor for wherever training does not start.
 
 Every command reads the DeepSpeed JSON that training reads; a JSON without a "vpipe" block is DeepSpeed's own 1F1B.
 Every command explains itself: python -m ds_vpipe COMMAND --help. Exit status: 0 well, 1 found wrong, 2 misused.

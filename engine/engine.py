@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from deepspeed.runtime.pipe.schedule import PipeSchedule
 from deepspeed.utils import logger
 
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
+from ds_vpipe.config.block import TimelineConfig
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.engine.backend_threads import outlive_backend_threads
 from ds_vpipe.engine.build import (
@@ -62,6 +63,7 @@ from ds_vpipe.engine.execution.sizes import set_sizes, with_depths
 from ds_vpipe.engine.links.groups import collective_groups, is_of_lost_rank
 from ds_vpipe.engine.modules.recompute import recompute_anew
 from ds_vpipe.engine.observe.balance import Balance
+from ds_vpipe.engine.observe.history import history_of
 from ds_vpipe.engine.observe.observers import Observation
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
 from ds_vpipe.engine.updates.clipping import GradientClipping
@@ -99,10 +101,13 @@ class VPipeEngine(PatchedPipelineEngine):
         self.evaluation = Evaluation(self, self.stage, self.moves)
         self.checkpoints = Checkpoints(self, self.stage)
         self.whole_model = WholeModel(self, self.stage)
-        self.observation = Observation(self, self.stage, prepared.config, prepared.plan)
+        self.history = history_of(self, self.stage, prepared.config)  # recorded, replayed, or neither
+        timeline = TimelineConfig() if self.history.replays else prepared.config.timeline
+        self.observation = Observation(self, self.stage, timeline, prepared.plan)
         self.executor.watchers = self.observation.watchers
+        self.executor.watchers += self.history.watchers
         self.balance = self._balance(prepared)  # measured layers and decisions, if the block has them looked at
-        if self.balance is not None:
+        if self.balance is not None and not self.history.replays:
             self.executor.watchers.append(self.balance)
         for group in collective_groups(self.grid, self.module):
             self.stage.groups.failures.breaks(group)
@@ -160,6 +165,7 @@ class VPipeEngine(PatchedPipelineEngine):
             self.stage.pauses.after_batch(begin, time.perf_counter())
             if self.balance is not None:
                 self._look_at(self.balance, time.perf_counter() - begin)
+            self.history.updated(self)
             return loss
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()
@@ -203,6 +209,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.stage.action = "QUIESCE"
         with self._aborting():
             quiesce(self.stage, self.moves)
+        self.history.event("emptied", self.global_steps)
 
     def move_layer(self, move: Move) -> None:
         """Let a layer go to a neighbouring stage while training runs; all ranks call it, between the same two batches.
@@ -338,11 +345,18 @@ class VPipeEngine(PatchedPipelineEngine):
 
     def _look_at(self, balance: Balance, seconds: float) -> None:
         """Decide whether layers should move, if it is time to, after a batch that took so many seconds."""
+        if self.history.replays:  # which has recorded decisions
+            return
+        begun = len(balance.steps)
         with self._aborting():
             decision = balance.after_batch(seconds)
+        for update, move in balance.steps[begun:]:
+            self.history.event("moved", update, move=astuple(move))
         if decision is not None:
             begin = time.perf_counter()
-            self.repartition(decision.better_partition, decision.better_ratio)
+            counts, ratios = decision.better_partition, decision.better_ratio
+            self.history.event("split", self.global_steps, partition=counts, recompute_ratio=ratios)
+            self.repartition(counts, ratios)
             balance.carried_out(decision, time.perf_counter() - begin)
 
     # Checkpoints and weights
@@ -368,11 +382,15 @@ class VPipeEngine(PatchedPipelineEngine):
         if not save_dir:
             raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
         self._refuse_half_loaded("save_checkpoint()")
+        if not self.history.writes(save_dir):
+            return True
         self.quiesce("save_checkpoint()")
         with self._aborting_if_lost("save_checkpoint()"):
             self.checkpoints.save(
                 super().save_checkpoint, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             )
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self.history.event("saved", self.global_steps, folder=os.path.abspath(save_dir), tag=tag)
         return True
 
     def load_checkpoint(
@@ -396,6 +414,11 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeError: the checkpoint is of another model, or files are lost. Load another one before anything else.
             PipelinePeerError: this happened on another rank, or a rank is lost or did not answer in time.
         """
+        if load_optimizer_states and not load_module_only:
+            found = self.history.checkpoint(load_dir, tag)
+            if found is None:
+                return None, None  # as where there is none
+            load_dir, tag = found
         self.quiesce("load_checkpoint()")
         self.moves.give_up()
         follows = self.balance is not None and not self.vpipe_config.replan.dry_run and not load_module_only
@@ -414,6 +437,7 @@ class VPipeEngine(PatchedPipelineEngine):
                 )
         finally:
             self._measure_anew()
+            self.history.event("loaded", self.global_steps)
 
     def full_state_dict(
         self, rank0_only: bool = False, exclude_frozen_parameters: bool = False
@@ -442,7 +466,10 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeError: the file cannot be written, or another rank makes another call.
             PipelinePeerError: this happened on another rank, or a rank is lost or did not answer in time.
         """
-        self.whole_model.save(save_dir, save_filename, exclude_frozen_parameters)
+        if self.history.writes(save_dir):
+            self.whole_model.save(save_dir, save_filename, exclude_frozen_parameters)
+        else:
+            self.full_state_dict(rank0_only=True)  # which drains, as in the run
         return True
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
@@ -489,6 +516,7 @@ class VPipeEngine(PatchedPipelineEngine):
     def _end(self) -> None:
         finish_sends(self.stage)
         self.observation.end()
+        self.history.end()
         self.stage.wiring.stop()
         self.stage.groups.failures.stop()
 

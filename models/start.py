@@ -23,7 +23,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -35,9 +34,9 @@ from ds_vpipe.engine.links.groups import use_local_device
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.extension_builds import extension_builds
+from ds_vpipe.run_record import PACKAGES, package_version
 
 START_LIMIT_S = 900.0  # of ranks for each other: one may have to collect and tokenise its text
-_PACKAGES = ("ds_vpipe", "deepspeed", "torch", "transformers", "tokenizers", "numpy", "h5py", "safetensors")
 
 Result = TypeVar("Result")
 
@@ -159,7 +158,7 @@ def write_run_record(output: Path, ds_config: Mapping[str, Any], command: Sequen
     folder = output / "run"
     folder.mkdir(parents=True, exist_ok=True)
     versions = {"python": platform.python_version(), "platform": platform.platform()}
-    versions |= {package: package_version(package) for package in _PACKAGES}
+    versions |= {package: package_version(package) for package in PACKAGES}
     for name, content in (("ds_config.json", ds_config), ("versions.json", versions)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     slots = Counter(hosts)  # keeps the order in which hosts first come
@@ -167,14 +166,6 @@ def write_run_record(output: Path, ds_config: Mapping[str, Any], command: Sequen
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with (folder / "commands.log").open("a", encoding="utf-8") as file:
         file.write(f"{now} {shlex.join(command)}\n")
-
-
-def package_version(package: str) -> str:
-    """Version of an installed package, or ``"absent"``."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # such as a checkout that is not installed
-        return "absent"
 
 
 @contextlib.contextmanager

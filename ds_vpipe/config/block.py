@@ -191,6 +191,14 @@ class VPipeConfig(Settings):
         {"enabled": True},
     )
 
+    record: str | None = key(
+        None,
+        "the path of a folder, as a string, or null",
+        "Record of the run, from which `python -m ds_vpipe replay` does any update again: see [replay](replay.md).",
+        "record",
+        min_length=1,
+    )
+
     @field_validator("partition", mode="before")
     @classmethod
     def _check_partition(cls, value: object) -> tuple[int, ...] | str | None:

@@ -161,8 +161,11 @@ class VPipeLoopEngine(VPipeEngine):
             if self.rounds.is_drain_due():
                 self._drain()
         self.rounds.order.done("step()")
-        if self.balance is not None and not self.rounds.in_batch:
+        if self.rounds.in_batch:
+            return
+        if self.balance is not None:
             self._look_at(self.balance, time.perf_counter() - self._batch_began)
+        self.history.updated(self)
 
     # Drains, and calls that need one
 

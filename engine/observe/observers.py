@@ -13,7 +13,7 @@ from deepspeed.comm import comm as ds_comm
 from deepspeed.runtime.engine import EngineTimers
 from deepspeed.utils import logger
 
-from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.block import TimelineConfig
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.executor import Watcher
 from ds_vpipe.engine.observe.deepspeed_tools import CommsRecord, StageProfile, WallClock, links_by_kind
@@ -39,8 +39,10 @@ _COMPARED = 16  # batches whose median is compared with earlier ones
 class Observation:
     """Watchers of one stage, with their statistics. The engine's profiler and its hooks' timers are replaced."""
 
-    def __init__(self, engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig, plan: Plan | None) -> None:
-        self._engine, self._stage, self._timeline, self._plan = engine, stage, config.timeline, plan
+    def __init__(
+        self, engine: PatchedPipelineEngine, stage: Stage, timeline: TimelineConfig, plan: Plan | None
+    ) -> None:
+        self._engine, self._stage, self._timeline, self._plan = engine, stage, timeline, plan
         links = links_by_kind(stage)
         self._comms = CommsRecord(links)
         self._rows: Sequence[Sequence[float]] = ()

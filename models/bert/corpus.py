@@ -23,7 +23,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from ds_vpipe.models.bert.samples import digest_of
-from ds_vpipe.models.start import package_version
+from ds_vpipe.run_record import package_version
 
 Document = list[str]
 

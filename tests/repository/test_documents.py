@@ -40,6 +40,7 @@ RUN_BY = {
     r"docs/training\.md: deepspeed --module ds_vpipe\.run --restarts 3 train\.py": "test_restarts",
     r"docs/training\.md: python -m ds_vpipe\.export ": "test_export",
     r"docs/convergence\.md: python -m ds_vpipe forecast ": "test_forecast",
+    r"docs/replay\.md: (deepspeed|python -m ds_vpipe replay) ": "test_run_replay",
     r"README\.md: scripts/demo\.sh": "test_demo",
     r"(README|CONTRIBUTING)\.md: scripts/test\.sh": "test_documents",  # runs this line
 }

@@ -178,6 +178,11 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_resume_steady.py::test_every_setting"),
             ("A rank that cannot write or read its part", "one line on every rank; one may go on",
              "test_checkpoint_failures.py::test_all_ranks_raise_and_may_go_on"),
+            ("`record` and `python -m ds_vpipe replay`: dropout, ties, replicas, ZeRO-1 and bf16, NAdam, SOAP, "
+             "vertical sync, bsp, loops, moves of `replan`", "the state at any update is that of the run, bit for bit",
+             "test_run_replay.py::test_the_state_at_any_update_is_that_of_the_run"),
+            ("`replay --find nan`", "names micro-batch, stage, layer and version of planted faults",
+             "test_run_replay.py::test_a_planted_fault_is_found"),
             ("Our checkpoints in DeepSpeed's engine (bf16: with ZeRO-1)", "load",
              "test_checkpoint.py::test_saved_in_flight_loads_everywhere"),
             ("Likewise with ties", "copies stay equal there",

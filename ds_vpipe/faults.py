@@ -1,0 +1,71 @@
+"""Origin of numbers that are not finite, and layers whose norms have grown, from what all ranks of a replay have seen.
+
+Every rank keeps the first value that it meets which is not finite. One that it has received has its origin elsewhere.
+Of the others the first in causal order is that of the smallest micro-batch, and in one micro-batch of the earliest
+pass: what is computed for later micro-batches cannot have an effect on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+PASSES = ("data", "weights", "forward", "backward", "update", "received")
+"""Where a value is found, in the order of one micro-batch; ``weights`` have changed other than by an update."""
+_NAMES = {"data": "data", "weights": "before its forward pass", "update": "update"}
+
+
+class Fault(NamedTuple):
+    """The first value that is not finite on a rank."""
+
+    micro_batch: int  # since the start of training: what consumed_micro_batches is where the data begin with it
+    where: str  # one of PASSES
+    stage: int
+    replica: int
+    layer: int | None  # in the model
+    what: str
+    version: int  # of the stage's weights in this pass
+    micro_batches: int  # per batch
+    begins: bool = False  # it was there when the replay began
+
+    def line(self) -> str:
+        """The fault in one line."""
+        batch, index = divmod(self.micro_batch, self.micro_batches)
+        layer = "" if self.layer is None else f", layer {self.layer}"
+        replica = f" of replica {self.replica}" if self.replica else ""
+        passed = _NAMES.get(self.where, f"{self.where} pass")
+        return (
+            f"update {batch + 1}, micro-batch {self.micro_batch} (number {index + 1} of {self.micro_batches} of its "
+            f"batch), stage {self.stage}{replica}{layer}, {passed}: {self.what}, with weights of version {self.version}"
+        )
+
+
+def first_fault(faults: Iterable[Fault]) -> Fault | None:
+    """The first in causal order; None if all is finite."""
+
+    def order(fault: Fault) -> tuple[bool, bool, int, int, int]:
+        way = -fault.stage if fault.where == "backward" else fault.stage
+        at = PASSES.index(fault.where)
+        return fault.where == "received", not fault.begins, fault.micro_batch, at, way
+
+    return min(faults, key=order, default=None)
+
+
+def grown(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Norms of all layers in two batches, the layer that has grown most first.
+
+    Args:
+        ranks: what each has measured, a mapping per layer with ``layer``, ``name``, ``stage``, ``activation`` and
+            ``gradient``, pairs of sums of squares in the batch before and in the batch. Replicas are added up.
+    """
+    layers: dict[int, dict[str, Any]] = {}
+    for found in (row for rows in ranks for row in rows):
+        known = layers.setdefault(found["layer"], {**found, "activation": (0.0, 0.0), "gradient": (0.0, 0.0)})
+        for name in ("activation", "gradient"):
+            known[name] = tuple(a + b for a, b in zip(known[name], found[name], strict=True))
+    for row in layers.values():
+        pairs = [tuple(value**0.5 for value in row[name]) for name in ("activation", "gradient")]
+        row["activation"], row["gradient"] = pairs
+        # A number that is none is larger than any other.
+        row["growth"] = max((now / before if now == now else float("inf")) if before else 0.0 for before, now in pairs)
+    return sorted(layers.values(), key=lambda row: (-row["growth"], row["layer"]))

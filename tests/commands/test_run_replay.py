@@ -1,0 +1,322 @@
+"""Replays of recorded runs: the state at a past update bit for bit, and the places of planted faults.
+
+``DS_VPIPE_LONG_REPLAYS=1`` takes all shapes and all faults.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import recorded_training
+import torch
+from launches import launched
+from recorded_training import SHAPES
+from worlds import Worlds
+
+from ds_vpipe.__main__ import main
+from ds_vpipe.commands import replay
+from ds_vpipe.errors import VPipeError
+from ds_vpipe.faults import Fault, first_fault
+from ds_vpipe.run_record import RecordWriter, RunRecord, first_jump, first_not_finite
+
+LONG = os.environ.get("DS_VPIPE_LONG_REPLAYS") == "1"
+UPDATES = 9
+ROOT = Path(__file__).parents[2]
+
+
+def on_rank(name: str, folder: Path, updates: int, fault: dict[str, Any], plan: Path | None) -> Any:
+    """The script on a rank, recorded or replayed; whether it ended by itself."""
+    with mock.patch.dict(os.environ, {} if plan is None else {"DS_VPIPE_REPLAY": str(plan)}):
+        try:
+            return recorded_training.train(name, folder, updates, fault)
+        except SystemExit as end:
+            return end.code
+
+
+class Runs:
+    """Runs of the script in waiting processes, by the command that would start them."""
+
+    def __init__(self, worlds: Worlds, folder: Path, name: str, fault: dict[str, Any] | None = None) -> None:
+        self._worlds, self._name, self.folder, self._fault = worlds, name, folder, fault or {}
+
+    def train(self, updates: int = UPDATES, folder: Path | None = None) -> list[float]:
+        arguments = (self._name, folder or self.folder, updates, self._fault, None)
+        losses = self._worlds.run(SHAPES[self._name].ranks, on_rank, *arguments)[0]
+        return [float.fromhex(loss) for loss in losses]
+
+    def replay(self, *words: str) -> int:
+        with mock.patch.object(replay, "run_ranks", self._run_ranks):
+            return main(["replay", str(self.folder / "record"), *words])
+
+    def _run_ranks(self, plan: dict[str, Any], more: Any) -> list[int]:
+        path = Path(plan["out"], "plan.json")
+        arguments = (self._name, self.folder, UPDATES, self._fault, path)
+        outcomes = self._worlds.outcomes(plan["start"]["ranks"], on_rank, *arguments)
+        for rank, outcome in enumerate(outcomes):
+            Path(plan["out"], f"rank{rank:03d}.log").write_text(outcome.text)
+        return [0 if outcome.good else 1 for outcome in outcomes]
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """Everything in a checkpoint but what names the run."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return (str(value.dtype), tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).tolist())
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items() if key != "ds_config"}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        return value if isinstance(value, (int, float, str, bool, type(None))) else repr(value)
+
+    return {path.name: plain(torch.load(path, weights_only=False)) for path in sorted(folder.glob("*.pt"))}
+
+
+def assert_same(one: Path, other: Path) -> None:
+    mine, its = content(one), content(other)
+    assert mine.keys() == its.keys()
+    assert mine
+    assert [name for name in mine if mine[name] != its[name]] == []
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("name", SHAPES if LONG else ["dropout", "ties", "soap", "live", "loop"])
+def test_the_state_at_any_update_is_that_of_the_run(name: str, worlds: Worlds, tmp_path: Path, capsys: Any) -> None:
+    runs = Runs(worlds, tmp_path / "run", name)
+    losses = runs.train()
+    record = RunRecord.read(tmp_path / "run" / "record")
+    if name != "loop":  # in which a rank sees the loss of a micro-batch, and that late
+        assert [record.losses[update] for update in range(1, UPDATES + 1)] == losses
+    draw = random.Random(name)
+    for update in {draw.choice((4, 5)), draw.choice((7, 8))} if LONG else {draw.choice((4, 5, 7, 8))}:
+        state = tmp_path / f"state{update}"
+        if not SHAPES[name].looks:
+            assert runs.replay("--to", str(update), "--state", str(state)) == 0
+            Runs(worlds, tmp_path / f"until{update}", name).train(update)
+            assert_same(state / f"global_step{update}", tmp_path / f"until{update}" / "end" / "state")
+    # Moves that were decided on measurements are in this run alone.
+    for before in ("5", "0") if LONG else ("0",):
+        state = tmp_path / f"since{before}"
+        assert runs.replay("--to", "6", "--from", before, "--state", str(state)) == 0
+        assert_same(state / "global_step6", tmp_path / "run" / "checkpoints" / "global_step6")
+    said = capsys.readouterr().out
+    assert "from update 0: 6 losses are the recorded ones" in said
+    if SHAPES[name].looks:
+        kinds = {event["event"] for event in record.events}
+        assert ("moved" if name == "live" else "split") in kinds
+
+
+def fault(kind: str, micro_batch: int, layer: int = 0, **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "micro_batch": micro_batch, "layer": layer, **more}
+
+
+@pytest.mark.mp
+def test_a_bert_is_replayed_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    page = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
+    train, state = (re.search(rf"^{start} .*$", page, re.MULTILINE) for start in ("deepspeed", "python -m ds_vpipe"))
+    assert train is not None
+    assert state is not None
+    config = json.loads((ROOT / "ds_configs" / "bert_tiny_cpu.json").read_text(encoding="utf-8"))
+    config["vpipe"] = {"record": "runs/recorded/run"}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recorded.json").write_text(json.dumps(config))
+    words = train[0].replace("accelerators 4", "accelerators 2").replace("60", "4").replace("20", "2").split()[1:]
+    launched(tmp_path, words)
+
+    def run_ranks(plan: dict[str, Any], more: list[str]) -> list[int]:
+        launched(tmp_path, [*words, *more], DS_VPIPE_REPLAY=f"{plan['out']}/plan.json")
+        return [0, 0]
+
+    monkeypatch.setattr(replay, "run_ranks", run_ranks)
+    assert main(state[0].replace("47", "4").split()[3:]) == 0
+    assert "replayed to update 4 from update 2, checkpoint runs/recorded/checkpoints/" in capsys.readouterr().out
+    assert_same(next((tmp_path / "runs" / "state").glob("*4")), next(tmp_path.glob("runs/recorded/checkpoints/*4")))
+
+
+FAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    # the name of a run, the fault, and what is to be found besides its micro-batch
+    ("plain", fault("output", 9, 7), {"where": "forward", "layer": 7, "stage": 1}),
+    ("dropout", fault("data", 8, floats=True), {"where": "data", "stage": 0}),
+    ("plain", {"kind": "weight", "update": 5, "layer": 3}, {"where": "weights", "layer": 3, "micro_batch": 11}),
+    ("dropout", fault("output hook", 10, 4), {"where": "backward", "layer": 4, "stage": 1}),
+    ("nadam", fault("parameter hook", 5, 8), {"where": "backward", "layer": 8}),
+    ("plain", fault("data", 11, floats=True), {"where": "data", "stage": 0}),
+    ("plain", fault("data", 2, floats=True), {"where": "data", "stage": 0}),
+    ("dropout", fault("output", 8, 0), {"where": "forward", "layer": 0, "stage": 0}),
+    ("dropout", fault("output", 13, 9), {"where": "forward", "layer": 9, "stage": 2}),
+    ("nadam", fault("output", 6, 5), {"where": "forward", "layer": 5}),
+    ("soap", fault("output", 4, 4), {"where": "forward", "layer": 4}),
+    ("dropout", {"kind": "weight", "update": 4, "layer": 0}, {"where": "weights", "layer": 0, "micro_batch": 11}),
+    ("dropout", {"kind": "weight", "update": 5, "layer": 9}, {"where": "weights", "layer": 9, "micro_batch": 10}),
+    ("nadam", {"kind": "weight", "update": 5, "layer": 5}, {"where": "weights", "layer": 5, "micro_batch": 6}),
+    ("plain", fault("output hook", 10, 5), {"where": "backward", "layer": 5, "stage": 1}),
+    ("plain", fault("output hook", 11, 9), {"where": "backward", "layer": 9, "stage": 1}),
+    ("plain", fault("input hook", 9, 5), {"where": "backward", "layer": 5, "stage": 1}),
+    ("dropout", fault("input hook", 11, 2), {"where": "backward", "layer": 2, "stage": 0}),
+    ("plain", fault("parameter hook", 12, 1), {"where": "backward", "layer": 1, "stage": 0}),
+    ("loop", fault("output", 9, 6), {"where": "forward", "stage": 1}),
+    ("bsp", fault("output hook", 9, 6), {"where": "backward", "layer": 6, "stage": 1}),
+]
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize(("name", "planted", "expected"), FAULTS if LONG else FAULTS[:5])
+def test_a_planted_fault_is_found(
+    name: str, planted: dict[str, Any], expected: dict[str, Any], worlds: Worlds, tmp_path: Path, capsys: Any
+) -> None:
+    runs = Runs(worlds, tmp_path, name, planted)
+    assert any(not math.isfinite(loss) for loss in runs.train())
+    assert runs.replay("--find", "nan", "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["fault"]
+    wanted = {"micro_batch": planted.get("micro_batch"), **expected}
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.mp
+def test_layers_that_have_grown_where_the_loss_jumps(worlds: Worlds, tmp_path: Path, capsys: Any) -> None:
+    runs = Runs(worlds, tmp_path, "plain", fault("scale", 15, 7))
+    runs.train()
+    assert runs.replay("--find", "loss-jump", "--factor", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    growth = {row["layer"]: row["activation"][1] / row["activation"][0] for row in found["norms"]}
+    assert (found["to"], found["began"], found["norms"][0]["growth"] > 100) == (8, 6, True)
+    assert next(layer for layer in sorted(growth) if growth[layer] > 2) == 7
+
+
+@pytest.mark.mp
+def test_what_is_not_the_recorded_run_ends_at_the_first_loss(worlds: Worlds, tmp_path: Path, capsys: Any) -> None:
+    runs = Runs(worlds, tmp_path, "plain")
+    losses = runs.train()
+    runs._fault = fault("scale", 9, 7)
+    assert runs.replay("--to", "7", "--from", "0") == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"update 5: loss {losses[4]:.9g} recorded, ")
+    runs._fault = {}
+    runs._name = "bsp"
+    assert runs.replay("--to", "7") == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "DeepSpeed JSON: got " in said
+    assert "it has changed" in said
+
+
+RANK = """
+import json, os, sys, time
+plan = json.load(open(os.environ["DS_VPIPE_REPLAY"]))
+rank = int(os.environ["RANK"])
+if "--waits" in sys.argv and rank == 0:
+    time.sleep(60)
+if "--fails" in sys.argv:
+    sys.exit(f"rank {rank}: no such thing")
+names = "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONHASHSEED"
+found = {"began": 0, "loaded": None, "reached": plan["to"], "words": sys.argv[1:], "folder": os.getcwd()}
+found["environment"] = [os.environ[name] for name in names]
+open(f"{plan['out']}/rank{rank:03d}.json", "w").write(json.dumps(found))
+"""
+
+
+def started(folder: Path) -> dict[str, Any]:
+    """A plan for ranks that need not train."""
+    script = folder / "rank.py"
+    script.write_text(RANK)
+    start = {
+        "command": ["python3", str(script), "--local_rank=0", "--x"],
+        "folder": str(folder),
+        "ranks": 2,
+        "environment": {"PYTHONHASHSEED": "7"},
+        "machine": {"threads": 3},
+    }
+    plan = {"record": str(folder), "start": start, "to": 4, "latest": 3, "find": None, "state": None}
+    return {**plan, "out": str(folder / "replay")}
+
+
+def test_ranks_are_started_as_in_the_run(tmp_path: Path) -> None:
+    reports = replay.launch(started(tmp_path), ["--resume"])
+    assert [report["words"] for report in reports] == [[f"--local_rank={n}", "--x", "--resume"] for n in (0, 1)]
+    assert [report["environment"] for report in reports] == [[str(n), "2", "3", "7"] for n in (0, 1)]
+    assert [report["folder"] for report in reports] == [str(tmp_path)] * 2
+
+
+def test_ranks_that_fail_or_wait_end_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_GRACE_S", 0.2)
+    with pytest.raises(VPipeError, match="rank 1 ended with status 1 before it, and said: rank 1: no such thing; see"):
+        replay.launch(started(tmp_path), ["--fails", "--waits"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--to", "9"], "--to: got 9; allowed: an update whose loss is recorded, up to 6; name one, or what to --find"),
+        ([], "--to: got null; allowed"),
+        (["--find", "nan"], '--find: got "nan"; none of the 6 recorded losses is one; allowed'),
+        (["--to", "0"], 'argument --to: got "0"; allowed: a whole number >= 1'),
+    ],
+)
+def test_what_was_not_recorded_is_refused(words: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["replay", str(tmp_path), "--to", "1"]) == 2
+    assert "RUN: got " in capsys.readouterr().err
+    writer = RecordWriter(str(tmp_path))
+    writer.event("start", 0, micro_batches=1)
+    for update in range(1, 7):
+        writer.loss(update, 1.0)
+    assert main(["replay", str(tmp_path), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_record_that_is_trained_anew_and_was_cut_off(tmp_path: Path) -> None:
+    writer = RecordWriter(str(tmp_path))
+    start = {"micro_batches": 2, "command": ["first"]}
+    writer.event("start", 0, **start)
+    for update in range(1, 8):
+        writer.loss(update, update / 10)
+    for update in (2, 4, 6):
+        (tmp_path / "saved" / f"s{update}").mkdir(parents=True)
+        writer.event("saved", update, folder=str(tmp_path / "saved"), tag=f"s{update}")
+        writer.event("emptied", update)
+    with (tmp_path / "losses.bin").open("ab") as losses, (tmp_path / "events.jsonl").open("ab") as events:
+        losses.write(b"abc")
+        events.write(b'{"event": "emp')
+    writer = RecordWriter(str(tmp_path))
+    writer.event("start", 4, **start | {"command": ["second"]})
+    writer.loss(5, 0.75)
+    writer.event("moved", 5, move=(3, 1, 0, 14))
+    writer.event("saved", 5, folder=str(tmp_path / "saved"), tag="s2")
+    record = RunRecord.read(tmp_path)
+    assert list(record.losses) == [1, 2, 3, 4, 5]
+    assert record.losses[5] == 0.75
+    assert [event["update"] for event in record.events if event["event"] == "emptied"] == [2, 4]
+    assert [record.start_of(update)["command"] for update in (4, 5)] == [["first"], ["second"]]
+    # The last one was saved while a layer was on its way to micro-batch 14.
+    names = [record.checkpoint(latest, str(tmp_path / "saved")) for latest in (1, 2, 3, 4, 5)]
+    assert names == [None, "s2", "s2", "s4", "s4"]
+    shutil.rmtree(tmp_path / "saved" / "s4")
+    assert record.checkpoint(5, str(tmp_path / "saved")) == "s2"
+    assert record.checkpoint(5, str(tmp_path)) is None
+
+
+def test_where_losses_go_wrong() -> None:
+    losses = dict(enumerate([3.0, 2.9, 3.1, 2.8, 2.9, 6.2, 2.7, float("nan")], 1))
+    assert first_not_finite(losses) == 8
+    assert first_jump(losses, 2.0) == 6
+    assert first_jump(losses, 2.2) == 8
+    assert first_jump(dict(enumerate([3.0, 9.0, 3.0, 3.0, 4.0], 1)), 2.0) is None
+
+
+def test_the_first_fault_is_that_of_the_smallest_micro_batch_and_the_earliest_pass() -> None:
+    def at(micro_batch: int, where: str, stage: int, begins: bool = False) -> Fault:
+        return Fault(micro_batch, where, stage, 0, None, "x", 0, 2, begins)
+
+    order = [at(9, "weights", 2, True), at(3, "forward", 1), at(3, "backward", 1), at(3, "backward", 0)]
+    order += [at(3, "update", 0), at(4, "data", 0), at(1, "received", 2)]
+    for left_out in range(len(order)):
+        assert first_fault(reversed(order[left_out:])) == order[left_out]
+    assert first_fault([]) is None

@@ -103,6 +103,7 @@ def replay_of(
     """
     layers = [ForecastLayer(spec) for spec in example["layers"]]
     late: dict[str, Any] = {}
+    clip = json.get("gradient_clipping")
     if pipeline is not None:
         late = {"depths": pipeline.depths, "weight_sync": pipeline.weight_sync, "staleness": config.staleness}
     return Replay(
@@ -111,7 +112,7 @@ def replay_of(
         micro_batches,
         _optimizer(json),
         lambda outputs, labels: _first(example["loss_fn"](outputs, labels)),
-        clip=float(json.get("gradient_clipping") or 0.0),
+        clip=1.0 if clip is None else float(clip),  # DeepSpeed's default
         factor=_factor(json),
         **late,
     )

@@ -41,6 +41,11 @@ class _Row:
     settings: Mapping[str, Any]
     weight_sync: tuple[WeightSync, ...] = ("stash",)
 
+    @property
+    def needs_length(self) -> bool:
+        """Whether the settings depend on the updates of the whole run."""
+        return any(key in SHARES for key in self.settings)
+
 
 # The first that fits counts. Losses are against synchronous AdamW or NAdam, of all with K stages and M = 1 unless M is
 # named: docs/data/convergence.md, convergence_soap.md, convergence_k32.md and convergence_other.md.
@@ -92,7 +97,7 @@ def choose_staleness(
         if late <= row.latest
         and optimizer.lower() in row.optimizers
         and weight_sync in row.weight_sync
-        and (total_updates or not row.settings.keys() & set(SHARES))
+        and (total_updates or not row.needs_length)
     )
     row, updates = next(found, None), f"{late} update{'s' if late > 1 else ''}"
     begin = f"staleness: gradients are up to {updates} late (K={len(depths)}, M={micro_batches})"
@@ -101,7 +106,7 @@ def choose_staleness(
         against = "" if stashes else f' and weight_sync "{weight_sync}"'
         remedies = {
             'weight_sync "stash"': not stashes,
-            "the optimizer SOAP": optimizer.lower() not in _SOAP,
+            "the optimizer SOAP": optimizer.lower() not in _SOAP and late <= _EXPERIMENTS[0].latest,
             f"M = {max(depths)}": late > 1,
             "settings of your own": True,
         }
@@ -115,12 +120,14 @@ def choose_staleness(
     if not row.settings:
         return Choice(None, "" if given is None else f"{begin}, and {optimizer} needs nothing (docs/convergence.md)")
     settings = of_length(row.settings, total_updates or 0)
-    length = f" and {total_updates} updates" if row.settings.keys() & set(SHARES) else ""
-    more = "" if length or late <= 1 else "; with total_num_steps in the scheduler it would choose more"
+    is_short = late > 1 and not row.needs_length
+    length = "" if late == 1 else " in a run of unknown length" if is_short else f" and {total_updates} updates"
+    more = "; that is not enough: give total_num_steps in the scheduler, or take the optimizer SOAP" * is_short
     return Choice(
         Staleness.model_validate(settings),
         f'{begin}; for {optimizer}{length} "auto" chooses {json.dumps(settings)}, which sets the betas too '
         f'(docs/convergence.md){more}; "staleness": "off" turns it off',
+        is_short,
     )
 
 

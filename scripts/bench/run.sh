@@ -12,6 +12,7 @@
 #   convergence      mitigations of staleness, K = 4, 8, 16: hours, but only for runs that its file lacks
 #   convergence-k32  the recommended mitigation at K = 32
 #   convergence-soap the optimizers SOAP and Muon, and weight_sync none
+#   forecast         losses of the command forecast against those of four ranks
 #   convergence-summary  table and picture of docs/convergence.md, from the files of the three
 # PYTHON names another interpreter than that of .venv. Rows are added to the files in docs/data/, from which tables and pictures are drawn anew.
 set -euo pipefail
@@ -96,9 +97,11 @@ convergence-soap() {
     "${other[@]}" --methods-of-half-batches nadam nadam+unstashed --methods-of-full-batches nadam+unstashed
 }
 
+forecast() { "$python" scripts/bench/forecast.py; }
+
 convergence-summary() { "$python" scripts/bench/convergence_summary.py; }
 
 case ${1:-} in
-    throughput | throughput-96ms | overhead | links | memory | simulation | balance | balance-plain | recorder | convergence | convergence-k32 | convergence-soap | convergence-summary) "$1" ;;
-    *) sed -n '2,16s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+    throughput | throughput-96ms | overhead | links | memory | simulation | balance | balance-plain | recorder | convergence | convergence-k32 | convergence-soap | forecast | convergence-summary) "$1" ;;
+    *) sed -n '2,17s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
 esac

@@ -71,6 +71,14 @@ SMALL = {
         ],
     ),
     "convergence_summary.py": ("--plot out/convergence.svg", [r"\| 1 \| SOAP \| 1 to 2 \| -10\.6 %"]),
+    "forecast.py": (
+        "--stages 2 --updates 4 --sequence 16 --train-file text.txt",
+        [
+            r"K=2 M=1, staleness None",
+            r"update +4: run [\d.]+, forecast [\d.]+",
+            r"largest difference: [\d.e-]+ of the loss",
+        ],
+    ),
     "device.py": (
         "--cpu --models gpt2 --stages 2 --arms stock bsp --hidden 64 --layers 2 --vocabulary 64 --batch 1 "
         "--sequence 16 --batches 1 --at-once 1 --repetitions 1",

@@ -86,6 +86,7 @@ def test_auto_says_that_nothing_is_late() -> None:
 def test_a_run_of_unknown_length(scheduler: Any) -> None:
     found, told = choice(8, 1, {}, scheduler=scheduler)
     assert found == NADAM
+    assert told.is_warning, "it is not enough"
     assert "total_num_steps" in told.line
     assert choice(16, 1, {}, scheduler=scheduler)[1].is_warning, "no experiment"
 
@@ -132,7 +133,8 @@ def test_decay_as_adamw_has_it() -> None:
 
 
 def test_too_late_for_every_experiment() -> None:
-    found, told = choice(33, 1, {}, {"type": "SOAP"})
-    assert (found, told.is_warning) == (None, True)
-    assert "the optimizer SOAP" not in told.line
-    assert choice(33, 1, {})[1].is_warning
+    for optimizer in ({"type": "SOAP"}, ADAMW):
+        found, told = choice(33, 1, {}, optimizer)
+        assert (found, told.is_warning) == (None, True)
+        assert "the optimizer SOAP" not in told.line
+        assert "M = 32" in told.line

@@ -5,8 +5,9 @@
 repetitions; then the planned peak of every stage beside the measured one. Prints a block for docs/performance.md.
 
 Ranks that share a GPU compute in turns: there is no bubble to be removed, and what shows is what an engine costs and
-whether it works. Neither can NCCL be used between them: all groups are gloo's, which refuses to send memory of a GPU,
-so DeepSpeed's messages are copied to the host and back here; ours are anyway. ``--cpu`` does the same on the CPU.
+whether it works. NCCL connects them only as ranks of different hosts, over the loopback interface. So all groups are
+gloo's, which refuses to send memory of a GPU: DeepSpeed's messages are copied to the host and back here, and so are
+ours, but in the arm over NCCL, which is for ``--arms`` to ask for. ``--cpu`` does the same on the CPU.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "asp": {"link": "host"},
     "asp, recomputing": {"link": "host", "recompute_ratio": 1.0},
 }
+OVER_NCCL: dict[str, dict[str, Any]] = {"asp, NCCL": {"link": "nccl"}}
+SHARED_GPU = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 SETTLING = 3  # batches beside those that fill the pipeline
 
 
@@ -145,7 +148,7 @@ def done(device: torch.device) -> float:
 def rate(name: str, arm: str, stages: int, options: argparse.Namespace) -> tuple[float, int, float]:
     """Micro-batches per second, this rank's peak bytes while they are counted, and the loss before that."""
     made = sample(name, options)
-    engine = engine_for(made["layers"], stages, config_of(ARMS[arm], options), made["loss_fn"])
+    engine = engine_for(made["layers"], stages, config_of({**ARMS, **OVER_NCCL}[arm], options), made["loss_fn"])
     train = trainer_of(engine, (made["inputs"], made["labels"]))
     dist.barrier()
     for _ in range(SETTLING + 2 * stages // options.micro_batches):
@@ -179,6 +182,8 @@ def planned(name: str, stages: int, options: argparse.Namespace, device: str) ->
 def work(rank: int, say: Say, stages: int, name: str, options: argparse.Namespace) -> None:
     """One rank."""
     p2p.send, p2p.recv = send_by_host, receive_by_host
+    if torch.cuda.device_count() < stages:
+        os.environ.update(SHARED_GPU, NCCL_HOSTID=f"rank {rank}")
     rates: dict[str, list[float]] = {arm: [] for arm in options.arms}
     peaks: dict[str, list[int]] = {}
     losses = {}
@@ -213,7 +218,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--cpu", action="store_true", help="on the CPU, to try the script")
     parser.add_argument("--models", nargs="+", choices=("bert", "gpt2"), default=["bert", "gpt2"])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *OVER_NCCL], default=list(ARMS))
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="K")
     parser.add_argument("--micro-batches", type=int, default=4, help="M")
     parser.add_argument("--hidden", type=int, default=1024)

@@ -1,4 +1,4 @@
-"""Training on GPUs, ranks sharing one if there are not enough, against the replay on the CPU.
+"""Training on GPUs, ranks sharing one if there are not enough, against the replay on the CPU; over both links of GPUs.
 
 Each test also runs on a simulated device, so that it is the GPU that may fail it and not the test.
 """
@@ -20,6 +20,7 @@ from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.one_f_one_b import default_depths
 
 pytestmark = pytest.mark.mp
+OVER = pytest.mark.parametrize("link", ["host", "nccl"])
 
 STAGES = 2
 BATCHES = 12
@@ -60,11 +61,12 @@ def replayed(dtype: torch.dtype, newest: bool = False, rounding: float = 0.0) ->
     ).run(BATCHES)  # fmt: skip
 
 
+@OVER
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_training_against_the_replay(place: tuple[str, Worlds], setting: str) -> None:
+def test_training_against_the_replay(place: tuple[str, Worlds], setting: str, link: str) -> None:
     extra, dtype, tolerance = SETTINGS[setting]
     device, pool = place
-    ds_config = cases.config(2, SGD, {"partition": "uniform", "recompute_ratio": 0.5}, **extra)
+    ds_config = cases.config(2, SGD, {"partition": "uniform", "recompute_ratio": 0.5, "link": link}, **extra)
     module = {"loss_fn": toy.float_cross_entropy, "device": device}
     reports = pool.run(STAGES, cases.train, ds_config, STAGES, BATCHES, **module)
     wanted = replayed(dtype)
@@ -74,8 +76,8 @@ def test_training_against_the_replay(place: tuple[str, Worlds], setting: str) ->
         assert len(set(wanted.scales)) > 2
 
 
-def save_and_go_on(directory: str, device: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    ds_config = cases.config(2, SGD, {"partition": "uniform"}, **FP16)
+def save_and_go_on(directory: str, device: str, link: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    ds_config = cases.config(2, SGD, {"partition": "uniform", "link": link}, **FP16)
     results = []
     for loads in (False, True):
         trained = cases.engine(ds_config, STAGES, loss_fn=toy.float_cross_entropy, dropout=0.2, device=device)
@@ -86,6 +88,7 @@ def save_and_go_on(directory: str, device: str) -> tuple[dict[str, torch.Tensor]
         else:
             for _ in range(6):
                 trained.train_batch(iterator)
+                trained.eval_batch(toy.data(start=500))
             trained.save_checkpoint(directory)
         for _ in range(4):
             trained.train_batch(iterator)
@@ -95,9 +98,10 @@ def save_and_go_on(directory: str, device: str) -> tuple[dict[str, torch.Tensor]
     return results[0], results[1]
 
 
-def test_resume(place: tuple[str, Worlds], tmp_path: Any) -> None:
+@OVER
+def test_resume(place: tuple[str, Worlds], tmp_path: Any, link: str) -> None:
     device, pool = place
-    for wanted, found in pool.run(STAGES, save_and_go_on, str(tmp_path), device):
+    for wanted, found in pool.run(STAGES, save_and_go_on, str(tmp_path), device, link):
         assert difference(found, wanted) <= 1e-3
 
 

@@ -42,7 +42,10 @@ def test_a_step_that_fails_stops_no_other() -> None:
 def test_a_step_that_is_none() -> None:
     done = gpu_check("--cpu", "bert")
     assert done.returncode == 1
-    assert done.stderr == "gpu_check: got the step bert; allowed are tests, bert-K and gpt2-K, such as bert-2\n"
+    assert (
+        done.stderr
+        == "gpu_check: got the step bert; allowed are tests, nccl, bert-K, gpt2-K and nccl-K, such as bert-2\n"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

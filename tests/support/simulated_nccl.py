@@ -66,17 +66,17 @@ class SimulatedCommunicator:
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> SimulatedWork:
         """Queue a transfer from here."""
         (data,) = tensors
-        number = self._begin("send", data)
+        self._begin("send", data)
         with _disable_current_modes():
             content = self._device.content(data)
-        self._store.set(f"queued {number}", "")
+        self._store.add("queued", 1)  # which returns when it is done, as set() does not
         return self._queue(data, lambda transfer, end: self._send(data, content, transfer, end))
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> SimulatedWork:
         """Queue a transfer to here."""
         (data,) = tensors
         number = self._begin("recv", data)
-        if number and not self._store.check([f"queued {number}"]):  # the first one connects
+        if number and self._store.add("queued", 0) <= number:  # the first one connects
             self._device.fail("a receive is posted before its transfer has been queued at the other end")
         with _disable_current_modes():
             data.fill_(POISON)

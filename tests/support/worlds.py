@@ -50,6 +50,10 @@ def _threads() -> int:
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
+# For NCCL between ranks that share a GPU, which it refuses on one host: each says that it has a host of its own.
+SHARED_GPU = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def _serve(connection: Connection, rank: int, gpus: int, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(
@@ -58,6 +62,8 @@ def _serve(connection: Connection, rank: int, gpus: int, environment: dict[str, 
         RANK=str(rank),
         LOCAL_RANK=str(rank % gpus if gpus else rank),  # ranks may share a GPU
     )
+    if gpus == 1:
+        os.environ.update(SHARED_GPU, NCCL_HOSTID=f"rank {rank}")
     import deepspeed
     import deepspeed.comm.comm as ds_comm
     import numpy as np

@@ -56,6 +56,11 @@ def show(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
+def one_line(error: BaseException) -> str:
+    """Return the kind and the words of an exception, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return ``', did you mean "x"?'`` for the closest of ``known``, or an empty string."""
     if not isinstance(word, str):

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from ds_vpipe.checkpoints.damage import files_of, refuse_damage
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
-from ds_vpipe.errors import VPipeError
+from ds_vpipe.errors import VPipeError, one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -122,6 +122,23 @@ _WRITERS: dict[str, Callable[[dict[str, Any], Path], None]] = {
 }
 
 
+def read(folder: Path, dtype: torch.dtype, *, by_layer: bool) -> dict[str, Any]:
+    """:func:`full_state_dict` of a checkpoint's folder, whatever its files hold.
+
+    Raises:
+        VPipeError: they are not those of a checkpoint of a pipeline.
+    """
+    try:
+        return full_state_dict(PipelineCheckpoint(folder), dtype, by_layer=by_layer)
+    except VPipeError:
+        raise
+    except Exception as error:
+        raise VPipeError(
+            f"checkpoint {str(folder)!r}: got contents that no pipeline writes ({one_line(error)}), allowed are those "
+            f"of save_checkpoint(); copy it anew, or name another tag"
+        ) from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; its exit status is 2 for a wrong command line or checkpoint."""
     parser = argparse.ArgumentParser(prog="python -m ds_vpipe.export", description="Export a pipeline checkpoint.")
@@ -142,8 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write({}, given.output)
         folder = checkpoint_folder(given.checkpoint_dir, given.tag)
         refuse_damage(files_of(folder))
-        checkpoint = PipelineCheckpoint(folder)
-        state_dict = full_state_dict(checkpoint, DTYPES[given.dtype], by_layer=given.names == "layers")
+        state_dict = read(folder, DTYPES[given.dtype], by_layer=given.names == "layers")
         write(state_dict, given.output)
     except VPipeError as error:
         print(f"ds_vpipe.export: {error}", file=sys.stderr)

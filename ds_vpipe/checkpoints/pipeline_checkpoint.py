@@ -24,7 +24,7 @@ from ds_vpipe.checkpoints.stage_layout import (
     has_layout,
     infer_groups,
 )
-from ds_vpipe.errors import VPipeError
+from ds_vpipe.errors import VPipeError, one_line
 
 _STAGE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d+)-(?:.*-)?model_states\.pt")
@@ -277,6 +277,11 @@ class PipelineCheckpoint:
                 f"checkpoint {str(self.folder)!r}: got {name} with objects whose code is not here ({error}), allowed "
                 f"are those that can be imported; run this where the training script's modules are, or add their "
                 f"folder to PYTHONPATH"
+            ) from error
+        except Exception as error:  # whatever the bytes of a damaged pickle lead its reader to
+            raise VPipeError(
+                f"checkpoint {str(self.folder)!r}: got {name}, which cannot be read ({one_line(error)}); allowed are "
+                f"files as they were written; copy it anew, or load another tag"
             ) from error
 
     def _guess_ties(self) -> dict[int, str]:

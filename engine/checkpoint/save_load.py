@@ -6,7 +6,7 @@ after a save and going on from the saved checkpoint are the same training, bit f
 
 A checkpoint is written into a folder of another name and renamed when it is complete, and ``latest`` is replaced
 after that, so that a run that is killed at any moment leaves the one before. One that it replaces is set aside for the
-moment in between.
+moment in between. Files are on the disk before they are renamed, so that this holds for a machine that loses its power.
 """
 
 import os
@@ -78,6 +78,7 @@ class Checkpoints:
             with nullcontext() if states is None else overridden(engine.optimizer, "state_dict", lambda: states):
                 deepspeed_save(save_dir, name, client_state or {}, False, exclude_frozen_parameters)
             self.write(rank_state.save, engine, stage, unfinished)
+            self.write(_to_disk, unfinished)
             with all_or_none(what):
                 self._raise_unwritten(unfinished)
         except Exception:
@@ -209,10 +210,30 @@ def _put_in_place(unfinished: Path, folder: Path, latest: Path | None) -> None:
         shutil.rmtree(previous, ignore_errors=True)
         os.replace(folder, previous)
     os.replace(unfinished, folder)
+    _sync(folder.parent)
     if latest is not None:
         new = latest.with_name(f".{latest.name}.unfinished")
         new.write_text(str(folder.relative_to(latest.parent)))
+        _sync(new)
         os.replace(new, latest)
+        _sync(latest.parent)
+
+
+def _to_disk(folder: Path) -> None:
+    """Wait until all files of a folder are on the disk, this rank's among them; others add theirs meanwhile."""
+    for path in (*folder.rglob("*"), folder):
+        with suppress(FileNotFoundError):
+            _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder where a file system can say so."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError) if path.is_dir() else nullcontext():
+            os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _put_own_in_place(unfinished: Path, folder: Path, latest: Path | None, rank: int) -> None:

@@ -34,7 +34,7 @@ from worlds import free_port
 
 HERE = Path(__file__).resolve().parent
 GRACE_S = PEER_TIMEOUT_S + 10  # for the others, after a rank has ended by an event
-LIMIT_S = 120.0  # of a run
+LIMIT_S = 180.0  # of a run, and of each restart
 _WORKERS_S = 8.0  # in which the workers of a data loader notice that their rank has ended
 _SUBREAPER, _PDEATHSIG = 36, 1
 
@@ -84,7 +84,7 @@ def attempt(shape: str, ranks: int, folder: Path, event: Event | None, counts: b
         alive[pid], logs[rank] = rank, (output, bytearray())
     group = next(iter(alive))
     goes_on_at: dict[int, float] = {}
-    deadline = begin + LIMIT_S
+    deadline = begin + LIMIT_S * (1 + len(restarts) // 2)
     while alive:
         pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
         now = time.monotonic()

@@ -14,7 +14,7 @@ KINDS = {
     "cut": 1, "flip": 1,
 }  # fmt: skip
 """How often each comes."""
-OF_SAVES, OF_FILES, OF_RANKS = ("full", "removed"), ("cut", "flip"), ("kill", "raise", "interrupt", "hang")
+OF_SAVES, OF_FILES, OF_RANKS = ("full", "removed"), ("cut", "flip"), ("kill", "raise", "interrupt")
 PEER_TIMEOUT_S = 5.0
 SECONDS = {"stop": (1.0, 2.0), "hang": (8.0, 8.0), "delay": (0.02, 0.05)}
 """How long an event lasts: from, to."""
@@ -28,7 +28,7 @@ class Event:
     """One thing that happens to a rank.
 
     After an event that ends ranks the run is started once more by the driver, or, ``restarted``, by
-    ``ds_vpipe.run --restarts 1``.
+    ``ds_vpipe.run --restarts 1``; a rank that hangs then does so until it is ended.
 
     ==========  ========================================================================================
     kill        SIGKILL
@@ -100,7 +100,8 @@ def drawn(seed: int, shapes: Mapping[str, Counts], restarted: float) -> Iterator
         seconds = round(draw.uniform(*SECONDS.get(kind, (0.0, 0.0))), 2)
         call = 0 if kind == "delay" else draw.randrange(counts[phase])
         phase = "start" if kind == "delay" else phase
-        restarts = draw.random() < restarted and kind in OF_RANKS
+        for_good = kind == "hang" and phase in ("fill", "train", "update")  # elsewhere that is noticed after 30 minutes
+        restarts = draw.random() < restarted and (kind in OF_RANKS or for_good)
         yield shape, Event(kind, int(rank), phase, call, seconds, draw.random(), restarts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,45 @@ def test_ranks_that_name_different_folders_save_in_the_first_ranks(worlds: World
     assert second[:2] == (0, ["at0"])
     assert len(second[2]) == 1
     assert f"got the folder '{tmp_path}/at1/from1' on rank 1 and '{tmp_path}/at0/from0' on rank 0" in second[2][0]
+
+
+def what_reaches_the_disk(directory: str) -> list[tuple[str, str]]:
+    """Files that a rank waits for and what it renames, in order, in a save."""
+    engine = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"}), 2)
+    engine.train_batch(toy.data())
+    done: list[tuple[str, str]] = []
+    sync, rename = os.fsync, os.replace
+
+    def syncs(handle: int) -> None:
+        done.append(("sync", os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), directory)))
+        sync(handle)
+
+    def renames(source: Any, target: Any) -> None:
+        rename(source, target)
+        done.append(("rename", os.path.relpath(target, directory)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", syncs)
+        patch.setattr(os, "replace", renames)
+        engine.save_checkpoint(directory, tag="saved")
+    engine.destroy()
+    cases.close_groups()
+    return done
+
+
+def test_files_are_on_the_disk_before_they_have_their_names(worlds: Worlds, tmp_path: Path) -> None:
+    first, second = worlds.run(2, what_reaches_the_disk, str(tmp_path))
+    files = {str(path.relative_to(tmp_path)) for path in (tmp_path / "saved").iterdir()}
+    synced = {path.replace(".saved.unfinished", "saved") for kind, path in [*first, *second] if kind == "sync"}
+    assert len(files) > 10
+    assert files <= synced
+    assert "rename" not in {kind for kind, _ in second}
+    begin = first.index(("rename", "saved"))
+    assert [kind for kind, _ in first[:begin]] == ["sync"] * begin
+    assert first[begin - 1 :] == [
+        ("sync", ".saved.unfinished"), ("rename", "saved"), ("sync", "."),
+        ("sync", ".latest.unfinished"), ("rename", "latest"), ("sync", "."),
+    ]  # fmt: skip
 
 
 def save_universal(directory: str, ds_config: dict[str, Any]) -> Any:

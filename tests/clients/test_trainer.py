@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import json
 import os
@@ -42,12 +43,12 @@ def worlds() -> Iterator[Worlds]:
         yield made
 
 
-def script_on_rank(*args: Any) -> None:
+def script_on_rank(*args: Any) -> str:
     """:func:`run_on_rank`, without what accelerators leave in a process; an error says what the script has said."""
     said = io.StringIO()
     try:
         with mock.patch.dict(os.environ), contextlib.redirect_stderr(said):
-            run_on_rank(*args)
+            return run_on_rank(*args) + said.getvalue()
     except AssertionError as error:
         raise AssertionError(said.getvalue()) from error
     finally:
@@ -63,8 +64,9 @@ def run(worlds: Worlds, folder: Path, ranks: int, ds_config: dict[str, Any] | No
     else:
         (folder / "ds.json").write_text(json.dumps({**AUTO, "zero_optimization": {"stage": 0}, **ds_config}))
         line = ["ds_vpipe.run", *line, "--deepspeed", "ds.json"]
-    worlds.run(ranks, script_on_rank, folder, line, ds_config is not None, {"HF_HUB_OFFLINE": "1"})
-    return [json.loads((folder / "out" / f"report-{rank}.json").read_text()) for rank in range(ranks)]
+    printed = worlds.run(ranks, script_on_rank, folder, line, ds_config is not None, {"HF_HUB_OFFLINE": "1"})
+    reports = [json.loads((folder / "out" / f"report-{rank}.json").read_text()) for rank in range(ranks)]
+    return [{**report, "printed": text} for report, text in zip(reports, printed, strict=True)]
 
 
 def saved(folder: Path, task: str) -> dict[str, torch.Tensor]:
@@ -207,13 +209,22 @@ def test_what_the_trainer_counts_wrong_is_refused(worlds: Worlds, tmp_path: Path
 
 
 def test_replicas_beside_stages(worlds: Worlds, tmp_path: Path) -> None:
-    """Two pipelines of two stages train what one process with twice the batch does."""
+    """Two pipelines of two stages train what one process with twice the batch does, and tell it once."""
     # A model that divides by the Trainer's number of tokens: of others it multiplies the loss by that of replicas.
     # With Adam, gradients that are zero but for rounding, those of keys' biases, would make a difference.
     task = ["--task", "clm", "--samples", "24", "--optim", "sgd", "--learning_rate", "0.1"]
     (alone,) = run(worlds, tmp_path / "alone", 1, None, *task, "--per_device_train_batch_size", "8")
-    reports = run(worlds, tmp_path / "four", 4, pipeline(sync_mode="bsp"), *task)
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "monitor"}}
+    told = ("--disable_tqdm", "false")
+    reports = run(worlds, tmp_path / "four", 4, {**pipeline(sync_mode="bsp"), **monitor}, *task, *told)
     assert difference(saved(tmp_path / "four", "clm"), saved(tmp_path / "alone", "clm")) <= 1e-5
+    assert reports[0]["steps"] == 6
+    for text in ("'train_loss': ", "'grad_norm': ", "6/6 ["):
+        assert [text in report["printed"] for report in reports] == [True, False, False, False], text
+    assert [reports[0]["printed"].count(f"'{name}': ") for name in ("grad_norm", "train_loss")] == [6, 1]
+    for name in ("train_loss", "lr"):
+        with (tmp_path / "monitor" / f"Train_Samples_{name}.csv").open() as file:
+            assert [int(samples) for samples, _ in list(csv.reader(file))[1:]] == [8, 16, 24, 32, 40, 48], name
     for report in reports:
         assert report["events"] == alone["events"]
         assert report["predictions"] == alone["predictions"]

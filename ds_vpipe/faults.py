@@ -8,14 +8,16 @@ pass: what is computed for later micro-batches cannot have an effect on it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 PASSES = ("data", "weights", "forward", "backward", "update", "received")
 """Where a value is found, in the order of one micro-batch; ``weights`` have changed other than by an update."""
 _NAMES = {"data": "data", "weights": "before its forward pass", "update": "update"}
 
 
-class Fault(NamedTuple):
+@dataclass(frozen=True)
+class Fault:
     """The first value that is not finite on a rank."""
 
     micro_batch: int  # since the start of training: what consumed_micro_batches is where the data begin with it

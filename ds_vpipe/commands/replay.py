@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,7 @@ def answer(plan: Plan, reports: Sequence[Mapping[str, Any]]) -> Answer:
         lines.append(f"state after update {reached}: {plan['state']}")
     found = {"to": plan["to"], "began": began, "loaded": loaded, "reached": reached, "norms": rows}
     return Answer(
-        lambda: {**found, "state": plan["state"], "fault": None if fault is None else fault._asdict()},
+        lambda: {**found, "state": plan["state"], "fault": None if fault is None else asdict(fault)},
         lambda: "\n".join(lines),
         0 if reached is not None else 1,
     )

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ class Replay(LossWatch):
 
     def _write(self) -> None:
         """Leave for the command what this rank has found."""
-        found = None if self._faults is None or self._faults.fault is None else self._faults.fault._asdict()
+        found = None if self._faults is None or self._faults.fault is None else asdict(self._faults.fault)
         norms = [] if self._norms is None else self._norms.rows()
         path = Path(self._plan["out"], f"rank{self._rank:03d}.json")
         path.write_text(json.dumps({**self._said, "fault": found, "norms": norms}), encoding="utf-8")

@@ -57,6 +57,7 @@ USED: dict[str, tuple[Any, str]] = {
     "_INSTRUCTION_MAP": (PipelineEngine, "a script's own methods for DeepSpeed's instructions are refused"),
     "_get_backend": (torch.distributed.ProcessGroup, "as _device_types"),
     "_get_default_store": (distributed_c10d, "groups are built from the store, never by new_group"),
+    "_config": (None, "DeepSpeedEngine: has the JSON"),
     "_layer_specs": (None, "PipelineModule: layers of other stages"),
     "_local_start": (None, "PipelineModule: bounds of this stage's layers"),
     "_local_stop": (None, "likewise"),

@@ -138,6 +138,7 @@ class NcclReceives:
         Returns:
             The line of a transfer that has taken too long.
         """
+        self._copies.accelerator.use()  # else an event's query may make a context on the first device
         pauses, self._seen = self._posted == self._seen, self._posted
         oldest = self._oldest()
         if oldest is None:

@@ -215,6 +215,10 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
     (
         "Everything around",
         [
+            ("`link` \"shared\", and \"nccl\" on a simulated accelerator: ties, every dtype, evaluation, saves, "
+             "data end", "bit for bit as \"host\"", "test_payloads.py::test_evaluations_saves_and_the_end_of_the_data"),
+            ("`\"link\": \"nccl\"` on the CPU, without NCCL, on one GPU, with one queue of the device",
+             "refused on every rank", "test_nccl_payload.py::test_one_rank_that_cannot_is_named_on_all"),
             ("Learning-rate schedules of the JSON, client schedulers, `get_lr`, `global_steps`, `global_samples`",
              "once per update of each stage",
              "test_features.py::test_learning_rates_step_once_per_update_at_every_stage"),

@@ -15,7 +15,6 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -29,6 +28,7 @@ from ds_vpipe.engine.links.device import Accelerator
 from ds_vpipe.engine.links.failure_watch import FailureWatch, break_off
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 
+_END_S = 10.0
 _GLOO: Any = ProcessGroupGloo  # torch's stubs name its options otherwise
 
 
@@ -161,10 +161,12 @@ class Groups:
             raise self.failed(f"{peer} to connect ({key})", error) from error
 
     def told(self, key: str) -> str | None:
-        """The value that has been left so far; None if there is none, or the store is gone."""
-        with suppress(RuntimeError):
-            return str(self._store.get(key).decode()) if self._store.check([key]) else None
-        return None
+        """The value that has been left so far, or None.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def forget(self, key: str) -> None:
         """Remove what this rank has left, once nobody asks for it any more."""
@@ -227,17 +229,27 @@ class Groups:
             except RuntimeError as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=connect, name="ds_vpipe-connect", daemon=True)  # which may never return
-        thread.start()
-        thread.join(self.timeout_s)
+        within(self.timeout_s, connect)
         if len(made) < 2:
-            break_off(made[0] if made else None)
+            within(_END_S, lambda: break_off(made[0] if made else None))
             raise self.failed(what, errors[0] if errors else TimeoutError("Timed out"))
         return self._group(name, list(control.ranks), made[0])
 
     def _group(self, name: str, members: list[int], backend: Any) -> Group:
         ranks = tuple(members)
         return Group(f"{self._name}/{name} of {members}", backend, ranks, self.me, self.timeout_s, self.failures)
+
+
+def within(limit_s: float, task: Callable[[], object]) -> None:
+    """Run a task that may never return, and wait for it no longer than the limit."""
+    thread = threading.Thread(target=task, name="ds_vpipe-limited", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def end(group: Group) -> None:
+    """End a communicator, whatever is under way."""
+    within(_END_S, lambda: break_off(group.backend))
 
 
 def failed_wait(

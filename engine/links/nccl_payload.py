@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ds_vpipe.engine.links.device import DeviceCopies
-from ds_vpipe.engine.links.groups import Group, Peer, failed_wait
+from ds_vpipe.engine.links.groups import Group, Peer, end, failed_wait
 from ds_vpipe.engine.links.message import Received, Tree, leaves, map_tree
 from ds_vpipe.engine.links.tensor_bytes import TensorBytes
 from ds_vpipe.errors import PipelinePeerError, VPipeConfigError
@@ -44,7 +44,8 @@ class NcclSends:
         group: of the two ranks, over NCCL.
         peer: the stage at the other end.
         copies: of this stage.
-        arrived: how many transfers the receiver has said that it has got, as a text; None if it has not.
+        arrived: how many transfers the receiver has said that it has got, as a text; None if it has not. It raises
+            RuntimeError if nobody can say.
     """
 
     def __init__(self, group: Group, peer: Peer, copies: DeviceCopies, arrived: Callable[[], str | None]) -> None:
@@ -81,8 +82,11 @@ class NcclSends:
     def wait(self, deadline: float) -> None:
         """Wait until the receiver has all tensors, until ``deadline``, or for a failure."""
         failures = self._group.failures
-        while int(self._arrived() or 0) < self._sent and not failures.failing and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        try:
+            while int(self._arrived() or 0) < self._sent and not failures.failing and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        except RuntimeError:  # the store is gone, with a rank that has left: nobody can say any more
+            time.sleep(max(0.0, min(_PATIENCE_S, deadline - time.monotonic())))
 
     def close(self) -> None:
         """End the communicator; what has not been received is lost."""
@@ -191,12 +195,6 @@ class NcclReceives:
 def receipt_of(group: Group) -> str:
     """Key of the count of a link's transfers that have arrived."""
     return f"{group.name}: arrived"
-
-
-def end(group: Group) -> None:
-    """End a communicator, whatever is under way."""
-    with suppress(RuntimeError):
-        group.backend.abort()
 
 
 def _described(tensor: torch.Tensor) -> torch.Tensor:

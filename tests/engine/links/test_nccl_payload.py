@@ -232,6 +232,36 @@ def test_a_sender_may_leave_once_its_tensors_have_arrived(worlds: Worlds) -> Non
     assert worlds.run(2, received_late)[1] == [0.0, 1.0, 2.0]
 
 
+def test_a_sender_does_not_ask_for_long_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> str:
+        raise RuntimeError("the connection is closed")
+
+    monkeypatch.setattr(nccl_payload, "_PATIENCE_S", 0.3)
+    group: Any = SimpleNamespace(failures=SimpleNamespace(failing=False))
+    sends, begin = NcclSends(group, Peer(1, 1), SimpleNamespace(), gone), time.monotonic()  # type: ignore[arg-type]
+    sends._sent = 1
+    sends.wait(begin + 60)
+    assert 0.2 < time.monotonic() - begin < 30
+
+
+def never_connected() -> tuple[str, float]:
+    begin = time.monotonic()
+    with (
+        mock.patch.object(SimulatedAccelerator, "communicator", side_effect=lambda *_: threading.Event().wait()),
+        pytest.raises(PipelinePeerError) as error,
+        made(timeout_s=1.0) as (_, wiring),
+    ):
+        ends(wiring)
+    return str(error.value), time.monotonic() - begin
+
+
+def test_devices_that_do_not_connect_end_at_the_time_limit(worlds: Worlds) -> None:
+    found = worlds.run(2, never_connected)
+    what = "ranks [0, 1] to connect their devices (test): "
+    assert all(what in text and seconds < 20 for text, seconds in found)
+    assert any(f"waited for {what}nothing came within 1 s" in text for text, _ in found)  # the first lets others know
+
+
 class Failed(Accelerator):
     """Every call raises but the first, for streams."""
 

@@ -82,6 +82,7 @@ class Prepared:
     plan: Plan | None  # where the block left something to the planner
     devices: Devices | None  # that a plan counts with, where there is a planner
     chooses_ratio: bool  # whether recomputation is the planner's to choose
+    follows_depths: bool  # whether depths follow the times of passes
     random_states: RandomStates  # what recomputation restores
     swap: Swap | None  # moves what swapped layers save
     groups: Groups  # makes the engine's process groups
@@ -128,7 +129,7 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     _refuse_moe(model, config, consensus)
     config.check_sizes(model.num_stages, model._num_layers)
     pipeline = config.pipeline(model.num_stages, json.micro_batches(replicas))
-    plan, chooses_ratio = None, config.recompute_ratio == "auto"
+    plan, chooses_ratio, follows_depths = None, config.recompute_ratio == "auto", config.follows_depths
     devices = _devices(config, json, replicas) if config.leaves_to_planner or config.replan.every else None
     if devices is not None and config.leaves_to_planner:
         plan = _planned(config, pipeline, json, devices, model)
@@ -152,9 +153,8 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     else:
         apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap)
     _limit_cpu_threads()
-    return Prepared(
-        parameters, json, config, pipeline, plan, devices, chooses_ratio, random_states, swap, groups, consensus
-    )
+    chosen = chooses_ratio, follows_depths
+    return Prepared(parameters, json, config, pipeline, plan, devices, *chosen, random_states, swap, groups, consensus)
 
 
 def _refuse_moe(model: PipelineModule, config: VPipeConfig, consensus: Consensus) -> None:

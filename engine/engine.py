@@ -59,7 +59,7 @@ from ds_vpipe.engine.execution.ending import finish_sends, report_failure
 from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options
 from ds_vpipe.engine.execution.executor import Executor
 from ds_vpipe.engine.execution.live_moves import LiveMoves
-from ds_vpipe.engine.execution.sizes import set_sizes, with_depths
+from ds_vpipe.engine.execution.sizes import depth_choice, set_sizes, with_depths
 from ds_vpipe.engine.links.groups import collective_groups, is_of_lost_rank
 from ds_vpipe.engine.modules.recompute import recompute_anew
 from ds_vpipe.engine.observe.balance import Balance
@@ -71,6 +71,7 @@ from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError, VPipeError
 from ds_vpipe.partition import checked_counts
+from ds_vpipe.planning.depth_changes import DepthDecision
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
 
@@ -326,16 +327,22 @@ class VPipeEngine(PatchedPipelineEngine):
         if not settings.every or prepared.devices is None:
             return None
         refuse_moves(self, self.stage, f"vpipe.replan.every: got {settings.every}")
-        note = self.observation.note
-        return Balance(self, self.stage, self.moves, settings, prepared.devices, prepared.chooses_ratio, note)
+        depths = depth_choice(self.stage, prepared.config) if prepared.follows_depths else None
+        chosen = prepared.chooses_ratio, depths, self.observation.note
+        return Balance(self, self.stage, self.moves, settings, prepared.devices, *chosen)
 
-    def _take_split(self, began: Sequence[int], counts: Sequence[int], ratios: Sequence[float] | None) -> None:
+    def _take_split(
+        self, began: Sequence[int], counts: Sequence[int], ratios: Sequence[float] | None, depths: Sequence[int] | None
+    ) -> None:
         """Go on with the split of a checkpoint, which ``"replan"`` may have found, if that run began with this one's.
 
-        Else the script or the JSON asks for another split than before.
+        Else the script or the JSON asks for another split than before. Likewise with the depths, where they follow.
         """
         if self.balance is None or tuple(began) != self.stage.first_partition:
             return
+        choice = self.balance.depths
+        if choice is not None and depths is not None and choice.may_be(depths, self.micro_batches):
+            self.set_depths(depths)
         if ratios is None or not self.balance.chooses_ratio:
             ratios = self.pipeline.recompute_ratio
         if (tuple(counts), ratios) != (self.pipeline.partition, self.pipeline.recompute_ratio):
@@ -352,7 +359,10 @@ class VPipeEngine(PatchedPipelineEngine):
             decision = balance.after_batch(seconds)
         for update, move in balance.steps[begun:]:
             self.history.event("moved", update, move=astuple(move))
-        if decision is not None:
+        if isinstance(decision, DepthDecision):
+            self.history.event("depths", self.global_steps, depths=decision.better_depths)
+            self.set_depths(decision.better_depths)
+        elif decision is not None:
             begin = time.perf_counter()
             counts, ratios = decision.better_partition, decision.better_ratio
             self.history.event("split", self.global_steps, partition=counts, recompute_ratio=ratios)

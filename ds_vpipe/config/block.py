@@ -107,7 +107,8 @@ class VPipeConfig(Settings):
         'with sync_mode "asp" only',
         "Warm-up depth W_s of every stage s: forward passes that it runs ahead of its backward passes, by default "
         "K-1-s. More depth hides slow transfers, and costs memory and staleness. `auto` plans the smallest depths that "
-        "hide all transfers.",
+        "hide all transfers. With `replan` depths also follow the times of passes while training runs, and need no "
+        "`profile` at the start ([balancing](balancing.md#depths)).",
         [3, 2, 1, 0],
         entry="an int >= 0, not above the one before, and 0 at the last stage",
     )
@@ -253,6 +254,13 @@ class VPipeConfig(Settings):
         if self.replan.every and self.virtual_stages > 1:
             why = "virtual_stages is above 1, and layers move between stages with one part each"
             refuse(self.replan.every, key="replan.every", reason=why, remedy="write 0, or another schedule")
+        most_late, feedback = self.replan.max_staleness, self.staleness and self.staleness.error_feedback
+        if most_late is not None and not self.follows_depths:
+            why, fix = "depths do not follow", 'write "stage_to_depth_map": "auto" and "every", or remove the key'
+            refuse(most_late, key="replan.max_staleness", reason=why, remedy=fix)
+        if most_late is not None and most_late > 1 and feedback is not None:
+            why = "staleness.error_feedback makes up for one update"
+            refuse(most_late, key="replan.max_staleness", reason=why, remedy="write 1")
         if self.sync_mode == "asp" and self.virtual_stages > 1:
             why = 'sync_mode is "asp", which has no bubble to make smaller'
             refuse(self.virtual_stages, key="virtual_stages", reason=why, remedy="remove the key")
@@ -277,7 +285,7 @@ class VPipeConfig(Settings):
 
     @model_validator(mode="after")
     def _check_plan(self) -> Self:
-        left = [name for name, word in _LEFT_TO_PLANNER.items() if getattr(self, name) == word]
+        left = self._left_to_planner()
         if left and self.profile is None:
             fix = 'make one with "python -m ds_vpipe profile" and name it'
             refuse(None, key="profile", reason=f"{left[0]} is {_LEFT_TO_PLANNER[left[0]]!r}", remedy=fix)
@@ -301,7 +309,17 @@ class VPipeConfig(Settings):
     @property
     def leaves_to_planner(self) -> bool:
         """True if the planner is to choose something, by the costs in :attr:`profile`."""
-        return any(getattr(self, name) == word for name, word in _LEFT_TO_PLANNER.items())
+        return bool(self._left_to_planner())
+
+    @property
+    def follows_depths(self) -> bool:
+        """True if depths are to follow the times of passes while training runs."""
+        return self.stage_to_depth_map == "auto" and self.replan.every > 0
+
+    def _left_to_planner(self) -> list[str]:
+        """Keys that the planner is to fill in at the start; depths that follow need no profile to begin with."""
+        left = [name for name, word in _LEFT_TO_PLANNER.items() if getattr(self, name) == word]
+        return [name for name in left if name != "stage_to_depth_map" or self.profile or not self.follows_depths]
 
     @classmethod
     def parse(cls, block: object, origin: Mapping[str, str] | None = None) -> VPipeConfig:

@@ -32,4 +32,12 @@ class Replan(Settings):
         ge=0,
         allow_inf_nan=False,
     )
+    max_staleness: int | None = key(
+        None,
+        "an int >= 1",
+        "Updates by which a gradient may be late at most with depths that follow the times of passes "
+        '(`"stage_to_depth_map": "auto"`). Default: those by which it is late at the start.',
+        3,
+        ge=1,
+    )
     dry_run: bool = key(False, "true or false", "Log decisions only.", True)

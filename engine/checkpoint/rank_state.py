@@ -25,6 +25,7 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
             "micro_offset": engine.module.micro_offset,
             "first_partition": stage.first_partition,
             "recompute_ratio": stage.pipeline.recompute_ratio,
+            "depths": None if stage.pipeline.synchronous else stage.pipeline.depths,
             "peers": None if stage.peers is None else stage.peers.state(),
             "outside": dict(tree_map_only(torch.Tensor, _copy, list(_outside_layers(engine.module).values()))),
             "random": {
@@ -39,15 +40,15 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
 
 def saved_split(
     engine: PatchedPipelineEngine, folder: Path
-) -> tuple[Sequence[int], list[int], Sequence[float] | None] | None:
-    """Layers of every stage where the run began and in its checkpoint, and recompute ratios; None if there are none."""
+) -> tuple[Sequence[int], list[int], Sequence[float] | None, Sequence[int] | None] | None:
+    """Layers of every stage where the run began and in its checkpoint, ratios and depths; None if there are none."""
     file = _file(engine, folder, 0)
     state = torch.load(file, weights_only=False) if file.is_file() else {}
     stages, *edges = state.get("parts") or [0]
     if stages != engine.num_stages or len(edges) != stages + 1:
         return None
     counts = [stop - start for start, stop in pairwise(edges)]
-    return state.get("first_partition", counts), counts, state.get("recompute_ratio")
+    return state.get("first_partition", counts), counts, state.get("recompute_ratio"), state.get("depths")
 
 
 def restore_outside(engine: PatchedPipelineEngine, folder: Path) -> None:

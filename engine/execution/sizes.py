@@ -13,8 +13,9 @@ from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.engine.links.wiring import MOST_AHEAD
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.planning.depth_changes import DepthChoice
 from ds_vpipe.schedules.check import check_pipeline
-from ds_vpipe.schedules.one_f_one_b import update_delays
+from ds_vpipe.schedules.one_f_one_b import update_delay, update_delays
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
 
@@ -60,6 +61,13 @@ def with_depths(stage: Stage, config: VPipeConfig, depths: Sequence[int]) -> Pip
         most = f"allowed are neighbours that are {MOST_AHEAD - 1} micro-batches apart"
         raise _refusal(depths, f'with links through shared memory, {most}; or set vpipe.link to "host"')
     return pipeline
+
+
+def depth_choice(stage: Stage, config: VPipeConfig) -> DepthChoice:
+    """What a pipeline knows of its depths at the start, if they follow the times of passes."""
+    first = stage.pipeline.depths
+    most_late = max(config.replan.max_staleness or 0, update_delay(first[0], stage.pipeline.micro_batches))
+    return DepthChoice(first, most_late, MOST_AHEAD - 1, config.replan.threshold)
 
 
 def _refusal(depths: Sequence[int], reason: str) -> VPipeConfigError:

@@ -14,7 +14,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.observe.layer_probe import LayerProbe, Sample
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.planning.depth_changes import DepthChoice, DepthDecision
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.meters import Roofline
@@ -54,10 +55,12 @@ class Balance:
         settings: when to look, and what a move has to gain.
         devices: budgets and links.
         chooses_ratio: whether recomputation is the planner's to choose.
+        depths: what is known of depths that follow the times of passes; None if they are fixed.
         note: gets a line for each event.
 
     Attributes:
-        decisions: made so far, oldest first; the same on all ranks.
+        decisions: on the split made so far, oldest first; the same on all ranks.
+        depth_decisions: likewise on depths.
         moves: decisions that were carried out: the update, seconds of the move, and measured seconds per micro-batch
             before and afterwards, None as long as they are not known.
         steps: moves of single layers so far, each with the update after which it was given.
@@ -74,11 +77,12 @@ class Balance:
         settings: Replan,
         devices: Devices,
         chooses_ratio: bool,
+        depths: DepthChoice | None,
         note: Callable[[str], None],
     ) -> None:
         self._engine, self._stage, self._settings, self._devices = engine, stage, settings, devices
         self._live = moves
-        self.chooses_ratio, self._note = chooses_ratio, note
+        self.chooses_ratio, self.depths, self._note = chooses_ratio, depths, note
         self._probe = LayerProbe(stage.device)
         self._looks = Looks.of(stage.pipeline, settings.every, engine.global_steps)
         self._counted = 0  # looks so far
@@ -94,6 +98,7 @@ class Balance:
         self._begun = 0.0
         self._left: deque[Move] = deque()
         self.decisions: list[Decision] = []
+        self.depth_decisions: list[DepthDecision] = []
         self.steps: list[tuple[int, Move]] = []
         self.moves: list[dict[str, Any]] = []
         split = isinstance(stage.module, SplitModule)
@@ -198,7 +203,7 @@ class Balance:
 
     # Decisions
 
-    def after_batch(self, seconds: float) -> Decision | None:
+    def after_batch(self, seconds: float) -> Decision | DepthDecision | None:
         """Count a batch; at a look leave the measurements, some updates later decide, and make steps one by one.
 
         Returns:
@@ -220,6 +225,8 @@ class Balance:
         decision = self._decide(update)
         if decision is None or decision.stays or self._settings.dry_run:
             return None
+        if isinstance(decision, DepthDecision):
+            return decision
         self._splits.add(decision.partition)
         if not decision.steps:
             return decision
@@ -255,10 +262,14 @@ class Balance:
     def _leave(self) -> None:
         profile, rank = self._profile(), self._engine.global_rank
         self._counted += 1
+        # The first batch after a change has filled the pipeline.
+        filled = int(len(self._batches) > 1 and self._engine.global_steps - len(self._batches) == self._looks.since)
         content = {
             "stage": self._stage.number,
             "profile": None if profile is None else profile.text(),
             "batch_s": median(self._batches),
+            "mean_s": mean(self._batches[filled:]),
+            "passes": self._passes(),
             "move_s": self._move_s,
             "unfit": self._unfit(),
         }
@@ -267,6 +278,15 @@ class Balance:
             self._stage.groups.forget(_key(self._counted - _KEPT, rank))
         self._probe.samples = []
         self._batches, self._updates = [], []
+
+    def _passes(self) -> list[tuple[float, float]]:
+        """Seconds of the passes of measured micro-batches, with their share of an update, if depths follow them."""
+        if self.depths is None:
+            return []
+        timed = self._updates and self._stage.device.type == "cpu"
+        update_s = median(self._updates) / self._stage.pipeline.micro_batches if timed else 0.0
+        found = (self._probe.passes(sample) for sample in self._probe.samples if self._probe.is_done(sample))
+        return [(forward, backward + update_s) for forward, backward in found]
 
     def _unfit(self) -> tuple[str | None, dict[int, str], dict[str, bool]] | None:
         """What is against moves from this stage while training goes on, if they are wanted."""
@@ -291,7 +311,7 @@ class Balance:
         stay = next((layers[step.layer] for step in found.steps if step.layer in layers), None)
         return found if stay is None else dataclasses.replace(decision, empties=stay)
 
-    def _decide(self, update: int) -> Decision | None:
+    def _decide(self, update: int) -> Decision | DepthDecision | None:
         engine, stage, pipeline = self._engine, self._stage, self._stage.pipeline
         topology = engine.grid.topology()
         peers = [Peer(topology.get_coord(rank).pipe, rank) for rank in range(engine.grid.world_size)]
@@ -328,6 +348,27 @@ class Balance:
             values = {"planned_s": decision.seconds, "better_s": decision.better_seconds, "measured_s": self._pace}
             events = [(f"Train/Pipeline/replan/{name}", value, engine.global_samples) for name, value in values.items()]
             engine.monitor.write_events(events)
+        if self.depths is None:
+            return decision
+        if not decision.stays:
+            self.depths.deepened = None  # another split has another pace
+            return decision
+        return self._decide_depths(self.depths, update, found)
+
+    def _decide_depths(self, choice: DepthChoice, update: int, found: list[dict[str, Any]]) -> DepthDecision:
+        assert self._known is not None
+        engine, pipeline = self._engine, self._stage.pipeline
+        passes = [(one["stage"], one["passes"]) for one in found]
+        mean_s = max(one["mean_s"] for one in found) / pipeline.micro_batches
+        decision = choice.decide(pipeline, self._known, self._devices, passes, update=update, measured_s=mean_s)
+        if self._settings.dry_run:
+            choice.deepened = None
+        self.depth_decisions.append(decision)
+        self._say(decision.line())
+        if engine.global_rank == 0 and engine.monitor.enabled:
+            engine.monitor.write_events(
+                [("Train/Pipeline/replan/depth", decision.better_depths[0], engine.global_samples)]
+            )
         return decision
 
     def _say(self, line: str) -> None:

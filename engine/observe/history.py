@@ -1,8 +1,8 @@
 """History of a run: recorded by its first rank, or replayed by all ranks of ``python -m ds_vpipe replay``.
 
 The engine and the order of its passes are the same in a replay, and so are the script's calls. What depends on time is
-taken from the record: moves of layers that were decided on measurements, and the updates after which the pipeline was
-emptied. The script's checkpoints are not written. It goes on from the one that the replay has chosen, and ends after
+taken from the record: moves of layers and depths that were decided on measurements, and the updates after which the
+pipeline was emptied. The script's checkpoints are not written. It goes on from the one that the replay has chosen, and ends after
 the update that was asked for; until then every loss is compared with the recorded one.
 """
 
@@ -184,6 +184,8 @@ class Replay(LossWatch):
         update = engine.global_steps
         for event in self._record.at("split", update):
             engine.repartition(event["partition"], event["recompute_ratio"])
+        for event in self._record.at("depths", update):
+            engine.set_depths(event["depths"])
         for event in self._record.at("moved", update):
             engine.moves.settle(update)
             engine.moves.begin(Move(*event["move"]))

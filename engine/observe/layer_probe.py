@@ -135,6 +135,10 @@ class LayerProbe:
         backward = sample.backward_marks()[position]
         return sum(map(self._between, forward)), sum(map(self._between, backward))
 
+    def passes(self, sample: Sample) -> tuple[float, float]:
+        """Seconds of the stage's forward and backward pass."""
+        return self._between((sample.ends[0], sample.ends[1])), self._between((sample.ends[2], sample.ends[3]))
+
     def is_done(self, sample: Sample) -> bool:
         """Whether the device has passed all instants of a sample."""
         return not self._on_gpu or bool(sample.ends[3].query())

@@ -6,6 +6,8 @@ stand for any number of devices:
 
 * worst: training starts from ``[n-3, 1, 1, 1]``;
 * slower: training starts from an even split, and some updates later stage 1 takes twice as long for every layer;
+* jitter: every pass takes another time, log-normal with this sigma. Fixed default depths against those that follow
+  (``"stage_to_depth_map": "auto"``), in turns;
 * plain: nothing sleeps; a GPT-2 of Hugging Face's library with a large vocabulary is trained by a looping script on two
   stages, from its default split. Arms take turns.
 
@@ -16,6 +18,7 @@ for each the seconds per micro-batch at the end (median), beside the best, and t
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -27,6 +30,7 @@ import torch
 from common import (
     Emulated,
     Say,
+    Sleep,
     close_groups,
     ds_config,
     engine_for,
@@ -72,6 +76,21 @@ class Throttled(Emulated):
         return super().forward(value)
 
 
+class Jittery(Emulated):
+    """Layer whose every pass takes another time."""
+
+    def __init__(self, milliseconds: float, sigma: float, rank: int) -> None:
+        super().__init__(milliseconds)
+        self._random, self._sigma = random.Random(rank), sigma
+
+    def _varied(self) -> float:
+        return self._part * self._random.lognormvariate(-(self._sigma**2) / 2, self._sigma)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        backward_s = self._varied()
+        return Sleep.apply(value * Sleep.apply(self.scale, 0.0, backward_s), self._varied(), backward_s)
+
+
 def best_split(layers: int, slowness: list[float]) -> list[int]:
     """Layers per stage with which the slowest stage takes the least time, by trying all."""
 
@@ -111,6 +130,49 @@ def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[
     del engine
     close_groups()
     return seconds, lines, split
+
+
+def train_jittery(sigma: float, follows: bool, rank: int, options: argparse.Namespace) -> tuple[float, list[str]]:
+    """Mean seconds per micro-batch of the second half of all updates, and lines of the decisions."""
+    block: dict[str, Any] = {"partition": "uniform"}
+    if follows:
+        replan = {"every": options.every, "max_staleness": options.max_staleness}
+        block |= {"stage_to_depth_map": "auto", "replan": replan}
+    specs = [LayerSpec(Jittery, options.stage_ms, sigma, rank) for _ in range(options.stages)]
+    engine = engine_for(specs, options.stages, ds_config(options.micro_batches, block))
+    batch = micro_batch("emulated")
+    data = iter(lambda: batch, None)
+    for _ in range(options.updates // 2):
+        engine.train_batch(data)
+    begin = time.perf_counter()
+    for _ in range(options.updates // 2):
+        engine.train_batch(data)
+    seconds = slowest((time.perf_counter() - begin) / (options.updates // 2) / options.micro_batches)
+    lines = [] if engine.balance is None else [decision.line() for decision in engine.balance.depth_decisions]
+    lines.append(f"depths at the end {list(engine.pipeline.depths)}")
+    engine.destroy()
+    del engine
+    close_groups()
+    return seconds, lines
+
+
+def work_jittery(rank: int, say: Say, options: argparse.Namespace) -> None:
+    """One rank of the pipelines whose passes vary."""
+    rows = []
+    for sigma in options.jitter:
+        paces: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(options.repetitions):
+            for follows, found in paces.items():
+                seconds, lines = train_jittery(sigma, follows, rank, options)
+                found.append(seconds)
+                for line in lines if follows else ():
+                    say(f"jitter {sigma}: {line}")
+        ratios = sorted(fixed / other for fixed, other in zip(paces[False], paces[True], strict=True))
+        middle = (f"{1e3 * statistics.median(found):.1f}" for found in paces.values())
+        spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        rows.append((sigma, *middle, lines[-1].rpartition("end ")[2], f"{statistics.median(ratios):.2f}", spread))
+    head = ["sigma", "default depths, ms", "depths that follow, ms", "the last ones", "times as fast", "from, to"]
+    say(f"{machine()}\n{markdown(head, rows)}")
 
 
 def train_plain(arm: str, options: argparse.Namespace) -> tuple[list[float], list[str], list[list[int]]]:
@@ -195,15 +257,21 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", help="picture of the seconds of every update")
     parser.add_argument("--cases", nargs="+", choices=("worst", "slower"), default=["worst", "slower"])
     parser.add_argument("--plain", action="store_true", help="the plain model, and nothing else")
+    parser.add_argument("--jitter", type=float, nargs="+", help="sigmas of pipelines whose passes vary, nothing else")
+    parser.add_argument("--stage-ms", type=float, default=24.0, help="per stage and micro-batch, of these")
+    parser.add_argument("--max-staleness", type=int, default=3, help="of these")
     parser.add_argument("--vocabulary", type=int, default=16384, help="of the plain model")
-    parser.add_argument("--repetitions", type=int, default=5, help="of the plain model")
+    parser.add_argument("--repetitions", type=int, default=5, help="of these and the plain model")
     return parser.parse_args(words)
 
 
 def main() -> None:
     """Start the ranks."""
     options = parse()
-    start(work_plain, 2, options) if options.plain else start(work, options.stages, options)
+    if options.jitter:
+        start(work_jittery, options.stages, options)
+    else:
+        start(work_plain, 2, options) if options.plain else start(work, options.stages, options)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,18 @@ WRONG: list[tuple[object, str, object, str, str]] = [
     ({"stage_to_depth_map": [1.0, 0]}, "vpipe.stage_to_depth_map[0]", 1.0, "an int >= 0", ""),
     ({"stage_to_depth_map": 3}, "vpipe.stage_to_depth_map", 3, '"default"', ""),
     ({"stage_to_depth_map": "auto"}, "vpipe.profile", None, "the path of a profile", "stage_to_depth_map is 'auto'"),
+    ({"replan": {"every": 5, "max_staleness": 2}}, "vpipe.replan.max_staleness", 2, "an int >= 1", "do not follow"),
+    (
+        {
+            "stage_to_depth_map": "auto",
+            "replan": {"every": 5, "max_staleness": 2},
+            "staleness": {"error_feedback": True},
+        },
+        "vpipe.replan.max_staleness",
+        2,
+        "an int >= 1",
+        "staleness.error_feedback makes up for one update",
+    ),
     (
         {"sync_mode": "bsp", "stage_to_depth_map": [1, 0]},
         "vpipe.stage_to_depth_map",
@@ -319,6 +331,9 @@ def test_pipeline_spreads_a_number_and_keeps_lists() -> None:
     assert pipeline.depths == (6, 4, 2, 0)
     left = VPipeConfig.parse({"partition": "uniform", "recompute_ratio": "auto", "profile": "x"}).pipeline(1, 1)
     assert (left.partition, left.recompute_ratio) == (None, None)
+    follows = VPipeConfig.parse({"stage_to_depth_map": "auto", "replan": {"every": 5, "max_staleness": 4}})
+    assert not follows.leaves_to_planner  # it begins with the default
+    assert follows.pipeline(3, 1).depths == (2, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -647,6 +662,8 @@ def test_every_key_has_its_texts_and_a_sound_example() -> None:
             block = {parent: block}
         if name in ("virtual_stages", "profile", "link_bandwidth"):  # with others
             block |= {**INTERLEAVED, "profile": "profile.json"} if name == "virtual_stages" else {}
+        if name == "replan.max_staleness":
+            block = {"replan": {**block["replan"], "every": 50}, "stage_to_depth_map": "auto"}
         VPipeConfig.parse(block)
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cases
 import loops
@@ -202,3 +206,61 @@ def test_scripts_that_loop_change_depths_where_a_batch_has_ended(worlds: Worlds)
     ]
     assert difference(cases.merged(reports), replays[0]) == 0
     assert difference(*replays) > 1e-3
+
+
+def following(block: dict[str, Any], folder: str, updates: int, load: bool) -> dict[str, Any]:
+    """Train where passes are said to vary much; depths and decisions of every update."""
+    chance = random.Random(int(os.environ["RANK"]))
+
+    def varied(_: Any) -> list[tuple[float, float]]:
+        return [(1e-6 * chance.lognormvariate(0, 0.5), 2e-6 * chance.lognormvariate(0, 0.5)) for _ in range(10)]
+
+    ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform", "stage_to_depth_map": "auto", **block})
+    with mock.patch("ds_vpipe.engine.observe.balance.Balance._passes", varied):
+        engine = cases.engine(ds_config, 3)
+        if load:
+            engine.load_checkpoint(folder)
+        iterator = toy.data(start=engine.consumed_micro_batches)
+        depths = [engine.pipeline.depths]
+        for _ in range(updates):
+            engine.train_batch(iterator)
+            depths.append(engine.pipeline.depths)
+        parameters = cases.parameters(engine)
+        if not load:
+            engine.save_checkpoint(folder)
+    report = {"parameters": parameters, "depths": depths, "decisions": engine.balance.depth_decisions}
+    recorder = engine.observation._recorder
+    report["events"] = [] if recorder is None else [text for _, text in recorder.recording().meta["events"]]
+    engine.destroy()
+    cases.close_groups()
+    return report
+
+
+def followed(folder: str, updates: int) -> list[dict[str, Any]]:
+    block = {"replan": {"every": 10, "max_staleness": 3}}
+    tight = {"replan": {"every": 10}}
+    recorded = {**block, "timeline": {"enabled": True, "path": f"{folder}/timeline"}}
+    runs = [(block, updates, False), (recorded, 12, True), (tight, 1, True)]
+    return [following(given, f"{folder}/saved", count, load) for given, count, load in runs]
+
+
+def test_depths_that_follow_are_exact_and_resumed(worlds: Worlds, tmp_path: Path) -> None:
+    updates = 16
+    ranks = worlds.run(3, followed, str(tmp_path), updates)
+    through, resumed, tight = ([rank[number] for rank in ranks] for number in range(3))
+    for reports in (through, resumed):
+        assert all(report["depths"] == reports[0]["depths"] for report in reports)
+        assert all(report["decisions"] == reports[0]["decisions"] for report in reports)
+    depths = [*through[0]["depths"], *resumed[0]["depths"][1:]]
+    assert depths[0] == (2, 1, 0)
+    assert (2, 1, 0) < depths[updates] <= (6, 3, 0)
+    assert resumed[0]["depths"][0] == depths[updates]
+    assert tight[0]["depths"][0] == (2, 1, 0)  # those of the checkpoint are beyond its limit
+    assert any(f"depths {list(depths[updates])}" in text for text in resumed[0]["events"])
+    changes = [(2 * at, now) for at, (before, now) in enumerate(pairwise(depths), 1) if now != before]
+    wanted = reference.Replay(
+        uniform_partition(LAYERS, 3), (2, 1, 0), 2, test_exactness.sgd,
+        depth_changes=changes, refills=(0, 2 * updates),
+    ).run(updates + 12)  # fmt: skip
+    assert difference(cases.merged(through), wanted.parameters(updates)) == 0
+    assert difference(cases.merged(resumed), wanted.parameters()) == 0

@@ -139,6 +139,9 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_balance.py::test_plain_modules_that_cannot_move_are_refused_at_start"),
             ("A resume with `replan`", "the checkpoint's split if the JSON's is unchanged, else the JSON's",
              "test_balance.py::test_a_resume_follows_the_checkpoint_where_the_json_asks_for_what_it_asked_for"),
+            ("`replan` with `\"stage_to_depth_map\": \"auto\"`: depths that follow; resume",
+             "equal to the replay with these depths, bit for bit; the checkpoint's depths within the limits",
+             "test_depth_changes.py::test_depths_that_follow_are_exact_and_resumed"),
             ("A layer that was changed after it had been built", "one line on every rank when it is to move",
              "test_balance.py::test_a_layer_that_cannot_be_built_elsewhere_ends_all_ranks_with_one_line"),
             ("`replan` with `\"moves\": \"live\"`: fp32 on CPUs, SGD, Adam, AdamW, `LayerSpec`s without buffers; other "

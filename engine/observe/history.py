@@ -2,8 +2,8 @@
 
 The engine and the order of its passes are the same in a replay, and so are the script's calls. What depends on time is
 taken from the record: moves of layers and depths that were decided on measurements, and the updates after which the
-pipeline was emptied. The script's checkpoints are not written. It goes on from the one that the replay has chosen, and ends after
-the update that was asked for; until then every loss is compared with the recorded one.
+pipeline was emptied. The script's checkpoints are not written. It goes on from the one that the replay has chosen, and
+ends after the update that was asked for; until then every loss is compared with the recorded one.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.mp
-@pytest.mark.parametrize("name", SHAPES if LONG else ["dropout", "ties", "soap", "live", "loop"])
+@pytest.mark.parametrize("name", SHAPES if LONG else ["dropout", "ties", "soap", "live", "depths", "loop"])
 def test_the_state_at_any_update_is_that_of_the_run(name: str, worlds: Worlds, tmp_path: Path, capsys: Any) -> None:
     runs = Runs(worlds, tmp_path / "run", name)
     losses = runs.train()
@@ -112,7 +112,7 @@ def test_the_state_at_any_update_is_that_of_the_run(name: str, worlds: Worlds, t
     assert "from update 0: 6 losses are the recorded ones" in said
     if SHAPES[name].looks:
         kinds = {event["event"] for event in record.events}
-        assert ("moved" if name == "live" else "split") in kinds
+        assert {"live": "moved", "drain": "split", "depths": "depths"}[name] in kinds
 
 
 def fault(kind: str, micro_batch: int, layer: int = 0, **more: Any) -> dict[str, Any]:

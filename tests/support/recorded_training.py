@@ -52,6 +52,7 @@ SHAPES = {
     "soap": Shape(3, micro_batches=1, block={"weight_sync": "vertical"}, extra={"optimizer": SOAP}),
     "live": Shape(3, block={"replan": {"every": 2, "moves": "live"}, "partition": [8, 1, 1]}, looks=True),
     "drain": Shape(3, block={"replan": {"every": 2}, "partition": [8, 1, 1]}, looks=True),
+    "depths": Shape(3, block={"stage_to_depth_map": "auto", "replan": {"every": 2, "max_staleness": 3}}, looks=True),
     "bsp": Shape(2, block={"sync_mode": "bsp"}),
     "loop": Shape(2, extra={"pipeline": {"stages": 2}}),
 }  # fmt: skip
@@ -124,14 +125,20 @@ def data(engine: Any, fault: dict[str, Any]) -> Any:
 
 
 def made_up(engine: Any) -> None:
-    """Seconds of layers that differ from run to run, as measured ones do, but say that they should move."""
+    """Seconds that differ from run to run, as measured ones do, but say that layers or depths should change."""
     draw = random.SystemRandom()
+    follows = engine.balance.depths is not None
 
     def seconds(*_: Any) -> tuple[float, float]:
-        slowness = draw.choice((1.0, 2.0, 4.0))
+        slowness = 1.0 if follows else draw.choice((1.0, 2.0, 4.0))
         return 0.1 * slowness, 0.2 * slowness
 
+    def passes() -> list[tuple[float, float]]:
+        return [(1e-6 * draw.lognormvariate(0, 0.5), 2e-6 * draw.lognormvariate(0, 0.5)) for _ in range(10)]
+
     engine.balance._probe.seconds = seconds
+    if follows:
+        engine.balance._passes = passes
 
 
 def train(name: str, folder: Path, updates: int, fault: dict[str, Any]) -> list[str]:

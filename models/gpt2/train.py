@@ -1,4 +1,4 @@
-"""Train a GPT-2 on text: Hugging Face's model in DeepSpeed's loop. Nothing here knows of pipelines.
+"""Train a GPT-2 or its adapters on text: Hugging Face's model in DeepSpeed's loop. Nothing here knows of pipelines.
 
 From the repository root, on four pipeline stages, without a GPU or any data of your own::
 
@@ -30,7 +30,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--block_size", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--max_steps", type=int, default=300, help="optimizer updates")
     parser.add_argument("--config_overrides", default="", help="of a new model, such as n_layer=2,n_embd=32")
-    parser.add_argument("--output_dir", default="runs/gpt2", help="folder for the trained model")
+    parser.add_argument("--lora_rank", type=int, default=0, help="train adapters of this rank on a frozen model")
+    parser.add_argument("--output_dir", default="runs/gpt2", help="folder for the trained model, or its adapters")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -59,14 +60,20 @@ def main() -> None:
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
         model = GPT2LMHeadModel.from_pretrained(args.model_name_or_path)
+    if args.lora_rank:
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=args.lora_rank, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapters)
     encoded = tokenizer([text + END_OF_TEXT for text in texts]).input_ids
     tokens = torch.tensor([token for ids in encoded for token in ids])
     blocks = tokens[: len(tokens) // args.block_size * args.block_size].view(-1, args.block_size)
     cut = len(blocks) - len(blocks) // HELD_OUT
 
     model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, _, loader, _ = deepspeed.initialize(
-        args=args, model=model, model_parameters=model.parameters(), training_data=TensorDataset(blocks[:cut])
+        args=args, model=model, model_parameters=trained, training_data=TensorDataset(blocks[:cut])
     )
     batches = iter(RepeatingLoader(loader))
     while engine.global_steps < args.max_steps:

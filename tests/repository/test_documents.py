@@ -35,7 +35,7 @@ RUN_BY = {
     r"docs/multinode\.md: python -m ds_vpipe doctor --hostfile": "test_multinode",
     r"docs/multinode\.md: deepspeed --hostfile": "test_multinode",
     r"docs/multinode\.md: (sbatch|srun) .*scripts/(bert\.sbatch|slurm_rank\.sh)": "test_slurm",
-    r"docs/(bert|new_model|hugging_face)\.md: (python|deepspeed) ": "test_model_docs",
+    r"docs/(bert|new_model|hugging_face|fine_tuning)\.md: (python|deepspeed) ": "test_model_docs",
     r"docs/new_model\.md: deepspeed\.init_distributed": "test_model_docs",
     r"docs/training\.md: deepspeed --module ds_vpipe\.run --restarts 3 train\.py": "test_restarts",
     r"docs/training\.md: python -m ds_vpipe\.export ": "test_export",

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from launches import launched
+from peft import PeftModel
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -123,6 +124,23 @@ def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(others["python"], found)
     assert type(found["model"]) is BertForMaskedLM
     assert all(parameter.is_meta for parameter in found["model"].parameters())
+
+
+@pytest.mark.mp
+def test_fine_tuning(tmp_path: Path) -> None:
+    """Adapters for a model that the first command has made; both lines with fewer updates."""
+    for folder in ("models", "ds_configs", "docs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    train, adapt = commands("fine_tuning.md")
+    for line, name in ((train, "base"), (adapt, "adapter")):
+        assert line.endswith(f"00 --output_dir runs/{name}")
+        fewer = re.sub(r"--max_steps \d+", "--max_steps 4", line)
+        assert re.search(r"after 4 updates: validation loss [\d.]+ nats", run_without_launcher(fewer, tmp_path))
+    base = GPT2LMHeadModel.from_pretrained(tmp_path / "runs/base")
+    adapted = PeftModel.from_pretrained(base, tmp_path / "runs/adapter")
+    trained = {name: value for name, value in adapted.state_dict().items() if "lora_B" in name}
+    assert len(trained) == 4
+    assert all(value.shape == (384, 8) and value.any() for value in trained.values())
 
 
 @pytest.mark.mp

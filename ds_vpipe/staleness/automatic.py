@@ -60,7 +60,7 @@ _EXPERIMENTS = (
     _Row(7, _ADAM, {**_NADAM, "synchronous_updates": 0.2, "delay_warmup_updates": 0.2}),
     # K = 16 +1.0 %; without +59 %. K = 32 +6.4 %
     _Row(31, _ADAM, {**_NADAM, "synchronous_updates": 0.2, "delay_warmup_updates": 0.4}),
-    # For a run of unknown length: K = 4 +4.6 %, K = 8 +7.1 %
+    # In a run of unknown length: K = 4 +4.6 %, K = 8 +7.1 %, one seed
     _Row(7, _ADAM, _NADAM),
 )
 

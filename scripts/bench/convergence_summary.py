@@ -49,6 +49,7 @@ LINES = [
     BY_SOAP,
     LONGER,
     Method("1", "AdamW, settings below", ADAMW, RECOMMENDED),
+    Method("1", "NAdam, nothing else", ADAMW, "nadam"),
     PLAIN,
     Method("1", "Muon", SOAP, "muon"),
     Method("K/2", "NAdam", SOAP, "nadam"),

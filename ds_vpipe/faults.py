@@ -13,7 +13,7 @@ from typing import Any
 
 PASSES = ("data", "weights", "forward", "backward", "update", "received")
 """Where a value is found, in the order of one micro-batch; ``weights`` have changed other than by an update."""
-_NAMES = {"data": "data", "weights": "before its forward pass", "update": "update"}
+_NAMES = {"data": "data", "weights": "changed between two updates", "update": "update"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Fault:
         batch, index = divmod(self.micro_batch, self.micro_batches)
         layer = "" if self.layer is None else f", layer {self.layer}"
         replica = f" of replica {self.replica}" if self.replica else ""
-        passed = _NAMES.get(self.where, f"{self.where} pass")
+        passed = "when the replay began" if self.begins else _NAMES.get(self.where, f"{self.where} pass")
         return (
             f"update {batch + 1}, micro-batch {self.micro_batch} (number {index + 1} of {self.micro_batches} of its "
             f"batch), stage {self.stage}{replica}{layer}, {passed}: {self.what}, with weights of version {self.version}"

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     if not named:
         print(f"ds_vpipe.run: no script given; {USAGE}", file=sys.stderr)
         return 2
-    if restarts != "0":
+    if restarts != "0" and "DS_VPIPE_REPLAY" not in os.environ:  # a replay ends where it fails
         if (refused := refusal(restarts, os.environ)) is not None:
             print(f"ds_vpipe.run: {refused}", file=sys.stderr)
             return 2

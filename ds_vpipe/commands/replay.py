@@ -13,7 +13,7 @@ examples:
   python -m ds_vpipe replay runs/1 --to 12345 --state debug
   python -m ds_vpipe replay runs/1 --find nan
   python -m ds_vpipe replay runs/1 --find loss-jump --factor 1.5
-  python -m ds_vpipe replay runs/1 --to 300 -- --resume
+  python -m ds_vpipe replay runs/1 --to 300 --arguments="--resume"
 
 exit status: 0 replayed, 1 a loss differs, or a process has failed, 2 the record or the command line is wrong
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -55,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     factor = checked(float, lambda value: 1 < value <= 1e9, "a number above 1")
     parser.add_argument("--factor", type=factor, default=2.0, metavar="X", help="of a loss that jumps; default 2")
     parser.add_argument("--state", metavar="FOLDER", help="write a checkpoint of the state after the update")
-    parser.add_argument("more", nargs="*", metavar="-- ARGUMENT", help="more arguments for the script")
+    more = "for the script, as one word after a sign of equality"
+    parser.add_argument("--arguments", type=shlex.split, default=[], metavar="WORDS", help=f"more arguments {more}")
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -65,7 +67,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     if doubts:
         print(f"ds_vpipe: losses may differ: {'; '.join(doubts)}", file=sys.stderr, flush=True)
     while True:
-        reports = launch(plan, arguments.more)
+        reports = launch(plan, arguments.arguments)
         earlier = earlier_start(plan, reports)
         if earlier is None:
             return answer(plan, reports)
@@ -183,7 +185,9 @@ def _faults(reports: Sequence[Mapping[str, Any]]) -> list[Fault]:
 def earlier_start(plan: Plan, reports: Sequence[Mapping[str, Any]]) -> int | None:
     """Where to begin once more, if the state that the replay began with was not finite."""
     fault, began = first_fault(_faults(reports)), reports[0].get("began")
-    return began - 1 if plan["find"] == "nan" and fault is not None and fault.begins and began else None
+    if fault is None or not fault.begins or not began or began > plan["latest"]:  # the last: it cannot begin earlier
+        return None
+    return int(began) - 1
 
 
 def answer(plan: Plan, reports: Sequence[Mapping[str, Any]]) -> Answer:

@@ -131,6 +131,8 @@ class FaultWatch:
         elif kind is Kind.RECV_GRAD and self._gradients:
             self._look(action, "received", None, "a gradient of the next stage", record.gradients)
         elif kind is Kind.FORWARD:
+            # Where a module runs its layers by a forward of its own, no layer has been seen.
+            self._look(action, "forward", None, "the output of the stage", record.output, masks=True)
             self._look(action, "forward", None, "the loss", record.loss)
 
     def _see(self, action: Action, gradient: bool, position: int, value: Any) -> None:

@@ -9,6 +9,7 @@ From the repository root, on four pipeline stages, without a GPU or any data of 
 import argparse
 import pydoc_data.topics
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -56,7 +57,7 @@ def main() -> None:
     if args.model_name_or_path is None:
         config = new_config(args.block_size, args.config_overrides)
         tokenizer = GPT2Tokenizer().train_new_from_iterator(texts, config.vocab_size, show_progress=False)
-        model = GPT2LMHeadModel(config)
+        model: Any = GPT2LMHeadModel(config)
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
         model = GPT2LMHeadModel.from_pretrained(args.model_name_or_path)

@@ -36,6 +36,7 @@ class Shape:
     tied: bool = False
     saved: tuple[int, ...] = (3, 6)
     moves: tuple[tuple[int, int, int, int], ...] = ()  # update, layer, from, to
+    interval: int = 0  # layers of a block that DeepSpeed recomputes
     looks: bool = False  # at the balance, with seconds that are made up anew in each process
 
     @property
@@ -53,6 +54,7 @@ SHAPES = {
     "live": Shape(3, block={"replan": {"every": 2, "moves": "live"}, "partition": [8, 1, 1]}, looks=True),
     "drain": Shape(3, block={"replan": {"every": 2}, "partition": [8, 1, 1]}, looks=True),
     "depths": Shape(3, block={"stage_to_depth_map": "auto", "replan": {"every": 2, "max_staleness": 3}}, looks=True),
+    "blocks": Shape(2, interval=3),
     "bsp": Shape(2, block={"sync_mode": "bsp"}),
     "loop": Shape(2, extra={"pipeline": {"stages": 2}}),
 }  # fmt: skip
@@ -162,7 +164,13 @@ def train(name: str, folder: Path, updates: int, fault: dict[str, Any]) -> list[
     loss_fn = toy.mean_over_positions if shape.tied else nn.CrossEntropyLoss()
     net: Any = Whole()
     if name != "loop":
-        net = deepspeed.pipe.PipelineModule(specs, num_stages=shape.stages, loss_fn=loss_fn, partition_method="uniform")
+        net = deepspeed.pipe.PipelineModule(
+            specs,
+            num_stages=shape.stages,
+            loss_fn=loss_fn,
+            partition_method="uniform",
+            activation_checkpoint_interval=shape.interval,
+        )
     engine = ds_vpipe.initialize(model=net, config=config)[0]
     if fault:
         planted(net, engine, fault)

@@ -73,6 +73,40 @@ def test_no_group_of_ours_is_made_by_torch(worlds: Worlds) -> None:
         assert set.union(*found) <= ALLOWED, found
 
 
+def run_loops() -> int:
+    """Threads of this process that wait for gloo's messages."""
+    return sum((task / "comm").read_text() == "pt_gloo_runloop\n" for task in Path("/proc/self/task").iterdir())
+
+
+def made_by_an_engine(link: str) -> tuple[int, int]:
+    """Groups of ours that a stage has, and their threads."""
+    from ds_vpipe.engine.links import groups
+
+    original, made = groups.ProcessGroupGloo, []
+
+    def counted(*arguments: Any) -> Any:
+        before = run_loops()
+        made.append(original(*arguments))
+        threads.append(run_loops() - before)
+        return made[-1]
+
+    threads: list[int] = []
+    counted.create_default_device = original.create_default_device  # type: ignore[attr-defined]
+    with mock.patch.object(groups, "ProcessGroupGloo", counted):
+        cases.engine(cases.config(2, SGD, {"link": link}), 3).destroy()
+    return len(made), sum(threads)
+
+
+@pytest.mark.parametrize(("link", "of_a_neighbour"), [("shared", 0), ("host", 2), ("nccl", 2)])
+def test_a_stage_has_a_group_for_each_direction_at_most_and_a_thread_for_each_group(
+    worlds: Worlds, link: str, of_a_neighbour: int
+) -> None:
+    together = 2  # of the pipeline, and of all ranks
+    for (groups, threads), neighbours in zip(worlds.run(3, made_by_an_engine, link), (1, 2, 1), strict=True):
+        assert groups == together + of_a_neighbour * neighbours
+        assert threads <= groups
+
+
 def build_watched() -> list[str]:
     """What an engine does before it has links: devices taken, collectives of ours, numbers sent to neighbours."""
     import torch.distributed as dist

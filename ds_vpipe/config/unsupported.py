@@ -41,8 +41,11 @@ def refuse_unsupported(json: DeepSpeedJson, block: VPipeConfig, num_stages: int)
 
 def _zero(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     asp, zero = block.sync_mode == "asp", "zero_optimization"
-    why = "ZeRO-2 and ZeRO-3 split gradients or weights across steps that pipeline stages take at different times"
-    yield f"{zero}.stage", (json.zero_stage or 0) > 1, "0 or 1", why, "use stage 1"
+    # DeepSpeed's hooks drop what other replicas keep; it refuses pipelines with them for every number of micro-batches.
+    why = "ZeRO-2 reduces gradients inside of a backward pass, before those of micro-batches and tied weights are added"
+    yield f"{zero}.stage", json.zero_stage == 2, "0 or 1", why, "use stage 1"
+    why = "ZeRO-3 splits weights, of which micro-batches in flight use older versions"
+    yield f"{zero}.stage", (json.zero_stage or 0) > 2, "0 or 1", why, "use stage 1"
     why = "ZeRO hands optimizers one flat vector, and SOAP rotates matrices"
     rotates = json.zero_stage == 1 and json.optimizer == "SOAP"
     yield f"{zero}.stage", rotates, '0 next to optimizer.type "SOAP"', why, "use stage 0, or another optimizer"

@@ -36,6 +36,11 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
             f"model: got a {type(model).__name__} of which an earlier initialize() has left one stage here, allowed is "
             f"a whole one; build the model again"
         )
+    if num_stages > 1 and any(hasattr(type(module), "update_and_allocate") for module in model.modules()):
+        raise SplitError(
+            f"model: got a {type(model).__name__} with AdaLoRA, whose loss and update_and_allocate() need the adapters "
+            f"of all layers, allowed with several stages is LoRA; write LoraConfig, with rank_pattern for single layers"
+        )
     log = AccessLog()
     slots = slots_of(model, log)
     materialise_buffers(model, slots)

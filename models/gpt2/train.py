@@ -54,6 +54,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     texts = [path.read_text(encoding="utf-8") for path in args.train_file or ()]
     texts = texts or list(pydoc_data.topics.topics.values())
+    model: Any  # PEFT's wraps the other
     if args.model_name_or_path is None:
         config = new_config(args.block_size, args.config_overrides)
         tokenizer = GPT2Tokenizer().train_new_from_iterator(texts, config.vocab_size, show_progress=False)

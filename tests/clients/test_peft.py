@@ -386,8 +386,8 @@ def refuse() -> None:
 
 @pytest.mark.mp
 def test_adalora_is_refused_on_every_rank(worlds: Worlds) -> None:
-    """Its loss looks at the adapters of all layers."""
+    """Its loss looks at the adapters of all layers; the line names what to use."""
     with pytest.raises(CaseFailed) as failed:
         worlds.run(STAGES, refuse)
     assert len(failed.value.errors) == STAGES
-    assert all("lora_A.default: used by tail" in text for text in failed.value.errors.values())
+    assert all("write LoraConfig, with rank_pattern" in text for text in failed.value.errors.values())

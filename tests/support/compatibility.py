@@ -397,7 +397,7 @@ def _matrix() -> Iterator[str]:
             yield _row(*_axes(trained), f"equal to the replay, within {matrix.TOLERANCES[precision]:g}")
         for cell in cells:
             if line := cell.refusal():
-                refused.setdefault(line.split(":")[0], []).append(cell)
+                refused.setdefault(line.split("; ")[1], []).append(cell)  # the reason
     for found in refused.values():
         yield _row(*_axes(found), f"refused: `{found[0].refusal()}`")
 

@@ -22,6 +22,7 @@ from ds_vpipe.checkpoints.stage_layout import first_homes
 from ds_vpipe.engine.checkpoint.parameter_states import parameter_names, read_states, stage_layout, write_states
 from ds_vpipe.engine.checkpoint.reshape import take_counters
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.execution.movable_layers import other_options, switches_of
 from ds_vpipe.engine.modules.partitioned import hold
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
@@ -87,12 +88,14 @@ def refuse_moves(engine: PatchedPipelineEngine, stage: Stage, call: str) -> None
         VPipeConfigError: on every rank, with the reason.
     """
     groups = [] if engine.basic_optimizer is None else engine.basic_optimizer.param_groups
-    mine = len(groups), bool(stage_layout(engine).aliases), next(_unfit(stage.module), None)
+    mine = [*map(switches_of, groups)], bool(stage_layout(engine).aliases), next(_unfit(stage.module), None)
     found = stage.consensus.of_all(mine, f"all ranks in {call}")
     reasons = [*_fixed(engine, stage), *filter(None, (unfit for *_, unfit in found))]
-    if len({count for count, *_ in found}) > 1:
-        counts = sorted({count for count, *_ in found})
+    counts = sorted({len(options) for options, *_ in found})
+    if len(counts) > 1:
         reasons.append(f"the optimizer has {counts} parameter groups on different stages, allowed is one number")
+    else:
+        reasons += filter(None, map(other_options, zip(*(options for options, *_ in found), strict=True)))
     if any(aliased for _, aliased, _ in found) and not isinstance(stage.module, SplitModule):
         reasons.append("layers of a stage share a parameter without being tied, allowed are TiedLayerSpecs")
     if reasons:

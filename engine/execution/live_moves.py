@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_map_only
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.movable_layers import (
     layer_form,
-    optimizer_form,
+    other_options,
+    switches_of,
     unfit_configuration,
     unfit_layers,
 )
@@ -99,7 +100,7 @@ class LiveMoves:
                 unfit = f"stage {move.source} trains nothing but layer {move.layer}"
         elif unfit is None and stage.number == move.target:
             layer = self._build(move)
-        options = {} if unfit is not None else optimizer_form(self._engine)
+        options = {} if unfit is not None else switches_of(self._engine.optimizer.param_groups[0])
         found = stage.consensus.of_stages((unfit, layer_form(layer), options), "all ranks to agree on a move")
         unfit = next((reason for reason, *_ in found if reason is not None), None)
         if unfit is None:
@@ -518,12 +519,6 @@ class LiveMoves:
 
 
 _TENSOR = "tensor"
-
-
-def other_options(switches: Sequence[dict[str, bool]]) -> str | None:
-    """Which switch is not the same in all stages' optimizers, or None."""
-    different = sorted(name for name, value in switches[0].items() if any(one.get(name) != value for one in switches))
-    return f"the optimizers of the stages differ in {different[0]}" if different else None
 
 
 def _changed(move: Move) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,10 +27,15 @@ def layer_form(layer: Any) -> list[tuple[str, tuple[int, ...], str]]:
     return [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named]
 
 
-def optimizer_form(engine: PatchedPipelineEngine) -> dict[str, bool]:
-    """Switches of the optimizer, such as ``amsgrad``, on which it depends what its state has."""
-    group = engine.optimizer.param_groups[0]
+def switches_of(group: dict[str, Any]) -> dict[str, bool]:
+    """Switches of a parameter group, such as ``amsgrad``, on which it depends what states have."""
     return {name: value for name, value in group.items() if isinstance(value, bool)}
+
+
+def other_options(switches: Sequence[dict[str, bool]]) -> str | None:
+    """Which switch is not the same in all stages' optimizers, or None."""
+    different = sorted(name for name, value in switches[0].items() if any(one.get(name) != value for one in switches))
+    return f"the optimizers of the stages differ in {different[0]}" if different else None
 
 
 def _steps_otherwise(optimizer: Any) -> bool:

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.config.replan import Replan
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
-from ds_vpipe.engine.execution.live_moves import LiveMoves, other_options
-from ds_vpipe.engine.execution.movable_layers import optimizer_form, unfit_configuration, unfit_layers
+from ds_vpipe.engine.execution.live_moves import LiveMoves
+from ds_vpipe.engine.execution.movable_layers import other_options, switches_of, unfit_configuration, unfit_layers
 from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.engine.modules.split_module import SplitModule
@@ -295,7 +295,7 @@ class Balance:
         reason = unfit_configuration(self._engine, self._stage)
         if reason is not None:
             return reason, {}, {}
-        return None, unfit_layers(self._stage.module), optimizer_form(self._engine)
+        return None, unfit_layers(self._stage.module), switches_of(self._engine.optimizer.param_groups[0])
 
     def _with_steps(self, decision: Decision, work: Work, unfit: Sequence[Any]) -> Decision:
         """``decision`` with its steps, or with the reason why the pipeline has to be emptied for it."""

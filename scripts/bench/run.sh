@@ -7,6 +7,7 @@
 #   memory           predicted against counted peaks
 #   simulation       simulated against measured throughput
 #   balance          a pipeline that balances itself (docs/balancing.md)
+#   balance-depths   a pipeline whose passes vary, with depths that follow
 #   balance-plain    a plain model of Hugging Face's library that balances itself
 #   recorder         the price of a timeline
 #   convergence      mitigations of staleness, K = 4, 8, 16: hours, but only for runs that its file lacks
@@ -59,6 +60,8 @@ simulation() { "$python" scripts/bench/simulation.py --repetitions 5; }
 
 balance() { "$python" scripts/bench/balance.py --plot docs/images/balance.svg; }
 
+balance-depths() { "$python" scripts/bench/balance.py --jitter 0.1 0.3 0.5 --repetitions 3 --every 32 --updates 140; }
+
 balance-plain() { "$python" scripts/bench/balance.py --plain --layers 8 --updates 80; }
 
 recorder() { "$python" scripts/bench/recorder.py; }
@@ -102,6 +105,6 @@ forecast() { "$python" scripts/bench/forecast.py; }
 convergence-summary() { "$python" scripts/bench/convergence_summary.py; }
 
 case ${1:-} in
-    throughput | throughput-96ms | overhead | links | memory | simulation | balance | balance-plain | recorder | convergence | convergence-k32 | convergence-soap | forecast | convergence-summary) "$1" ;;
-    *) sed -n '2,17s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+    throughput | throughput-96ms | overhead | links | memory | simulation | balance | balance-depths | balance-plain | recorder | convergence | convergence-k32 | convergence-soap | forecast | convergence-summary) "$1" ;;
+    *) sed -n '2,18s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
 esac

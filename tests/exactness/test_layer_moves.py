@@ -127,6 +127,7 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window"
 ZERO = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}}
 FLOAT_LOSS = {"loss_fn": toy.float_cross_entropy}
+SOAP = {"type": "SOAP", "params": {"lr": 3e-3, "eps": 1e-4, "precondition_frequency": 3}}
 LATE_BY_ONE = {"staleness": {"error_feedback": True}}
 
 
@@ -197,6 +198,7 @@ def test_a_layer_is_sent_without_the_flat_buffers_that_it_is_in(worlds: Worlds) 
         (3, 3, 1, {}, {**FP16, **CLIPPED}, FLOAT_LOSS),
         (2, 4, 1, {}, {**FP16, **ZERO}, FLOAT_LOSS),
         (3, 3, 1, {}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, FLOAT_LOSS),
+        (3, 3, 1, {}, {"optimizer": SOAP}, {}),
     ],
     ids=[
         "plain",
@@ -213,6 +215,7 @@ def test_a_layer_is_sent_without_the_flat_buffers_that_it_is_in(worlds: Worlds) 
         "fp16",
         "fp16-zero",
         "autocast",
+        "SOAP",
     ],
 )
 def test_a_move_is_a_save_and_a_resume(
@@ -227,12 +230,34 @@ def test_a_move_is_a_save_and_a_resume(
 ) -> None:
     generator = random.Random(stages + micro_batches)
     splits = {update: split_at(generator, stages) for update in (2, 3, 6)}
-    ds_config = cases.config(micro_batches, ADAMW, block, **extra)
+    ds_config = {**cases.config(micro_batches, ADAMW, block), **extra}
     reports = worlds.run(world, moved_and_resumed, ds_config, stages, splits, str(tmp_path), **module)
     for moved, resumed in reports:
         assert moved["parts"] == resumed["parts"]
         assert moved["losses"] == resumed["losses"]
         assert_same(moved["everything"], resumed["everything"])
+
+
+def moved_with_other_options(ds_config: dict[str, Any]) -> str:
+    """The line of a move between optimizers that differ in a switch, after which training goes on."""
+    from ds_vpipe.errors import VPipeConfigError
+
+    engine = cases.engine(ds_config, 2)
+    if engine.stage_id == 0:
+        engine.optimizer.param_groups[0]["amsgrad"] = True
+    iterator = toy.data()
+    engine.train_batch(iterator)
+    with pytest.raises(VPipeConfigError) as error:
+        engine.repartition([4, 6])
+    engine.train_batch(iterator)
+    engine.destroy()
+    return str(error.value)
+
+
+def test_optimizers_that_differ_in_a_switch_are_refused(worlds: Worlds) -> None:
+    """A layer's state would not be what its new stage's optimizer looks for."""
+    for line in worlds.run(2, moved_with_other_options, cases.config(1, ADAMW, {"partition": "uniform"})):
+        assert line.startswith("repartition(): layers cannot move: the optimizers of the stages differ in amsgrad; ")
 
 
 def moved_then_used(ds_config: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,24 @@ pytestmark = pytest.mark.mp
 
 STAGES, SIZE, START, DEPTHS = 3, 2, (8, 1, 1), (5, 3, 0)
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True}}
+
+
+class ScheduledAdamW(torch.optim.AdamW):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=3e-3, weight_decay=0.1)
+        self.updates = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"] = rate_of_adamw(self.updates)
+        self.updates += 1
+        return super().step(closure)
+
+
+def rate_of_adamw(update: int) -> float:
+    return 0.03 * rate(update)
 
 
 def config(**block: Any) -> dict[str, Any]:
@@ -53,6 +72,7 @@ def train(
     folder: str = "",
     load: bool = False,
     watcher: Any = None,
+    rates: Callable[[int], float] = rate,
 ) -> dict[str, Any]:
     """Train, with checkpoints after these updates, evaluations in every batch and data that end, if wanted."""
     torch.manual_seed(1234)
@@ -71,7 +91,7 @@ def train(
                 watcher.saving(saves.index(update))
             trained.save_checkpoint(folder)
         for group in trained.optimizer.param_groups:
-            group["lr"] = rate(update)
+            group["lr"] = rates(update)
         if evaluates:
             held_out = iter([toy.micro_batch(10_000 + update)]) if trained.stage_id in (0, STAGES - 1) else None
             evaluations.append(float(trained.eval_batch(held_out, num_micro_batches=1)))
@@ -98,7 +118,11 @@ def train_all(runs: list[tuple[dict[str, Any], dict[str, Any]]], batches: int) -
 
 
 def replayed(
-    batches: int, steps: list[Move], drains: tuple[int, ...] = (), counts: tuple[int, ...] = START
+    batches: int,
+    steps: list[Move],
+    drains: tuple[int, ...] = (),
+    counts: tuple[int, ...] = START,
+    optimizer: Any = ScheduledSGD,
 ) -> reference.Replay:
     """The replay of these steps, of a pipeline that is emptied after these updates."""
     pipeline = Pipeline("asp", STAGES, SIZE, DEPTHS)
@@ -106,7 +130,7 @@ def replayed(
         steps = list(completed(pipeline, steps, drain * SIZE))
     moves = [(move.layer, move.source, move.target, move.micro_batch) for move in steps]
     refills = (0, *(drain * SIZE for drain in drains))
-    return reference.Replay(counts, DEPTHS, SIZE, ScheduledSGD, moves=moves, refills=refills).run(batches)  # type: ignore[arg-type]
+    return reference.Replay(counts, DEPTHS, SIZE, optimizer, moves=moves, refills=refills).run(batches)
 
 
 def test_decisions_that_are_carried_out_live_are_exact(worlds: Worlds, tmp_path: Path) -> None:
@@ -139,6 +163,19 @@ def test_decisions_that_are_carried_out_live_are_exact(worlds: Worlds, tmp_path:
         assert len(moving[0]["steps"]) >= 20
         assert difference(cases.merged(moving), cases.merged(plain)) == 0
         assert moving[0]["losses"] == plain[0]["losses"]
+
+
+def test_adamw_in_a_chain_of_moves(worlds: Worlds, tmp_path: Path) -> None:
+    """Late updates of a layer take its own moments and the rate of their update; a save is in the midst of a move."""
+    batches, saves = 60, (11, 20)
+    asp = {**config(stage_to_depth_map=list(DEPTHS)), "optimizer": ADAMW}
+    options = {"seed": 1, "saves": saves, "folder": str(tmp_path), "rates": rate_of_adamw}
+    reports = [rank[0] for rank in worlds.run(STAGES, train_all, [(asp, options)], batches)]
+    steps = [move for _, move in reports[0]["steps"]]
+    assert len(steps) >= 5
+    found = cases.merged(reports)
+    assert difference(found, replayed(batches, steps, saves, optimizer=ScheduledAdamW).parameters()) <= 1e-5
+    assert difference(found, replayed(batches, steps[1:], saves, optimizer=ScheduledAdamW).parameters()) > 1e-4
 
 
 def after_a_load_that_failed(ds_config: dict[str, Any], folder: str) -> tuple[list[Move], list[list[int]]]:

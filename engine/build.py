@@ -31,7 +31,6 @@ from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, StageLocalGrid
 from ds_vpipe.engine.execution.batch_loss import BatchLoss
 from ds_vpipe.engine.execution.data import MicroBatchFeed
-from ds_vpipe.engine.execution.drain_watch import DrainWatch, PauseWatch
 from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.device import copies_of
 from ds_vpipe.engine.links.groups import Groups, Peer, use_local_device
@@ -49,7 +48,7 @@ from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import apply_recompute, use_sound_checkpointing
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.modules.swap import Swap
-from ds_vpipe.engine.stage import Stage
+from ds_vpipe.engine.stage import DrainWatch, Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.engine.updates.parameter_groups import listed, members_by_layer, regroup
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
@@ -240,7 +239,6 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         refuse_training_outside_layers(module)
     scaled = engine.optimizer is not None and engine.fp16_enabled()
     dynamic = scaled and engine.dynamic_loss_scale()
-    ends_first = number == pipeline.num_stages - 1 and grid.data_parallel_id == grid.get_slice_parallel_rank() == 0
     stage = Stage(
         pipeline=pipeline,
         first_partition=pipeline.partition or (),
@@ -268,7 +266,6 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
         random_states=prepared.random_states,
         swap=prepared.swap,
         drains=DrainWatch(engine.global_rank == 0),
-        pauses=PauseWatch(pipelined and ends_first),
         batch_loss=lambda: BatchLoss(engine.micro_batches, engine.mpu.get_data_parallel_group(), engine.dp_world_size),
         sets_back=pipelined,
     )

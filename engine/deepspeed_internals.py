@@ -22,7 +22,7 @@ from torch import nn
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.updates.optimizers import OWN_OPTIMIZERS, Lamb, own_optimizer
 from ds_vpipe.engine.updates.parameter_groups import listed, trainable
-from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.staleness.soap import SOAP
 
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
@@ -245,6 +245,21 @@ def refuse_own_instructions(engine: PipelineEngine) -> None:
                 f"{modules[1]}, allowed with a vpipe block is DeepSpeed's own method, as actions take the place of "
                 f"instructions; leave the entry as it is, or remove the block"
             )
+
+
+def own_schedule(schedule: ds_schedule.PipeSchedule, micro_batches: int) -> VPipeError:
+    """The refusal of a schedule of the script's own, or of another number than ``micro_batches``."""
+    kind = type(schedule)
+    if kind is not ds_schedule.TrainSchedule:
+        return VPipeConfigError(
+            f"_exec_schedule(): got a {kind.__qualname__} of {kind.__module__}, allowed are DeepSpeed's own "
+            f"TrainSchedule and InferenceSchedule, which stand for vpipe.schedule; leave the other one out, or remove "
+            f"the vpipe block"
+        )
+    return VPipeError(
+        f"engine.micro_batches: got {schedule.micro_batches} in training, allowed is {micro_batches} as at the start; "
+        f"call engine.set_train_batch_size() to change it"
+    )
 
 
 class StageLocalGrid:

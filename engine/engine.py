@@ -20,7 +20,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -43,25 +42,25 @@ from ds_vpipe.engine.build import (
     use_optimizer,
     with_staleness,
 )
-from ds_vpipe.engine.checkpoint.layer_moves import move_layers, refuse_moves
+from ds_vpipe.engine.checkpoint.layer_moves import refuse_moves, repartition
 from ds_vpipe.engine.checkpoint.parameter_states import stage_layout
 from ds_vpipe.engine.checkpoint.save_load import Checkpoints
 from ds_vpipe.engine.checkpoint.whole_state import WholeModel
 from ds_vpipe.engine.deepspeed_internals import (
     PatchedPipelineEngine,
     end_workers,
+    own_schedule,
     refuse_own_instructions,
     training_by_list,
 )
 from ds_vpipe.engine.execution.data import or_no_data
 from ds_vpipe.engine.execution.drain import quiesce, restart_at
-from ds_vpipe.engine.execution.ending import finish_sends, report_failure
+from ds_vpipe.engine.execution.ending import Failures, finish_sends
 from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options
 from ds_vpipe.engine.execution.executor import Executor
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.execution.sizes import depth_choice, set_sizes, with_depths
-from ds_vpipe.engine.links.groups import collective_groups, is_of_lost_rank
-from ds_vpipe.engine.modules.recompute import recompute_anew
+from ds_vpipe.engine.links.groups import collective_groups
 from ds_vpipe.engine.observe.balance import Balance
 from ds_vpipe.engine.observe.history import history_of
 from ds_vpipe.engine.observe.observers import Observation
@@ -69,8 +68,7 @@ from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
 from ds_vpipe.engine.updates.clipping import GradientClipping
 from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
-from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError, VPipeError
-from ds_vpipe.partition import checked_counts
+from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError
 from ds_vpipe.planning.depth_changes import DepthDecision
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -96,6 +94,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.vpipe_config = prepared.config
         self.plan = prepared.plan  # with predicted bytes of every stage; None if the block leaves nothing to plan
         self.stage = stage_of(self, prepared)  # state of this rank, its links and its weights
+        self.failures = Failures(self.stage)
         self.clipping = self._clipping()
         self.moves = LiveMoves(self, self.stage)  # of layers from and to this stage
         self.executor = Executor(self, self.stage, COLUMNS, self.moves)  # carries out the stage's actions
@@ -105,6 +104,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.history = history_of(self, self.stage, prepared.config)  # recorded, replayed, or neither
         timeline = TimelineConfig() if self.history.replays else prepared.config.timeline
         self.observation = Observation(self, self.stage, timeline, prepared.plan)
+        self.failures.at_abort.append(self.observation.end)
         self.executor.watchers = self.observation.watchers
         self.executor.watchers += self.history.watchers
         self.balance = self._balance(prepared)  # measured layers and decisions, if the block has them looked at
@@ -160,13 +160,14 @@ class VPipeEngine(PatchedPipelineEngine):
         self.observation.log_messages()
         try:
             begin = time.perf_counter()
-            with self._aborting(), training_by_list(self.module, self.switched_modules):
+            with self.failures.aborting(), training_by_list(self.module, self.switched_modules):
                 loss: torch.Tensor = super().train_batch(data_iter)
                 self.observation.publish()
-            self.stage.pauses.after_batch(begin, time.perf_counter())
+            self.observation.after_batch(begin)
             if self.balance is not None:
                 self._look_at(self.balance, time.perf_counter() - begin)
-            self.history.updated(self)
+            if self.history.replays:
+                self.history.updated(self)
             return loss
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()
@@ -186,9 +187,9 @@ class VPipeEngine(PatchedPipelineEngine):
             StopIteration: on every rank, if ``data_iter`` holds too few micro-batches.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        self._refuse_unfit("eval_batch()")
+        self.failures.refuse("eval_batch()")
         options = evaluation_options(args, kwargs)
-        with self._aborting():
+        with self.failures.aborting():
             return self.evaluation.eval_batch(super().eval_batch, data_iter, options)
 
     def quiesce(self, what: str = "quiesce()") -> None:
@@ -204,11 +205,11 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeError: the pipeline has failed before.
             PipelinePeerError: a neighbour is lost or did not answer in time.
         """
-        self._refuse_failed("pipeline at rest")
+        self.failures.refuse_failed("pipeline at rest")
         if self.stage.in_flight:
             self.stage.drains.emptied(what, "call it less often", self.global_steps, sum(self.pipeline.depths))
         self.stage.action = "QUIESCE"
-        with self._aborting():
+        with self.failures.aborting():
             quiesce(self.stage, self.moves)
         self.history.event("emptied", self.global_steps)
 
@@ -221,7 +222,7 @@ class VPipeEngine(PatchedPipelineEngine):
         Raises:
             VPipeConfigError: the move is not possible, on every rank.
         """
-        self._refuse_unfit("move_layer()")
+        self.failures.refuse("move_layer()")
         if self.balance is not None:
             key, value = "vpipe.replan.every", self.vpipe_config.replan.every
             raise Refusal(key, value, "0 with move_layer()", "remove one of them", "it moves layers itself").error()
@@ -240,8 +241,7 @@ class VPipeEngine(PatchedPipelineEngine):
             return  # scripts with a ramp-up call it before every batch
         replicas_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         refuse_delays(self.vpipe_config.staleness, self.stage.delays(max(1, train_batch_size // replicas_batch)))
-        self.quiesce("set_train_batch_size()")
-        self.moves.give_up()
+        self._empty("set_train_batch_size()")
         super().set_train_batch_size(train_batch_size)
         set_sizes(self.stage, self.vpipe_config, replace(self.pipeline, micro_batches=self.micro_batches))
         restart_at(self.stage, self.stage.weights.latest_version)
@@ -259,10 +259,9 @@ class VPipeEngine(PatchedPipelineEngine):
         Raises:
             VPipeConfigError: they do not fit, or not with ``"staleness"`` or the links; on every rank.
         """
-        self._refuse_unfit("set_depths()")
+        self.failures.refuse("set_depths()")
         pipeline = with_depths(self.stage, self.vpipe_config, depths)
-        self.quiesce("set_depths()")
-        self.moves.give_up()
+        self._empty("set_depths()")
         set_sizes(self.stage, self.vpipe_config, pipeline)
         self._measure_anew()
 
@@ -283,28 +282,14 @@ class VPipeEngine(PatchedPipelineEngine):
             PipelinePeerError: another rank failed, is lost, or did not answer in time.
         """
         refuse_moves(self, self.stage, "repartition()")
-        pipeline = self.pipeline
-        found = checked_counts(counts, self.module._num_layers, pipeline.num_parts)
-        ratios = pipeline.recompute_ratio if recompute_ratio is None else tuple(recompute_ratio)
-        split = replace(pipeline, partition=found, recompute_ratio=ratios)
-        with self._aborting():
-            self.stage.action = "REPARTITION"
-            if len(set(self.stage.consensus.of_all((found, ratios), "all ranks to move layers"))) > 1:
-                raise VPipeError(
-                    f"repartition(): got {list(found)} here and another split on another rank, allowed is one; pass "
-                    f"the same on every rank"
-                )
-            self.quiesce("repartition()")
-            self.moves.give_up()
-            self.stage.action = "REPARTITION"
-            if found != self.pipeline.partition:
-                move_layers(self, self.stage, found)
+        with self.failures.aborting():
+            if repartition(self, self.stage, lambda: self._empty("repartition()"), counts, recompute_ratio):
                 self.clipping = self._clipping()
-                if self.stage.peers is not None:
-                    self.stage.peers.forget()
-            self.stage.pipeline = split
-            recompute_anew(self.module, (ratios or ())[self.stage_id], self.stage.random_states)
         self._measure_anew()
+
+    def _empty(self, what: str) -> None:
+        self.quiesce(what)
+        self.moves.give_up()
 
     def _measure_anew(self) -> None:
         if self.balance is not None:
@@ -355,7 +340,7 @@ class VPipeEngine(PatchedPipelineEngine):
         if self.history.replays:  # which has recorded decisions
             return
         begun = len(balance.steps)
-        with self._aborting():
+        with self.failures.aborting():
             decision = balance.after_batch(seconds)
         for update, move in balance.steps[begun:]:
             self.history.event("moved", update, move=astuple(move))
@@ -391,11 +376,11 @@ class VPipeEngine(PatchedPipelineEngine):
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint(save_dir): got {save_dir!r}, allowed is the path of a folder; name one")
-        self._refuse_half_loaded("save_checkpoint()")
+        self.failures.refuse_half_loaded("save_checkpoint()")
         if not self.history.writes(save_dir):
             return True
         self.quiesce("save_checkpoint()")
-        with self._aborting_if_lost("save_checkpoint()"):
+        with self.failures.aborting_if_lost("save_checkpoint()"):
             self.checkpoints.save(
                 super().save_checkpoint, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             )
@@ -429,11 +414,10 @@ class VPipeEngine(PatchedPipelineEngine):
             if found is None:
                 return None, None  # as where there is none
             load_dir, tag = found
-        self.quiesce("load_checkpoint()")
-        self.moves.give_up()
+        self._empty("load_checkpoint()")
         follows = self.balance is not None and not self.vpipe_config.replan.dry_run and not load_module_only
         try:
-            with self._aborting_if_lost("load_checkpoint()"):
+            with self.failures.aborting_if_lost("load_checkpoint()"):
                 return self.checkpoints.load(
                     super().load_checkpoint,
                     load_dir,
@@ -530,64 +514,13 @@ class VPipeEngine(PatchedPipelineEngine):
         self.stage.wiring.stop()
         self.stage.groups.failures.stop()
 
-    # Failures and refusals
-
-    @contextmanager
-    def _aborting(self) -> Iterator[None]:
-        """Block whose failure ends training on every rank; the end of the data is no failure."""
-        try:
-            yield
-        except StopIteration:
-            raise
-        except BaseException as error:
-            if self.stage.failure is None:  # else a block within this one has reported it
-                self.abort(error)
-            raise
-
-    @contextmanager
-    def _aborting_if_lost(self, call: str) -> Iterator[None]:
-        """Block after other failures of which all ranks may go on: they raise them together."""
-        self.stage.action = call
-        try:
-            yield
-        except RuntimeError as error:
-            if is_of_lost_rank(error):
-                self.abort(error)
-            raise
-
-    def abort(self, error: BaseException) -> None:
-        """Report to all ranks why this one stops.
-
-        Raises:
-            PipelinePeerError: the error comes from a DeepSpeed collective that another rank's failure has ended.
-        """
-        try:
-            report_failure(self.stage, error)
-        finally:
-            self.observation.end()
-
-    def _refuse_failed(self, call: str) -> None:
-        if self.stage.failure is not None:
-            raise VPipeError(f"{call} after a failure: {self.stage.failure}; restart from a checkpoint")
-
-    def _refuse_half_loaded(self, call: str) -> None:
-        if self.stage.half_loaded:
-            raise VPipeError(
-                f"{call} after load_checkpoint() has failed half-way: weights and states may be of different "
-                f"checkpoints; load one that is complete"
-            )
-
-    def _refuse_unfit(self, call: str) -> None:
-        self._refuse_failed(call)
-        self._refuse_half_loaded(call)
-
     def _refuse_training(self) -> None:
         if self.basic_optimizer is None:
             raise VPipeConfigError(
                 "optimizer: got none, allowed is one that initialize() is given or that the DeepSpeed JSON names; "
                 'add "optimizer": {"type": ..., "params": {...}} to the JSON'
             )
-        self._refuse_unfit("train_batch()")
+        self.failures.refuse("train_batch()")
 
     # DeepSpeed's hooks
 
@@ -606,27 +539,19 @@ class VPipeEngine(PatchedPipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
         # A subclass may have a train_batch() or eval_batch() of its own, which calls this as DeepSpeed's do.
-        stage, kind = self.stage, type(pipe_schedule)
+        stage = self.stage
         refuse_own_instructions(self)
-        if kind is ds_schedule.InferenceSchedule:
-            self._refuse_unfit("evaluation")
-            with self._aborting():
+        if type(pipe_schedule) is ds_schedule.InferenceSchedule:
+            self.failures.refuse("evaluation")
+            with self.failures.aborting():
                 self.evaluation.run_schedule(pipe_schedule.micro_batches)
             return
-        if kind is not ds_schedule.TrainSchedule:
-            raise VPipeConfigError(
-                f"_exec_schedule(): got a {kind.__qualname__} of {kind.__module__}, allowed are DeepSpeed's own "
-                f"TrainSchedule and InferenceSchedule, which stand for vpipe.schedule; leave the other one out, or "
-                f"remove the vpipe block"
-            )
-        if pipe_schedule.micro_batches != self.pipeline.micro_batches:
-            raise VPipeError(
-                f"engine.micro_batches: got {pipe_schedule.micro_batches} in training, allowed is "
-                f"{self.pipeline.micro_batches} as at the start; call engine.set_train_batch_size() to change it"
-            )
+        size = self.pipeline.micro_batches
+        if type(pipe_schedule) is not ds_schedule.TrainSchedule or pipe_schedule.micro_batches != size:
+            raise own_schedule(pipe_schedule, size)
         self._refuse_training()
         data = or_no_data(self.data_iterator, self.batch_fn) if stage.is_first or stage.is_last else None
-        with self._aborting():
+        with self.failures.aborting():
             stage.feed.next_call(data)
             self.executor.train_batch()
 

@@ -1,4 +1,4 @@
-"""State of one rank of a pipeline: its layers, links, weights and progress."""
+"""State of one rank of a pipeline: its layers, links, weights, progress, and micro-batches in flight."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -6,20 +6,19 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.utils import logger
 
 from ds_vpipe.engine.execution.batch_loss import BatchLoss, BatchReport
 from ds_vpipe.engine.execution.data import MicroBatchFeed
-from ds_vpipe.engine.execution.drain_watch import DrainWatch, PauseWatch
-from ds_vpipe.engine.execution.in_flight import InFlight, Key
 from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.device import DeviceCopies
 from ds_vpipe.engine.links.groups import Groups
 from ds_vpipe.engine.links.link import Sender
-from ds_vpipe.engine.links.message import Tree
+from ds_vpipe.engine.links.message import Tree, leaves, map_tree
 from ds_vpipe.engine.links.stage_links import StageLinks
 from ds_vpipe.engine.links.wiring import Wiring
 from ds_vpipe.engine.modules.random_states import RandomStates
-from ds_vpipe.engine.modules.swap import Swap
+from ds_vpipe.engine.modules.swap import Swap, Swapped
 from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights
@@ -29,6 +28,103 @@ from ds_vpipe.schedules.one_f_one_b import Exchanges, Progress, update_delays
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
+
+_DRAINS_IN_A_ROW = 3
+
+Key = tuple[int, int]
+"""Micro-batch and part of the model; the part is the stage's number if the stage has only one."""
+
+
+class _Entry(torch.autograd.Function):
+    """Identity function that lets the first layer change its input in place.
+
+    Autograd forbids that for a leaf, such as a received tensor. A copy of it would cost the memory of a second stage
+    input for every micro-batch in flight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, as_made: bool) -> torch.Tensor:
+        ctx.leaf = leaf if as_made else None
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        if ctx.leaf is None:
+            return gradients[0], None
+        ctx.leaf.grad = gradients[0]
+        return None, None
+
+
+@dataclass(slots=True)
+class InFlight:
+    """One micro-batch in flight at one stage."""
+
+    call: int  # number of the train_batch() call whose iterator it was read from
+    inputs: Tree = None  # input of the stage's first layer
+    labels: Any = None  # second argument of the loss function, on the last stage
+    output: Tree = None  # output of the forward pass, until it is sent
+    outputs: list[torch.Tensor] = field(default_factory=list)  # output tensors that will get a gradient
+    # Those gradients, once received; None for a tensor that the next stage did not use.
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    loss: torch.Tensor | None = None  # on the last stage
+    # Loss to be sent back to the first stage, for scripts that get the loss of every micro-batch.
+    script_loss: torch.Tensor | None = None
+    swapped: Swapped | None = None  # activations on the host, until they are brought back
+    taken: Any = None  # copy of the micro-batch, on the first stage if it may have to be admitted again
+
+    def enter(self, as_made: bool = False) -> Tree:
+        """The inputs as the stage's first layer gets them.
+
+        With ``as_made`` their gradients keep the strides that autograd gives them, as in a model that is not cut; else
+        they get those of the inputs, as DeepSpeed's do.
+        """
+        return map_tree(lambda leaf: _Entry.apply(leaf, as_made) if leaf.requires_grad else leaf, self.inputs)
+
+    def keep_output(self, output: Tree) -> None:
+        """Keep the output until it is sent, and its tensors with gradients until the backward pass."""
+        self.output = output
+        self.outputs = [leaf for leaf in leaves(output) if leaf is not None and leaf.requires_grad]
+
+    def keep_input_gradients(self, copies: Callable[[torch.Tensor | None], torch.Tensor | None]) -> None:
+        """Keep what ``copies`` makes of the gradients of the inputs until they are sent."""
+        for leaf in leaves(self.inputs):
+            if leaf is not None and leaf.requires_grad:
+                leaf.grad = copies(leaf.grad)
+
+    def input_gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the inputs that require one, in order."""
+        return tuple(leaf.grad for leaf in leaves(self.inputs) if leaf is not None and leaf.requires_grad)
+
+
+class DrainWatch:
+    """Count of batches in a row after each of which the pipeline was emptied."""
+
+    def __init__(self, speaks: bool) -> None:
+        self._speaks = speaks  # this rank is the one that warns
+        self._latest, self._row = -2, 0
+        self.warned = False
+
+    def emptied(self, cause: str, remedy: str, batches: int, again: int) -> None:
+        """The pipeline is emptied before or in batch ``batches``, though more is to come.
+
+        Args:
+            cause: the call that needs it, or what has ended.
+            remedy: what the user can do.
+            batches: number of the batch, from 0.
+            again: forward passes of all stages that are thrown away for it.
+        """
+        if batches != self._latest:
+            self._row = self._row + 1 if batches == self._latest + 1 else 1
+            self._latest = batches
+        if self._row < _DRAINS_IN_A_ROW or self.warned:
+            return
+        self.warned = True
+        cost = f"{again} forward passes are thrown away and run again" if again else "it fills and drains"
+        if self._speaks:
+            logger.warning(
+                f"ds_vpipe: {cause} has emptied the pipeline in {_DRAINS_IN_A_ROW} batches in a row: {cost} in every "
+                f"such batch, in which stages wait for each other as in a synchronous pipeline; {remedy}"
+            )
 
 
 class DataEnd(NamedTuple):
@@ -66,7 +162,6 @@ class Stage:
     random_states: RandomStates  # those that recomputation and evaluation restore
     swap: Swap | None  # moves activations to the host, if the block asks for it
     drains: DrainWatch  # count of batches in which the pipeline is emptied, for a warning
-    pauses: PauseWatch  # count of batches after which the script lets it wait, likewise
     batch_loss: Callable[[], BatchLoss]  # makes the sum of a new batch's losses, on the last stage
     sets_back: bool  # whether micro-batches in flight may be withdrawn, and admitted again later
     script_senders: Sequence[Sender] = ()  # links on which the last stage sends losses to scripts

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import io
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,13 +25,56 @@ from ds_vpipe.engine.checkpoint.reshape import take_counters
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.movable_layers import other_options, switches_of
 from ds_vpipe.engine.modules.partitioned import hold
+from ds_vpipe.engine.modules.recompute import recompute_anew
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
-from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.partition import bounds
+from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.partition import bounds, checked_counts
 
 _WHAT = "all stages to move layers"
+
+
+def repartition(
+    engine: PatchedPipelineEngine,
+    stage: Stage,
+    quiesce: Callable[[], None],
+    counts: Sequence[int],
+    recompute_ratio: Sequence[float] | None,
+) -> bool:
+    """Split the model anew; all ranks call this, between two batches. Returns whether layers have moved.
+
+    Args:
+        engine: as in :func:`move_layers`.
+        stage: of this rank.
+        quiesce: empties the pipeline.
+        counts: layers of every stage.
+        recompute_ratio: of every stage; None for those that it has.
+
+    Raises:
+        VPipeConfigError: the counts do not fit.
+        VPipeError: another rank has been given something else.
+        PipelinePeerError: another rank failed, is lost, or did not answer in time.
+    """
+    pipeline = stage.pipeline
+    found = checked_counts(counts, stage.module._num_layers, pipeline.num_parts)
+    ratios = pipeline.recompute_ratio if recompute_ratio is None else tuple(recompute_ratio)
+    stage.action = "REPARTITION"
+    if len(set(stage.consensus.of_all((found, ratios), "all ranks to move layers"))) > 1:
+        raise VPipeError(
+            f"repartition(): got {list(found)} here and another split on another rank, allowed is one; pass the same "
+            f"on every rank"
+        )
+    quiesce()
+    stage.action = "REPARTITION"
+    moved = found != pipeline.partition
+    if moved:
+        move_layers(engine, stage, found)
+        if stage.peers is not None:
+            stage.peers.forget()
+    stage.pipeline = replace(stage.pipeline, partition=found, recompute_ratio=ratios)
+    recompute_anew(stage.module, (ratios or ())[stage.number], stage.random_states)
+    return moved
 
 
 def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[int]) -> None:

@@ -1,39 +1,105 @@
 """End of a stage's part in the pipeline: with the run, or by a failure, of which all ranks learn."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ds_vpipe.engine.links.groups import is_of_collective, is_of_lost_rank
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.stage import Stage
-from ds_vpipe.errors import PipelinePeerError
+from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 _EXIT_GRACE_S = 60.0
 
 
-def report_failure(stage: Stage, error: BaseException) -> None:
-    """Let all ranks know why this one stops.
+class Failures:
+    """Failures of one stage, which all ranks learn of, and refusals of what cannot follow one.
 
-    Raises:
-        PipelinePeerError: the error comes from a DeepSpeed collective that another rank's failure has ended.
+    Attributes:
+        at_abort: called once the others know.
+        refusals: further ones of calls that need weights and states of one moment, given the call's name.
     """
-    failures, me = stage.groups.failures, stage.links.me
-    reason = error.reason if isinstance(error, PipelinePeerError) else None
-    elsewhere = None
-    if reason is None and is_of_collective(error):
-        reason = failures.reason()
-        elsewhere = f"{me} stopped waiting in {stage.action}: {reason}" if reason is not None else None
-        if reason is None and is_of_lost_rank(error):  # all others may be gone, and the store with them
-            what = f"{me} waited in {stage.action} for other ranks"
-            elsewhere = reason = f"{what}: one is gone or did not come in time; see the other ranks' logs for the cause"
-    if reason is None:
-        text = " ".join(str(error).split())
-        reason = f"{me} failed in {stage.action}: {type(error).__name__}: {text}"
-    stage.failure = reason
-    failures.publish(reason)
-    abort_all(stage.senders, reason)
-    failures.wait_until_seen()
-    if elsewhere is not None:
-        raise PipelinePeerError(elsewhere, reason) from error
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.at_abort: list[Callable[[], None]] = []
+        self.refusals: list[Callable[[str], None]] = []
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Block whose failure ends training on every rank; the end of the data is no failure."""
+        try:
+            yield
+        except StopIteration:
+            raise
+        except BaseException as error:
+            if self._stage.failure is None:  # else a block within this one has reported it
+                self.abort(error)
+            raise
+
+    @contextmanager
+    def aborting_if_lost(self, call: str) -> Iterator[None]:
+        """Block after other failures of which all ranks may go on: they raise them together."""
+        self._stage.action = call
+        try:
+            yield
+        except RuntimeError as error:
+            if is_of_lost_rank(error):
+                self.abort(error)
+            raise
+
+    def abort(self, error: BaseException) -> None:
+        """Report to all ranks why this one stops.
+
+        Raises:
+            PipelinePeerError: the error comes from a DeepSpeed collective that another rank's failure has ended.
+        """
+        try:
+            self._report(error)
+        finally:
+            for end in self.at_abort:
+                end()
+
+    def _report(self, error: BaseException) -> None:
+        stage, failures, me = self._stage, self._stage.groups.failures, self._stage.links.me
+        reason = error.reason if isinstance(error, PipelinePeerError) else None
+        elsewhere = None
+        if reason is None and is_of_collective(error):
+            reason = failures.reason()
+            elsewhere = f"{me} stopped waiting in {stage.action}: {reason}" if reason is not None else None
+            if reason is None and is_of_lost_rank(error):  # all others may be gone, and the store with them
+                gone = "one is gone or did not come in time; see the other ranks' logs for the cause"
+                elsewhere = reason = f"{me} waited in {stage.action} for other ranks: {gone}"
+        if reason is None:
+            text = " ".join(str(error).split())
+            reason = f"{me} failed in {stage.action}: {type(error).__name__}: {text}"
+        stage.failure = reason
+        failures.publish(reason)
+        abort_all(stage.senders, reason)
+        failures.wait_until_seen()
+        if elsewhere is not None:
+            raise PipelinePeerError(elsewhere, reason) from error
+
+    def refuse(self, call: str) -> None:
+        """Refuse a call after a failure, and with weights and states that may be of different checkpoints."""
+        if self._stage.failure is not None or self._stage.half_loaded or self.refusals:
+            self.refuse_failed(call)
+            self.refuse_half_loaded(call)
+
+    def refuse_failed(self, call: str) -> None:
+        """Refuse a call after a failure."""
+        if self._stage.failure is not None:
+            raise VPipeError(f"{call} after a failure: {self._stage.failure}; restart from a checkpoint")
+
+    def refuse_half_loaded(self, call: str) -> None:
+        """Refuse a call with weights and states that may be of different checkpoints."""
+        if self._stage.half_loaded:
+            raise VPipeError(
+                f"{call} after load_checkpoint() has failed half-way: weights and states may be of different "
+                f"checkpoints; load one that is complete"
+            )
+        for refuse in self.refusals:
+            refuse(call)
 
 
 def finish_sends(stage: Stage) -> None:

@@ -18,10 +18,9 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.data import labels_to_device, or_no_data, own_copy, to_device
 from ds_vpipe.engine.execution.executor import carry_out, choose_part
-from ds_vpipe.engine.execution.in_flight import InFlight, Key
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.links.message import Message, Tree, leaves, map_tree
-from ds_vpipe.engine.stage import Stage
+from ds_vpipe.engine.stage import InFlight, Key, Stage
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.pipeline import Pipeline

@@ -10,13 +10,12 @@ from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution import drain
 from ds_vpipe.engine.execution.batch_loss import BatchReport
 from ds_vpipe.engine.execution.data import EndOfData, MicroBatch, labels_to_device, own_copy, to_device
-from ds_vpipe.engine.execution.in_flight import InFlight
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.links.message import Message, Received
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
 from ds_vpipe.engine.modules.recompute import one_way
 from ds_vpipe.engine.modules.split_module import SplitModule
-from ds_vpipe.engine.stage import Stage
+from ds_vpipe.engine.stage import InFlight, Stage
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
 from ds_vpipe.schedules.actions import Action, Kind
@@ -192,7 +191,7 @@ class Executor:
         """Wait for the input of a micro-batch, or for the end of the data."""
         stage, links = self._stage, self._stage.links.previous
         early = self._moves.waiting
-        message = early.popleft() if early else links.activations.receive(str(stage.action))
+        message = early.popleft() if early else links.activations.receive(stage.action)
         if message.kind is Message.END:
             limit, read, unlabelled, asked = message.tree.tolist()
             raise EndOfData(limit, read, message.note, unlabelled, bool(asked))
@@ -261,7 +260,7 @@ class Executor:
 
     def _gradient_message(self, index: int, part: int) -> Received:
         links = self._stage.links.next
-        message = links.gradients.receive(str(self._stage.action))
+        message = links.gradients.receive(self._stage.action)
         self._expect(message, Message.GRADIENT, self._number(index, part))
         # The gradient answers an activation: the next stage has received that one and all that were sent before it.
         links.activations.release_through(self._number(index, part + 1))
@@ -360,7 +359,7 @@ class Executor:
 
     def receive_peer_updates(self, peers: PeerUpdates, index: int, part: int) -> None:
         """Wait for overflows and norms of later stages' updates."""
-        message = self._stage.links.next.gradients.receive(str(self._stage.action))
+        message = self._stage.links.next.gradients.receive(self._stage.action)
         self._expect(message, Message.PEERS)
         peers.from_later(message.tree)
 

@@ -293,7 +293,7 @@ class LiveMoves:
 
     # Messages
 
-    def next_message(self, what: str) -> Received:
+    def next_message(self, what: object) -> Received:
         """The next message from the previous stage, also one that has been received early."""
         return self.waiting.popleft() if self.waiting else self._stage.links.previous.activations.receive(what)
 
@@ -356,9 +356,9 @@ class LiveMoves:
         assert self.move is not None
         stage, links = self._stage, self._stage.links
         if self.move.down:
-            message = self.next_message(str(stage.action))
+            message = self.next_message(stage.action)
         else:
-            message = links.next.gradients.receive(str(stage.action))
+            message = links.next.gradients.receive(stage.action)
         if message.kind is not kind:
             got = f"{message.kind.name}{message.micro_batch}"
             raise PipelineProtocolError(f"{links.me} expected {stage.action}, got {got}")

@@ -249,7 +249,7 @@ class HostReceiver(Receiver):
         for _ in range(prefetch):
             self._post(self._memory(HEADER_BYTES), None)
 
-    def _next(self, what: str) -> Received:
+    def _next(self, what: object) -> Received:
         self._runner.check()
         if not self._posted:
             self._poster.settle()
@@ -263,7 +263,7 @@ class HostReceiver(Receiver):
             self._wait(self._start(data, self._channel.own_tag), what)
             message = unpack(data)
         self._poster.submit(partial(self._post, self._memory(self._capacity.received(message.size)), message.words))
-        return message if self._tensors is None else self._tensors.arrived(message, what)
+        return message if self._tensors is None else self._tensors.arrived(message, str(what))
 
     def keep_posted(self, prefetch: int) -> None:
         for _ in range(self._capacity.prefetch, prefetch):
@@ -280,7 +280,7 @@ class HostReceiver(Receiver):
         except RuntimeError as error:
             return error  # matters only if somebody waits for it
 
-    def _wait(self, work: dist.Work | RuntimeError, what: str) -> None:
+    def _wait(self, work: dist.Work | RuntimeError, what: object) -> None:
         begin = time.perf_counter()
         self._group.wait(work, f"{what} from {self.peer}")
         self.waited_s += time.perf_counter() - begin

@@ -99,11 +99,11 @@ class Receiver(ABC):
         self.waited_s = 0.0
         self._me = me
 
-    def receive(self, what: str) -> Received:
+    def receive(self, what: object) -> Received:
         """Wait for the next message.
 
         Args:
-            what: name of what is expected, such as ``RECV_GRAD7``, for the message of a failure.
+            what: text of what is expected, such as ``RECV_GRAD7``, for the message of a failure.
 
         Raises:
             PipelinePeerError: the time limit passed, the peer is lost, or it says that it has failed.
@@ -127,7 +127,7 @@ class Receiver(ABC):
         """Keep ``prefetch`` receives ahead, if that is more than before; only while nothing is under way."""
 
     @abstractmethod
-    def _next(self, what: str) -> Received:
+    def _next(self, what: object) -> Received:
         """The next message, also of a failure.
 
         Raises:

@@ -275,7 +275,7 @@ class SharedReceiver(Receiver):
     def keep_posted(self, prefetch: int) -> None:
         """Nothing to do: the socket takes what it has room for."""
 
-    def _next(self, what: str) -> Received:
+    def _next(self, what: object) -> Received:
         begin = time.perf_counter()
         try:
             packet, descriptors = self._connection.read(_REFERENCE.size + INLINE_BYTES)
@@ -310,7 +310,7 @@ class SharedReceiver(Receiver):
         finally:
             os.close(descriptor)
 
-    def _give_receipt(self, what: str) -> None:
+    def _give_receipt(self, what: object) -> None:
         try:
             self._connection.write([_RECEIPT], [])
         except TimeoutError as error:

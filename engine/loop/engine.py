@@ -48,6 +48,8 @@ class VPipeLoopEngine(VPipeEngine):
         self.rounds = Rounds(self)  # passes and updates in the portions in which the script asks for them
         self.script_evaluation = ScriptEvaluation(self, self.rounds)
         self.script_end = ScriptEnd(self, self.rounds, self.drain)  # what is left to do when the script ends
+        self.failures.at_abort.append(self.script_end.forget)
+        self.failures.refusals.append(self.whole_model.refuse_written)
         self._boundary: bool | None = None  # what the script has said
         self._stepped = False  # a round that the script has said is no boundary may have its step() or not
         self._compared = self.num_stages == 1  # what the stages are handed
@@ -76,17 +78,17 @@ class VPipeLoopEngine(VPipeEngine):
             CallOrderError: ``backward()`` or ``step()`` is due.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        self._refuse_unfit("engine(...)")
+        self.failures.refuse("engine(...)")
         model: Any = getattr(self.module, "user_module", self.module)  # scripts set its mode, too
         if not (model.training and torch.is_grad_enabled()):
             self.drain("evaluation")  # the first evaluation after a round does so, others find it drained
-            with self._aborting():
+            with self.failures.aborting():
                 return self.script_evaluation.run(args, kwargs)
         self.rounds.order.expect("engine(...)")
         self._stepped = False
         if not self.rounds.in_batch:
             self._batch_began = time.perf_counter()
-        with self._aborting():
+        with self.failures.aborting():
             self.stage.action = "engine(...)"
             packed = self.module.pack(args, kwargs)
             self._compare_once(packed)
@@ -115,7 +117,7 @@ class VPipeLoopEngine(VPipeEngine):
                 the stage other than by what ``engine(...)`` returned.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        self._refuse_failed("backward()")
+        self.failures.refuse_failed("backward()")
         if self.optimizer is None:
             raise CallOrderError(
                 "backward(): got no optimizer; name one in the DeepSpeed JSON, or pass one to initialize()"
@@ -133,7 +135,7 @@ class VPipeLoopEngine(VPipeEngine):
             )
         if self.num_stages > 1:
             check_graph(loss, self.module.parameters())
-        with self._aborting():
+        with self.failures.aborting():
             self.rounds.run_backward(loss if scale_wrt_gas else loss * self.micro_batches)
         self.rounds.order.done("backward()")
         if self._boundary is False:
@@ -148,13 +150,13 @@ class VPipeLoopEngine(VPipeEngine):
             CallOrderError: another call is due, or gradients have been changed since ``backward()``.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        self._refuse_failed("step()")
+        self.failures.refuse_failed("step()")
         if self._stepped:
             self._stepped = False
             return
         self.rounds.order.expect("step()")
         self.lr_kwargs = lr_kwargs
-        with self._aborting():
+        with self.failures.aborting():
             self.rounds.run_step()
             if self._boundary is True and self.rounds.in_batch:
                 self.rounds.complete_batch(self._packed)
@@ -180,19 +182,19 @@ class VPipeLoopEngine(VPipeEngine):
             PipelineProtocolError: the stages have been handed different numbers of micro-batches.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        self._refuse_failed(what)
+        self.failures.refuse_failed(what)
         self.rounds.order.expect_between(what)
         if not self.script_end.idle:
             if self.stage.asynchronous and self.stage.in_flight:
                 self.stage.drains.emptied(what, "do that less often", self.global_steps, 0)
-            with self._aborting():
+            with self.failures.aborting():
                 self._drain()
 
     def drain_before(self, what: str) -> None:
         """Drain, and meet the other stages even if nothing is in flight: one that goes on instead ends with a line."""
-        self._refuse_failed(what)
+        self.failures.refuse_failed(what)
         self.rounds.order.expect_between(what)
-        with self._aborting():
+        with self.failures.aborting():
             self._drain()
 
     def quiesce(self, what: str = "quiesce()") -> None:
@@ -260,16 +262,7 @@ class VPipeLoopEngine(VPipeEngine):
             self.script_end.forget()
         super().destroy()
 
-    def abort(self, error: BaseException) -> None:
-        """As without rounds; nothing is left to do when the script ends."""
-        self.script_end.forget()
-        super().abort(error)
-
     # What DeepSpeed and scripts ask of the engine
-
-    def _refuse_half_loaded(self, call: str) -> None:
-        super()._refuse_half_loaded(call)
-        self.whole_model.refuse_written(call)
 
     def zero_grad(self) -> None:
         """Nothing: ``step()`` drops the gradients of a batch when it ends on this stage, not where it does so for the

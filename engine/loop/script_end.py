@@ -68,7 +68,7 @@ class ScriptEnd:
         failed = _error_of_script()
         if failed is not None:
             engine.stage.action = "the script"
-            engine.abort(failed)
+            engine.failures.abort(failed)
         elif self._rounds.order.between_rounds:
             try:
                 self._drain("the end of the script")

@@ -258,12 +258,16 @@ def one_way() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        reason = str(error).splitlines()[0].removeprefix("torch.utils.checkpoint: ").rstrip(".")
-        raise VPipeError(
-            f"vpipe.recompute_ratio: got layers that go another way when they are run again in the backward pass "
-            f"({reason}), allowed are layers that compute the same twice; let no branch depend on what changes between "
-            f"forward and backward pass, or write 0 for this stage"
-        ) from error
+        raise _other_way(error) from error
+
+
+def _other_way(error: CheckpointError) -> VPipeError:
+    reason = str(error).splitlines()[0].removeprefix("torch.utils.checkpoint: ").rstrip(".")
+    return VPipeError(
+        f"vpipe.recompute_ratio: got layers that go another way when they are run again in the backward pass "
+        f"({reason}), allowed are layers that compute the same twice; let no branch depend on what changes between "
+        f"forward and backward pass, or write 0 for this stage"
+    )
 
 
 def apply_recompute(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from ds_vpipe.planning.plan import Plan
 
 _COMPARED = 16  # batches whose median is compared with earlier ones
+_PAUSES_IN_A_ROW = 20
+_LONG_PAUSE = 0.25  # as a share of the time from one call's end to the next one's
 
 
 class Observation:
@@ -64,10 +67,12 @@ class Observation:
         # For DeepSpeed's hooks on the module.
         engine.engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=False)
         self._memory: PeakMemory | None = None
-        if plan is not None and engine.grid.data_parallel_id == engine.grid.get_slice_parallel_rank() == 0:
+        first_replica = engine.grid.data_parallel_id == engine.grid.get_slice_parallel_rank() == 0
+        if plan is not None and first_replica:
             groups = [] if engine.optimizer is None else engine.optimizer.param_groups
             weights = [*engine.module.parameters(), *(weight for group in groups for weight in group["params"])]
             self._memory = PeakMemory(engine.device, weights)
+        self._pauses = PauseWatch() if stage.sets_back and stage.is_last and first_replica else None
         self._ended = False
         self._split: object = None
         self._stragglers = Stragglers()
@@ -125,20 +130,29 @@ class Observation:
         except Exception as error:
             logger.warning(f"ds_vpipe: timeline.path {self._timeline.path!r} cannot be written: {error}")
 
-    def _name_stragglers(self) -> None:
-        """Compare the stages of this pipeline with their past; on the first stage, which has the records of all.
+    def after_batch(self, begin: float) -> None:
+        """A call of ``train_batch()`` that began at ``begin``, in seconds, ends."""
+        if self._pauses is not None:
+            self._pauses.after_batch(begin, time.perf_counter())
+
+    def _note_passes(self) -> None:
+        """Keep how long passes have taken, to compare them; on the first stage, which has the records of all.
 
         On accelerators passes take the time of queueing them, which says nothing about the device.
         """
-        stage, pipeline, engine = self._stage, self._stage.pipeline, self._engine
-        if not stage.is_first or stage.device.type != "cpu" or engine.grid.get_slice_parallel_rank():
+        stage, pipeline = self._stage, self._stage.pipeline
+        if not stage.is_first or stage.device.type != "cpu" or self._engine.grid.get_slice_parallel_rank():
             return
         split = pipeline.partition, pipeline.recompute_ratio, pipeline.micro_batches
         if split != self._split:  # what a stage takes has changed because it has other work
             self._split, self._stragglers, self._passes = split, Stragglers(), []
         self._passes.append([pass_seconds(row) / pipeline.micro_batches for row in self._rows])
-        if len(self._passes) < _COMPARED:
-            return
+        if len(self._passes) == _COMPARED:
+            self._name_stragglers()
+
+    def _name_stragglers(self) -> None:
+        """Compare the stages of this pipeline with their past."""
+        engine = self._engine
         seconds, self._passes = [median(one) for one in zip(*self._passes, strict=True)], []
         for found in self._stragglers.add(seconds):
             replica = f"replica {engine.grid.data_parallel_id}: " if engine.dp_world_size > 1 else ""
@@ -151,12 +165,13 @@ class Observation:
 
     def publish(self) -> None:
         """Line and monitors' events on global rank 0, every ``steps_per_print`` batches."""
-        self._name_stragglers()
-        engine = self._engine
-        interval = engine.steps_per_print()
-        if engine.global_rank != 0 or (interval is not None and engine.global_steps % interval != 0):
-            return
-        records = self._mean.take()
+        self._note_passes()
+        interval = self._engine.steps_per_print()
+        if self._engine.global_rank == 0 and (interval is None or self._engine.global_steps % interval == 0):
+            self._publish_mean(interval)
+
+    def _publish_mean(self, interval: int | None) -> None:
+        engine, records = self._engine, self._mean.take()
         if interval is not None:
             stages = f"stages 0-{self._stage.pipeline.num_stages - 1}"
             print(f"steps: {engine.global_steps} {stages}: {line(records)}", flush=True)
@@ -169,3 +184,35 @@ class Observation:
                     if name not in ("stage", "batch")
                 ]
             )
+
+
+class PauseWatch:
+    """Count of batches in a row before which the script took long on the last stage.
+
+    That stage is the first to return from ``train_batch()``, so that it waits longest where a script lets ranks wait
+    for each other. Stages are then no longer ahead of each other, as an asynchronous pipeline needs it.
+    """
+
+    def __init__(self) -> None:
+        self._warned = False
+        self._end: float | None = None
+        self._pauses: list[float] = []
+
+    def after_batch(self, begin: float, end: float) -> None:
+        """A call of ``train_batch()`` has lasted from ``begin`` to ``end``, in seconds."""
+        if self._warned:
+            return
+        share = 0.0 if self._end is None else (begin - self._end) / max(end - self._end, 1e-9)
+        self._end = end
+        self._pauses = [*self._pauses, share] if share > _LONG_PAUSE else []
+        if len(self._pauses) >= _PAUSES_IN_A_ROW:
+            self._warn()
+
+    def _warn(self) -> None:
+        self._warned = True
+        taken = sum(self._pauses) / len(self._pauses)
+        logger.warning(
+            f"ds_vpipe: in {_PAUSES_IN_A_ROW} batches in a row the script took {taken:.0%} of the time on "
+            f"the last stage: if it waits for other ranks there, by a barrier or a collective, stages wait as in a "
+            f"synchronous pipeline; do that every 50 batches, such as with --log-interval 50"
+        )

@@ -26,9 +26,9 @@ from transformers import (
     RobertaModel,
 )
 
-from ds_vpipe.engine.execution.in_flight import InFlight
 from ds_vpipe.engine.links.message import Message, Packer, Tree, unpack
 from ds_vpipe.engine.modules.recompute import alias_free, recomputed_layers
+from ds_vpipe.engine.stage import InFlight
 from ds_vpipe.splitting.split import split_in_process
 from ds_vpipe.splitting.stage_model import StageModel
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_vpipe.engine.execution.ending import report_failure
+from ds_vpipe.engine.execution.ending import Failures
 from ds_vpipe.engine.links import groups
 from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
 from ds_vpipe.engine.links.groups import Group, Peer
@@ -140,8 +140,8 @@ def test_a_collective_whose_ranks_are_gone_with_the_store_ends_in_one_line() -> 
     )
     gone = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:20353.\nMore")
     with pytest.raises(PipelinePeerError, match=r"^stage 1 \(rank 2\) waited in evaluation for other ranks: one is "):
-        report_failure(stage, gone)
-    report_failure(stage, RuntimeError("gloo: sizes differ"))  # a defect stays what it is
+        Failures(stage).abort(gone)
+    Failures(stage).abort(RuntimeError("gloo: sizes differ"))  # a defect stays what it is
     assert stage.failure == "stage 1 (rank 2) failed in evaluation: RuntimeError: gloo: sizes differ"
 
 

@@ -15,7 +15,8 @@ import toy
 from test_exactness import OPTIMIZERS, difference
 from worlds import Worlds
 
-from ds_vpipe.engine.execution.drain_watch import DrainWatch, PauseWatch
+from ds_vpipe.engine.observe.observers import PauseWatch
+from ds_vpipe.engine.stage import DrainWatch
 
 CONFIG = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
 BATCHES = 6
@@ -26,7 +27,7 @@ BATCHES = 6
     [((0, 1, 2), True), ((5, 6, 7), True), ((0, 1, 3, 4, 6, 7), False), ((0, 0, 0, 1), False), ((0, 0, 1, 1, 2), True)],
 )
 def test_three_batches_in_a_row(batches: tuple[int, ...], warned: bool) -> None:
-    with mock.patch("ds_vpipe.engine.execution.drain_watch.logger.warning") as said:
+    with mock.patch("ds_vpipe.engine.stage.logger.warning") as said:
         watch = DrainWatch(speaks=True)
         for batch in batches:
             watch.emptied("save_checkpoint()", "call it less often", batch, 6)
@@ -35,7 +36,7 @@ def test_three_batches_in_a_row(batches: tuple[int, ...], warned: bool) -> None:
 
 
 def test_said_once_with_cause_and_cost_on_one_rank() -> None:
-    with mock.patch("ds_vpipe.engine.execution.drain_watch.logger.warning") as said:
+    with mock.patch("ds_vpipe.engine.stage.logger.warning") as said:
         for speaks in (True, False):
             watch = DrainWatch(speaks)
             for batch in range(10):
@@ -48,14 +49,11 @@ def test_said_once_with_cause_and_cost_on_one_rank() -> None:
     assert "\n" not in line
 
 
-@pytest.mark.parametrize(
-    ("pauses", "speaks", "lines"),
-    [([2.0] * 60, True, 1), ([2.0] * 60, False, 0), ([0.2] * 60, True, 0), (([2.0] * 19 + [0.2]) * 3, True, 0)],
-)
-def test_a_script_that_takes_long_in_every_batch(pauses: list[float], speaks: bool, lines: int) -> None:
+@pytest.mark.parametrize(("pauses", "lines"), [([2.0] * 60, 1), ([0.2] * 60, 0), (([2.0] * 19 + [0.2]) * 3, 0)])
+def test_a_script_that_takes_long_in_every_batch(pauses: list[float], lines: int) -> None:
     """Twenty times in a row, which an evaluation or a save now and then is not."""
-    with mock.patch("ds_vpipe.engine.execution.drain_watch.logger.warning") as said:
-        watch, now = PauseWatch(speaks), 100.0
+    with mock.patch("ds_vpipe.engine.stage.logger.warning") as said:
+        watch, now = PauseWatch(), 100.0
         for pause in (0.0, *pauses):
             watch.after_batch(now + pause, now + pause + 1)
             now += pause + 1
@@ -84,7 +82,7 @@ def evaluate_in_every_round() -> None:
 
 
 def all_causes(folder: str) -> tuple[Any, Any, list[list[str]]]:
-    with mock.patch("ds_vpipe.engine.execution.drain_watch.logger.warning") as said:
+    with mock.patch("ds_vpipe.engine.stage.logger.warning") as said:
         lines = []
 
         def heard() -> None:
@@ -102,7 +100,7 @@ def all_causes(folder: str) -> tuple[Any, Any, list[list[str]]]:
         heard()
         evaluate_in_every_round()
         heard()
-        with mock.patch("ds_vpipe.engine.execution.drain_watch._PAUSES_IN_A_ROW", 3):
+        with mock.patch("ds_vpipe.engine.observe.observers._PAUSES_IN_A_ROW", 3):
             train(lambda *_: time.sleep(0.2))
         heard()
     return plain, same_size, lines

@@ -58,7 +58,7 @@ def main() -> None:
     if args.model_name_or_path is None:
         config = new_config(args.block_size, args.config_overrides)
         tokenizer = GPT2Tokenizer().train_new_from_iterator(texts, config.vocab_size, show_progress=False)
-        model: Any = GPT2LMHeadModel(config)
+        model = GPT2LMHeadModel(config)
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
         model = GPT2LMHeadModel.from_pretrained(args.model_name_or_path)

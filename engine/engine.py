@@ -20,7 +20,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ import torch
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from deepspeed.runtime.pipe.schedule import PipeSchedule
-from deepspeed.utils import logger
 
 from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
 from ds_vpipe.config.block import TimelineConfig
@@ -59,17 +58,16 @@ from ds_vpipe.engine.execution.ending import Failures, finish_sends
 from ds_vpipe.engine.execution.evaluation import Evaluation, evaluation_options
 from ds_vpipe.engine.execution.executor import Executor
 from ds_vpipe.engine.execution.live_moves import LiveMoves
-from ds_vpipe.engine.execution.sizes import depth_choice, set_sizes, with_depths
+from ds_vpipe.engine.execution.sizes import set_sizes, with_depths
 from ds_vpipe.engine.links.groups import collective_groups
-from ds_vpipe.engine.observe.balance import Balance
 from ds_vpipe.engine.observe.history import history_of
 from ds_vpipe.engine.observe.observers import Observation
+from ds_vpipe.engine.observe.replanning import Replanning, balance_of
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
 from ds_vpipe.engine.updates.clipping import GradientClipping
 from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
 from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError
-from ds_vpipe.planning.depth_changes import DepthDecision
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
 
@@ -107,9 +105,12 @@ class VPipeEngine(PatchedPipelineEngine):
         self.failures.at_abort.append(self.observation.end)
         self.executor.watchers = self.observation.watchers
         self.executor.watchers += self.history.watchers
-        self.balance = self._balance(prepared)  # measured layers and decisions, if the block has them looked at
-        if self.balance is not None and not self.history.replays:
-            self.executor.watchers.append(self.balance)
+        # Measured layers and decisions, if the block has them looked at, and what carries these out.
+        self.balance, self.replanning = balance_of(self, self.stage, self.moves, prepared, self.observation.note), None
+        if self.balance is not None:
+            rest = self.stage, self.history, self.failures, self.set_depths, self.repartition
+            self.replanning = Replanning(self.balance, *rest)
+            self.executor.watchers += [] if self.history.replays else [self.balance]
         for group in collective_groups(self.grid, self.module):
             self.stage.groups.failures.breaks(group)
         outlive_backend_threads()
@@ -144,8 +145,7 @@ class VPipeEngine(PatchedPipelineEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train this stage up to its next update and return the mean loss of exactly that batch.
 
-        The first stage reads up to its depth of micro-batches ahead; pass the same iterator in every
-        call. Only the first stage uses inputs and only the last labels.
+        The first stage reads up to its depth of micro-batches ahead; pass the same iterator in every call.
 
         Args:
             data_iter: iterator over ``(inputs, labels)`` micro-batches, which may reuse its buffers. None on stages
@@ -164,8 +164,8 @@ class VPipeEngine(PatchedPipelineEngine):
                 loss: torch.Tensor = super().train_batch(data_iter)
                 self.observation.publish()
             self.observation.after_batch(begin)
-            if self.balance is not None:
-                self._look_at(self.balance, time.perf_counter() - begin)
+            if self.replanning is not None:
+                self.replanning.after_batch(self.global_steps, time.perf_counter() - begin)
             if self.history.replays:
                 self.history.updated(self)
             return loss
@@ -177,11 +177,10 @@ class VPipeEngine(PatchedPipelineEngine):
         """As ``PipelineEngine.eval_batch()``; all ranks call it, between any two ``train_batch()`` calls.
 
         Returns:
-            The mean loss over ``num_micro_batches`` (default: those of a training batch): on every rank with
-            ``bcast_loss``, else on the last stage, and None on the others. With ``reduce_output=None`` the list of
-            the micro-batches' losses in place of their mean. With ``compute_loss=False``, or a module without
-            ``loss_fn``, outputs in place of losses, on the last stage only. With ``return_logits`` a pair of this
-            and the last micro-batch's output, which is None before the last stage.
+            The mean loss over ``num_micro_batches`` on every rank with ``bcast_loss``, else on the last stage, and None
+            on the others. With ``reduce_output=None`` the micro-batches' losses. With ``compute_loss=False``, or
+            without ``loss_fn``, outputs, on the last stage only. With ``return_logits`` a pair of this and the last
+            micro-batch's output, which is None before the last stage.
 
         Raises:
             StopIteration: on every rank, if ``data_iter`` holds too few micro-batches.
@@ -195,8 +194,8 @@ class VPipeEngine(PatchedPipelineEngine):
     def quiesce(self, what: str = "quiesce()") -> None:
         """Empty the pipeline and keep one weight version; all ranks call it, between two batches.
 
-        Micro-batches in flight are withdrawn: they are run again later. Copies of tied weights are equal to their
-        owner's afterwards, and every stage knows the overflows and norms of all others.
+        Micro-batches in flight are run again later. Copies of tied weights are equal to their owner's afterwards, and
+        every stage knows the overflows and norms of all others.
 
         Args:
             what: the call that needs an empty pipeline, named in a warning if it comes in every batch.
@@ -216,8 +215,7 @@ class VPipeEngine(PatchedPipelineEngine):
     def move_layer(self, move: Move) -> None:
         """Let a layer go to a neighbouring stage while training runs; all ranks call it, between the same two batches.
 
-        The pipeline does not drain. Results are as exact as without moves: docs/semantics.md names the version of the
-        layer that each micro-batch uses.
+        The pipeline does not drain; docs/semantics.md names the version of the layer that each micro-batch uses.
 
         Raises:
             VPipeConfigError: the move is not possible, on every rank.
@@ -268,10 +266,8 @@ class VPipeEngine(PatchedPipelineEngine):
     def repartition(self, counts: Sequence[int], recompute_ratio: Sequence[float] | None = None) -> None:
         """Split the model anew while it trains; all ranks call it, between any two batches.
 
-        The pipeline is emptied (:meth:`quiesce`) and layers move between stages in memory. Training goes on as after a
-        save and a resume with the new split, but random states go on as they are. In bsp training without random draws
-        does not depend on it at all, with vertical sync only on the quiesce. Parameters of layers that have moved are
-        other objects afterwards.
+        The pipeline is emptied (:meth:`quiesce`). Training goes on as after a resume with the new split, but random
+        states go on as they are. Parameters of layers that have moved are other objects afterwards.
 
         Args:
             counts: layers of every stage, the same on all ranks.
@@ -307,53 +303,6 @@ class VPipeEngine(PatchedPipelineEngine):
         """
         self.stage.random_states.register(name, get, put)
 
-    def _balance(self, prepared: Prepared) -> Balance | None:
-        settings = prepared.config.replan
-        if not settings.every or prepared.devices is None:
-            return None
-        refuse_moves(self, self.stage, f"vpipe.replan.every: got {settings.every}")
-        depths = depth_choice(self.stage, prepared.config) if prepared.follows_depths else None
-        chosen = prepared.chooses_ratio, depths, self.observation.note
-        return Balance(self, self.stage, self.moves, settings, prepared.devices, *chosen)
-
-    def _take_split(
-        self, began: Sequence[int], counts: Sequence[int], ratios: Sequence[float] | None, depths: Sequence[int] | None
-    ) -> None:
-        """Go on with the split of a checkpoint, which ``"replan"`` may have found, if that run began with this one's.
-
-        Else the script or the JSON asks for another split than before. Likewise with the depths, where they follow.
-        """
-        if self.balance is None or tuple(began) != self.stage.first_partition:
-            return
-        choice = self.balance.depths
-        if choice is not None and depths is not None and choice.may_be(depths, self.micro_batches):
-            self.set_depths(depths)
-        if ratios is None or not self.balance.chooses_ratio:
-            ratios = self.pipeline.recompute_ratio
-        if (tuple(counts), ratios) != (self.pipeline.partition, self.pipeline.recompute_ratio):
-            if self.global_rank == 0:
-                logger.info(f"ds_vpipe: training goes on with the checkpoint's split {list(counts)}")
-            self.repartition(counts, ratios)
-
-    def _look_at(self, balance: Balance, seconds: float) -> None:
-        """Decide whether layers should move, if it is time to, after a batch that took so many seconds."""
-        if self.history.replays:  # which has recorded decisions
-            return
-        begun = len(balance.steps)
-        with self.failures.aborting():
-            decision = balance.after_batch(seconds)
-        for update, move in balance.steps[begun:]:
-            self.history.event("moved", update, move=astuple(move))
-        if isinstance(decision, DepthDecision):
-            self.history.event("depths", self.global_steps, depths=decision.better_depths)
-            self.set_depths(decision.better_depths)
-        elif decision is not None:
-            begin = time.perf_counter()
-            counts, ratios = decision.better_partition, decision.better_ratio
-            self.history.event("split", self.global_steps, partition=counts, recompute_ratio=ratios)
-            self.repartition(counts, ratios)
-            balance.carried_out(decision, time.perf_counter() - begin)
-
     # Checkpoints and weights
 
     def save_checkpoint(
@@ -367,8 +316,7 @@ class VPipeEngine(PatchedPipelineEngine):
         """As DeepSpeed's; all ranks call it, between any two batches.
 
         The pipeline is emptied (:meth:`quiesce`). The folder gets its name, and ``latest`` the name of the folder,
-        only when it is complete. All ranks use the first rank's: a script that puts the time into the
-        name may give another one on a rank that is a second later.
+        only when it is complete. All ranks use the first rank's name: there may be the time in it.
 
         Raises:
             VPipeError: files cannot be written; the previous checkpoint is still there, and training may go on.
@@ -400,10 +348,9 @@ class VPipeEngine(PatchedPipelineEngine):
     ) -> Any:
         """As DeepSpeed's; all ranks call it, between any two batches.
 
-        With ``"replan"`` layers take the split of a checkpoint whose run began with the split that this one began with;
-        else, and with ``dry_run``, the checkpoint takes that of this engine.
-        The caller's iterator has to begin at :attr:`consumed_micro_batches`. If it is the one used before, it goes on
-        with the micro-batches that were read ahead; with another iterator these are dropped.
+        With ``"replan"`` layers take the split of a checkpoint whose run began with the split that this one began with.
+        The caller's iterator has to begin at :attr:`consumed_micro_batches`; the one used before goes on with the
+        micro-batches that were read ahead, which are else dropped.
 
         Raises:
             VPipeError: the checkpoint is of another model, or files are lost. Load another one before anything else.
@@ -415,14 +362,14 @@ class VPipeEngine(PatchedPipelineEngine):
                 return None, None  # as where there is none
             load_dir, tag = found
         self._empty("load_checkpoint()")
-        follows = self.balance is not None and not self.vpipe_config.replan.dry_run and not load_module_only
+        replanning = None if load_module_only or self.vpipe_config.replan.dry_run else self.replanning
         try:
             with self.failures.aborting_if_lost("load_checkpoint()"):
                 return self.checkpoints.load(
                     super().load_checkpoint,
                     load_dir,
                     tag,
-                    follow=self._take_split if follows else None,
+                    follow=None if replanning is None else replanning.follow,
                     load_module_strict=load_module_strict,
                     load_optimizer_states=load_optimizer_states,
                     load_lr_scheduler_states=load_lr_scheduler_states,
@@ -438,8 +385,8 @@ class VPipeEngine(PatchedPipelineEngine):
     ) -> dict[str, torch.Tensor]:
         """A copy of the whole model's state dict in host memory; all ranks call it, where ``save_checkpoint()`` may be.
 
-        Weights are the newest ones, with the types that they have in the model. Names are those of the plain model that
-        the script has made, or ``LAYER.NAME`` and ``tied_modules.KEY.NAME`` as in ``PipelineModule.state_dict()``.
+        Weights are the newest ones. Names are those of the script's plain model, or as in
+        ``PipelineModule.state_dict()``.
 
         Args:
             rank0_only: only the first stage's ranks get it; others get an empty one and need no memory for it.

@@ -165,8 +165,8 @@ class VPipeLoopEngine(VPipeEngine):
         self.rounds.order.done("step()")
         if self.rounds.in_batch:
             return
-        if self.balance is not None:
-            self._look_at(self.balance, time.perf_counter() - self._batch_began)
+        if self.replanning is not None:
+            self.replanning.after_batch(self.global_steps, time.perf_counter() - self._batch_began)
         self.history.updated(self)
 
     # Drains, and calls that need one

@@ -44,6 +44,7 @@ TEXT = ["--max_seq_length", "32", "--mlm_probability", "0.3"]  # learned sooner 
 TURN = 10  # updates
 VALIDATIONS = 10
 RECORDED = 20  # updates of a timeline
+MOVING, LOOK = 60, 20  # of one in which layers move, and from one look at the balance to the next
 
 Make = Callable[[dict[str, Any] | None], tuple[Any, PretrainingLoss]]
 
@@ -154,13 +155,15 @@ def compare(runs: list[Run], entropy: float | None, folder: Path) -> None:
     draw(folder / "loss.png", {title: curves}, "seconds of training", "loss of masked words (nats)")
 
 
-def timeline(make: Make, data: TrainingData, folder: Path, title: str, block: dict[str, Any]) -> Timeline | None:
+def timeline(
+    make: Make, data: TrainingData, folder: Path, title: str, block: dict[str, Any], updates: int = RECORDED
+) -> Timeline | None:
     """Recording of a few updates with a "vpipe" block; None but on the first rank."""
     shutil.rmtree(folder, ignore_errors=True)
     distributed.barrier()
     engine, _ = make({**block, "timeline": {"enabled": True, "path": str(folder)}})
-    batches = micro_batches_of(engine, data.training, 0, RECORDED)
-    for _ in range(RECORDED):
+    batches = micro_batches_of(engine, data.training, 0, updates)
+    for _ in range(updates):
         engine.train_batch(batches)
     engine.destroy()  # writes the recording
     distributed.barrier()
@@ -203,13 +206,19 @@ def work() -> None:
         print()
         compare(runs, data.unigram_entropy, folder)
     of_stock = f"{STOCK}'s schedule, which {OURS} follows in bsp"
+    uneven = [len(model.layers) - stages + 1] + [1] * (stages - 1)
+    replan = {"partition": uneven, "replan": {"every": LOOK}}
     timelines = [
-        timeline(make, data, folder / "timelines" / name, title, block)
-        for name, title, block in (("bsp", of_stock, {"sync_mode": "bsp"}), ("asp", OURS, {}))
+        timeline(make, data, folder / "timelines" / name, *what)
+        for name, *what in (
+            ("bsp", of_stock, {"sync_mode": "bsp"}),
+            ("asp", OURS, {}),
+            ("replan", f'{OURS} from the split {uneven}, with "replan"', replan, MOVING),
+        )
     ]
     if rank == 0:
         (folder / "report.html").write_text(html_report([t for t in timelines if t], f"{STOCK} and {OURS}"), "utf-8")
-    say(f"loss over time: {folder / 'loss.png'}\ntimelines of both: {folder / 'report.html'}")
+    say(f"loss over time: {folder / 'loss.png'}\ntimelines of both, and of layers that move: {folder / 'report.html'}")
     distributed.barrier()
     distributed.destroy_process_group()
 

@@ -20,6 +20,7 @@ from ds_vpipe.timelines.timeline import Timeline, Window
 def html_report(timelines: Sequence[Timeline], title: str = "Pipeline report", window: Window | None = None) -> str:
     """Page for ``timelines``: a table that compares them, then each of them, then their losses.
 
+    Events of a recording, such as layers that move, have a table of their own.
     Timelines in the same unit of time are drawn to the same scale and zoom together, from the first to the last second
     of ``window``, or as much from the start as can be read. Numbers are those of all of each timeline.
 
@@ -38,6 +39,9 @@ def html_report(timelines: Sequence[Timeline], title: str = "Pipeline report", w
             _legend(timeline),
             _ranks(timeline, summary),
         ]
+        if timeline.meta.get("events"):
+            rows = [(_time(timeline, at), event) for at, event in timeline.meta["events"]]
+            body.append(_table(["at", "event"], rows))
     if any(timeline.losses for timeline in timelines):
         body += ["<h2>Loss</h2>", loss_svg(timelines)]
     colours = {"idle": IDLE, "dark": COLOURS[Category.FORWARD]}

@@ -106,6 +106,13 @@ def test_titles_cannot_break_the_page() -> None:
     assert len(data_of(page)["timelines"]) == 1
 
 
+def test_events_have_a_table() -> None:
+    assert "<th>event</th>" not in html_report([TWO_STAGES])
+    events = [[1.5, "replan at update 2: [3, 1] -> [2, 2]; moves"]]
+    page = html_report([replace(TWO_STAGES, meta={**TWO_STAGES.meta, "events": events})])
+    assert re.search(r"<td>[\d.]+ \w+</td><td>replan at update 2: \[3, 1\] -&gt; \[2, 2\]; moves</td>", page)
+
+
 def test_no_timeline_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         html_report([])

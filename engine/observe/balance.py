@@ -13,30 +13,26 @@ import dataclasses
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean, median
 from typing import Any
 
-import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
-from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.config.replan import Replan
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.execution.movable_layers import other_options, switches_of, unfit_configuration, unfit_layers
 from ds_vpipe.engine.links.groups import Peer
-from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.engine.modules.split_module import SplitModule
-from ds_vpipe.engine.observe.layer_probe import LayerProbe, Sample
+from ds_vpipe.engine.observe.layer_costs import LayerCosts
+from ds_vpipe.engine.observe.layer_probe import LayerProbe
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.planning.depth_changes import DepthChoice, DepthDecision
 from ds_vpipe.planning.devices import Devices
-from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.planning.meters import Roofline
-from ds_vpipe.planning.profiler import parameters_of, profile_layers
+from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.replanning import Decision, Looks, Work, decide, in_steps, joined, separated
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.moves import Move, earliest_cut_over
@@ -87,10 +83,9 @@ class Balance:
         self._looks = Looks.of(stage.pipeline, settings.every, engine.global_steps)
         self._counted = 0  # looks so far
         self._batches: list[float] = []  # seconds of calls of train_batch() since then
-        self._updates: list[float] = []  # seconds of the optimizer's steps
+        self._costs = LayerCosts(engine, stage, self._probe, sized=devices.budget is not None)
         self._step_began = 0.0
         self._known: Work | None = None
-        self._sizes: dict[Any, ModelProfile] = {}
         self._move_s: float | None = None
         self._splits: set[tuple[int, ...]] = set()  # that layers have moved away from
         self._pace = 0.0  # measured seconds per micro-batch at the last look
@@ -128,12 +123,12 @@ class Balance:
         if action.kind in _PASSES and self._is_sampled(action.index):
             self._probe.end(self._stage.module, action.index, action.kind is Kind.FORWARD)
         elif action.kind is Kind.STEP:
-            self._updates.append(time.perf_counter() - self._step_began)
+            self._costs.updates.append(time.perf_counter() - self._step_began)
 
     def start_over(self) -> None:
         """Forget measurements of what has changed since; all ranks call this after the same update."""
         self._probe.forget()
-        self._batches, self._updates = [], []
+        self._batches, self._costs.updates = [], []
         self._looks = Looks.of(self._stage.pipeline, self._settings.every, self._engine.global_steps)
         self._under_way = None
         self._left.clear()
@@ -141,65 +136,6 @@ class Balance:
     def _is_sampled(self, index: int) -> bool:
         batch, first = divmod(index, self._stage.pipeline.micro_batches)
         return first == 0 and batch % self._looks.stride == 0 and self._under_way is None
-
-    def _profile(self) -> ModelProfile | None:
-        """Profile of this stage's layers, the medians of all samples; None without any."""
-        stage, module, probe = self._stage, self._stage.module, self._probe
-        samples = [sample for sample in probe.samples if probe.is_done(sample)]
-        if not samples:
-            return None
-        newest, numbers, layers = samples[-1], layer_numbers(module), []
-        sizes = self._bytes(newest)
-        weights = [parameters_of(layer) for layer in module.forward_funcs]
-        trained = [_bytes_of(p for p in found if p.requires_grad) for found in weights]
-        # In bsp an update also waits for other stages, and on a device it is only queued.
-        timed = stage.asynchronous and stage.device.type == "cpu" and self._updates and sum(trained)
-        update_s = median(self._updates) / stage.pipeline.micro_batches if timed else 0.0
-        for position, layer in enumerate(module.forward_funcs):
-            is_last = stage.is_last and position == len(numbers) - 1
-            seconds = [probe.seconds(sample, position, is_last) for sample in samples]
-            costs = LayerProfile(
-                name=type(layer).__name__,
-                forward_s=median(forward for forward, _ in seconds),
-                backward_s=median(backward for _, backward in seconds),
-                parameter_bytes=_bytes_of(weights[position]),
-                activation_bytes=0,
-                boundary_bytes=newest.output_bytes[position],
-                frozen_bytes=_bytes_of(weights[position]) - trained[position],
-                largest_weight_bytes=max((_bytes_of([p]) for p in weights[position] if p.requires_grad), default=0),
-            )
-            if sizes is not None:
-                times = {name: getattr(costs, name) for name in ("forward_s", "backward_s", "boundary_bytes")}
-                costs = dataclasses.replace(sizes.layers[position], **times)
-            share = update_s * trained[position] / sum(trained) if timed else 0.0
-            layers.append(dataclasses.replace(costs, backward_s=costs.backward_s + share))
-        return ModelProfile(
-            layers=tuple(layers),
-            input_bytes=_bytes_of(leaf for leaf in tree_leaves(newest.inputs) if isinstance(leaf, torch.Tensor)),
-            micro_batch_size=self._engine.train_micro_batch_size_per_gpu(),
-            device=stage.device.type,
-            dtype="float32",
-            source="measured",
-        )
-
-    def _bytes(self, sample: Sample) -> ModelProfile | None:
-        """Bytes of this stage's layers for such inputs, computed once; None where memory has no limit."""
-        if self._devices.budget is None:
-            return None
-        module, inputs = self._stage.module, sample.inputs
-        shapes = [(tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        frozen = tuple(p.requires_grad for layer in module.forward_funcs for p in parameters_of(layer))
-        key = (module._local_start, module._local_stop, *shapes, frozen)
-        if key not in self._sizes:
-            layers = list(module.forward_funcs)
-            try:
-                self._sizes[key] = profile_layers(layers, inputs, roofline=Roofline())
-            except (NotImplementedError, RuntimeError):  # a layer looks at values
-                with self._stage.random_states.kept(self._stage.device):
-                    self._sizes[key] = profile_layers(
-                        layers, inputs, device=self._stage.device, micro_batches=1, warm_up=0
-                    )
-        return self._sizes[key]
 
     # Decisions
 
@@ -260,7 +196,7 @@ class Balance:
         self._say(f"replan at update {decision.update}: moved in {took}")
 
     def _leave(self) -> None:
-        profile, rank = self._profile(), self._engine.global_rank
+        profile, rank = self._costs.profile(), self._engine.global_rank
         self._counted += 1
         # The first batch after a change has filled the pipeline.
         filled = int(len(self._batches) > 1 and self._engine.global_steps - len(self._batches) == self._looks.since)
@@ -277,16 +213,11 @@ class Balance:
         if self._counted > _KEPT:
             self._stage.groups.forget(_key(self._counted - _KEPT, rank))
         self._probe.samples = []
-        self._batches, self._updates = [], []
+        self._batches, self._costs.updates = [], []
 
     def _passes(self) -> list[tuple[float, float]]:
-        """Seconds of the passes of measured micro-batches, with their share of an update, if depths follow them."""
-        if self.depths is None:
-            return []
-        timed = self._updates and self._stage.device.type == "cpu"
-        update_s = median(self._updates) / self._stage.pipeline.micro_batches if timed else 0.0
-        found = (self._probe.passes(sample) for sample in self._probe.samples if self._probe.is_done(sample))
-        return [(forward, backward + update_s) for forward, backward in found]
+        """Seconds of the passes of measured micro-batches, if depths follow them."""
+        return [] if self.depths is None else self._costs.passes()
 
     def _unfit(self) -> tuple[str | None, dict[int, str], dict[str, bool]] | None:
         """What is against moves from this stage while training goes on, if they are wanted."""
@@ -379,7 +310,3 @@ class Balance:
 
 def _key(look: int, rank: int) -> str:
     return f"replan {look} of rank {rank}"
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

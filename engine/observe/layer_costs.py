@@ -1,0 +1,108 @@
+"""Measured costs of one stage's layers, in the planner's form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.modules.recompute import layer_numbers
+from ds_vpipe.engine.observe.layer_probe import LayerProbe, Sample
+from ds_vpipe.engine.stage import Stage
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
+from ds_vpipe.planning.meters import Roofline
+from ds_vpipe.planning.profiler import parameters_of, profile_layers
+
+
+class LayerCosts:
+    """Costs of one stage's layers, from what a probe has measured.
+
+    Args:
+        engine: DeepSpeed's.
+        stage: of this rank.
+        probe: of its layers.
+        sized: whether activations are to be counted, as memory has a limit.
+
+    Attributes:
+        updates: seconds of the optimizer's steps since the last look.
+    """
+
+    def __init__(self, engine: PatchedPipelineEngine, stage: Stage, probe: LayerProbe, sized: bool) -> None:
+        self._engine, self._stage, self._probe, self._sized = engine, stage, probe, sized
+        self.updates: list[float] = []
+        self._sizes: dict[Any, ModelProfile] = {}
+
+    def profile(self) -> ModelProfile | None:
+        """Profile of this stage's layers, the medians of all samples; None without any."""
+        stage, module, probe = self._stage, self._stage.module, self._probe
+        samples = [sample for sample in probe.samples if probe.is_done(sample)]
+        if not samples:
+            return None
+        newest, numbers, layers = samples[-1], layer_numbers(module), []
+        sizes = self._bytes(newest)
+        weights = [parameters_of(layer) for layer in module.forward_funcs]
+        trained = [_bytes_of(p for p in found if p.requires_grad) for found in weights]
+        # In bsp an update also waits for other stages, and on a device it is only queued.
+        timed = stage.asynchronous and stage.device.type == "cpu" and self.updates and sum(trained)
+        update_s = median(self.updates) / stage.pipeline.micro_batches if timed else 0.0
+        for position, layer in enumerate(module.forward_funcs):
+            is_last = stage.is_last and position == len(numbers) - 1
+            seconds = [probe.seconds(sample, position, is_last) for sample in samples]
+            costs = LayerProfile(
+                name=type(layer).__name__,
+                forward_s=median(forward for forward, _ in seconds),
+                backward_s=median(backward for _, backward in seconds),
+                parameter_bytes=_bytes_of(weights[position]),
+                activation_bytes=0,
+                boundary_bytes=newest.output_bytes[position],
+                frozen_bytes=_bytes_of(weights[position]) - trained[position],
+                largest_weight_bytes=max((_bytes_of([p]) for p in weights[position] if p.requires_grad), default=0),
+            )
+            if sizes is not None:
+                times = {name: getattr(costs, name) for name in ("forward_s", "backward_s", "boundary_bytes")}
+                costs = dataclasses.replace(sizes.layers[position], **times)
+            share = update_s * trained[position] / sum(trained) if timed else 0.0
+            layers.append(dataclasses.replace(costs, backward_s=costs.backward_s + share))
+        return ModelProfile(
+            layers=tuple(layers),
+            input_bytes=_bytes_of(leaf for leaf in tree_leaves(newest.inputs) if isinstance(leaf, torch.Tensor)),
+            micro_batch_size=self._engine.train_micro_batch_size_per_gpu(),
+            device=stage.device.type,
+            dtype="float32",
+            source="measured",
+        )
+
+    def _bytes(self, sample: Sample) -> ModelProfile | None:
+        """Bytes of this stage's layers for such inputs, computed once; None where memory has no limit."""
+        if not self._sized:
+            return None
+        module, inputs = self._stage.module, sample.inputs
+        shapes = [(tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        frozen = tuple(p.requires_grad for layer in module.forward_funcs for p in parameters_of(layer))
+        key = (module._local_start, module._local_stop, *shapes, frozen)
+        if key not in self._sizes:
+            layers = list(module.forward_funcs)
+            try:
+                self._sizes[key] = profile_layers(layers, inputs, roofline=Roofline())
+            except (NotImplementedError, RuntimeError):  # a layer looks at values
+                with self._stage.random_states.kept(self._stage.device):
+                    self._sizes[key] = profile_layers(
+                        layers, inputs, device=self._stage.device, micro_batches=1, warm_up=0
+                    )
+        return self._sizes[key]
+
+    def passes(self) -> list[tuple[float, float]]:
+        """Seconds of the stage's passes in every measured micro-batch, with their share of an update."""
+        timed = self.updates and self._stage.device.type == "cpu"
+        update_s = median(self.updates) / self._stage.pipeline.micro_batches if timed else 0.0
+        found = (self._probe.passes(sample) for sample in self._probe.samples if self._probe.is_done(sample))
+        return [(forward, backward + update_s) for forward, backward in found]
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,7 +1,8 @@
 """A stage that is killed at an action of a live move: the run resumes with the old split or the new one, exactly.
 
 The suite kills each end of a move at one of its messages. With ``DS_VPIPE_KILLS=all`` both are killed at every one, at
-everything around the cut-over and at instants of a save, and a table is printed (``pytest -s``).
+everything around the cut-over and at instants of a save, and a table is printed (``pytest -s``). That takes an hour on
+two idle cores: ``DS_VPIPE_KILLS=3/16`` is the third of sixteen parts of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -31,7 +33,8 @@ from ds_vpipe.schedules.pipeline import Pipeline
 
 pytestmark = pytest.mark.mp
 
-EVERY = os.environ.get("DS_VPIPE_KILLS") == "all"
+KILLS = os.environ.get("DS_VPIPE_KILLS", "")
+PART, PARTS = (1, 1) if KILLS in ("", "all") else map(int, KILLS.split("/"))
 PIPELINE = Pipeline("asp", STAGES, SIZE, DEPTHS)
 UPDATES, LONGEST_S = 21, 20.0
 STARTS = {"down": (8, 1, 1), "up": (1, 1, 8)}
@@ -148,7 +151,7 @@ def doomed() -> Iterator[Worlds]:
     pool.close()
 
 
-@pytest.mark.parametrize("saves", SAVES if EVERY else ["in moves"])
+@pytest.mark.parametrize("saves", SAVES if KILLS else ["in moves"])
 @pytest.mark.parametrize("direction", STARTS)
 def test_a_kill_while_layers_move_leaves_the_old_split_or_the_new_one(
     worlds: Worlds, doomed: Worlds, tmp_path: Path, direction: str, saves: str
@@ -160,12 +163,13 @@ def test_a_kill_while_layers_move_leaves_the_old_split_or_the_new_one(
     table: dict[tuple[int, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     splits: dict[str, str] = {}  # by checkpoint
     longest = 0.0
-    for kill in every if EVERY else some(every, moves[0]):
+    for kill in islice(every, PART - 1, None, PARTS) if KILLS else some(every, moves[0]):
         folder = tmp_path / "killed"
         outcomes = doomed.outcomes(STAGES, run, start, SAVES[saves], str(folder), kill)
         lines = [outcome.text for outcome in outcomes]
         assert lines.pop(kill.stage) == "died", kill
-        known = f"(stage {kill.stage} |: one of ranks 0, 1, 2 is gone)"  # a wait for all ranks does not know which
+        # A wait for all ranks does not know which one it is, and one of DeepSpeed's in a save not whether.
+        known = f"(stage {kill.stage} |: one of ranks 0, 1, 2 is gone|in save_checkpoint.* one is gone or did not come)"
         assert all(re.match(f"PipelinePeerError: .*{known}", line) for line in lines), (kill, lines)
         longest = max(longest, *(outcome.seconds for outcome in outcomes))
         found = (folder / "latest").read_text()
@@ -176,7 +180,7 @@ def test_a_kill_while_layers_move_leaves_the_old_split_or_the_new_one(
         table[kill.stage, kind][splits[found]] += 1
         rmtree(folder)
     assert longest < LONGEST_S
-    assert len(splits) > 1
+    assert PARTS > 1 or len(splits) > 1
     number = sum(sum(counts.values()) for counts in table.values())
     print(f"\n{direction}, saves {saves} {SAVES[saves]}: {number} kills, longest run {longest:.1f} s")
     for (stage, kind), counts in sorted(table.items()):

@@ -192,6 +192,8 @@ class Replay(LossWatch):
         ends = update >= self._to
         if ends or self._record.at("emptied", update):
             engine.quiesce("replay")
+        if any(start["update"] == update for start in self._record.starts):
+            engine.moves.give_up()  # as where the checkpoint of this update was loaded
         if ends:
             if self._plan["state"] is not None:
                 engine.save_checkpoint(self._plan["state"])

@@ -172,6 +172,20 @@ def test_a_signal_ends_everything(number: signal.Signals, where: str, tmp_path: 
 
 
 @pytest.mark.mp
+def test_a_signal_while_others_are_awaited(tmp_path: Path, runs: list[Run]) -> None:
+    """What listens here never answers, and the supervisor would wait for it longer than this test."""
+    run = Run(tmp_path, HANGS)
+    script = tmp_path / "train.py"
+    script.write_text(script.read_text().replace("MEETING_S = 2.0, 6.0", "MEETING_S = 2.0, 300.0"))
+    with socket.create_server(("", run.port)) as listener:
+        runs.append(run.start(1))
+        connection = listener.accept()[0]
+        run.processes[1].send_signal(signal.SIGTERM)
+        assert run.end() == ([1], "")
+        connection.close()
+
+
+@pytest.mark.mp
 def test_other_signals_reach_the_rank(tmp_path: Path, runs: list[Run]) -> None:
     catches = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\nPath(f'ready.{rank}').touch()\ntime.sleep(300)"
     run = Run(tmp_path, catches, ranks=1)
@@ -298,6 +312,57 @@ def test_through_the_launcher(tmp_path: Path) -> None:
         "['--local_rank=1', '--lr', '1']",
     ]
     assert not [pid for pid, _ in words if Path(f"/proc/{pid}").exists()]
+
+
+KILLED_ONCE = """
+import os, signal, sys, time
+from pathlib import Path
+attempt = os.environ.get("DS_VPIPE_RESTART") or os.environ["TORCHELASTIC_RESTART_COUNT"]
+Path(f"{attempt}.{os.environ['RANK']}").write_text(" ".join(sys.argv[1:]))
+while attempt == "0" and not Path("0.0").exists(): time.sleep(0.01)
+if attempt == "0" and os.environ["RANK"] == "1": os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(attempt == "0")
+sys.exit(attempt == "0")
+"""
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("launcher", ["Slurm", "torchrun"])
+def test_other_launchers(launcher: str, tmp_path: Path) -> None:
+    """Ranks that Slurm has started; torchrun restarts them itself."""
+    (tmp_path / "train.py").write_text(KILLED_ONCE)
+    folder, port = Path(sys.executable).parent, str(free_port())
+    job = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_ID": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    seen = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHON": sys.executable,
+    }
+    words = ["-m", "ds_vpipe.run", "train.py", "--lr", "1"]
+    if launcher == "Slurm":
+        words[2:2] = ["--restarts", "1"]
+        tasks = [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+        commands = [[str(ROOT / "scripts" / "slurm_rank.sh"), *words] for _ in tasks]
+    else:
+        tasks = [{}]
+        commands = [[str(folder / "torchrun"), "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *words]]
+    started = [
+        subprocess.Popen(command, cwd=tmp_path, env={**seen, **task}, stderr=subprocess.PIPE, text=True)
+        for command, task in zip(commands, tasks, strict=True)
+    ]
+    said = [process.communicate(timeout=300)[1] for process in started]
+    assert [process.returncode for process in started] == [0] * len(tasks), said
+    assert {path.name: path.read_text() for path in tmp_path.glob("[0-9].[0-9]")} == {
+        f"{attempt}.{rank}": "--lr 1" for attempt in range(2) for rank in range(2)
+    }
 
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -9,6 +9,7 @@
 #   balance          a pipeline that balances itself (docs/balancing.md)
 #   balance-depths   a pipeline whose passes vary, with depths that follow
 #   balance-plain    a plain model of Hugging Face's library that balances itself
+#   soak             what a long run holds: memory, files, threads (docs/training.md)
 #   recorder         the price of a timeline
 #   convergence      mitigations of staleness, K = 4, 8, 16: hours, but only for runs that its file lacks
 #   convergence-k32  the recommended mitigation at K = 32
@@ -64,6 +65,8 @@ balance-depths() { "$python" scripts/bench/balance.py --jitter 0.1 0.3 0.5 --rep
 
 balance-plain() { "$python" scripts/bench/balance.py --plain --layers 8 --updates 80; }
 
+soak() { "$python" scripts/bench/soak.py; }
+
 recorder() { "$python" scripts/bench/recorder.py; }
 
 convergence() {
@@ -105,6 +108,6 @@ forecast() { "$python" scripts/bench/forecast.py; }
 convergence-summary() { "$python" scripts/bench/convergence_summary.py; }
 
 case ${1:-} in
-    throughput | throughput-96ms | overhead | links | memory | simulation | balance | balance-depths | balance-plain | recorder | convergence | convergence-k32 | convergence-soap | forecast | convergence-summary) "$1" ;;
-    *) sed -n '2,18s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
+    throughput | throughput-96ms | overhead | links | memory | simulation | balance | balance-depths | balance-plain | soak | recorder | convergence | convergence-k32 | convergence-soap | forecast | convergence-summary) "$1" ;;
+    *) sed -n '2,19s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
 esac

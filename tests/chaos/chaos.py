@@ -1,7 +1,7 @@
 """Runs that are killed and stopped at any moment, and what becomes of them.
 
-Usage: scripts/chaos.sh [--minutes N] [--events N] [--seed S] [--restarted SHARE] [--folder FOLDER]
-    [--few | --record LINE]
+Usage: scripts/chaos.sh [--minutes N] [--events N] [--seed S] [--restarted SHARE] [--kinds KIND ...]
+    [--folder FOLDER] [--few | --record LINE]
 
 Every event befalls a training run of a few processes (training.py). Checked after it: every rank has ended, or goes
 on; survivors say in one line which stage waited for what, and why; no process and no shared memory is left; and the
@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from events import FEW, OF_FILES, OF_SAVES, PEER_TIMEOUT_S, PHASES, Counts, Event, drawn, few, recorded
+from events import FEW, KINDS, OF_FILES, OF_SAVES, PEER_TIMEOUT_S, PHASES, Counts, Event, drawn, few, recorded
 from worlds import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -340,7 +340,7 @@ def drive(options: argparse.Namespace) -> int:
     record = json.loads(options.record) if options.record else None
     chaos.measure([record["shape"]] if record else {row[0] for row in FEW} if options.few else training.SHAPES)
     end = time.monotonic() + 60 * options.minutes
-    events = drawn(options.seed, chaos.counts, options.restarted)
+    events = drawn(options.seed, chaos.counts, options.restarted, options.kinds)
     if record or options.few:
         events = iter([(record["shape"], recorded(record))]) if record else few(chaos.counts)
     for number, (shape, event) in enumerate(events):
@@ -360,6 +360,7 @@ def main() -> int:
     parser.add_argument(
         "--restarted", type=float, default=0.3, help="share of failures after which --restarts restarts"
     )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of events; default: all")
     parser.add_argument("--few", action="store_true", help="the events that are part of the tests")
     parser.add_argument("--record", help="a line of a log of events: that event alone comes again")
     parser.add_argument("--folder", help="of the runs and of the log of all events; default: a new one")

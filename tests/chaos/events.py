@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -83,18 +83,21 @@ def few(shapes: Mapping[str, Counts]) -> Iterator[tuple[str, Event]]:
         yield shape, Event(kind, rank, phase, call, SECONDS.get(kind, (0.0,))[0], 0.5, any(restarted))
 
 
-def drawn(seed: int, shapes: Mapping[str, Counts], restarted: float) -> Iterator[tuple[str, Event]]:
+def drawn(
+    seed: int, shapes: Mapping[str, Counts], restarted: float, kinds: Sequence[str]
+) -> Iterator[tuple[str, Event]]:
     """Events without end, each with the name of the run that it is for; the same ones for the same seed and counts.
 
     Args:
         restarted: the share of those that end ranks after which ``--restarts`` starts them.
+        kinds: of events.
     """
     draw = random.Random(seed)
     while True:
         shape = draw.choice(sorted(shapes))
         rank = draw.choice(sorted(shapes[shape]))
         counts = shapes[shape][rank]
-        kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
+        kind = draw.choices(kinds, [KINDS[kind] for kind in kinds])[0]
         phase = draw.choice([phase for phase in PHASES if counts.get(phase)])
         phase = "save" if kind in OF_SAVES else "load" if kind in OF_FILES else phase
         seconds = round(draw.uniform(*SECONDS.get(kind, (0.0, 0.0))), 2)

@@ -84,6 +84,13 @@ SMALL = {
         "--sequence 16 --batches 1 --at-once 1 --repetitions 1",
         [r"gpt2, K=2, M=4", r"\| stock \| [\d.]+ \| .*\| 1.00 \|", r"\| bsp \| [\d.]+ \|", r"planned for asp: \d"],
     ),
+    "soak.py": (
+        "--updates 4 --every 2 --evaluate 2 --save 2 --epoch 3",
+        [
+            r"\| 4 \| \d+ \| \d+, \d+, \d+, \d+ \| ",
+            r"slope of threads per 1,000 updates: ([+-]\d+\.\d+,? ){4}\(mean \d+\)",
+        ],
+    ),
     "recorder.py": ("--micro-batches 3 --repetitions 1", [r"us per micro-batch: -?[\d.]+ us per action"]),
 }
 
@@ -146,7 +153,7 @@ def test_measurements_of_the_documents_are_commands(
             import_module(Path(script).stem).parse(words)
     measured = {Path(command[0]).name for commands in measurements.values() for command in commands}
     assert measured == set(SMALL) - {"device.py"}  # which scripts/gpu_check.sh runs
-    for page in ("performance", "convergence"):
+    for page in ("performance", "convergence", "training"):
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
         named = set(re.findall(r"scripts/bench/run\.sh ([\w-]+)", text))
         assert named

@@ -107,7 +107,4 @@ forecast() { "$python" scripts/bench/forecast.py; }
 
 convergence-summary() { "$python" scripts/bench/convergence_summary.py; }
 
-case ${1:-} in
-    throughput | throughput-96ms | overhead | links | memory | simulation | balance | balance-depths | balance-plain | soak | recorder | convergence | convergence-k32 | convergence-soap | forecast | convergence-summary) "$1" ;;
-    *) sed -n '2,19s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2 ;;
-esac
+if declare -F -- "${1:-}" >/dev/null; then "$1"; else sed -n '2,/^set /s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2; fi

@@ -1,9 +1,8 @@
 """Checks of a pipeline's programs, without processes and in milliseconds, before anything is trained.
 
-First the order, versions and buffers of each rank by itself (:mod:`.rank_order`), with those of layers that move
-(:mod:`.layer_order`), then a dry run of all ranks
+First the order, versions and buffers of each rank by itself (:mod:`.rank_order`), then a dry run of all ranks
 (:mod:`.dry_run`): every receive gets the message that it is for, and nobody waits for ever. They know the rules and not
-the schedules, so that they check those too.
+the schedules, so that they check those too. Programs with layers that move are checked by the tests, in the same way.
 
 Transfers of tied weights have their places in the order of a rank. Over links they are not followed: they never make
 anybody wait, by the delays of :func:`ds_vpipe.schedules.one_f_one_b.peer_delay`.
@@ -16,7 +15,6 @@ from functools import partial
 from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.schedules.actions import Action
 from ds_vpipe.schedules.dry_run import Link, dry_run, posted_receives, receive_link, send_link
-from ds_vpipe.schedules.layer_order import LAYER_KINDS, LayerOrder
 from ds_vpipe.schedules.one_f_one_b import Exchanges
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Programs, Workload, programs
@@ -113,17 +111,12 @@ def _order_faults(
     faults = []
     for rank, program in enumerate(programs):
         order = RankOrder(pipeline, rank, workload, exchanges[rank])
-        layers = LayerOrder(pipeline, rank, workload.moves)
         for position, action in enumerate(program):
-            reason = None if action.kind in LAYER_KINDS else order.step(action)
-            if reason is None and workload.moves:
-                reason = layers.step(action, order.filling)
-            if reason is not None:
+            if (reason := order.step(action)) is not None:
                 faults.append(Fault(rank, position, action, reason))
                 break
         else:
-            reason = order.end() or (layers.end() if workload.moves else None)
-            if reason is not None:
+            if (reason := order.end()) is not None:
                 faults.append(Fault(rank, len(program), None, reason))
     return faults
 

@@ -7,7 +7,7 @@ with the first that breaks one.
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Exchanges, version_used
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.program import Filling, Workload
+from ds_vpipe.schedules.program import Workload
 
 _ADMITTING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.FORWARD})
 _RECEIVING = frozenset({Kind.LOAD, Kind.RECV_ACT, Kind.RECV_GRAD, Kind.DROP_GRAD})
@@ -95,11 +95,6 @@ class RankOrder:
         self._next = {step: backwards if step[0] is Kind.DROP_GRAD else start for step in self._needs}
         self._in_flight = 0
         self._unsent: Action | None = None
-
-    @property
-    def filling(self) -> Filling:
-        """Where the data of what is in flight begin and end."""
-        return self._filling
 
     def step(self, action: Action) -> str | None:
         """Do ``action``; say what is wrong if it is not allowed now."""

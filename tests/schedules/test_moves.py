@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from move_checks import LAYER_KINDS, check_moves
 from shapes import move_chains
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.actions import Action, Kind
-from ds_vpipe.schedules.check import check_programs
 from ds_vpipe.schedules.dry_run import meets
-from ds_vpipe.schedules.layer_order import LAYER_KINDS
 from ds_vpipe.schedules.moves import Move, check_move, completed, earliest_cut_over, layer_version, moved
 from ds_vpipe.schedules.one_f_one_b import exchanges_by_rank
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -89,7 +88,7 @@ def test_every_move_is_sound(num_stages: int, micro_batches: int) -> None:
             move = Move(0, source, target, cut_over)
             batches = move.settled_batch(pipeline) + pipeline.depths[0] // micro_batches + 2
             workload = Workload(batches, (), (move,))
-            assert check_programs(pipeline, programs(pipeline, workload), workload) == [], (pipeline, move)
+            assert check_moves(pipeline, programs(pipeline, workload), workload) == [], (pipeline, move)
 
 
 @pytest.mark.parametrize("move", [Move(0, 0, 1, 12), Move(0, 1, 0, 12), Move(0, 1, 2, 12), Move(0, 2, 1, 12)])
@@ -100,7 +99,7 @@ def test_data_end_anywhere_in_a_move(move: Move, depths: tuple[int, ...], sync: 
     pipeline = Pipeline("asp", 3, micro_batches, depths, weight_sync=sync)  # type: ignore[arg-type]
     for end in range(1, 12 + 3 * micro_batches + depths[0]):
         workload = Workload(12 // micro_batches + 10, (end,), (move,))
-        assert check_programs(pipeline, programs(pipeline, workload), workload) == [], end
+        assert check_moves(pipeline, programs(pipeline, workload), workload) == [], end
 
 
 @given(move_chains(), st.data())
@@ -112,7 +111,7 @@ def test_chains_of_moves_are_sound(chain: tuple[Pipeline, tuple[Move, ...]], dat
     ends = data.draw(st.lists(st.integers(1, batches * pipeline.micro_batches), max_size=2))
     workload = Workload(batches, tuple(sorted(ends)), moves)
     exchanges = exchanges_by_rank(pipeline.num_stages, peers=data.draw(st.booleans()))
-    assert check_programs(pipeline, programs(pipeline, workload, exchanges), workload, exchanges) == []
+    assert check_moves(pipeline, programs(pipeline, workload, exchanges), workload, exchanges) == []
 
 
 # Versions
@@ -230,8 +229,8 @@ def changed(built: Programs, rank: int, old: str, *new: str) -> Programs:
 def test_faults_of_a_move(move: Move, rank: int, old: str, new: tuple[str, ...], reason: str) -> None:
     workload = Workload(12, (), (move,))
     built = programs(ASP, workload)
-    assert check_programs(ASP, built, workload) == []
-    first = check_programs(ASP, changed(built, rank, old, *new), workload)[0]
+    assert check_moves(ASP, built, workload) == []
+    first = check_moves(ASP, changed(built, rank, old, *new), workload)[0]
     assert first.rank == rank
     assert reason in first.reason
 
@@ -243,15 +242,15 @@ def test_a_hand_over_one_update_early_is_found(move: Move, micro_batches: int) -
     due = replace(move, micro_batch=12)
     early = replace(due, micro_batch=due.micro_batch - micro_batches)
     built = programs(pipeline, Workload(24 // micro_batches, (), (early,)))
-    assert check_programs(pipeline, built, Workload(24 // micro_batches, (), (early,))) == []
-    faults = check_programs(pipeline, built, Workload(24 // micro_batches, (), (due,)))
+    assert check_moves(pipeline, built, Workload(24 // micro_batches, (), (early,))) == []
+    faults = check_moves(pipeline, built, Workload(24 // micro_batches, (), (due,)))
     assert faults, "what the target has at the cut-over is older than what is due"
 
 
 def test_a_receive_without_its_message_is_found() -> None:
     built = programs(ASP, Workload(12, (), (UP,)))
     plain = programs(ASP, Workload(12))
-    (fault, *_) = check_programs(ASP, (built[0], plain[1], plain[2]), Workload(12, (), (UP,)))
+    (fault, *_) = check_moves(ASP, (built[0], plain[1], plain[2]), Workload(12, (), (UP,)))
     assert fault.rank == 1
 
 

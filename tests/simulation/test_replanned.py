@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from move_checks import check_moves
 
 from ds_vpipe.config.replan import Replan
 from ds_vpipe.errors import VPipeConfigError
@@ -13,7 +14,6 @@ from ds_vpipe.planning.devices import Devices, optimizer_bytes
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.planning.pace import Link
 from ds_vpipe.planning.replanning import Looks
-from ds_vpipe.schedules.check import check_programs
 from ds_vpipe.schedules.moves import moved
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import programs
@@ -85,7 +85,7 @@ def test_layers_move_while_training_goes_on(micro_batches: int) -> None:
     assert workload.data_ends == ()
     decision = next(one for one in found.decisions if not one.stays)
     assert len(workload.moves) == len(decision.steps) > 1
-    assert not check_programs(found.moving.pipeline, programs(found.moving.pipeline, workload), workload)
+    assert not check_moves(found.moving.pipeline, programs(found.moving.pipeline, workload), workload)
     partition = decision.partition
     for move in workload.moves:
         partition = moved(partition, move)

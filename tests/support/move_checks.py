@@ -1,15 +1,23 @@
 """Rules for a rank's part in moves of layers: what is sent and received, and the versions of a layer it has.
 
+:func:`check_moves` is :func:`ds_vpipe.schedules.check.check_programs` for programs with moves.
+
 :class:`LayerOrder` knows the versions that are due (:func:`~ds_vpipe.schedules.moves.layer_version`) and not where the
 actions of a move are placed. It counts what the rank has received and applied of a layer, action by action.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.check import Fault, link_faults
+from ds_vpipe.schedules.dry_run import posted_receives
 from ds_vpipe.schedules.moves import Move, completed, layer_version
+from ds_vpipe.schedules.one_f_one_b import Exchanges
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.schedules.program import Filling
+from ds_vpipe.schedules.program import Filling, Programs, Workload
+from ds_vpipe.schedules.rank_order import RankOrder
 
 _SENT = frozenset({Kind.SEND_LAYER_DOWN, Kind.SEND_LAYER_UP})
 _SENT_GRADIENTS = frozenset({Kind.SEND_LAYER_GRAD_DOWN, Kind.SEND_LAYER_GRAD_UP})
@@ -19,6 +27,25 @@ _DOWN = frozenset(kind for kind in Kind if kind.name.endswith("_DOWN"))
 
 LAYER_KINDS = frozenset({*_SENT, *_SENT_GRADIENTS, *_RECEIVED, *_RECEIVED_GRADIENTS, Kind.STEP_LAYER})
 """Kinds of action that moves add to programs."""
+
+
+def check_moves(
+    pipeline: Pipeline, programs: Programs, workload: Workload, exchanges: Sequence[Exchanges] | None = None
+) -> list[Fault]:
+    """Everything that is wrong with ``programs``; at most one fault per rank or link."""
+    faults = []
+    for rank, program in enumerate(programs):
+        order = RankOrder(pipeline, rank, workload, exchanges[rank] if exchanges else Exchanges())
+        layers = LayerOrder(pipeline, rank, workload.moves)
+        for position, action in enumerate(program):
+            reason = None if action.kind in LAYER_KINDS else order.step(action)
+            if (reason := reason or layers.step(action, order._filling)) is not None:
+                faults.append(Fault(rank, position, action, reason))
+                break
+        else:
+            if (reason := order.end() or layers.end()) is not None:
+                faults.append(Fault(rank, len(program), None, reason))
+    return faults or link_faults(programs, partial(posted_receives, pipeline))
 
 
 @dataclass(slots=True)

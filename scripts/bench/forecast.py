@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Say, close_groups, machine, parser_of, start
+from common import Say, close_groups, parser_of, run
 from deepspeed.pipe import PipelineModule
 
 import ds_vpipe
@@ -77,27 +77,19 @@ def work(rank: int, say: Say, found: dict[str, Any], options: argparse.Namespace
     say(f"largest difference: {off[worst]:.1e} of the loss, in update {worst + 1} of {len(off)}")
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--stages", type=int, default=4, help="K")
-    parser.add_argument("--micro-batches", type=int, default=1, help="M")
-    parser.add_argument("--updates", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=8, help="samples per micro-batch")
-    parser.add_argument("--sequence", type=int, default=32, help="tokens per sample")
-    parser.add_argument("--train-file", help="own text; default: docstrings of the installed packages")
-    return parser.parse_args(words)
+parser = parser_of(__doc__)
+parser.add_argument("--stages", type=int, default=4, help="K")
+parser.add_argument("--micro-batches", type=int, default=1, help="M")
+parser.add_argument("--updates", type=int, default=300)
+parser.add_argument("--batch", type=int, default=8, help="samples per micro-batch")
+parser.add_argument("--sequence", type=int, default=32, help="tokens per sample")
+parser.add_argument("--train-file", help="own text; default: docstrings of the installed packages")
+parse = parser.parse_args
 
-
-def main() -> None:
-    """Forecast, train and compare."""
+if __name__ == "__main__":
     options = parse()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.set_num_threads(1)
     found = forecast(options)
-    print(f"{machine()}; K={options.stages} M={options.micro_batches}, staleness {found['staleness']}", flush=True)
-    start(work, options.stages, found, options)
-
-
-if __name__ == "__main__":
-    main()
+    about = f"; K={options.stages} M={options.micro_batches}, staleness {found['staleness']}"
+    run(work, options.stages, found, options, about=about)

@@ -53,7 +53,7 @@ class _Once(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the long usage is for ``--help``."""
+    """Says what is wrong in one line. The long usage is for ``--help``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser; only the command ``chosen`` is imported; its help is its docstring."""
+    """The parser. Only the command ``chosen`` is imported; its help is its docstring."""
     form = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="python -m ds_vpipe", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=form)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

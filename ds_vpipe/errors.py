@@ -108,7 +108,7 @@ def read_json(
     parse: Callable[[str], object] = _json,
     form: str = "JSON",
 ) -> dict[str, Any]:
-    """The object in a JSON file, which the setting ``key`` names, or in a file of another form.
+    """The object in a JSON file, or in one of another form, that the setting ``key`` names.
 
     Raises:
         VPipeConfigError: the file cannot be read or holds no object.
@@ -127,7 +127,7 @@ def read_json(
 
 
 def raise_first(refusals: Sequence[Refusal]) -> None:
-    """Raise the first of ``refusals``, saying how many more there are; return if there is none.
+    """Raise the first of ``refusals``, saying how many more there are. Returns if there is none.
 
     Raises:
         VPipeConfigError: ``refusals`` is not empty.

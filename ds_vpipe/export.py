@@ -29,7 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def full_state_dict(
     checkpoint: PipelineCheckpoint, dtype: torch.dtype = torch.float32, *, by_layer: bool = False
 ) -> dict[str, Any]:
-    """Weights, buffers and extra state of the whole model, of a plain module under the names of its ``state_dict()``.
+    """State dict of the whole model. A plain module's names are those of its own.
 
     Args:
         checkpoint: the checkpoint.
@@ -140,7 +140,7 @@ def read(folder: Path, dtype: torch.dtype, *, by_layer: bool) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its exit status is 2 for a wrong command line or checkpoint."""
+    """The command. Its exit status is 2 for a wrong command line or checkpoint."""
     parser = argparse.ArgumentParser(prog="python -m ds_vpipe.export", description="Export a pipeline checkpoint.")
     parser.add_argument("checkpoint_dir", help="directory given to save_checkpoint(), or one checkpoint's folder")
     parser.add_argument("output", type=Path, help="file to write: .pt or .safetensors")

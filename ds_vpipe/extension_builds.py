@@ -61,7 +61,7 @@ class BuildLock(FileBaton):
         self._limit_s = limit_s
 
     def try_acquire(self) -> bool:
-        """True if this process is to build; False once another one has."""
+        """True if this process is to build. False once another one has."""
         return bool(super().try_acquire()) or self._await()
 
     def wait(self) -> None:
@@ -70,7 +70,7 @@ class BuildLock(FileBaton):
             self.release()
 
     def _await(self) -> bool:
-        """Wait until the lock is gone; True if it is this process's own instead."""
+        """Wait until the lock is gone. True if it is this process's own instead."""
         start = time.monotonic()
         looked, named, state = start - LOOK_S, start - NAMED_EVERY_S + NAMED_AFTER_S, HELD
         while self._lock.exists():
@@ -99,7 +99,7 @@ class BuildLock(FileBaton):
         return False
 
     def _take_over(self) -> None:
-        """Replace the lock that no process holds by one of our own; no process sees it missing."""
+        """Replace the lock that no process holds by one of our own. No process sees it missing."""
         _say(f"the lock {self._lock}, {_age(self._lock)} old, is one that a process has left that ended; taken over")
         self.fd, path = tempfile.mkstemp(prefix="lock.", dir=self._lock.parent)
         os.rename(path, self._lock)

@@ -94,7 +94,7 @@ class LRPolicy:
 
 
 def lr_policy(ds_config: dict[str, Any]) -> LRPolicy | None:
-    """Policy that the ``"scheduler"`` of a DeepSpeed JSON names; None for a schedule of DeepSpeed's own.
+    """Policy that the ``"scheduler"`` of a DeepSpeed JSON names. None for a schedule of DeepSpeed's own.
 
     Raises:
         VPipeConfigError: a parameter is missing, unknown or wrong.
@@ -134,7 +134,7 @@ class LRSchedule:
     get_lr = get_last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Last update's number, from 0, under the name of DeepSpeed's own schedules, which can continue from it."""
+        """Last update's number, from 0. DeepSpeed's own schedules can continue from it."""
         return {"last_batch_iteration": self._updates - 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ def bounds(counts: Sequence[int]) -> list[int]:
 
 
 def uniform_partition(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers per stage that differ by at most one, larger ones first, as DeepSpeed's ``uniform`` does.
+    """Layers per stage that differ by at most one. Larger ones come first, as in DeepSpeed.
 
     Raises:
         VPipeConfigError: there are fewer layers than stages.
@@ -25,7 +25,7 @@ def uniform_partition(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def balanced_partition(weights: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Layers per stage, at least one, with the smallest largest sum of weights on a stage.
+    """Layers per stage, at least one, whose heaviest stage is as light as possible.
 
     Among all such partitions it takes one with the smallest sum of squared stage weights, and among those one
     with the smallest sum of squared layer counts, so that stages which do not set the pace are even too.

@@ -1,4 +1,4 @@
-"""The part of ds_vpipe that talks to DeepSpeed and torch.distributed; its import name is ``ds_vpipe.engine``."""
+"""The part of ds_vpipe that talks to DeepSpeed and torch.distributed. Its import name is ``ds_vpipe.engine``."""
 
 # From the repository root this folder can also be found as "engine", which would make a second copy of every class.
 if __name__ != "ds_vpipe.engine":

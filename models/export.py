@@ -32,7 +32,7 @@ from ds_vpipe.models.hugging_face import MODEL_CONFIG, build_meta, model_class, 
 def export(
     checkpoint: PipelineCheckpoint, output: Path, config: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write ``output``, a folder that does not exist or is empty, and that appears when it is complete.
+    """Write ``output``, a new or empty folder, which appears when complete.
 
     Raises:
         VPipeError: the configuration does not fit the checkpoint, or the folder cannot be written.
@@ -107,7 +107,7 @@ def _check(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its exit status is 2 for a wrong command line or checkpoint."""
+    """The command. Its exit status is 2 for a wrong command line or checkpoint."""
     parser = argparse.ArgumentParser(
         prog="python -m ds_vpipe.models.export", description="Export a pipeline checkpoint for Hugging Face."
     )

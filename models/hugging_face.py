@@ -58,7 +58,7 @@ def from_pretrained(
 
 
 def read_config(folder: Path, **changes: Any) -> Any:
-    """The configuration in a folder, or in a JSON file, or a refusal if it cannot be read."""
+    """The configuration in a folder or JSON file. Refused if unreadable."""
     path = folder if folder.is_file() else folder / "config.json"
     if not path.is_file():
         remedy = "correct the path; a model of the hub has to be downloaded before: hf download NAME --local-dir DIR"
@@ -73,7 +73,7 @@ def read_config(folder: Path, **changes: Any) -> Any:
 
 
 def model_class(config: Any, where: str) -> Callable[[Any], PreTrainedModel]:
-    """The class that a configuration names, or a refusal if transformers has none of that name."""
+    """The class that a configuration names. Refused if transformers has none."""
     found: Any = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
     if found is None:
         remedy = "save the model with save_pretrained(), which writes it down, or pass the class"
@@ -83,7 +83,7 @@ def model_class(config: Any, where: str) -> Callable[[Any], PreTrainedModel]:
 
 
 def build_meta(make: Callable[[Any], PreTrainedModel], config: Any, where: str) -> PreTrainedModel:
-    """The model without values, or a refusal if it cannot be built from the configuration."""
+    """The model without values. Refused if the configuration does not allow it."""
     try:
         with torch.device("meta"):
             return make(config)
@@ -147,7 +147,7 @@ class StoredWeights:
 
     @torch.no_grad()
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite tensors, given by their names in the model, with the stored values; others keep theirs."""
+        """Overwrite tensors, given by their names in the model, with the stored values. Others keep theirs."""
         for name, target in targets.items():
             place = self._tensors.get(name)
             if place is not None:
@@ -173,7 +173,7 @@ def _read_when_initialised(model: PreTrainedModel, weights: StoredWeights) -> No
 
 
 def _other_names(model: PreTrainedModel, tied: bool) -> dict[str, list[str]]:
-    """Names of one tensor, the own one first; for a folder with tied weights also those that the class would tie."""
+    """Names of one tensor, the own one first. For a folder with tied weights also those that the class would tie."""
     groups: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)

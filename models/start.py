@@ -42,10 +42,10 @@ Result = TypeVar("Result")
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports mistakes as exceptions, so that each rank prints one line and not the whole usage."""
+    """Parser that raises mistakes: each rank prints one line, not the usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse with the words of names joined by dashes or underscores, whichever they were registered with."""
+        """Parse with dashes and underscores in names alike."""
         known = {name.replace("-", "_"): name for action in self._actions for name in action.option_strings}
 
         def as_registered(word: str) -> str:
@@ -69,7 +69,7 @@ def positive(text: str) -> int:
 
 
 def exit_code(run: Callable[[], None], who: str = "") -> int:
-    """Do the work of ``who``; 2 after an error that its message explains, else 0."""
+    """Do the work of ``who``. Returns 2 after an error that its message explains, else 0."""
     try:
         run()
     except VPipeError as error:
@@ -79,7 +79,7 @@ def exit_code(run: Callable[[], None], who: str = "") -> int:
 
 
 def start_process_group() -> tuple[int, int]:
-    """Join the other ranks; returns this rank's number and how many there are.
+    """Join the other ranks. Returns this rank's number and how many there are.
 
     Raises:
         VPipeConfigError: nobody has said which rank this is.
@@ -98,7 +98,7 @@ def start_process_group() -> tuple[int, int]:
 
 
 def on_all_ranks(what: str, work: Callable[[], Result]) -> list[Result]:
-    """Results of `work` on every rank; all ranks call this, and an error of one ends all with its message.
+    """Results of `work` on every rank. All ranks call this, and an error of one ends all with its message.
 
     Args:
         what: names the work, such as "record the run".
@@ -134,7 +134,7 @@ def on_all_ranks(what: str, work: Callable[[], Result]) -> list[Result]:
 
 
 def record_run(output: Path, ds_config: Mapping[str, Any]) -> None:
-    """Let the first rank write what the run is, with the host of every rank; all ranks call this.
+    """Let the first rank write what the run is, with the host of every rank. All ranks call this.
 
     Raises:
         VPipeConfigError: on every rank: the folder cannot be written to.
@@ -154,7 +154,7 @@ def record_run(output: Path, ds_config: Mapping[str, Any]) -> None:
 
 
 def write_run_record(output: Path, ds_config: Mapping[str, Any], command: Sequence[str], hosts: Sequence[str]) -> None:
-    """Write the record of a run on ``hosts``, one per rank; an earlier one is replaced, but for its commands."""
+    """Write the record of a run on ``hosts``, one per rank. An earlier one is replaced, but for its commands."""
     folder = output / "run"
     folder.mkdir(parents=True, exist_ok=True)
     versions = {"python": platform.python_version(), "platform": platform.platform()}

@@ -71,7 +71,7 @@ class Run:
         self.seconds += float(took)
 
     def validate(self, data: TrainingData) -> None:
-        """Add the loss over held-out text, of masked words alone; its time does not count."""
+        """Add the loss over held-out text, of masked words alone. Its time does not count."""
         self.losses.append((self.seconds, validate(self.engine, self.loss, data.held_out)["masked_lm_loss"]))
 
     @property
@@ -80,7 +80,7 @@ class Run:
         return float(self.engine.global_steps * self.engine.micro_batches / self.seconds)
 
     def reaches(self, level: float) -> float | None:
-        """Seconds until the loss comes down to a level, linearly between validations; None if it does not."""
+        """Seconds until the loss comes down to a level, linearly between validations. None if it does not."""
         for (earlier, above), (later, below) in pairwise(self.losses):
             if above > level >= below:
                 return earlier + (later - earlier) * (above - level) / (above - below)

@@ -32,7 +32,7 @@ def share_of(me: int, seen: Sequence[object], files: Sequence[Path]) -> Sequence
 
 
 def refuse_damage(files: Iterable[Path]) -> None:
-    """Read files, and refuse the first that is cut off or does not have its checksums.
+    """Checksum test of files. The first that is cut off or was changed is refused.
 
     Raises:
         VPipeError: with the names of the other checkpoints.
@@ -49,7 +49,7 @@ def refuse_damage(files: Iterable[Path]) -> None:
 
 
 def _damage(file: Path) -> str:
-    """What is wrong with an archive; nothing is said of other files, which torch has to know."""
+    """What is wrong with an archive. Nothing is said of other files, which torch has to know."""
     with file.open("rb") as opened:
         begins = opened.read(len(_ARCHIVE)) == _ARCHIVE
     if not begins and not zipfile.is_zipfile(file):

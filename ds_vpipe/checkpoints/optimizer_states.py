@@ -1,4 +1,4 @@
-"""States of DeepSpeed's optimizers by parameter, from and into every form in which they are saved.
+"""States of DeepSpeed's optimizers by parameter, in every saved form.
 
 A plain optimizer keeps a state per parameter. The mixed-precision wrappers add fp32 master weights, most
 of them flattened: one long vector per parameter group, and ZeRO-1 cuts that vector into one partition per
@@ -39,7 +39,7 @@ class Form:
         return saved if self.base is None else saved[self.base]
 
     def vector_size(self, saved: Mapping[str, Any], index: int) -> int:
-        """Elements of a flat form's state vectors; partitioned master weights are saved without their padding."""
+        """Elements of a flat form's state vectors. Partitioned master weights are saved without their padding."""
         assert self.masters is not None
         padding = saved["group_paddings"][index] if self.partitioned else 0
         return int(saved[self.masters][index].numel() + padding)
@@ -73,7 +73,7 @@ def form_of(saved: Mapping[str, Any]) -> Form:
 
 
 def carry_scale(target: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Copy loss scale and clipping from ``saved`` if it has the same form as ``target``."""
+    """Copy loss scale and clipping from ``saved``, if of the same form."""
     form = form_of(target)
     if form_of(saved) == form:
         target.update({key: saved[key] for key in form.scale if key in saved})
@@ -90,7 +90,7 @@ class ParameterState:
 
 
 def unpack(saved: Sequence[Mapping[str, Any]], groups: Groups, stage: int = 0) -> dict[str, ParameterState]:
-    """States of one stage's optimizer by name of the parameter; tensors are views where the form allows it.
+    """States of one stage's optimizer by name of the parameter. Tensors are views where the form allows it.
 
     ``saved`` has the state dicts of all replicas in order for a partitioned form, else the only one.
 
@@ -258,13 +258,13 @@ def _own(value: Any) -> Any:
 
 
 def _is_spread(key: str, value: Any, shape: Sequence[int]) -> bool:
-    """Whether a state has an entry per element, which ``step`` of a parameter without dimensions has not."""
+    """Whether a state has an entry per element. A scalar parameter's ``step`` has none."""
     spread = isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape)
     return spread and (value.dim() > 0 or key != "step")
 
 
 def _agreed(key: str, values: Sequence[Any], index: int, warn: Callable[[str], None]) -> Any:
-    """Value that the whole group shares; the largest where stages have skipped updates."""
+    """Value that the whole group shares. The largest where stages have skipped updates."""
     if any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
         raise _misfit(f"{key} in a shape of its own in group {index}", "one entry per element, or a number")
     if all(bool(value == values[0]) for value in values[1:]):

@@ -65,13 +65,13 @@ def checkpoint_folder(directory: str | Path, tag: str | None = None) -> Path:
 
 
 def rank_file(stage: int | str, replica: int, slice_index: int) -> str:
-    """Name of the file that a rank writes beside DeepSpeed's; ``*`` as stage: a pattern for those of all stages."""
+    """Name of the file that a rank writes beside DeepSpeed's. ``*`` as stage: a pattern for those of all stages."""
     number = stage if isinstance(stage, str) else f"{stage:02d}"
     return f"vpipe-stage_{number}-replica_{replica:02d}-slice_{slice_index:02d}.pt"
 
 
 def outside_layers(folder: Path, slice_index: int) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that are in no layer's file; what several stages had is the last one's, which trains it.
+    """Parameters and buffers that are in no layer's file. What several stages had is the last one's, which trains it.
 
     Such are those of a loss function, and what a tied layer that runs a ``forward_fn`` does not share with others.
     """
@@ -205,7 +205,7 @@ class PipelineCheckpoint:
         return self._layers[index]
 
     def weight(self, name: str) -> torch.Tensor | None:
-        """Weight of a parameter in its layer's file; None if no layer has the parameter."""
+        """Weight of a parameter in its layer's file. None if no layer has the parameter."""
         head, _, rest = name.partition(".")
         layers = [int(head)] if head.isdecimal() else []
         if head == "tied_modules":

@@ -60,7 +60,7 @@ class StageLayout:
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> StageLayout:
-        """The inverse of :meth:`plain`; other keys are ignored, and ``copies`` may be missing."""
+        """The inverse of :meth:`plain`. Other keys are ignored, and ``copies`` may be missing."""
         values = {"untied": values.get("free"), **values}  # the key's former name
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values or name != "copies"}
         known["bounds"] = tuple(known["bounds"])
@@ -132,7 +132,7 @@ def infer_groups(
 
 
 def _size(optimizer: Mapping[str, Any] | None) -> int:
-    """Parameters of an optimizer with one group; elements, if it is flat. -1 if there are more groups or none."""
+    """Parameters of an optimizer with one group. Elements, if it is flat. -1 if there are more groups or none."""
     if optimizer is None:
         return -1
     form = form_of(optimizer)

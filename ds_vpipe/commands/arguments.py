@@ -271,7 +271,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
-    """The timelines that are named, in order; files of single ranks together are one recording.
+    """The timelines that are named, in order. Files of single ranks together are one recording.
 
     Raises:
         VPipeConfigError: a file is none of the kinds allowed, or nothing is named.
@@ -303,14 +303,14 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
 def planned_timeline(
     pipeline: Pipeline, workload: Workload, backward: float = 2.0, transfer: float = 0.0, update: float = 0.0
 ) -> Timeline:
-    """Plan of a pipeline with equal parts; lengths in forward passes of a part."""
+    """Plan of a pipeline with equal parts. Lengths in forward passes of a part."""
     cost = StageCost(1.0, backward, transfer, transfer, update)
     timeline = simulate(pipeline, [cost] * pipeline.num_parts, workload).timeline
     return replace(timeline, source="plan", meta={**timeline.meta, "time_unit": "forward passes"})
 
 
 def entitled(timeline: Timeline, *files: str | None) -> Timeline:
-    """``timeline`` with the names of the files that it comes from, if any, before its title."""
+    """``timeline``, titled with the names of its files, if any."""
     names = " with ".join(Path(file).stem for file in files if file is not None)
     return replace(timeline, title=f"{names}: {timeline.title}") if names else timeline
 

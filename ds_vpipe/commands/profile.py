@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def example(name: str, size: int, settings: dict[str, Any], needed: set[str]) -> dict[str, Any]:
-    """What the function that makes the model returns; the current directory is imported from, as by ``python FILE``.
+    """What the function that makes the model returns. The current directory is imported from, as by ``python FILE``.
 
     Raises:
         VPipeConfigError: there is no such function, it takes other arguments, or ``needed`` is not in what it returns.

@@ -323,7 +323,7 @@ class VPipeConfig(Settings):
 
     @classmethod
     def parse(cls, block: object, origin: Mapping[str, str] | None = None) -> VPipeConfig:
-        """Check ``block``, the value of the ``"vpipe"`` key, and read a partition file named in it.
+        """The checked block. A partition file that it names is read.
 
         Args:
             block: the value; other objects than a dict are refused.
@@ -343,12 +343,12 @@ class VPipeConfig(Settings):
             raise  # not reached: a ValidationError has at least one detail
 
     def settled(self, pipeline: Pipeline) -> VPipeConfig:
-        """The block with the numbers of a plan in the place of ``"profile"`` and ``"auto"``."""
+        """The block with a plan's numbers for ``"profile"`` and ``"auto"``."""
         numbers = {name: getattr(pipeline, name) for name in ("partition", "recompute_ratio", "swap_ratio")}
         return self.model_copy(update={**numbers, "stage_to_depth_map": pipeline.depth_map or "default"})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the keys that were given, as JSON types; :meth:`parse` of it gives an equal config."""
+        """Return the keys that were given, as JSON types. :meth:`parse` of it gives an equal config."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     def check_sizes(self, num_stages: int, num_layers: int | None = None) -> None:
@@ -382,7 +382,7 @@ class VPipeConfig(Settings):
             check_size(num_layers, parts)
 
     def pipeline(self, num_stages: int, micro_batches: int, partition: Sequence[int] | None = None) -> Pipeline:
-        """The pipeline that the block asks for; None in it where the planner is to choose.
+        """The pipeline that the block asks for. None in it where the planner is to choose.
 
         ``partition`` has the layers of every virtual stage; by default it is the list in the block, if there is one.
 
@@ -407,7 +407,7 @@ class VPipeConfig(Settings):
 
 
 def spread(ratio: float | tuple[float, ...], parts: int) -> tuple[float, ...]:
-    """Ratio of every virtual stage, from one for all, for each, or for each rank, which holds for all that it has."""
+    """Ratio of every virtual stage. Given is one for all, one for each, or one for each rank."""
     given = ratio if isinstance(ratio, tuple) else (ratio,)
     return given * (parts // len(given))
 

@@ -38,7 +38,7 @@ class DeepSpeedJson:
     content: Mapping[str, Any]
 
     def get(self, path: str) -> Any:
-        """The value at a dotted ``path``, or None where any part of it is missing or not an object."""
+        """The value at a dotted ``path``. None if a part is missing or no object."""
         value: Any = self.content
         for key in path.split("."):
             if not isinstance(value, Mapping):
@@ -47,7 +47,7 @@ class DeepSpeedJson:
         return value
 
     def on(self, path: str, default: bool = False) -> bool:
-        """Whether the value at ``path`` is read as true by DeepSpeed's models, as 1 and some words are too."""
+        """Whether DeepSpeed's models read the value as true. They take 1 and some words, too."""
         return _read(_SWITCH, self.get(path), default)
 
     def is_set(self, path: str) -> bool:
@@ -55,7 +55,7 @@ class DeepSpeedJson:
         return bool(self.get(path))
 
     def whole(self, path: str) -> int:
-        """The value at ``path`` as it is read for a key of type int, or 0 if it is no int."""
+        """The value at ``path``, read as an int. 0 if it is none."""
         return _read(_NUMBER, self.get(path), 0)
 
     @property

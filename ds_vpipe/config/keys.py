@@ -38,7 +38,7 @@ def key(default: object, allowed: str, meaning: str, example: object, *, entry: 
 
 
 def refuse(value: object, index: int | None = None, *, key: str = "", reason: str = "", remedy: str = "") -> NoReturn:
-    """Refuse ``value`` inside a validator; ``index`` points into a list, ``key`` names it in model validators."""
+    """Refuse ``value`` inside a validator. ``index`` points into a list, ``key`` names it in model validators."""
     path = "" if index is None else f"[{index}]"
     # In a list, which pydantic does not read: not every string of JSON is one of Rust's.
     context = {"path": path, "value": [value], "key": key, "reason": reason, "remedy": remedy}
@@ -61,7 +61,7 @@ def is_number(value: object) -> bool:
 
 
 def refusal_of(detail: ErrorDetails, model: type[Settings], origin: Mapping[str, str]) -> Refusal:
-    """Refusal of a wrong block, from pydantic's error; ``origin`` has the files that keys were read from."""
+    """Refusal of a wrong block, from pydantic's error. ``origin`` has the files that keys were read from."""
     context = detail.get("ctx", {})
     name, loc = context.get("key") or ".".join(str(part) for part in detail["loc"]), detail["loc"]
     fields = dict(all_keys(model))
@@ -91,7 +91,7 @@ def refusal_of(detail: ErrorDetails, model: type[Settings], origin: Mapping[str,
 
 
 def all_keys(model: type[Settings], parent: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Names and fields of all keys, those of an object after it and with its name before theirs."""
+    """Names and fields of all keys. Those of an object follow it, with its name in front."""
     for name, field in model.model_fields.items():
         yield f"{parent}{name}", field
         inner = _object_of(field)
@@ -100,7 +100,7 @@ def all_keys(model: type[Settings], parent: str = "") -> Iterator[tuple[str, Fie
 
 
 def as_markdown(model: type[Settings], start: str = "") -> str:
-    """Descriptions of the keys whose names begin with ``start``, as sections of a Markdown page."""
+    """Markdown sections of the keys whose names begin with ``start``."""
     sections = []
     for name, field in all_keys(model):
         if name.startswith(start):

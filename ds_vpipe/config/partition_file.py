@@ -15,7 +15,7 @@ _CONTENT = 'a JSON file {"partition": [counts], "recompute_ratio": [ratios], "sw
 
 
 def is_partition_file(partition: object) -> TypeIs[str]:
-    """Say whether the value of ``partition`` is the path of a file rather than counts or a method."""
+    """Whether ``partition`` is a file's path, not counts or a method."""
     return isinstance(partition, str) and partition.endswith(".json") and not partition.startswith("type:")
 
 
@@ -49,7 +49,7 @@ def merge_partition_file(block: dict[Any, Any]) -> tuple[dict[Any, Any], dict[st
 
 
 def _same(one: object, other: object) -> bool:
-    """Compare two values of a ratio, where a number stands for itself at every stage."""
+    """Equality of two ratios. A number stands for itself at every stage."""
     if isinstance(one, list) and not isinstance(other, list):
         return all(item == other for item in one)
     if isinstance(other, list) and not isinstance(one, list):

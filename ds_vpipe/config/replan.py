@@ -6,7 +6,7 @@ from ds_vpipe.config.keys import Settings, key
 
 
 class Replan(Settings):
-    """When to look at the balance of a pipeline, and what to do about it."""
+    """Times of looks at a pipeline's balance, and what follows."""
 
     every: int = key(
         0,

@@ -100,7 +100,7 @@ _ok, _warning, _error = partial(Finding, "ok"), partial(Finding, "warning"), par
 
 
 def _finding(check: str, ok: str, *cases: tuple[object, Level, str, str]) -> Finding:
-    """Finding of the first case that holds, from its level, text and remedy; ok if none does."""
+    """Finding of the first case that holds, from its level, text and remedy. Ok if none does."""
     found = next((case[1:] for case in cases if case[0]), None)
     return _ok(check, ok) if found is None else Finding(found[0], check, *found[1:])
 
@@ -146,7 +146,7 @@ def check_versions(node: NodeFacts) -> Iterator[Finding]:
 
 
 def check_backends(facts: Facts) -> Iterator[Finding]:
-    """Gloo carries what stages send each other; NCCL reduces over replicas on GPUs."""
+    """Gloo carries what stages send each other. NCCL reduces over replicas on GPUs."""
     remedy = "install a build of torch that has it, such as those on pypi.org"
     text = "torch has no Gloo, which carries what stages send"
     yield _finding("gloo", "available", (not facts.backends.get("gloo"), "error", text, remedy))
@@ -254,7 +254,7 @@ def interface_finding(variable: str, value: str, node: NodeFacts) -> Finding:
 
 
 def parse_hostfile(path: str, text: str) -> tuple[dict[str, int], list[Finding]]:
-    """Hosts with their slots, and what is wrong with the file; lines as DeepSpeed's launcher reads them."""
+    """Hosts with their slots, and what is wrong with the file. Lines as DeepSpeed's launcher reads them."""
     hosts: dict[str, int] = {}
     findings: list[Finding] = []
     for number, line in enumerate(text.splitlines(), start=1):

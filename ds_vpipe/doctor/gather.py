@@ -28,7 +28,7 @@ _TORCH = (
 
 
 def gather(hostfile: Path | None, limit_s: float, port: int | None = None, ssh_port: int | None = None) -> Facts:
-    """Look at this machine and at the hosts of ``hostfile``, with a limit for each command and each connection.
+    """Facts about this machine and its hosts. Each command and connection has a limit.
 
     ``port`` is where ranks will meet, by default ``MASTER_PORT`` or the launcher's own, ``ssh_port`` that of the hosts.
 
@@ -92,7 +92,7 @@ def _torch(limit_s: float) -> dict[str, Any]:
 
 
 def _topology(limit_s: float) -> tuple[str, ...]:
-    """Rows of the matrix of ``nvidia-smi topo -m``, without its head and the columns that are no GPUs."""
+    """Rows of ``nvidia-smi topo -m``, GPU columns only."""
     done, text = probe.run(["nvidia-smi", "topo", "-m"], limit_s)
     plain = [line.replace("\x1b[4m", "").replace("\x1b[0m", "").strip() for line in text.splitlines()] if done else []
     rows = [line.split() for line in plain if line.startswith("GPU") and not line.startswith("GPU0\tGPU1")]

@@ -74,7 +74,7 @@ def _attempt(look, otherwise=None):  # type: ignore[no-untyped-def]
 
 
 class Claim:
-    """Exclusive claim on a file that no process has open or mapped; until its end none can open it.
+    """Exclusive claim on a file that no process has open or mapped. Until its end none can open it.
 
     The kernel grants a write lease only on a file that no other process has open, in any container or process
     namespace, and a process that opens it meanwhile waits until the lease is given back.
@@ -97,7 +97,7 @@ class Claim:
             self.state = f"of which this process cannot know who has it open ({error.strerror})"
 
     def nobody_waits(self):  # type: ignore[no-untyped-def]
-        """Whether, of an unused file, nobody waits to open it."""
+        """Whether no process waits to open an unused file."""
         return self._file is not None and fcntl.fcntl(self._file, fcntl.F_GETLEASE) == fcntl.F_WRLCK
 
     def __enter__(self):  # type: ignore[no-untyped-def]
@@ -124,7 +124,7 @@ def _file_system(path):  # type: ignore[no-untyped-def]
 
 
 def idle_s(lock):  # type: ignore[no-untyped-def]
-    """Seconds since anything beside a lock has changed; None if the build has ended.
+    """Seconds since anything beside a lock has changed. None if the build has ended.
 
     A build that goes on writes a file now and then, however long it takes.
     """
@@ -163,7 +163,7 @@ def _gpus():  # type: ignore[no-untyped-def]
 
 
 def run(argv, limit_s, given=""):  # type: ignore[no-untyped-def]
-    """Run a command with a time limit; returns success, and its output or the reason of a failure.
+    """Run a command with a time limit. Returns success, and its output or the reason of a failure.
 
     Its output goes to files and not through pipes: a process that it leaves behind, such as the master of shared ssh
     connections, would keep a pipe open and its reader waiting. What cannot be killed, because a driver hangs, is not

@@ -29,7 +29,7 @@ def _different(machines: list[str]) -> list[str]:
 
 
 def _field(allowed: str, remedy: str, **limits: Any) -> Any:
-    """Limits of a field, with the two texts of the refusal of any other value."""
+    """Limits of a field, and the texts of its refusal."""
     return Field(title=allowed, description=remedy, **limits)
 
 
@@ -144,7 +144,7 @@ class StageMaps(BaseModel):
 
     @property
     def modules(self) -> list[int]:
-        """Modules of every stage; the last one of the file, the criterion, is not counted."""
+        """Modules of every stage. The last one of the file, the criterion, is not counted."""
         *layers, criterion = self.module_to_stage_map
         return [layers.count(stage) for stage in range(criterion + 1)]
 
@@ -239,7 +239,7 @@ def _map_rules(maps: StageMaps) -> Iterator[tuple[str, bool, str, str, str]]:
 
 
 def plain_yaml(text: str) -> str:
-    """``text`` without tabs, and without commas after values at the ends of lines, which Python allows.
+    """``text`` as plain YAML: no tabs, no commas after values at line ends.
 
     A comma stays where more of a list follows: neither a key nor the end of the file.
     """

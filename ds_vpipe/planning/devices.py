@@ -70,7 +70,7 @@ def optimizer_bytes(
     replicas: int = 1,
     bucket_elements: int = 500_000_000,
 ) -> OptimizerBytes:
-    """Bytes that an optimizer needs, which is named as in a DeepSpeed JSON; case does not count.
+    """Bytes that an optimizer needs, which is named as in a DeepSpeed JSON. Case does not count.
 
     Adam is DeepSpeed's fused one unless ``params`` have ``torch_adam``. ZeRO-1 has buckets of ``bucket_elements``.
 

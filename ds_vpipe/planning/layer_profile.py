@@ -70,7 +70,7 @@ class ModelProfile:
 
     @property
     def on_host(self) -> bool:
-        """True if it was measured on the CPU, where messages take the memory that is planned."""
+        """True if measured on the CPU, where messages take planned memory."""
         return self.source == "measured" and self.device == "cpu"
 
     def to_json(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of one stage at its peak, in bytes; arrays for alternatives of a stage."""
+    """Memory of one stage at its peak, in bytes. Arrays for alternatives of a stage."""
 
     weights: Any = 0  # newest weights
     versions: Any = 0  # stashed versions of them
@@ -94,7 +94,7 @@ class MemoryModel:
         return np.where(ends > starts, self._inner[ends] - self._kept[starts], 0)
 
     def alternatives(self, starts: Ints, stop: int) -> Callable[[StageLoad, Any], StageMemory]:
-        """Memory, by what a schedule holds and swaps, of stages from each of ``starts`` to before layer ``stop``.
+        """Memory of stages from each of ``starts`` to before ``stop``, by a schedule's load.
 
         Arrays ``[start, cut]``: column ``j`` is for a recomputed segment that begins at layer ``starts.min() + j``, the
         last one, at ``stop``, for none. Entries whose segment would begin before the stage are meaningless.

@@ -43,7 +43,7 @@ class Roofline:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Key of a tensor's storage while it is alive; addresses do not tell them apart on the meta device."""
+    """Key of a tensor's storage while it is alive. Addresses do not tell them apart on the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -64,7 +64,7 @@ class OpMeter(TorchDispatchMode):
         self._known = {storage_key(tensor) for tensor in self._outside}
 
     def start_over(self) -> None:
-        """Count seconds and the peak from here on; storages that are alive stay counted."""
+        """Count seconds and the peak from here on. Storages that are alive stay counted."""
         self.peak_bytes, self.seconds = self.live_bytes, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

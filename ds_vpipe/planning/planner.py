@@ -52,7 +52,7 @@ def configured_plan(
 def configured_partition(
     config: VPipeConfig, pipeline: Pipeline, profile: ModelProfile, own_counts: Sequence[int] | None = None
 ) -> tuple[int, ...] | None:
-    """Layers of every virtual stage that a block asks for; None if it leaves them to the planner.
+    """Layers of every virtual stage that a block asks for. None if it leaves them to the planner.
 
     Raises:
         VPipeConfigError: the counts do not fit the profile.
@@ -116,7 +116,7 @@ def plan(profile: ModelProfile, pipeline: Pipeline, devices: Devices, *, hide_tr
 
 
 def predict(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan:
-    """Seconds and bytes of a given partition with given ratios, whether it fits or not.
+    """Seconds and bytes of a given split, whether it fits or not.
 
     Raises:
         VPipeConfigError: the partition is not of this model.
@@ -215,7 +215,7 @@ def _timed(pipeline: Pipeline, stages: Sequence[StagePlan]) -> Plan:
 def _nothing_fits(
     profile: ModelProfile, pipeline: Pipeline, devices: Devices, table: CandidateTable
 ) -> VPipeConfigError:
-    """The bytes that the split that comes closest lacks, where, and what would help there."""
+    """Refusal with the closest split, the bytes that it lacks, and a remedy."""
     # Without transfers a pace is that of the slowest stage: so the same search finds the fewest bytes that lack.
     counts = fastest_split(SplitCosts(np.maximum(table.excess, 0), np.zeros(len(profile) + 1), None)) or ()
     edges = bounds(counts)

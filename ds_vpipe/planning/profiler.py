@@ -111,12 +111,12 @@ def parameters_of(layer: Layer) -> list[torch.nn.Parameter]:
 
 
 def buffers_of(layer: Layer) -> list[torch.Tensor]:
-    """A layer's buffers, each once; quantized weights may be among them."""
+    """A layer's buffers, each once. Quantized weights may be among them."""
     return list(dict.fromkeys(b for module in modules_of(layer) for b in module.buffers()))
 
 
 def built(spec: Any, meta: bool) -> tuple[Layer, str]:
-    """The layer that ``spec`` is or builds, and its name; with ``meta`` without values, of which none is copied.
+    """The layer that ``spec`` is or builds, and its name. With ``meta`` without values, of which none is copied.
 
     A specification has a ``build()`` method and maybe a ``forward_fn``, as those of DeepSpeed have.
     """
@@ -164,7 +164,7 @@ def _samples(tree: Tree) -> int:
 
 
 def _as_leaves(tree: Tree, change: Callable[[torch.Tensor], torch.Tensor] = torch.detach) -> Tree:
-    """Its tensors without their graph, each as ``change`` makes it, with a gradient where it had one."""
+    """Changed tensors of a tree as leaves. Each requires a gradient if it did."""
     return tree_map_only(torch.Tensor, lambda t: change(t.detach()).requires_grad_(t.requires_grad), tree)
 
 
@@ -181,7 +181,7 @@ def _example(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def enter(inputs: Tree) -> tuple[Tree, list[torch.Tensor]]:
-    """Inputs of a stage's first layer, which it may change in place, and the leaves that collect the gradients."""
+    """Inputs that a layer may change in place, and their leaves."""
     leaves = _as_leaves(inputs)
     return tree_map_only(torch.Tensor, torch.clone, leaves), tensors_of(leaves)
 
@@ -195,7 +195,7 @@ def run_backward(outputs: Tree) -> None:
 
 @contextmanager
 def _training(layer: Layer) -> Iterator[None]:
-    """Train a layer for a while; its modes, buffers and gradients and all random states are restored."""
+    """Train a layer for a while. Its modes, buffers and gradients and all random states are restored."""
     modules = [module for top in modules_of(layer) for module in top.modules()]
     modes = [(module, module.training) for module in modules]
     parameters = parameters_of(layer)
@@ -241,7 +241,7 @@ def _timed(run: Layer, inputs: Tree, device: torch.device, micro_batches: int, w
 
 
 def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -> tuple[LayerProfile, Tree]:
-    """Costs of a layer that runs forward and backward once, and its outputs as the next layer's inputs."""
+    """Costs of one forward and backward pass, and the next layer's inputs."""
     entered, leaves = enter(inputs)
     weights = parameters_of(layer)
     frozen = [p for p in weights if not p.requires_grad] + buffers_of(layer)
@@ -287,7 +287,7 @@ def _counted(layer: Layer, name: str, inputs: Tree, roofline: Roofline | None) -
 
 
 def _common_dtype(types: Iterable[torch.dtype]) -> str:
-    """The type of most floating-point parameters; ``float32`` if there are none."""
+    """The type of most floating-point parameters. ``float32`` if there are none."""
     floating = [dtype for dtype in types if dtype.is_floating_point]
     return str(max(floating, key=floating.count, default=torch.float32)).removeprefix("torch.")
 

@@ -49,7 +49,7 @@ class CandidateTable:
 
 
 class Candidates:
-    """Candidates for the stages of one model on given devices; any, where the pipeline leaves a choice."""
+    """Candidates for the stages of one model on given devices. All, where the pipeline leaves a choice."""
 
     def __init__(self, profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> None:
         self._size, self._partition, self._ratios = len(profile), pipeline.partition, pipeline.recompute_ratio
@@ -162,7 +162,7 @@ class SplitCosts:
 
 
 def fastest_split(costs: SplitCosts) -> tuple[int, ...] | None:
-    """Layer counts of a split with the smallest pace, or None if no split is allowed.
+    """Layer counts of the fastest split. None if no split is allowed.
 
     Among the fastest it looks for one with a small sum of squared costs, so that stages which do not set the pace are
     even and recompute little.
@@ -188,7 +188,7 @@ def fastest_split(costs: SplitCosts) -> tuple[int, ...] | None:
 
 
 def _split_within(costs: SplitCosts, limit: float, even: bool = False) -> tuple[int, ...] | None:
-    """A split with a pace of at most ``limit``, or None; ``even``: one that is even, if it is easily found."""
+    """A split with a pace of at most ``limit``, or None. ``even``: one that is even, if it is easily found."""
     num_stages, size, width = costs.seconds.shape
     starts = np.arange(size)[:, None] - 1 - np.arange(width)
     carried = np.full(size, np.inf)  # what the stages so far add to the reach of one that begins at each cut
@@ -229,7 +229,7 @@ def may_swap(pipeline: Pipeline) -> list[bool]:
 
 
 def swap_seconds(devices: Devices, swapped: Any, hidden_s: Any) -> Floats:
-    """Seconds that swapping so many bytes of a micro-batch adds to its passes.
+    """Seconds that swapping ``swapped`` bytes adds to a micro-batch's passes.
 
     An accelerator copies them out while it goes on, and back during the ``hidden_s`` seconds of the backward pass
     before they are needed. The CPU copies both ways itself.

@@ -1,1 +1,1 @@
-"""What every rank of a pipeline does, as pure data, and whether that is right."""
+"""Programs of a pipeline's ranks, as pure data, and their checks."""

@@ -17,7 +17,7 @@ _TEXT = re.compile(r"(0|[1-9][0-9]*)?([A-Z_]+?)(0|[1-9][0-9]*)")
 
 
 class Category(enum.Enum):
-    """Categories of work, in the order of legends and tables; the value is the word for users."""
+    """Categories of work, in the order of legends and tables. The value is the word for users."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -28,12 +28,12 @@ class Category(enum.Enum):
 
     @property
     def busy(self) -> bool:
-        """Whether it occupies the device; transfers and waiting leave that free."""
+        """Whether it occupies the device. Transfers and waiting leave that free."""
         return self not in (Category.TRANSFER, Category.WAIT)
 
 
 class Kind(enum.Enum):
-    """The kinds of action; the value is the text form without the index."""
+    """The kinds of action. The value is the text form without the index."""
 
     __hash__ = object.__hash__  # members are unique, and checks and simulations look up hundreds of thousands
 

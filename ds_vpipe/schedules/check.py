@@ -37,7 +37,7 @@ class Fault:
 def check_programs(
     pipeline: Pipeline, programs: Programs, workload: Workload, exchanges: Sequence[Exchanges] | None = None
 ) -> list[Fault]:
-    """Everything that is wrong with ``programs`` as a way to train ``workload``; at most one fault per rank or link."""
+    """Everything that is wrong with ``programs`` as a way to train ``workload``. At most one fault per rank or link."""
     exchanges = exchanges or (Exchanges(),) * pipeline.num_stages
     faults = _order_faults(pipeline, programs, workload, exchanges)
     return faults or link_faults(programs, partial(posted_receives, pipeline))
@@ -72,7 +72,7 @@ def typical_workload(pipeline: Pipeline) -> Workload:
 
 
 def link_faults(programs: Programs, posted: Callable[[Link], int]) -> list[Fault]:
-    """Receives that meet another message than theirs, or else ranks that stand for ever, or else what nobody receives.
+    """Faults of links: mixed-up messages, else dead-locks, else lost messages.
 
     ``posted`` gives the receives kept posted on a link.
     """

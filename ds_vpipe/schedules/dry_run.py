@@ -61,7 +61,7 @@ _RECEIVES = {
 
 
 def send_link(kind: Kind, rank: int, num_ranks: int) -> Link | None:
-    """The link that an action of ``rank`` sends on, or None if it sends nothing between neighbours."""
+    """The link that an action of ``rank`` sends on, if any."""
     if kind not in _SENDS:
         return None
     channel, side, _, _ = _SENDS[kind]
@@ -96,7 +96,7 @@ def meets(sent: Action, received: Action) -> bool:
 
 
 def posted_receives(pipeline: Pipeline, link: Link) -> int:
-    """Receives that the target of ``link`` keeps posted, so that nobody waits for ever and one message is to spare.
+    """Posted receives of a link's target: no dead-lock, and one to spare.
 
     In a 1F1B order the earlier of two ranks is ahead by the difference of their depths. In the interleaved one the
     groups set it: a group larger than the number of ranks comes round before its first micro-batch is wanted.
@@ -127,7 +127,7 @@ class DryRun:
 
 
 def dry_run(programs: Programs, posted: Callable[[Link], int]) -> DryRun:
-    """Carry out all programs until no rank can go on; ``posted`` gives the receives kept posted on a link.
+    """Carry out all programs until no rank can go on. ``posted`` gives the receives kept posted on a link.
 
     A rank whose next message is not the one that it is about to receive stands there. Time is linear in the number of
     actions.

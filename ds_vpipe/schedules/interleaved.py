@@ -24,7 +24,7 @@ from ds_vpipe.schedules.actions import Action, Kind
 
 
 def group_sizes(num_stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Sizes of the groups in which a batch goes through the parts; they differ by one at most."""
+    """Sizes of the groups in which a batch goes through the parts. They differ by one at most."""
     rounds = max(1, micro_batches // num_stages)
     size, rest = divmod(micro_batches, rounds)
     return tuple(size + (group < rest) for group in range(rounds))

@@ -34,7 +34,7 @@ from ds_vpipe.schedules.pipeline import Pipeline
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A move of one layer to a neighbouring stage; all ranks are given the same at the same update."""
+    """A move of one layer to a neighbouring stage. All ranks are given the same at the same update."""
 
     layer: int  # in the order of the model
     source: int  # stage that runs it for earlier micro-batches
@@ -50,15 +50,15 @@ class Move:
         return self.target > self.source
 
     def first_version(self, pipeline: Pipeline) -> int:
-        """Updates of the layer before its first forward pass at the target; this version is made there or sent."""
+        """Updates of the layer before its first forward pass at the target. This version is made there or sent."""
         return (self.micro_batch - _lag(pipeline, self)) // pipeline.micro_batches
 
     def first_batch(self, pipeline: Pipeline) -> int:
-        """The batch in which the move begins on both stages; it must not have begun anywhere when the move is given."""
+        """The batch in which the move begins on both stages. It must not have begun anywhere when the move is given."""
         return self.first_version(pipeline) - 1
 
     def settled_batch(self, pipeline: Pipeline) -> int:
-        """The first batch in which no rank has anything more to do for the move, in an undisturbed run."""
+        """The first batch without actions of the move, in an undisturbed run."""
         ahead = _ahead(pipeline, self.source) - _ahead(pipeline, self.target) if self.down else 0
         return -(-(self.micro_batch + ahead) // pipeline.micro_batches)
 
@@ -68,7 +68,7 @@ class Move:
 
 
 def earliest_cut_over(pipeline: Pipeline, source: int, target: int, updates: int) -> int:
-    """The first micro-batch at which a move may be given to ranks that have made ``updates`` updates."""
+    """The first possible cut-over after ``updates`` updates."""
     size = pipeline.micro_batches
     return -(-((updates + 1) * size + _lag(pipeline, Move(0, source, target, 0))) // size) * size
 
@@ -76,7 +76,7 @@ def earliest_cut_over(pipeline: Pipeline, source: int, target: int, updates: int
 def check_move(
     pipeline: Pipeline, partition: Sequence[int] | None, move: Move, updates: int, earlier: Move | None = None
 ) -> None:
-    """Refuse a move that cannot be carried out by ranks that have made ``updates`` updates.
+    """Refuse a move that is impossible after ``updates`` updates.
 
     ``partition`` are the layers of every stage before the move, None if they are not known here, ``earlier`` the move
     before it.
@@ -145,7 +145,7 @@ def completed(pipeline: Pipeline, moves: Iterable[Move], limit: int) -> tuple[Mo
 def with_moves(
     actions: Iterable[Action], pipeline: Pipeline, rank: int, progress: Progress, moves: Sequence[Move]
 ) -> Iterator[Action]:
-    """Actions of ``rank`` from ``progress`` to the end of the batch, with those of moves added.
+    """Actions of ``rank`` to the end of the batch, moves included.
 
     A move belongs to the filling in which it begins. What a drain leaves on the way comes when ``rank`` has nothing
     else to do before the pipeline is filled again.
@@ -176,7 +176,7 @@ def with_moves(
 
 
 def _add_at_updates(after: dict[Action, list[Action]], pipeline: Pipeline, rank: int, move: Move) -> None:
-    """What both ends of a move to the previous stage, or the source of one to the next, do around their updates."""
+    """Actions around updates: of both ends of a move up, of the source of one down."""
     if move.down:
         layer, gradient = Kind.SEND_LAYER_DOWN, Kind.SEND_LAYER_GRAD_DOWN
     elif rank == move.source:
@@ -195,7 +195,7 @@ def _add_at_updates(after: dict[Action, list[Action]], pipeline: Pipeline, rank:
 
 
 def _received(pipeline: Pipeline, move: Move) -> Iterator[tuple[int, list[Action]]]:
-    """Micro-batches after whose backward pass the next stage receives something of a move, and what it does with it.
+    """Actions of the next stage for a move, each with the micro-batch that they follow.
 
     It comes before an activation, which the next stage would wait for then. The order is that of backward passes
     because these go on at a drain: what is sent must not wait until it is over.
@@ -211,7 +211,7 @@ def _received(pipeline: Pipeline, move: Move) -> Iterator[tuple[int, list[Action
 
 
 def _left_over(pipeline: Pipeline, move: Move, progress: Progress) -> Iterator[Action]:
-    """What the next stage receives of a move after a drain, and its own updates of the layer that had to wait."""
+    """Actions of the next stage after a drain: late messages, held-back updates."""
     limit = progress.limit
     if limit is None or not move.has_begun(pipeline, limit):
         return
@@ -227,12 +227,12 @@ def _left_over(pipeline: Pipeline, move: Move, progress: Progress) -> Iterator[A
 
 
 def _ahead(pipeline: Pipeline, stage: int) -> int:
-    """Forward passes that ``stage`` is ahead of its backward passes at an update; none if it drains before."""
+    """Forward passes that ``stage`` is ahead of its backward passes at an update. None if it drains before."""
     return 0 if pipeline.synchronous else pipeline.depths[stage]
 
 
 def _lag(pipeline: Pipeline, move: Move) -> int:
-    """Micro-batches by which the version that the first forward pass at the target uses is behind."""
+    """Lag, in micro-batches, of the target's first version."""
     if pipeline.vertical:
         return pipeline.depths[0]
     return _ahead(pipeline, move.source if move.down else move.target)

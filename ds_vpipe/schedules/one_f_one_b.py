@@ -47,7 +47,7 @@ def peer_delay(depth: int, depth_there: int, micro_batches: int) -> int:
 
 
 def updates_known(batch: int, delay: int, micro_batches: int, refill: int = 0) -> int:
-    """Updates of an earlier stage that a stage knows in its update ``batch``, counted from 0.
+    """Updates of an earlier stage that are known in update ``batch``.
 
     ``delay`` is the :func:`peer_delay` of the two stages. At ``refill``, the first micro-batch that was admitted after
     the pipeline last drained, all earlier updates were known.
@@ -77,7 +77,7 @@ class Exchanges:
 def exchanges_by_rank(
     num_stages: int, tied: Iterable[Sequence[int]] = (), peers: bool = False
 ) -> tuple[Exchanges, ...]:
-    """Messages of every stage around its updates; ``tied`` has the stages of each tied weight, the owner first."""
+    """Messages of every stage around its updates. ``tied`` has the stages of each tied weight, the owner first."""
     owners = {owner for owner, *_ in tied}
     copies = {copy for _, *others in tied for copy in others}
     return tuple(Exchanges(stage in owners, stage in copies, peers) for stage in range(num_stages))

@@ -84,7 +84,7 @@ class Pipeline:
 
     @property
     def num_parts(self) -> int:
-        """Contiguous parts that the model is cut into, ``P = K * v``, numbered along the model."""
+        """Number of contiguous parts of the model, ``P = K * v``."""
         return self.num_stages * self.virtual_stages
 
     def parts_of(self, rank: int) -> range:
@@ -111,6 +111,6 @@ class Pipeline:
         return default_depths(self.num_stages)
 
     def in_flight(self, rank: int) -> int:
-        """Most micro-batches that are between their passes on ``rank``; with several parts, summed over them."""
+        """Most micro-batches that are between their passes on ``rank``. With several parts, summed over them."""
         most = self.depths[rank] + 1
         return min(most, self.micro_batches * self.virtual_stages) if self.synchronous else most

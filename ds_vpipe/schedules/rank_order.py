@@ -97,7 +97,7 @@ class RankOrder:
         self._unsent: Action | None = None
 
     def step(self, action: Action) -> str | None:
-        """Do ``action``; say what is wrong if it is not allowed now."""
+        """Do ``action``. Say what is wrong if it is not allowed now."""
         kind, index = action.kind, action.index
         if self._unsent and action != self._unsent and kind not in _RECEIVING:
             return f"{self._unsent} has to come before it"

@@ -1,4 +1,4 @@
-"""A stage's program in the portions in which a training script asks for it, one call after the other.
+"""A stage's program in portions, one for each call of a script.
 
 Scripts that loop ``loss = engine(**batch); engine.backward(loss); engine.step()`` hand in one micro-batch per round.
 In round ``n`` stage ``s`` runs ``F(n)``, then the backward passes that are due, which in an undisturbed asynchronous
@@ -45,7 +45,7 @@ class Round:
 
 
 def next_round(pipeline: Pipeline, rank: int, progress: Progress, exchanges: Exchanges = _NOTHING_ELSE) -> Round:
-    """The round in which ``rank``, with one part of the model, is handed micro-batch ``progress.forwarded``."""
+    """The round of micro-batch ``progress.forwarded`` on ``rank``."""
     forward, backward, step = list[Action](), list[Action](), list[Action]()
     for action in rank_actions(pipeline, rank, progress, exchanges):
         if action.kind in _FORWARD:
@@ -77,7 +77,7 @@ def drain_actions(
 
 
 def waits_for_loss(pipeline: Pipeline, rank: int, progress: Progress) -> bool:
-    """Whether ``rank`` waits for the loss of the micro-batch that it is handed now, ``progress.forwarded``.
+    """Whether ``rank`` waits for the loss of micro-batch ``progress.forwarded``.
 
     It does while the pipeline is being filled: no gradient has arrived yet, with which the loss of an earlier
     micro-batch could come. In a synchronous pipeline it always does, so that what scripts log is what they log without
@@ -90,5 +90,5 @@ def waits_for_loss(pipeline: Pipeline, rank: int, progress: Progress) -> bool:
 
 
 def _gradient_is_due(pipeline: Pipeline, rank: int) -> bool:
-    """Whether the next rank runs ``B(n - W)`` in an earlier round than ``n``, once the pipeline is full."""
+    """Whether the next rank runs ``B(n - W)`` before round ``n``, in a full pipeline."""
     return rank < pipeline.num_stages - 1 and pipeline.depths[rank] > pipeline.depths[rank + 1]

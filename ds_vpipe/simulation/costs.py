@@ -49,7 +49,7 @@ class StageCost:
 
 
 def planned_costs(plan: Plan, loads: Sequence[StageLoad], update_s: float = 0.0) -> tuple[StageCost, ...]:
-    """Costs of every part of ``plan``, one way of each transfer being half of its round trip.
+    """Costs of every part of ``plan``. A transfer is half of its round trip.
 
     ``loads`` are the most that each part holds, ``update_s`` the seconds of an update of all parts of a rank together,
     which plans do not count.
@@ -72,7 +72,7 @@ def planned_costs(plan: Plan, loads: Sequence[StageLoad], update_s: float = 0.0)
 
 
 def recorded_costs(timeline: Timeline, num_parts: int) -> tuple[StageCost, ...]:
-    """Seconds of every part's passes, transfers and updates; bytes are not known.
+    """Seconds of every part's passes, transfers and updates. Bytes are not known.
 
     Seconds are means, which add up to a run's, without the tenth at either end, which leaves out first passes and
     interruptions. The time between two actions of a rank is the engine's own and counts with the action before; time
@@ -124,12 +124,12 @@ def recorded_costs(timeline: Timeline, num_parts: int) -> tuple[StageCost, ...]:
 
 
 def _transfer(spans: Sequence[Span], kind: Kind) -> float:
-    """Seconds from the end of a send to the end of a receive that has waited for it."""
+    """Seconds from a send to the end of its waiting receive."""
     waited = (pair for pair in messages(spans) if pair.send.kind is kind and pair.receive.start <= pair.send.start)
     return _typical([receive.end - send.end for send, receive in waited])
 
 
 def _typical(values: Sequence[float]) -> float:
-    """Mean without the smallest and the largest tenth; 0 if there is nothing."""
+    """Mean without the smallest and the largest tenth. 0 if there is nothing."""
     cut = ceil(len(values) / 10) if len(values) > 2 else 0
     return fmean(sorted(values)[cut : len(values) - cut]) if values else 0.0

@@ -94,7 +94,7 @@ class Course:
         return found[0], found[1]
 
     def numbers(self) -> dict[str, Any]:
-        """The outcome as JSON types; times are seconds per micro-batch, of a stretch the means."""
+        """The outcome as JSON types. Times are seconds per micro-batch, of a stretch the means."""
         moving, staying = self.seconds
         return {
             "decisions": [decision.line() for decision in self.decisions],
@@ -134,7 +134,7 @@ class Course:
         return "\n".join([*found["decisions"], aligned(rows), f"ms per micro-batch; {last}"])
 
     def draw(self, path: str) -> None:
-        """Draw the seconds of every update with and without looks, and those of the best split."""
+        """Picture of the seconds of every update: with looks, without, best split."""
         best = [(update, 1e3 * stretch.best_s) for stretch in self.stretches for update in stretch.updates]
         moving, staying = ([*enumerate(1e3 * s for s in seconds)] for seconds in self.seconds)
         curves = [
@@ -213,7 +213,7 @@ def replanned(
     chooses_ratio: bool = False,
     update_s: float = 0.0,
 ) -> Course:
-    """Course of a training of so many ``batches`` with looks at the balance, beside one without.
+    """Course of a training with looks at the balance, beside one without.
 
     ``pipeline`` has the split of the start, ``update_s`` are the seconds of an update.
     """
@@ -368,7 +368,7 @@ def _split(counts: Sequence[int]) -> str:
 
 
 def _move_s(profile: ModelProfile, devices: Devices, decision: Decision) -> float:
-    """Seconds in which the rank that sends most has sent the layers that leave it, with their optimizer states."""
+    """Seconds of the rank that sends most layers, with their optimizer states."""
     sent = [0.0] * len(decision.partition)
     before, after = stages_of_layers(decision.partition), stages_of_layers(decision.better_partition)
     for layer, old, new in zip(profile.layers, before, after, strict=True):

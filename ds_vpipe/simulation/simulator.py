@@ -95,7 +95,7 @@ class Simulation:
 
     @property
     def throughput(self) -> float:
-        """Micro-batches per second in the steady state; overall if there are too few batches to see one."""
+        """Micro-batches per second in the steady state. Overall if there are too few batches to see one."""
         if self.steady_batches is None:
             return self.overall_throughput
         first, last = self.steady_batches
@@ -104,7 +104,7 @@ class Simulation:
 
     @cached_property
     def steady_batches(self) -> tuple[int, int] | None:
-        """The two batches between whose ends the steady state lies; None if there are too few.
+        """The two batches between whose ends the steady state lies. None if there are too few.
 
         A synchronous pipeline is in it at the end of every batch. In an asynchronous one it is looked for in the
         second half of the longest stretch without an end of data, before the pipeline drains.
@@ -131,7 +131,7 @@ class Simulation:
 
     @property
     def steady_bubble(self) -> tuple[float, ...]:
-        """The same for the steady state; for the whole time if there are too few batches to see one."""
+        """The same for the steady state. For the whole time if there are too few batches to see one."""
         window = self.steady_batches
         if window is None:
             return self.bubble
@@ -140,7 +140,7 @@ class Simulation:
 
     @property
     def staleness(self) -> tuple[tuple[float, int], ...]:
-        """Of each rank the mean and the most updates between a forward pass and the update with its gradient."""
+        """Mean and largest staleness of each rank, in updates."""
         return tuple((sum(rank.staleness) / len(rank.staleness), max(rank.staleness)) for rank in self.ranks)
 
     @cached_property
@@ -214,7 +214,7 @@ class SimulatedRank:
         return max(sample.bytes for sample in self.memory)
 
     def run(self) -> set[int]:
-        """Go on to the first receive whose message has not been sent; return the ranks that were sent something."""
+        """Go on to the first receive whose message has not been sent. Return the ranks that were sent something."""
         woken: set[int] = set()
         while (action := self.waiting_for or next(self._program, None)) is not None:
             self.waiting_for = None
@@ -272,7 +272,7 @@ class SimulatedRank:
         return True
 
     def _compute(self, action: Action, seconds: float, version: int | None = None) -> None:
-        """Let a pass or an update take its time; one that takes none is not drawn."""
+        """Let a pass or an update take its time. One that takes none is not drawn."""
         start = self._clock
         self._clock = self.end_s = start + seconds
         self._busy += seconds
@@ -326,7 +326,7 @@ class SimulatedRank:
         self._bytes -= self._cost(part, index).activation_bytes
 
     def _forget_incomplete(self) -> None:
-        """Let go of what belongs to no complete batch, as soon as the rank knows where the data end."""
+        """Free what belongs to no complete batch, once the end of the data is known."""
         _, end, limit = self._filling
         if self._forwarded == end and self._completed >= end - self._pipeline.depths[self.rank]:
             for part, index in [(part, index) for part, index in self._version_of if index >= limit]:

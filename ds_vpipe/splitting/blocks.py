@@ -87,7 +87,7 @@ def _lists(model: nn.Module) -> list[BlockList]:
 
 
 def _expanded(found: BlockList, lists: Sequence[BlockList]) -> BlockList:
-    """With each element that is little more than a list of modules of one class, such as a stage, replaced by those."""
+    """The list with elements that are mostly one inner list replaced by its modules."""
     names: list[str] = []
     modules: list[nn.Module] = []
     for name, module in zip(found.names, found.modules, strict=True):

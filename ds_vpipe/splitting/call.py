@@ -1,4 +1,4 @@
-"""Calls of a user's forward as flat tuples of tensors, which travel from stage to stage, and the loss that comes back.
+"""Calls of a user's forward as flat tuples of tensors, and the loss.
 
 Keywords, nesting, strings and flags do not travel: every rank makes the same calls, so each knows them. A tuple begins
 with an empty tensor whose shape is a fingerprint of all that, which tells a rank which of the calls that it has packed
@@ -44,7 +44,7 @@ class CallForm:
 
 
 class _Travels(NamedTuple):
-    """The place of a tensor in a form, or of a number, whose 64 bits are read by a format of ``struct``."""
+    """Place of a tensor or of a number, by a format of ``struct``, in a form."""
 
     number: str = ""
 

@@ -28,7 +28,7 @@ from ds_vpipe.splitting.output_specs import MadeUpValues
 
 
 class DryRun(ForwardPass):
-    """A pass without any values, on copies of the buffers; behind the blocks with made-up values if told to guess."""
+    """A pass without any values, on copies of the buffers. Behind the blocks with made-up values if told to guess."""
 
     def __init__(self, split: Any, buffers: dict[Where, torch.Tensor], guess: bool) -> None:
         super().__init__(split, sys.maxsize, None)
@@ -68,7 +68,7 @@ class DryRun(ForwardPass):
             self.split.log.dry_run = None
 
     def at(self, place: Place, leaves: Any, form: Any) -> None:
-        """Give values that were made in this piece, or in this call, the source that they have here."""
+        """Mark values made in this piece or call with their source here."""
         function = place.kind == "function"
         within = place.number if place.kind == "result" else OUTSIDE
         self._forms[place] = form
@@ -96,7 +96,7 @@ class DryRun(ForwardPass):
         self._last_use[value.source] = max(self.piece, self._last_use.get(value.source, 0))
 
     def write(self, func: Any, target: MetaTensor) -> None:
-        """Refuse a write into a value of an earlier piece that is known by two tensors, which travel separately."""
+        """Refuse a write into an earlier value that two travelling tensors share."""
         root = target if target.root is None else target.root
         known = [root, *(view() for view in root.views)]
         if sum(value is not None and value.made_in is not None and value.made_in < self.piece for value in known) > 1:
@@ -106,7 +106,7 @@ class DryRun(ForwardPass):
             )
 
     def note_block(self, block: nn.Module) -> None:
-        """See that a block, with all that belongs to it, is used in the running piece."""
+        """Note that the running piece uses a block and all its modules."""
         self.sequence.append(block)
         for slot in self.split.members[id(block)]:
             self.touched.setdefault(str(slot.meta.slot), set()).add(self.piece)
@@ -173,7 +173,7 @@ class DryRun(ForwardPass):
             )
 
     def crossings(self, output: Any) -> Crossings:
-        """The values that cross; of the forward's output the loss travels to the last piece, in an evaluation all.
+        """The values that cross. Of the forward's output the loss travels to the last piece, in an evaluation all.
 
         Raises:
             SplitError: random numbers are drawn, or buffers are used, in a way that cannot be run in pieces.
@@ -209,7 +209,7 @@ class DryRun(ForwardPass):
 
 
 class _Operations(TorchDispatchMode):
-    """Watch for tensors read outside the blocks, and for random numbers drawn there without an activation."""
+    """Watch on reads of tensors and draws of random numbers outside the blocks."""
 
     def __init__(self, dry_run: DryRun) -> None:
         super().__init__()

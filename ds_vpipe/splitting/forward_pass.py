@@ -64,14 +64,14 @@ class Crossings:
     compared: set[tuple[int, int]] = field(default_factory=set)
 
     def mark(self, piece: int) -> torch.Tensor:
-        """An empty tensor whose shape says which values arrive, for ranks whose dry run has found others."""
+        """Empty tensor whose shape identifies the values that arrive. Ranks compare it."""
         sources = [(*source.place, source.leaf) for source in self.arriving[piece]]
         digest = hashlib.sha256(repr(sources).encode()).digest()
         return torch.empty(1, 0, int.from_bytes(digest[:7], "big"), dtype=torch.uint8)
 
 
 class DivergedError(BaseException):
-    """End of a forward that does not go the way that it went in the dry run; may say where."""
+    """End of a forward that differs from its dry run. May say where."""
 
 
 class Finished(BaseException):
@@ -83,7 +83,7 @@ class Finished(BaseException):
 
 
 def parts_with_tensors(result: Any) -> Any:
-    """What a torch function has returned, as a sequence; empty if there is no tensor in it."""
+    """What a torch function has returned, as a sequence. Empty if there is no tensor in it."""
     parts = result if isinstance(result, (tuple, list)) else (result,)
     return parts if any(isinstance(part, torch.Tensor) for part in parts) else ()
 
@@ -172,7 +172,7 @@ class ForwardPass(TorchFunctionMode):
         raise NotImplementedError
 
     def _result(self, at: Place, func: Any, args: Any, kwargs: Any) -> Any:
-        """Result of a torch function that is called at a place, with random numbers of other stages hidden."""
+        """Result of a torch function. Random numbers of other stages are hidden."""
         raise NotImplementedError
 
     def _next_piece(self, value: Any) -> None:
@@ -207,7 +207,7 @@ class Run(ForwardPass):
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Inside, the forward runs; before the first piece its graphs save nothing."""
+        """Inside, the forward runs. Before the first piece its graphs save nothing."""
         with self if self._compare or self._needed else nullcontext(), self._before_start:
             if self.start:
                 self._before_start.enter_context(guards.saving_nothing())
@@ -254,7 +254,7 @@ class Run(ForwardPass):
             raise Finished(self._leaving())
 
     def _compare_names(self) -> None:
-        """See that the piece that ends has called the functions outside the blocks that it called without values.
+        """Compare the functions that the ending piece has called with the dry run's.
 
         The first micro-batch is compared: whatever a dry run does not see alike, as code that asks for the class of a
         tensor does, would else compute something else without a word.
@@ -283,7 +283,7 @@ class Run(ForwardPass):
         return (self._crossings.mark(self._stop), *(self._found[source] for source in sources))
 
     def _arrive(self) -> None:
-        """Put values into the places of meta tensors; from here on everything has values."""
+        """Put values into the places of meta tensors. From here on everything has values."""
         self._before_start.close()
         self._hook = guards.saved_tensors_hook()
         if guards.drawn_between(self.before, guards.random_states()):

@@ -83,7 +83,7 @@ class ForwardSplit:
         return self._by_name[str(name)]
 
     def thin(self, pieces: int) -> bool:
-        """Leave cuts out that more than the least number of values cross, if so many pieces remain without them.
+        """Leave out cuts that many values cross, if ``pieces`` remain.
 
         Returns:
             Some have been left out, so that all crossings are gone.
@@ -102,7 +102,7 @@ class ForwardSplit:
     # Which piece has what
 
     def assign(self, dry: DryRun | None) -> None:
-        """Give every parameter and buffer to the pieces that use it, or else by where it is registered.
+        """Assign parameters and buffers to pieces, by use or by registration.
 
         If nothing is known, parameters of the modules around the blocks themselves belong to both ends.
         """
@@ -133,7 +133,7 @@ class ForwardSplit:
         return form.fingerprint, self.model.training, torch.is_grad_enabled()
 
     def try_out(self, form: CallForm, call: Call, *, to_the_end: bool = True) -> DryRun:
-        """Run a call without any parameter, to find out what crosses and which pieces use what.
+        """Dry run of a call: which values cross, and which pieces use what.
 
         If not ``to_the_end``, the forward may fail behind the last block, as a loss does whose labels are made up.
 
@@ -241,7 +241,7 @@ class ForwardSplit:
         return output
 
     def _hidden(self, start: int, stop: int) -> tuple[list[ParameterSlot], ExitStack]:
-        """Slots without their parameters at first, and what puts back those that the run has from its first piece."""
+        """Slots hidden at first, and a stack that restores those of the run."""
         hidden, before_start, run = [], ExitStack(), set(range(start, stop))
         for slot in self._slots:
             here = slot.parameter is not None and not run.isdisjoint(slot.pieces)
@@ -272,7 +272,7 @@ class ForwardSplit:
                 slot.rest()
 
     def _intercepting_class(self, own: type[nn.Module]) -> type[nn.Module]:
-        """Class for blocks of a class while the forward runs, whose calls go to the handler.
+        """Class of blocks while the forward runs. Their calls go to the handler.
 
         It is made as ``torch.nn.utils.parametrize`` makes classes. A block that runs is of its own class again.
         """

@@ -49,7 +49,7 @@ def untouched_generators() -> Iterator[None]:
 
 @contextmanager
 def own_buffers(model: nn.Module, only: Collection[Where] | None = None) -> Iterator[dict[Where, torch.Tensor]]:
-    """Inside, a module has copies of its buffers, or only of some, which are what it gives."""
+    """Context in which a module has copies of its buffers, or of some. Yields the copies."""
     kept = [
         (module, key, buffer)
         for module in model.modules()
@@ -68,7 +68,7 @@ def own_buffers(model: nn.Module, only: Collection[Where] | None = None) -> Iter
 
 @contextmanager
 def own_numbers(model: nn.Module) -> Iterator[None]:
-    """Numbers that modules have as attributes, such as counters, are afterwards what they were before."""
+    """Context after which modules' number attributes, such as counters, are as before."""
     kept = [
         (module, {key: value for key, value in module.__dict__.items() if type(value) in (int, float)})
         for module in model.modules()
@@ -93,7 +93,7 @@ def saving_nothing() -> Iterator[None]:
 
 
 def saved_tensors_hook() -> int:
-    """Identifies the hook that sees what graphs save here, such as a checkpointed function's; 0 if there is none."""
+    """Identifies the hook that sees what graphs save here, such as a checkpointed function's. 0 if there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return id(hooks[0]) if hooks else 0
 

@@ -32,11 +32,11 @@ _VALUE_FREE = {
 
 
 class SplitError(VPipeConfigError):
-    """A model cannot be split, or a call of it cannot be run in pieces; one line with reason, place and remedy."""
+    """A model cannot be split, or a call of it cannot be run in pieces. One line with reason, place and remedy."""
 
 
 class ValueNeededError(SplitError):
-    """Code looks at the value of a meta tensor, or writes it into one that has values."""
+    """Use of a meta tensor's value, or a write of it into a real tensor."""
 
 
 def place() -> str:
@@ -66,7 +66,7 @@ class AccessLog:
         return piece
 
     def note(self, func: Any, absent: list[MetaTensor], target: torch.Tensor | None, meets_present: bool) -> None:
-        """See an operation with ``absent`` arguments, and perhaps present ones, that may write to ``target``.
+        """Note an operation on ``absent`` tensors that may write to ``target``.
 
         Raises:
             SplitError: it cannot be right.
@@ -128,7 +128,7 @@ class MetaTensor(torch.Tensor):
         return MetaTensor(self.bare, self.device, self.access_log, self.origin, self.slot, self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """On another rank it is a tensor of the meta device, which has a shape and a type alone too."""
+        """Pickled as a tensor of the meta device."""
         return _valueless, (tuple(self.shape), self.dtype)
 
     def looked_at(self, func: Any) -> ValueNeededError:
@@ -238,7 +238,7 @@ class _Computed(torch.autograd.Function):
 
 
 def renewed(leaves: Sequence[Any], origin: str, kept: Collection[int] = ()) -> list[Any]:
-    """``leaves`` with new meta tensors but for those ``kept``, by ``id``, as a block returns them.
+    """``leaves`` with new meta tensors, those in ``kept`` left as they are.
 
     Those that require a gradient have a graph; what occurs twice is one tensor again.
     """
@@ -265,7 +265,7 @@ def _bare(value: Any) -> Any:
 
 
 def _computed_bare(func: Any, args: Any, kwargs: dict[str, Any], known: dict[Any, Any]) -> Any:
-    """What ``func`` gives on the meta device; the same is not computed twice.
+    """What ``func`` gives on the meta device. The same is not computed twice.
 
     Shapes repeat from micro-batch to micro-batch, and operations on the meta device take longer than a look-up.
     """
@@ -279,14 +279,14 @@ def _computed_bare(func: Any, args: Any, kwargs: dict[str, Any], known: dict[Any
 
 
 def _outline(value: Any) -> Any:
-    """What the result of an operation may depend on; numbers with their type, which decides that of the result."""
+    """What the result of an operation may depend on. Numbers with their type, which decides that of the result."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     return type(value), value if value.__hash__ is not None else repr(value)
 
 
 def written(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """First tensor that an operation writes to, by its schema; None if it writes to none."""
+    """First tensor that an operation writes to, by its schema. None if it writes to none."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -301,7 +301,7 @@ def _needs_values(func: Any, error: Exception) -> bool:
 
 
 def put_value(absent: torch.Tensor, value: torch.Tensor) -> None:
-    """Make the tensor that all code knows as ``absent`` a view of ``value`` that may be written to."""
+    """Turn ``absent``, in place, into a writable view of ``value``."""
     if (absent.shape, absent.dtype) != (value.shape, value.dtype):
         raise SplitError(
             f"{absent!r}: got a value of shape {list(value.shape)} and {value.dtype} from the stage before; allowed "

@@ -14,7 +14,7 @@ from ds_vpipe.splitting.meta_tensor import SplitError
 
 
 class _OneStageHook:
-    """Hook on a model of which a rank has one stage; copies of the model have the same one."""
+    """Hook on a model of which a rank has one stage. Copies of the model have the same one."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self
@@ -67,7 +67,7 @@ class StateHooks(_OneStageHook):
         self._outermost = module, paths[0], prefix
 
     def _end(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-        """A state dict of ``module`` is there; if it is not a part of another one, it becomes whole."""
+        """A state dict of ``module`` is there. If it is not a part of another one, it becomes whole."""
         if self._parts or self._outermost is None or self._outermost[0] is not module:
             return
         path, self._outermost = self._outermost[1], None
@@ -93,7 +93,7 @@ class StateHooks(_OneStageHook):
 
 
 def in_order(module: nn.Module, names: Iterable[str]) -> list[str]:
-    """``names`` in the order of the whole ``module.state_dict()``; others than that has come last."""
+    """``names`` in the order of the whole ``module.state_dict()``. Others than that has come last."""
     position: dict[str, int] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for key in (*part._parameters, *part._buffers, _EXTRA_STATE_KEY_SUFFIX):
@@ -102,7 +102,7 @@ def in_order(module: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 class DirectCalls(_OneStageHook):
-    """Forward hook for calls of a model by others than its engine, which are those while ``runs.running`` is false.
+    """Forward hook for calls of a model outside its engine, while ``runs.running`` is false.
 
     In ``eval()`` mode or without gradients they are handed to the engine. Others are refused, and calls of copies of
     the model, which have weights of their own.

@@ -19,7 +19,7 @@ _MADE_UP = "a value that a block has made"
 
 
 class RetryError(BaseException):
-    """End of a forward in which a block, or code behind all blocks, has turned out to look at values.
+    """End of a forward that has turned out to look at values.
 
     What it has done by then is done again.
     """
@@ -30,7 +30,7 @@ class RetryError(BaseException):
 
 
 class MadeUpValues(TorchDispatchMode):
-    """Made-up values for meta tensors, zeros at first, for code that looks at values and whose specs are wanted.
+    """Made-up values for meta tensors, zeros at first, where code looks at values.
 
     Whatever is computed inside is a meta tensor, too, so that no made-up value gets out. Of tensors with values it may
     write to those in ``own``; by default to all.
@@ -140,7 +140,7 @@ class OutputSpecs:
         self._known.clear()
 
     def run(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool, list[Where]]:
-        """Outputs of a block, whether it writes into tensors from outside, and which buffers it writes to.
+        """Outputs of a block, whether it writes outside, and its written buffers.
 
         Raises:
             RetryError: it has turned out to look at values, and is run with made-up ones from now on.
@@ -185,7 +185,7 @@ def _attributes(block: nn.Module) -> list[tuple[int, str, int, int]]:
 
 
 def _without_guesses(block: nn.Module, outputs: Any, given: list[Any]) -> Any:
-    """Other meta tensors in their places, so that no graph keeps the block's made-up values."""
+    """Outputs with new meta tensors. No graph keeps the block's made-up values."""
     leaves, spec = tree_flatten(outputs)
     for leaf in leaves:
         if isinstance(leaf, (bool, int, float)):
@@ -205,7 +205,7 @@ def _kept(leaf: Any, places: Mapping[int, int]) -> Any:
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Leaves of a call's arguments, and their nesting; most calls have none, and this runs in every pass."""
+    """Leaves of a call's arguments, and their nesting. Most calls have none, and this runs in every pass."""
     leaves = [*args, *kwargs.values()]
     if all(leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str)) for leaf in leaves):
         return leaves, (len(args), *kwargs)

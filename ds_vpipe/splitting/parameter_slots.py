@@ -1,4 +1,4 @@
-"""Slots of a model's parameters, each of which holds the parameter or a meta tensor in its stead.
+"""Slots of a model's parameters: each holds the parameter or a meta tensor.
 
 Between calls a parameter of another stage is a plain attribute, so that ``parameters()`` and ``state_dict()`` know
 nothing of it. While the user's forward runs it is among the module's parameters, because code such as
@@ -34,7 +34,7 @@ class ParameterSlot:
         self._forward = vars(module).get("forward")  # that somebody has put on this module
 
     def put(self, value: torch.Tensor | None) -> None:
-        """Let the module have ``value`` as its parameter, or none, but the meta tensor as an attribute."""
+        """Set the module's parameter. With None, the meta tensor becomes an attribute."""
         attributes = self.module.__dict__
         self.module._parameters[self.key] = value  # type: ignore[assignment]
         if value is None:
@@ -69,7 +69,7 @@ class ParameterSlot:
         return meta
 
     def follow(self) -> bool:
-        """Let the meta tensor require a gradient if the parameter here does; whether that is new."""
+        """Let the meta tensor require a gradient if the parameter here does. Returns whether that is new."""
         if self.parameter is None or self.parameter.requires_grad == self.meta.requires_grad:
             return False
         self.meta.requires_grad = self.parameter.requires_grad
@@ -92,19 +92,19 @@ def _is_packed(module: nn.Module, key: str, parameter: torch.Tensor) -> bool:
 
 
 def _linear(module: Any, meta: MetaTensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Output of a linear layer whose quantized weight is absent; its own forward needs more than the shape of that."""
+    """Output of a linear layer whose quantized weight is absent. Its own forward needs more than the shape of that."""
     weight = meta.new_empty((module.out_features, module.in_features), dtype=inputs.dtype)
     bias = None if module.bias is None else module.bias.to(inputs.dtype)
     return nn.functional.linear(inputs, weight, bias)
 
 
 def _bare(parameter: torch.Tensor) -> torch.Tensor:
-    """A plain tensor without values, also for a parameter of a class of its own."""
+    """A plain tensor without values, whatever the parameter's class."""
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
 
 
 def slots_of(model: nn.Module, log: AccessLog) -> list[ParameterSlot]:
-    """All slots in the order of ``model.state_dict()``; a shared parameter has several.
+    """All slots in the order of ``model.state_dict()``. A shared parameter has several.
 
     Meta tensors are where the parameters are, or on the CPU for those on the meta device.
     """
@@ -124,7 +124,7 @@ def slots_of(model: nn.Module, log: AccessLog) -> list[ParameterSlot]:
 
 
 def empty_parameter(parameter: nn.Parameter) -> None:
-    """Take the values of a parameter; shape and type stay for a script that has it in a list.
+    """Take the values of a parameter. Shape and type stay for a script that has it in a list.
 
     One that something else refers to in ways that torch cannot follow stays as it is.
     """
@@ -134,7 +134,7 @@ def empty_parameter(parameter: nn.Parameter) -> None:
 
 
 def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.device) -> None:
-    """Allocate what is on the meta device and initialise it as the model itself does.
+    """Allocate and initialise what is on the meta device.
 
     A module is initialised by the ``_init_weights(module)`` of the innermost module around it that has one, as Hugging
     Face's models do, or by its own ``reset_parameters()``. Random numbers are drawn from the current generators.
@@ -158,7 +158,7 @@ def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.
 
 
 def materialise_buffers(model: nn.Module, slots: Sequence[ParameterSlot]) -> None:
-    """Give values on the CPU to buffers on the meta device, which every stage needs; parameters stay as they are.
+    """Give values on the CPU to buffers on the meta device, which every stage needs. Parameters stay as they are.
 
     Raises:
         SplitError: an adapter is on the meta device.

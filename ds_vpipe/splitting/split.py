@@ -23,7 +23,7 @@ _SAMPLES, _LENGTH, _MOST, _IMAGE = 2, 8, 8, 224
 
 
 def split_in_process(model: nn.Module, num_stages: int, example: Call | None = None) -> StageModel:
-    """Find pieces of a plain module, at least ``num_stages``; the result still holds all of them.
+    """Find pieces of a plain module, at least ``num_stages``. The result still holds all of them.
 
     The example is a call's positional and keyword arguments; by default, and if the forward does not take those, the
     model's ``dummy_inputs``.
@@ -75,7 +75,7 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
 
 
 def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_stages: int) -> str | None:
-    """Find out which piece uses what; returns why these blocks will not do, or None.
+    """Find out which piece uses what. Returns why these blocks will not do, or None.
 
     Without an example, and if neither the model's own nor a guess is to the forward's liking, pieces stay as modules
     are registered: every first real call is tried out too, and refused if that was wrong.
@@ -148,7 +148,7 @@ def as_call(batch: Any) -> Call:
 
 
 def from_data(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> Call | None:
-    """A call with the first samples of ``initialize(training_data=...)``; None if it has no samples by index."""
+    """A call with the first samples of ``initialize(training_data=...)``. None if it has no samples by index."""
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
         return None
     samples = [data[index % len(data)] for index in range(_SAMPLES)]
@@ -156,7 +156,7 @@ def from_data(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> C
 
 
 def own_example(model: nn.Module) -> Call | None:
-    """A call with the model's ``dummy_inputs``, as Hugging Face's have them; None if its forward does not take them.
+    """A call with the model's ``dummy_inputs``, as Hugging Face's have them. None if its forward does not take them.
 
     A class that derives from one of theirs inherits it, whatever its own forward takes.
     """
@@ -168,7 +168,7 @@ def own_example(model: nn.Module) -> Call | None:
 
 
 def takes(model: nn.Module, call: Call) -> bool:
-    """Whether the signature of the model's forward allows a call; its types are not looked at."""
+    """Whether the signature of the model's forward allows a call. Its types are not looked at."""
     try:
         inspect.signature(model.forward).bind(*call[0], **call[1])
     except TypeError:
@@ -177,7 +177,7 @@ def takes(model: nn.Module, call: Call) -> bool:
 
 
 def guesses(model: nn.Module) -> Iterator[Call]:
-    """Calls with token indices, int64 zeros [2, 8], for every argument that has to be given.
+    """Calls with token indices, int64 zeros [2, 8], for required arguments.
 
     If that is one, it may also be a batch of several tensors. Forwards with the names that Hugging Face's models give
     to their inputs may want those by keyword, as encoders with a decoder do, and models of images.

@@ -143,7 +143,7 @@ class StageModel:
         self._refresh()
 
     def take(self, pieces: Iterable[int]) -> None:
-        """Have these pieces from now on, after :meth:`release`; parameters that were not here have no values yet."""
+        """Have these pieces from now on, after :meth:`release`. Parameters that were not here have no values yet."""
         self._kept = frozenset(pieces)
         here = {slot.tie: slot.parameter for slot in self._slots if slot.parameter is not None}
         for slot in self._slots:
@@ -174,7 +174,7 @@ class StageModel:
         self._refresh()
 
     def own_parameters(self, given: Iterable[Any]) -> list[Any]:
-        """Of a script's ``model_parameters``, what this stage has, in the same order; groups may become empty.
+        """Of a script's ``model_parameters``, what this stage has, in the same order. Groups may become empty.
 
         A parameter that was on the meta device is replaced by the one that has its values.
         """
@@ -207,7 +207,7 @@ class StageModel:
         return found
 
     def own_state(self, read: Callable[[], Any]) -> Any:
-        """A state dict that ``read`` makes, with what is here, and nothing of other stages."""
+        """State dict of what is here, made by ``read``."""
         return read() if self.state_hooks is None else self.state_hooks.own_state(read)
 
     def _refresh(self) -> None:
@@ -236,7 +236,7 @@ class StageModel:
         self._refresh()
 
     def _follow(self) -> None:
-        """Give what is absent the types and devices of what is here; DeepSpeed casts parameters one by one.
+        """Give what is absent the types and devices of what is here. DeepSpeed casts parameters one by one.
 
         Of those that parameters with the same ones at first have now, an absent one gets the first.
         """
@@ -334,7 +334,7 @@ class StageModel:
         return find_loss(output)
 
     def take_output(self) -> Any:
-        """What the forward returned the last time without gradients, whole; then forget it."""
+        """What the forward returned the last time without gradients, whole. Then forget it."""
         output, self._last_output = self._last_output, None
         return tree_map_only(torch.Tensor, torch.Tensor.detach, output) if tree_leaves(output) else output
 

@@ -1,1 +1,1 @@
-"""What every rank did or will do and when, in one form for plans, simulations and recordings."""
+"""Timelines of ranks, in one form for plans, simulations and recordings."""

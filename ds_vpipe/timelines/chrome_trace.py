@@ -66,7 +66,7 @@ def _events(process: int, timeline: Timeline) -> Iterator[Event]:
 
 
 def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
-    """Passes and waiting in lane 0; transfers in the first further lane in which nothing overlaps them."""
+    """Passes and waiting in lane 0. Transfers in the first further lane in which nothing overlaps them."""
     lanes: list[list[Span]] = [[]]
     for span in spans:
         if span.category is not Category.TRANSFER:

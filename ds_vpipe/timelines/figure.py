@@ -1,4 +1,4 @@
-"""Figures of timelines, drawn by matplotlib; the suffix of the file says whether SVG or PNG.
+"""Figures of timelines, drawn by matplotlib. The suffix of the file says whether SVG or PNG.
 
 A row per rank. Its bar has passes, updates and waiting; transfers, which run beside them, are a strip below. Bars carry
 the number of their micro-batch where it fits. matplotlib is imported where it draws and without pyplot, so that
@@ -58,7 +58,7 @@ def unit_for(timeline: Timeline, seconds: float) -> tuple[float, str]:
 
 
 def default_width(timeline: Timeline, seconds: float) -> float:
-    """Pixels for ``seconds`` with which numbers fit into most passes, within limits of a screen and of a picture."""
+    """Width in pixels at which numbers fit into most passes, within limits."""
     lengths = [span.duration for span in timeline.spans if span.category is Category.FORWARD and span.duration > 0]
     return min(_WIDEST, max(_NARROWEST, seconds / statistics.median(lengths) * _PASS_WIDTH)) if lengths else _NARROWEST
 
@@ -136,7 +136,7 @@ def timeline_figure(timeline: Timeline, width: float | None = None, window: Wind
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a picture, by its points; ``bold`` ones are ours, ``dashed`` ones a reference."""
+    """One line of a picture, by its points. ``bold`` ones are ours, ``dashed`` ones a reference."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -145,7 +145,7 @@ class Curve:
 
 
 def draw(to: Path | str | io.StringIO, panels: dict[str, list[Curve]], x: str, y: str, log: bool = False) -> None:
-    """Draw curves, a panel per title, to a PNG or SVG file or a stream; ``log`` for an ``x`` of powers of two."""
+    """Draw curves, a panel per title, to a PNG or SVG file or a stream. ``log`` for an ``x`` of powers of two."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -196,7 +196,7 @@ def loss_svg(timelines: Sequence[Timeline]) -> str:
 
 
 def _save(figure: Figure, to: Any, form: str) -> None:
-    """Write the figure without dates and versions, so that the same timeline gives the same file."""
+    """Write the figure without dates: the same timeline gives the same file."""
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if form == "svg" else {"Software": None}
     figure.savefig(to, format=form, dpi=_SHARPNESS / _PIXEL, metadata=metadata)
 
@@ -228,7 +228,7 @@ def legend(timeline: Timeline) -> tuple[list[tuple[str, str]], str]:
 
 
 def colour_of(span: Span, later: int) -> str:
-    """Fill of a span; passes of later parts of the model on the same rank are mixed with white."""
+    """Fill of a span. Passes of later parts of the model on the same rank are mixed with white."""
     colour = COLOURS[span.category]
     keep = 0.62**later if span.category in (Category.FORWARD, Category.BACKWARD) else 1.0
     channels = (round(255 - (255 - int(colour[at : at + 2], 16)) * keep) for at in (1, 3, 5))
@@ -236,5 +236,5 @@ def colour_of(span: Span, later: int) -> str:
 
 
 def ink_on(fill: str) -> str:
-    """Colour of text that is legible on ``fill``; only a forward pass is dark."""
+    """Colour of text that is legible on ``fill``. Only a forward pass is dark."""
     return "#ffffff" if fill == COLOURS[Category.FORWARD] else _INK

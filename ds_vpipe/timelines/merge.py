@@ -1,4 +1,4 @@
-"""One timeline out of the recordings of all ranks, whose clocks are related by the messages between them.
+"""One timeline of all ranks' recordings. Messages relate their clocks.
 
 No message arrives before it was sent. With offsets o that make the clocks agree, a message from a to b says
 ``end of receive + o_b >= start of send + o_a``, so ``o_b - o_a`` is at least the largest ``start - end`` of all
@@ -35,7 +35,7 @@ class Message(NamedTuple):
 
 
 class ClockOffset(NamedTuple):
-    """Seconds to add to the times of a clock to have them on the reference's, and their largest error."""
+    """Seconds from a clock to the reference, and their largest error."""
 
     seconds: float
     uncertainty: float
@@ -110,7 +110,7 @@ def read_recordings(folder: str | os.PathLike[str]) -> list[Recording]:
 
 
 def merge(recordings: Sequence[Recording], replica: int = 0) -> Timeline:
-    """Bring the ranks' times onto one clock, let them begin at 0 and put them together.
+    """Timeline of all ranks on one clock that begins at 0.
 
     There has to be one per rank of the ``replica``. A rank whose ring buffer has lost spans knows nothing of the time
     before its oldest one, so that the timeline begins where all such ranks begin.
@@ -179,6 +179,6 @@ def _shifted(recording: Recording, seconds: float) -> Recording:
 
 
 def _cut(recording: Recording, begin: float) -> Recording:
-    """Leave out everything that ended before ``begin``; no memory is known before its first sample after that."""
+    """Leave out everything that ended before ``begin``. No memory is known before its first sample after that."""
     spans = [span._replace(start=max(span.start, begin)) for span in recording.spans if span.end > begin]
     return replace(recording, spans=spans, memory=[m for m in recording.memory if m.time >= begin])

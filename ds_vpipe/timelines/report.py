@@ -57,7 +57,7 @@ def html_report(timelines: Sequence[Timeline], title: str = "Pipeline report", w
 
 
 def _data(timeline: Timeline, longest: float) -> dict[str, Any]:
-    """Bars and memory of a timeline for the script, by rank; a bar is start, end, text, label, colour and version."""
+    """Bars and memory of a timeline for the script, by rank. A bar is start, end, text, label, colour and version."""
     ranks: list[dict[str, Any]] = []
     for rank in range(timeline.num_ranks):
         samples = sorted((sample.time, sample.bytes) for sample in timeline.memory if sample.rank == rank)
@@ -88,7 +88,7 @@ def _legend(timeline: Timeline) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table; cells that begin with a tag are taken as they are."""
+    """An HTML table. Cells that begin with a tag are taken as they are."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         texts = (cell if cell.startswith("<div") else escape(cell) for cell in cells)

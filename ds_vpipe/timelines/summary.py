@@ -86,7 +86,7 @@ def summarize(timeline: Timeline, window: Window | None = None) -> Summary:
 
 
 def steady_window(timeline: Timeline) -> tuple[float, float] | None:
-    """Time in which the pipeline neither fills nor drains, or None if there is none.
+    """Time in which the pipeline neither fills nor drains, if any.
 
     It begins when every rank has ended its first backward pass and ends when some rank starts its last forward
     pass. In a synchronous pipeline it still holds the drains between batches, as it should.
@@ -109,7 +109,7 @@ def _waits(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
 
 
 def _seconds(spans: Sequence[Span], start: float, end: float) -> dict[Category, float]:
-    """Sweep over the instants at which something begins or ends, and give each piece to one category."""
+    """Seconds of each category. A sweep gives each instant to one."""
     changes: list[tuple[float, int, Category]] = []
     for span in spans:
         begin, stop = max(span.start, start), min(span.end, end)

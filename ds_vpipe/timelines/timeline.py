@@ -60,7 +60,7 @@ class Span(NamedTuple):
 
     @property
     def part(self) -> int:
-        """Part of the model, 0..P-1; the rank if each rank holds one part."""
+        """Part of the model, 0..P-1. The rank if each rank holds one part."""
         return self.rank if self.action.part is None else self.action.part
 
     @property
@@ -129,7 +129,7 @@ class Timeline:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Timeline:
-        """The inverse of :meth:`to_json`; a :class:`Recording` if ``content`` is of one rank.
+        """The inverse of :meth:`to_json`. A :class:`Recording` if ``content`` is of one rank.
 
         Raises:
             VPipeConfigError: ``content`` is not a timeline. One line names the first fault.

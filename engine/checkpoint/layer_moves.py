@@ -78,7 +78,7 @@ def repartition(
 
 
 def move_layers(engine: PatchedPipelineEngine, stage: Stage, counts: Sequence[int]) -> None:
-    """Split the model anew; all ranks call this, with nothing in flight and one version of the weights.
+    """Split the model anew. All ranks call this, with nothing in flight and one version of the weights.
 
     Args:
         engine: gets the optimizer's parameters and states of its new layers.
@@ -190,7 +190,7 @@ def _layers(module: PipelineModule) -> dict[int, Any]:
 
 
 def _moves(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Layers that change hands, each with its stage before and its stage now; in the same order on all ranks."""
+    """Layers that change hands, each with its stage before and its stage now. In the same order on all ranks."""
     for index in range(new[-1]):
         source, target = bisect(old, index) - 1, bisect(new, index) - 1
         if source != target:
@@ -215,7 +215,7 @@ def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState]) -> d
 
 
 def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, Any]) -> dict[str, ParameterState]:
-    """Give a layer that was built the values of the one that it replaces; returns the states of its parameters."""
+    """Give a layer that was built the values of the one that it replaces. Returns the states of its parameters."""
     if not content:
         return {}
     shapes = [  # extra state of a layer has none
@@ -256,7 +256,7 @@ def _receive(stage: Stage, source: int) -> Any:
 
 
 def _groups(module: PipelineModule, homes: Mapping[str, tuple[int, int]], count: int) -> list[list[torch.nn.Parameter]]:
-    """The module's parameters that are trained, each in the parameter group that it was in."""
+    """The module's trained parameters in their former groups."""
     groups: list[list[torch.nn.Parameter]] = [[] for _ in range(count)]
     parameters = {id(parameter): parameter for parameter in module.parameters()}
     for key, name in parameter_names(module).items():

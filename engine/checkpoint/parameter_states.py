@@ -116,7 +116,7 @@ def write_states(
 def with_owners_states(
     engine: PipelineEngine, ties: TiedWeights, gather: Callable[[Any], list[Any]]
 ) -> dict[str, Any] | None:
-    """The optimizer's state dict with the owners' states of tied weights; None on a stage without copies of any.
+    """The optimizer's state dict with the owners' states of tied weights. None on a stage without copies of any.
 
     DeepSpeed's own engine updates every copy of a tied weight by itself and keeps them equal by equal states. Here a
     stage with a copy never updates it, so that its optimizer's state of it has no use; the owner's in a checkpoint is
@@ -149,7 +149,7 @@ def with_owners_states(
 def _replaced(
     own: ParameterState, master: torch.Tensor | None, state: Mapping[str, Any], keep_numbers: bool
 ) -> ParameterState:
-    """The owner's state in place of a copy's; numbers that its whole parameter group shares stay the copy's."""
+    """The owner's state in place of a copy's. Numbers that its whole parameter group shares stay the copy's."""
     values = {
         key: own.state[key]
         if keep_numbers and key in own.state and not (isinstance(value, torch.Tensor) and value.dim() > 0)

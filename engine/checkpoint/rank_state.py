@@ -41,7 +41,7 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
 def saved_split(
     engine: PatchedPipelineEngine, folder: Path
 ) -> tuple[Sequence[int], list[int], Sequence[float] | None, Sequence[int] | None] | None:
-    """Layers of every stage where the run began and in its checkpoint, ratios and depths; None if there are none."""
+    """Layers of every stage where the run began and in its checkpoint, ratios and depths. None if there are none."""
     file = _file(engine, folder, 0)
     state = torch.load(file, weights_only=False) if file.is_file() else {}
     stages, *edges = state.get("parts") or [0]

@@ -75,7 +75,7 @@ def load_reshaped(
     load_module_only: bool = False,
     custom_load_fn: Any = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint by parameter into an engine that is not training at the moment; all ranks call it.
+    """Load a checkpoint by parameter into an engine that is not training at the moment. All ranks call it.
 
     Args:
         engine: its versions of weights, if it has any, must be made anew afterwards.
@@ -111,7 +111,7 @@ def load_reshaped(
 
 
 def take_counters(engine: PipelineEngine, content: Mapping[str, Any], with_lr_scheduler: bool) -> None:
-    """Go on with what belongs to a stage rather than to a layer, as a stage's file has it."""
+    """Restore counters and schedule of a stage from a stage's file."""
     if with_lr_scheduler and engine.lr_scheduler is not None and content["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(content["lr_scheduler"])
     engine.global_steps = content["global_steps"]

@@ -97,7 +97,7 @@ class Checkpoints:
                 _clean(folder)
 
     def write(self, work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Write files, and keep a failure until all ranks are past DeepSpeed's own waiting for each other."""
+        """Write files. A failure is kept until all ranks are past DeepSpeed's barriers."""
         try:
             work(*args, **kwargs)
         except Exception as error:
@@ -176,7 +176,7 @@ class Checkpoints:
         return path, client_state
 
     def _refuse_damage(self, folder: Path, what: str) -> None:
-        """Refuse files that are not as they were written; each is read by one of the ranks that see the same."""
+        """Refuse files that are not as they were written. Each is read by one of the ranks that see the same."""
         with self._stage.consensus.all_or_none(what):
             files = files_of(folder)
             facts = [(str(file), (found := file.stat()).st_ino, found.st_size, found.st_mtime_ns) for file in files]
@@ -204,7 +204,7 @@ class Checkpoints:
 
 
 def _put_in_place(unfinished: Path, folder: Path, latest: Path | None) -> None:
-    """Rename a complete checkpoint and let ``latest`` name it; one of the same name stays until then."""
+    """Rename a complete checkpoint and let ``latest`` name it. One of the same name stays until then."""
     previous = previous_folder(folder)
     if folder.exists():
         shutil.rmtree(previous, ignore_errors=True)
@@ -237,7 +237,7 @@ def _sync(path: Path) -> None:
 
 
 def _put_own_in_place(unfinished: Path, folder: Path, latest: Path | None, rank: int) -> None:
-    """:func:`_put_in_place` on a machine whose file system the first rank does not share; where it does, nothing.
+    """:func:`_put_in_place` on a machine whose file system the first rank does not share. Where it does, nothing.
 
     Whether ``unfinished`` is still there is not asked, since a network file system may answer from memory: a
     renaming is done or refused where the folder is.
@@ -258,7 +258,7 @@ def _clean(folder: Path) -> None:
 
 
 def _recover(folder: Path) -> None:
-    """Undo a renaming that was interrupted half-way; several ranks may call it at the same time."""
+    """Undo a renaming that was interrupted half-way. Several ranks may call it at the same time."""
     if not folder.exists():
         with suppress(FileNotFoundError):
             os.replace(previous_folder(folder), folder)

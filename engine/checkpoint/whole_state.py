@@ -1,4 +1,4 @@
-"""State dicts of the whole model on every rank of a pipeline, each of which has the parameters of one stage.
+"""State dicts of the whole model on every rank of a pipeline.
 
 Every stage lists its entries; then each goes from its owner to the others through host memory, one at a time. All ranks
 of a pipeline have to call for it. A rank whose script has ended takes part in the calls of the others, so that
@@ -64,7 +64,7 @@ class _Request:
 
 
 class WholeModel:
-    """State dicts of the whole model, gathered from all stages; all ranks of a pipeline have one."""
+    """State dicts of the whole model, gathered from all stages. All ranks of a pipeline have one."""
 
     def __init__(self, engine: Engine, stage: Stage) -> None:
         self._engine: Engine | None = engine  # drains before weights are gathered, until leave()
@@ -83,7 +83,7 @@ class WholeModel:
         self._engine = None
 
     def save(self, save_dir: str, save_filename: str, exclude_frozen: bool) -> None:
-        """Gather the weights on rank 0 and write them; the file appears when it is complete."""
+        """Gather the weights on rank 0 and write them. The file appears when it is complete."""
         what = f"save_16bit_model({str(save_dir)!r})"
         state_dict = self.full_state_dict(what, True, exclude_frozen)
         with self._consensus.all_or_none(what):
@@ -95,7 +95,7 @@ class WholeModel:
                 os.replace(part, path)
 
     def full_state_dict(self, what: str, rank0_only: bool, exclude_frozen: bool) -> dict[str, torch.Tensor]:
-        """A copy of the whole state dict in host memory; see ``VPipeEngine.full_state_dict()``."""
+        """A copy of the whole state dict in host memory. See ``VPipeEngine.full_state_dict()``."""
         module = self._module
         slices = module.mpu().get_slice_parallel_world_size()
         if slices > 1:
@@ -123,7 +123,7 @@ class WholeModel:
     def gather(
         self, own: Mapping[str, Any], what: str, path: str = "", rank0_only: bool = False, copied: bool = False
     ) -> dict[str, tuple[Any, Any]]:
-        """The entries of all stages; all ranks of the pipeline call it.
+        """The entries of all stages. All ranks of the pipeline call it.
 
         Args:
             own: this stage's entries.
@@ -182,7 +182,7 @@ class WholeModel:
             self._engine.weights_were_set()
 
     def refuse_written(self, call: str) -> None:
-        """Refuse ``call`` if the script has written into a state dict that was a copy, as if it were the model.
+        """Refuse ``call`` if the script has written into a copied state dict.
 
         Raises:
             VPipeError: it has.
@@ -217,7 +217,7 @@ class WholeModel:
                     self._exchange(own(request.path), request, what)
 
     def _homes(self) -> Mapping[str, tuple[str, int]]:
-        """Names and stages of values by name in the whole state dict; of others the first stage that has the name."""
+        """Names and stages of values by name in the whole state dict. Of others the first stage that has the name."""
         if isinstance(self._module, SplitModule):
             return self._module.homes()
         names = filter(is_outside_layers, self._module.state_dict())
@@ -264,7 +264,7 @@ class WholeModel:
 
     @contextmanager
     def _all_calling(self, what: str) -> Iterator[None]:
-        """Warn after a while of ranks that have not called, and refuse the call in the end if there are any."""
+        """Context that warns of ranks that have not called, and in the end refuses."""
         self._calls += 1
         name, ranks = self._consensus.pipeline
         store = dist.distributed_c10d._get_default_store()
@@ -308,7 +308,7 @@ def _entry(value: Any, apart: str | None) -> _Entry:
 
 
 def _named_apart(entries: list[dict[str, _Entry]]) -> list[dict[str, _Entry]]:
-    """Entries of all stages, with names by layer for those whose names an earlier stage has for something else."""
+    """Entries of all stages. A name that is taken becomes one by layer."""
     known: set[str] = set()
     result = []
     for found in entries:

@@ -100,7 +100,7 @@ class VPipeLoopEngine(VPipeEngine):
         return loss
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Run the backward passes that are due on this stage; ``step()`` comes next.
+        """Run the backward passes that are due on this stage. ``step()`` comes next.
 
         On the last stage ``loss`` is differentiated, whatever the script has made of what ``engine(...)`` returned.
 
@@ -172,7 +172,7 @@ class VPipeLoopEngine(VPipeEngine):
     # Drains, and calls that need one
 
     def drain(self, what: str = "drain()") -> None:
-        """Train everything handed in on every stage; all ranks call it, between two rounds.
+        """Train everything handed in on every stage. All ranks call it, between two rounds.
 
         Args:
             what: begins the line of a refusal.
@@ -255,7 +255,7 @@ class VPipeLoopEngine(VPipeEngine):
             )
 
     def destroy(self) -> None:
-        """Train what has been handed in, if the script is between two rounds, and leave the pipeline."""
+        """Train what is in flight, if between two rounds, and leave the pipeline."""
         if "rounds" in self.__dict__:
             if self.rounds.order.between_rounds and self.stage.failure is None:
                 self.drain("destroy()")
@@ -307,7 +307,7 @@ class VPipeLoopEngine(VPipeEngine):
         return whole.named_parameters(f"{prefix}.module" if prefix else "module", recurse, remove_duplicate)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether a batch ends, from now on, as DeepSpeed has it; it has to end one where the schedule does.
+        """Say whether a batch ends, from now on, as DeepSpeed has it. It has to end one where the schedule does.
 
         It may end one earlier, as the last one of an epoch: what the schedule still lacks of that is run with the
         latest micro-batch, whose gradients then count for nothing. Rounds that are no boundary need no ``step()``.
@@ -327,7 +327,7 @@ class VPipeLoopEngine(VPipeEngine):
         raise CallOrderError("move_layer(): the model was no PipelineModule; give the partition in the vpipe block")
 
     def _compare_once(self, packed: Any) -> None:
-        """In the first round, say so if the stages of a pipeline are handed different data."""
+        """Warning in the first round if stages are given different data."""
         if self._compared:
             return
         self._compared = True

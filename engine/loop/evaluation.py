@@ -50,7 +50,7 @@ class ScriptEvaluation:
             return [self._evaluated(stage.module.pack(*call)) for call in given][stage.number]
 
     def alike(self, packed: Any) -> bool:
-        """Whether all stages of this pipeline have been handed the same micro-batch; all of them ask."""
+        """Whether all stages of this pipeline have been handed the same micro-batch. All of them ask."""
         if self._stage.pipeline.num_stages == 1:
             return True
         what = "all stages to compare what they are handed"
@@ -74,7 +74,7 @@ class ScriptEvaluation:
 
     @contextmanager
     def _states_kept(self) -> Iterator[None]:
-        """Random numbers that are others in every evaluation and on every stage; afterwards all states are as before.
+        """Random numbers that are others in every evaluation and on every stage. Afterwards all states are as before.
 
         Without other stages they are the script's, as with DeepSpeed.
         """
@@ -116,7 +116,7 @@ def as_bytes(value: Any) -> torch.Tensor:
 
 
 def from_bytes(pickled: torch.Tensor, device: torch.device) -> Any:
-    """The value of :func:`as_bytes`; tensors of another rank's device are on ``device``."""
+    """The value of :func:`as_bytes`. Tensors of another rank's device are on ``device``."""
 
     def place(storage: Any, location: str) -> Any:
         return storage if location == "cpu" else storage.to(device=device)
@@ -125,7 +125,7 @@ def from_bytes(pickled: torch.Tensor, device: torch.device) -> Any:
 
 
 def digest(tree: Tree) -> torch.Tensor:
-    """Hash of types, shapes and values of the tensors in a tree; on the CPU."""
+    """Hash, on the CPU, of types, shapes and values of the tensors in a tree."""
     found = hashlib.sha256()
     for leaf in leaves(tree):
         found.update(repr(None if leaf is None else (leaf.dtype, leaf.shape)).encode())

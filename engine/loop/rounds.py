@@ -69,7 +69,7 @@ class Rounds:
     # A round
 
     def run_forward(self, packed: Any) -> torch.Tensor:
-        """The forward portion of the round of the next micro-batch, of the inputs ``packed``; the script's loss."""
+        """The forward portion of the round of the next micro-batch, of the inputs ``packed``. Gives the loss."""
         stage = self._stage
         self._engine.observation.log_messages()
         self._modes = [module.training for module in self._switched]
@@ -91,7 +91,7 @@ class Rounds:
         return ScriptLoss().gated(self._newest[1])
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        """The backward portion of the round, from what the script has made of the loss."""
+        """The round's backward portion, from the script's loss."""
         stage = self._stage
         if stage.is_last:
             stage.in_flight[stage.progress.forwarded - 1, stage.number].loss = loss
@@ -101,7 +101,7 @@ class Rounds:
             self._written = [(gradient, gradient._version) for gradient in gradients if gradient is not None]
 
     def run_step(self) -> None:
-        """The update of the stage that is due in the round, if there is one, and the script's counts."""
+        """The update that is due in the round, if any, and the script's counts."""
         engine, stage = self._engine, self._stage
         self._refuse_other_gradients()
         ends_batch = self.ends_batch
@@ -115,7 +115,7 @@ class Rounds:
         engine.micro_steps += 1
 
     def complete_batch(self, packed: Any) -> None:
-        """Run what is left of the script's batch with the inputs ``packed``, whose gradients count for nothing."""
+        """Complete the script's batch with the inputs ``packed``, whose gradients count as zero."""
         while self.in_batch:
             self.run_backward(self.run_forward(packed) * 0)
             self.run_step()
@@ -140,7 +140,7 @@ class Rounds:
         self.own_counts = self._engine.global_steps, self._engine.global_samples
 
     def _refuse_other_gradients(self) -> None:
-        """Nobody but the engine writes into gradients, which are of another batch on every stage, and in part."""
+        """Refuse gradients that the script has changed: each stage has another batch's, and parts."""
         if any(gradient._version != version for gradient, version in self._written):
             raise CallOrderError(
                 "step(): got gradients that were changed after backward(), allowed are those of backward(), which need "
@@ -151,7 +151,7 @@ class Rounds:
     # A drain
 
     def drain(self) -> None:
-        """Run the backward passes that are left; every rank comes to it at the same line.
+        """Run the backward passes that are left. Every rank comes to it at the same line.
 
         Between two rounds the stages are at different micro-batches. A mark goes from the first stage to the last, in
         the place of an activation, and back at the end: a rank that ran a different number of micro-batches receives
@@ -209,7 +209,7 @@ class Rounds:
     # Actions
 
     def _carry_out(self, portion: str, actions: Iterable[Action]) -> None:
-        """Carry out a portion; afterwards the parameters are the newest, as the script expects them."""
+        """Carry out a portion. Afterwards the parameters are the newest, as the script expects them."""
         stage, run = self._stage, self._engine.executor.run
         try:
             with self.random_numbers(portion):
@@ -225,7 +225,7 @@ class Rounds:
             stage.weights.load_new_params()
 
     def random_numbers(self, *what: int | str) -> AbstractContextManager[None]:
-        """The stage's own random numbers; without other stages the script's, as with DeepSpeed."""
+        """The stage's own random numbers. Without other stages the script's, as with DeepSpeed."""
         stage = self._stage
         if stage.pipeline.num_stages == 1:
             return nullcontext()

@@ -39,14 +39,14 @@ class ScriptEnd:
         atexit.unregister(self.at_end)
 
     def serve_others(self) -> None:
-        """Let ranks have what they need whose scripts are still saving, if nothing is in flight here."""
+        """Serve ranks whose scripts are still saving, if nothing is in flight here."""
         if self._engine.stage.failure is not None or not torch.distributed.is_initialized():
             return
         if _error_of_script() is None and self._rounds.order.between_rounds and self.idle:
             self.serve(False)
 
     def serve(self, at_rest: bool) -> None:
-        """Take part in what ranks still call whose scripts have not come to their end."""
+        """Take part in calls of ranks whose scripts go on."""
         whole_model, split = self._engine.whole_model, self._engine.module
         if whole_model.alone or not isinstance(split, SplitModule):
             return
@@ -56,7 +56,7 @@ class ScriptEnd:
         whole_model.alone = True
 
     def at_end(self) -> None:
-        """Train what is still in flight, if the script has come to its end between two rounds."""
+        """Train what is in flight, if the script ends between two rounds."""
         engine = self._engine
         if not torch.distributed.is_initialized():
             logger.warning(

@@ -25,7 +25,7 @@ _ALONE = (
 
 
 class LossTensor(torch.Tensor):
-    """A loss that can be taken out of itself as of a tuple, a dict or an object with ``loss``."""
+    """Loss that is its own first entry, key ``"loss"`` and attribute ``loss``."""
 
     # What is computed from it is an ordinary tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -50,7 +50,7 @@ class LossTensor(torch.Tensor):
         return key == "loss" if isinstance(key, str) else super().__contains__(key)
 
     def __iter__(self) -> Iterator[Any]:
-        """Once, for a tuple of the loss alone; a script that goes on expects more."""
+        """Once, for a tuple of the loss alone. A script that goes on expects more."""
         yield self
         raise ValueError(f"loss, ... = outputs: {_ALONE}")
 
@@ -101,7 +101,7 @@ class ScriptLoss:
         self.used = False  # it has come through here
 
     def gated(self, loss: torch.Tensor) -> LossTensor:
-        """The loss as the script gets it; ``loss`` is the model's, or a number from elsewhere."""
+        """The loss as the script gets it. ``loss`` is the model's, or a number from elsewhere."""
         source = loss if loss.requires_grad else loss.detach().clone().requires_grad_()
         with torch.enable_grad():
             handed: LossTensor = _Gate.apply(source, self._enter).as_subclass(LossTensor)

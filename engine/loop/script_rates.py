@@ -1,4 +1,4 @@
-"""Learning rates that a looping script sets itself, kept for the updates that they were meant for.
+"""Learning rates that a looping script sets, kept for their updates.
 
 A script that has no scheduler in the engine writes into ``optimizer.param_groups`` or steps a scheduler of its own
 where a batch ends for it. The stage's update of that batch comes up to W_s rounds later, when the script has gone
@@ -14,7 +14,7 @@ _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
 
 class ScriptRates:
-    """Options of parameter groups by batch, from where it is handed in to where it is updated with."""
+    """Options of parameter groups, queued by batch until its update."""
 
     def __init__(self) -> None:
         self._waiting: deque[list[dict[str, Any]]] = deque()
@@ -25,7 +25,7 @@ class ScriptRates:
 
     @contextmanager
     def of_next_update(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """Give ``groups`` what they were handed in with, in the order of batches, and back what the script has set."""
+        """Context in which ``groups`` have the options of the oldest queued batch."""
         if not self._waiting:
             yield
             return

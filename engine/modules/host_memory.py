@@ -19,7 +19,7 @@ from ds_vpipe.errors import VPipeError
 
 
 class HostMemory(Protocol):
-    """Memory that storages are copied to and back from; the host waits for no copy of a device."""
+    """Memory that storages are copied to and back from. The host waits for no copy of a device."""
 
     def put(self, storage: torch.UntypedStorage) -> Any:
         """A copy there of a storage, which may be freed at once."""
@@ -28,7 +28,7 @@ class HostMemory(Protocol):
         """Start bringing ``copy`` back."""
 
     def take(self, fetched: Any) -> torch.UntypedStorage:
-        """The storage that is fetched; what is computed from now on waits for it."""
+        """The storage that is fetched. What is computed from now on waits for it."""
 
     def free(self, copy: Any) -> None:
         """Give up the memory of ``copy``, also while it is fetched."""
@@ -51,7 +51,7 @@ class _Block(NamedTuple):
 
 
 class _File:
-    """A file without a name, read and written in blocks that are used again; it ends with the process.
+    """A file without a name, read and written in blocks that are used again. It ends with the process.
 
     Sizes of blocks are powers of two, so that storages of changing sizes find free ones. A file has holes where nothing
     was written. Reads and writes, unlike a mapping, take no memory of the process, and a full disk is an error of a
@@ -103,7 +103,7 @@ def _block_size(size: int) -> int:
 
 
 class PageLocked:
-    """Page-locked memory; the allocators keep what copies still read or write."""
+    """Page-locked memory. The allocators keep what copies still read or write."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._copies = DeviceCopies(accelerator)  # of its own: none of them waits for a message

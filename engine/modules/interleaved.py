@@ -26,7 +26,7 @@ class InterleavedMixin(PipelineModule):
 
     @property
     def micro_offset(self) -> int:
-        """Forward passes of every part so far, which seed layers; read while nothing is in flight."""
+        """Forward passes of every part so far, which seed layers. Read while nothing is in flight."""
         return self._offsets[0]
 
     @micro_offset.setter
@@ -71,7 +71,7 @@ def recompute_parts(
     swap_ratios: Sequence[float],
     swap: Swap | None,
 ) -> None:
-    """Recompute the last layers of each of the rank's parts and swap the first, by its own ratios."""
+    """Set up recomputation and swap of each part, by its own ratios."""
     module._segments = [
         Segment(start, end, ratio, random_states, swapped, swap)
         for ratio, swapped, start, end in zip(ratios, swap_ratios, [0, *module._ends[:-1]], module._ends, strict=True)

@@ -35,7 +35,7 @@ class VPipeModule(PipelineModule):
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
     def _build(self) -> None:
-        """As DeepSpeed's, which builds a tied module once per stage; here tied layers may be of several classes."""
+        """As DeepSpeed's, which builds a tied module once per stage. Here tied layers may be of several classes."""
         first_position = len(self.forward_funcs)
         super()._build()
         for position, index in enumerate(range(self._local_start, self._local_stop), first_position):
@@ -60,7 +60,7 @@ class VPipeModule(PipelineModule):
 
 
 def stage_counts(module: PipelineModule, method: str | Sequence[int], virtual_stages: int = 1) -> tuple[int, ...]:
-    """Layers per part by ``method``, as in the ``"vpipe"`` block; see :func:`ds_vpipe.partition.resolve_partition`.
+    """Layers per part by ``method``, as in the ``"vpipe"`` block. See :func:`ds_vpipe.partition.resolve_partition`.
 
     There are ``virtual_stages`` parts on every stage.
     """
@@ -81,7 +81,7 @@ def _type_name(spec: Any) -> str:
 
 
 def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: int = 1) -> bool:
-    """Give every part the number of layers in ``counts``; all ranks call this. False if it was so already.
+    """Give every part the number of layers in ``counts``. All ranks call this. False if it was so already.
 
     Stage ``i`` of K holds parts ``i, i + K, ...``. Layers keep their weights: those that change stages are built from
     their specification and then receive the state of the layer they replace.
@@ -130,7 +130,7 @@ def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: i
 
 
 def hold(module: PipelineModule, counts: Sequence[int]) -> None:
-    """Hold the layers of this stage in another split; those that are here stay as they are, others are built.
+    """Hold the layers of this stage in another split. Those that are here stay as they are, others are built.
 
     Only for splits in which tied layers stay where they are. Nothing is sent: layers that are built have the values
     that their specification gives them.
@@ -193,7 +193,7 @@ def _is_tied(spec: Any) -> bool:
 
 
 def _modules(module: PipelineModule, numbers: Iterable[int]) -> dict[int, Any]:
-    """Layers here by number; of a tied layer with a ``forward_fn``, a function, the module that it calls."""
+    """Layers here by number. Of a tied layer with a ``forward_fn``, a function, the module that it calls."""
     layers = {}
     for number, layer in zip(numbers, module.forward_funcs, strict=True):
         spec = module._layer_specs[number]
@@ -203,7 +203,7 @@ def _modules(module: PipelineModule, numbers: Iterable[int]) -> dict[int, Any]:
 
 
 def _build(module: PipelineModule, runs: Sequence[range], built: Mapping[int, Any]) -> None:
-    """Build the layers of ``runs``; one that is here already is used as it is, unless it is tied."""
+    """Build the layers of ``runs``. One that is here already is used as it is, unless it is tied."""
     module.tied_modules, module.tied_weight_attrs = torch.nn.ModuleDict(), {}
     specs = list(module._layer_specs)
     for run in runs:
@@ -216,7 +216,7 @@ def _build(module: PipelineModule, runs: Sequence[range], built: Mapping[int, An
 
 
 def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mapping[int, Any]) -> dict[int, Any]:
-    """Compare layers as they were and as they are built again, on all ranks alike; what was frozen stays frozen.
+    """Compare layers before and after they are built again, on all ranks. What was frozen stays frozen.
 
     Returns:
         Extra state of layers that have some, as they were.
@@ -239,7 +239,7 @@ def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mappin
 
 
 def _describe(layer: Any) -> tuple[list[tuple[str, tuple[int, ...], str]], dict[str, bool], dict[str, Any]]:
-    """What :func:`_move_states` sends of a layer, which of its parameters are trained, and its extra state."""
+    """Layout of a layer's tensors, its trained parameters, and its extra state."""
     if not isinstance(layer, torch.nn.Module):
         return [], {}, {}
     layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(layer).items()]

@@ -48,7 +48,7 @@ class RandomStates:
         return {name: get() for name, (get, _) in self._sources().items()}
 
     def put_back(self, states: dict[str, Any]) -> None:
-        """Make ``states``, as :meth:`read` returned them, the current ones; what is not in them stays."""
+        """Make ``states``, as :meth:`read` returned them, the current ones. What is not in them stays."""
         for name, (_, put) in self._sources().items():
             if states.get(name) is not None:
                 put(states[name])
@@ -95,7 +95,7 @@ def _of_tracker(tracker: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]
 
 @contextmanager
 def own_random_numbers(device: torch.device, *place: int | str) -> Iterator[None]:
-    """Let torch, on the CPU and on ``device``, Python and NumPy draw numbers of their own.
+    """Context in which torch, Python and NumPy draw numbers of their own.
 
     They follow from the states of torch and Python now and from ``place``. Afterwards all states are as before.
 

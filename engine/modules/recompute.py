@@ -47,7 +47,7 @@ def recomputed_layers(ratio: float, num_layers: int) -> int:
 
 
 class Segment:
-    """A part of the model, of which the last layers are recomputed and the first ones swapped.
+    """Part of the model, with recomputed last and swapped first layers.
 
     The first micro-batch is computed to the end in its recomputation too, to compare the outputs: what torch cannot
     restore, such as unregistered random states, would give wrong gradients. Bit for bit on CPUs; on
@@ -128,7 +128,7 @@ class Segment:
         return [part for layer in layers if isinstance(layer, torch.nn.Module) for part in layer.modules()]
 
     def _check_of_first(self, module: PipelineModule) -> _OutputCheck | None:
-        """A check, if this is the first micro-batch in training mode; its successor's if it has been dropped."""
+        """A check, if this is the first micro-batch in training mode. Its successor's if it has been dropped."""
         if self._checked or not module.training or (self._check is not None and self._check() is not None):
             return None
         check = _OutputCheck(partial(self._compare, module))
@@ -155,7 +155,7 @@ _Remembered = list[tuple[dict[str, Any], str, Any]]
 
 
 class _ModuleMemory:
-    """Buffers and numbers that the forward of recomputed layers changes, such as statistics and counters.
+    """Buffers and numbers that recomputed layers change, such as counters.
 
     The recomputation finds them as its forward pass did, and leaves nothing behind. Of the buffers, which may be large,
     those are copied that the first forward pass in training mode has changed; the others may only be replaced.
@@ -230,7 +230,7 @@ class _OutputCheck:
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Norm of the difference as a part of the norm; 0 if the order of sums on the device may be the reason."""
+    """Norm of the difference as a part of the norm. 0 if the order of sums on the device may be the reason."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return math.inf
     if torch.equal(first.nan_to_num(), second.nan_to_num()):
@@ -250,7 +250,7 @@ def _name(layer: Any) -> str:
 
 @contextmanager
 def one_way() -> Iterator[None]:
-    """One line in place of torch's error of layers that save other tensors when they are run again.
+    """Context that words torch's error of a recomputation in one line.
 
     Raises:
         VPipeError: that line.
@@ -277,7 +277,7 @@ def apply_recompute(
     swap_ratio: float = 0.0,
     swap: Swap | None = None,
 ) -> None:
-    """Make ``module`` recompute the last part of its layers and swap the first, at less cost than DeepSpeed's forward.
+    """Set up recomputation and swap of ``module``, at less cost than DeepSpeed's forward.
 
     With neither it only runs them at less cost.
     """
@@ -295,13 +295,13 @@ def apply_recompute(
 
 
 def recompute_anew(module: PipelineModule, ratio: float, random_states: RandomStates) -> None:
-    """:func:`apply_recompute` once more, for other layers or another ratio; only while nothing is in flight."""
+    """:func:`apply_recompute` once more, for other layers or another ratio. Only while nothing is in flight."""
     vars(module).pop("forward", None)
     apply_recompute(module, ratio, random_states)
 
 
 class _Copy(torch.autograd.Function):
-    """A copy with the strides of the original, which results may depend on in their last bits."""
+    """Copy with the strides of the original. Last bits of results may depend on them."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -373,7 +373,7 @@ def _with_same_draws(function: Callable[..., Tree], random_states: RandomStates)
 
 
 def _checkpoint_block(function: Callable[..., Tree], *inputs: Tree) -> Tree:
-    """Reentrant checkpointing where that works, else non-reentrant; none where there is no graph."""
+    """Reentrant checkpointing where that works, else non-reentrant. None where there is no graph."""
     if not torch.is_grad_enabled():
         return function(*inputs)
     if any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):

@@ -28,7 +28,7 @@ from ds_vpipe.splitting.stage_model import Piece, StageModel
 
 
 class SplitModule(VPipeModule):
-    """A ``PipelineModule`` whose layers are the pieces of a plain module; made by :func:`split_model`.
+    """A ``PipelineModule`` whose layers are the pieces of a plain module. Made by :func:`split_model`.
 
     Its input is what :meth:`pack` returns, its output on the last stage the loss. It has no ``loss_fn``: the user's
     forward computes the loss.
@@ -61,7 +61,7 @@ class SplitModule(VPipeModule):
         return self.stage_model.take_output()
 
     def release(self) -> None:
-        """Drop what belongs to other stages; after the last change of the split."""
+        """Drop what belongs to other stages, after the last change of the split."""
         self.stage_model.release(torch.device(get_accelerator().device_name(self.local_rank)))
         self._synchronize_tied_weights()
 
@@ -146,12 +146,12 @@ class SplitModule(VPipeModule):
         return self.user_module.load_state_dict(*args, **kwargs)
 
     def own_state(self, path: str = "") -> dict[str, Any]:
-        """This stage's part of the state dict of the user's model, or of the module at ``path`` in it."""
+        """This stage's part of the model's state dict, or of that of ``path``."""
         found: dict[str, Any] = self.stage_model.own_state(self.user_module.get_submodule(path).state_dict)
         return found
 
     def homes(self) -> dict[str, tuple[str, int]]:
-        """For all names of the whole model's state dict, a name and a stage where its value is."""
+        """Name and stage of every value in the model's state dict."""
         return {name: (there, self.stage_owner(piece)) for name, (there, piece) in self.stage_model.homes().items()}
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SplitModule:
@@ -173,7 +173,7 @@ class SplitModule(VPipeModule):
         return {name: list(uses) for name, uses in self.stage_model.ties().items()}
 
     def copies(self) -> dict[str, str]:
-        """Names in the pieces' files of parameters that an earlier piece has too, with the name in that one's."""
+        """Names of repeated parameters in pieces' files, with the first one's."""
         return {
             f"{piece}.{name}": f"{min(names)}.{names[min(names)]}"
             for names in self.stage_model.ties().values()
@@ -221,7 +221,7 @@ def split_model(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     topology: Any = None,
 ) -> SplitModule:
-    """Make a pipeline of a plain module whose forward returns the loss; all ranks call this.
+    """Make a pipeline of a plain module whose forward returns the loss. All ranks call this.
 
     The module becomes part of the result and keeps the parameters of this rank's stage only, once
     :meth:`SplitModule.release` has been called. An example of a call is taken from ``training_data`` if none is given.

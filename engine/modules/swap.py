@@ -44,7 +44,7 @@ class _Activations:
         self._fetched: Any = None
 
     def move(self) -> int:
-        """Copy to the host, and give up the storage; returns its bytes."""
+        """Copy to the host, and give up the storage. Returns its bytes."""
         storage, self.storage = self.storage, None
         if storage is None:
             return 0
@@ -63,7 +63,7 @@ class _Activations:
         return self._memory.take(self._fetched)
 
     def free(self) -> None:
-        """Give up the copy on the host; a graph without a backward pass does so when it is dropped."""
+        """Give up the copy on the host. A graph without a backward pass does so when it is dropped."""
         copy, self._copy = self._copy, None
         if copy is not None:
             self._memory.free(copy)
@@ -145,7 +145,7 @@ class Swap:
         self._stays: frozenset[int] = frozenset()  # storages of weights and buffers
 
     def begin(self, module: torch.nn.Module, versions: WeightVersions) -> Swapped:
-        """Let the swapped layers of the next forward pass move what they save, to be found in the result.
+        """Arm the swap for the next forward pass. The result holds what it moves.
 
         Args:
             module: the stage's layers.
@@ -158,7 +158,7 @@ class Swap:
         return self._swapped
 
     def run(self, layers: Callable[[Any], Any], inputs: Any) -> Any:
-        """Run ``layers``, and move what they save if this is the forward pass after a :meth:`begin`."""
+        """Run ``layers``. After a :meth:`begin`, move what they save."""
         swapped, self._swapped = self._swapped, None
         if swapped is None:
             return layers(inputs)

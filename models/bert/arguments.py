@@ -95,7 +95,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def add_text_arguments(parser: Any) -> None:
-    """Arguments of text and its masking; ``parser`` may be a group of one."""
+    """Arguments of text and its masking. ``parser`` may be a group of one."""
     files = {"nargs": "+", "type": Path, "metavar": "FILE"}
     parser.add_argument("--train_file", **files, help="own text, UTF-8, blank lines between documents")
     parser.add_argument("--validation_file", **files, help="default: every 20th document of the text")

@@ -69,7 +69,7 @@ def micro_batches(
 def micro_batches_of(
     engine: Any, samples: Samples, seed: int | None, updates: int, begin: int = 0
 ) -> Iterator[MicroBatch] | None:
-    """Micro-batches of so many updates for this rank of an engine, ours or DeepSpeed's; None where it reads no data."""
+    """Micro-batches of ``updates`` for this rank of an engine, ours or DeepSpeed's. None where it reads no data."""
     if not (engine.is_first_stage() or engine.is_last_stage()):
         return None
     replica, replicas = engine.grid.get_data_parallel_rank(), engine.grid.get_data_parallel_world_size()
@@ -94,7 +94,7 @@ class TrainingData:
 
 
 def prepare(arguments: Namespace, config: BertConfig) -> TrainingData:
-    """Samples of shards, of a text with at most the model's vocabulary, or of random tokens, as the arguments ask.
+    """Samples of shards, of a text, or of random tokens, as the arguments ask.
 
     Raises:
         VPipeConfigError: an argument does not fit, there is too little text, or a shard is broken.
@@ -128,7 +128,7 @@ def prepare(arguments: Namespace, config: BertConfig) -> TrainingData:
 
 
 def prepare_on_readers(arguments: Namespace, config: BertConfig, stages: int) -> TrainingData:
-    """Prepare the data on the ranks that need files, elsewhere their numbers alone; all ranks call this.
+    """Prepare the data on the ranks that need files, elsewhere their numbers alone. All ranks call this.
 
     Text is tokenised by the first rank of each machine while the others wait. A rank that cannot prepare its data ends
     all ranks with its message, and so do ranks that would read different data. Ranks are numbered stage by stage, as

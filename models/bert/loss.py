@@ -61,7 +61,7 @@ class PretrainingLoss:
 
 
 def validate(engine: Any, loss: PretrainingLoss, held_out: Samples) -> dict[str, float]:
-    """Losses in nats and accuracies in [0, 1] over held-out samples; all ranks call this and get the means.
+    """Losses in nats and accuracies in [0, 1] over held-out samples. All ranks call this and get the means.
 
     Args:
         engine: DeepSpeed's pipeline engine or ours, with `loss` as its loss function.

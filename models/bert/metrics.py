@@ -21,7 +21,7 @@ from ds_vpipe.timelines.figure import Curve, draw
 
 
 class Metrics:
-    """Log of a run on its first rank; the other ranks write nothing.
+    """Log of a run on its first rank. The other ranks write nothing.
 
     Args:
         folder: of ``metrics.jsonl`` and ``loss.png``; created if missing. None on the ranks that write nothing.
@@ -51,7 +51,7 @@ class Metrics:
     def step(
         self, step: int, epoch: int, loss: Tensor, learning_rate: float, stages: Sequence[StageStatistics] = ()
     ) -> None:
-        """Add the loss of update `step` >= 1; every few updates store the mean with the latest `stages`."""
+        """Add the loss of update `step` >= 1. Every few updates store the mean with the latest `stages`."""
         if self._folder is None:
             return
         # Reading a loss waits for the device: keep the tensors and read them once per record.
@@ -124,7 +124,7 @@ def accuracies_of(result: dict[str, float]) -> str:
 
 
 def _records(folder: Path, last: float = math.inf) -> list[dict[str, Any]]:
-    """Records up to an update; a line that a killed run has not completed is dropped."""
+    """Records up to an update. A line that a killed run has not completed is dropped."""
     path, kept = folder / "metrics.jsonl", []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with suppress(ValueError):
@@ -133,7 +133,7 @@ def _records(folder: Path, last: float = math.inf) -> list[dict[str, Any]]:
 
 
 def _draw(path: Path, records: list[dict[str, Any]], unigram_entropy: float | None) -> None:
-    """Draw losses over updates and the unigram entropy if it is known, in nats, into a PNG file."""
+    """Picture of losses over updates, in nats, with the unigram entropy if known."""
     curves = []
     for name, label in (
         ("loss", "training: masked LM + next sentence"),

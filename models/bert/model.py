@@ -60,7 +60,7 @@ def model_of(arguments: Namespace) -> Model:
 
 
 def pretrained(folder: Path, tied: bool | None = None, seed: int = 0, attention: str = "sdpa") -> Model:
-    """The BERT in a folder of ``save_pretrained()``; each layer reads its own tensors when it is built.
+    """The BERT in a folder of ``save_pretrained()``. Each layer reads its own tensors when it is built.
 
     Args:
         folder: with ``config.json`` and safetensors.

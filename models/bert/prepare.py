@@ -28,7 +28,7 @@ _TEXTS = ("train_file", "validation_file")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; the exit code is 2 after an error that its message explains."""
+    """Run the command. The exit code is 2 after an error that its message explains."""
     return exit_code(lambda: _run(_parse(arguments)))
 
 
@@ -101,7 +101,7 @@ def _made_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _begin(output: Path, made_of: dict[str, Any]) -> dict[str, Any] | None:
-    """Begin or go on with a folder of shards; its manifest's result if the folder is complete."""
+    """Begin or go on with a folder of shards. Its manifest's result if the folder is complete."""
     before = read_manifest(output)
     if before is None:
         try:
@@ -125,7 +125,7 @@ def _begin(output: Path, made_of: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _write_manifest(folder: Path, made_of: dict[str, Any], result: dict[str, Any] | None) -> None:
-    """Replace the manifest; ``result`` is None until all shards are there."""
+    """Replace the manifest. ``result`` is None until all shards are there."""
     unfinished = folder / f".{MANIFEST}.{os.getpid()}"
     unfinished.write_text(json.dumps({"made_of": made_of, "result": result}, indent=2) + "\n", encoding="utf-8")
     os.replace(unfinished, folder / MANIFEST)

@@ -60,7 +60,7 @@ class Masking:
     whole_words: bool = False  # whether the pieces of a word are predicted together
 
     def sample(self, first: Ints, second: Ints, next_sentence_label: int, random: np.random.Generator) -> Sample:
-        """[CLS] first [SEP] second [SEP], masked and padded; the segments fit into the length."""
+        """[CLS] first [SEP] second [SEP], masked and padded. The segments fit into the length."""
         pad, _, start, end, mask = self.vocabulary.special
         ordinary = self.vocabulary.ordinary
         tokens = np.concatenate([[start], first, [end], second, [end]]).astype(np.int64)
@@ -102,7 +102,7 @@ class Masking:
 
 
 class Samples:
-    """Finite set of samples that differ from epoch to epoch; this base is for ranks that need its size alone."""
+    """Finite set of samples that differ from epoch to epoch. This base is for ranks that need its size alone."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -115,7 +115,7 @@ class Samples:
         raise NotImplementedError(f"sample {index} of epoch {epoch}: this rank reads no data")
 
     def index(self, position: int, seed: int, epoch: int) -> int:
-        """Index of the sample at a position of an epoch, which has every index once."""
+        """Index of the sample at a position of an epoch."""
         return int(shuffled(len(self), seed, epoch)[position])
 
     def between(self, begin: int, end: int, seed: int | None) -> Iterator[Sample]:

@@ -228,7 +228,7 @@ def _opened(path: Path) -> h5py.File:
 
 
 def _check(shard: Shard, start: int, rows: Rows, used: Any, vocab_size: int) -> None:
-    """Refuse values out of range; what stands after the end of a list of predictions says nothing."""
+    """Refuse values out of range. What stands after the end of a list of predictions says nothing."""
     bit = (0, 1, "0 or 1")
     token = (0, vocab_size - 1, "a token of the model's vocabulary; see --config_name and --vocab_size")
     position = (1, shard.sequence_length - 1, "a position of the sequence")

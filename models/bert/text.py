@@ -151,7 +151,7 @@ class PairSamples(Samples):
 def text_samples(
     arguments: Namespace, vocab_size: int, tokenizer: Path | None = None, workers: int = 1
 ) -> tuple[PairSamples, PairSamples | None]:
-    """Training and held-out samples of a text, as a command line of the training script or of ``prepare`` asks.
+    """Training and held-out samples of a text, as a command line asks.
 
     Every 20th document is held out if there is no ``--validation_file``; None if those are too few for pairs.
 
@@ -346,7 +346,7 @@ def _fit(first: int, second: int, budget: int) -> tuple[int, int]:
 
 
 def kept(path: Path, write: Callable[[Path], None]) -> Path:
-    """Entry of the cache, complete or absent, also where two jobs write it at once."""
+    """Entry of the cache: complete or absent, even with two writers."""
     with FileLock(f"{path}.lock"):
         if not path.exists():
             part = path.with_name(f".{path.name}.part")

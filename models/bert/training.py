@@ -26,7 +26,7 @@ _IDENTITY = ("seed", "max_seq_length", "max_predictions_per_seq", "mlm_probabili
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the training script; the exit code is 2 after an error that its message explains, on any rank."""
+    """Run the training script. The exit code is 2 after an error that its message explains, on any rank."""
     return exit_code(lambda: _run(parse_arguments(arguments)), f"[Rank {os.environ.get('RANK', '0')}] ")
 
 
@@ -87,7 +87,7 @@ class _Run:
         self._load()
 
     def train(self, every: int | None) -> None:
-        """Train until the run has had all its updates, earlier ones counted; validate and save.
+        """Train until the run has had all its updates, earlier ones counted. Validate and save.
 
         Args:
             every: updates between two records of the metrics; None on ranks that write nothing.
@@ -175,7 +175,7 @@ class _Run:
             self._saved_at = self._engine.global_steps
 
     def _save(self) -> None:
-        """Save, unless the run saves nothing or nothing has been trained since the last time."""
+        """Save, unless nothing has been trained since the last time."""
         if self._arguments.save_strategy != "no" and self._saved_at != self._engine.global_steps:
             self._engine.save_checkpoint(str(self._folder), client_state=self._state)
             self._saved_at = self._engine.global_steps

@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def new_config(block_size: int, overrides: str) -> GPT2Config:
-    """A small GPT-2; no dropout, because it is trained for minutes and cannot overfit."""
+    """A small GPT-2. No dropout, because it is trained for minutes and cannot overfit."""
     config = GPT2Config(
         vocab_size=2048, n_positions=max(256, block_size), n_embd=128, n_layer=4, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,

@@ -59,7 +59,7 @@ ARMS = {
 
 @dataclass
 class Device:
-    """Emulated device of a rank; ``slowness`` multiplies the time of every layer on it."""
+    """Emulated device of a rank. ``slowness`` multiplies the time of every layer on it."""
 
     slowness: float = 1.0
 

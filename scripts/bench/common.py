@@ -89,7 +89,7 @@ def micro_batch(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 def ds_config(
     micro_batches: int, vpipe: dict[str, Any] | None, samples: int = BATCH, optimizer: str = "SGD", **params: Any
 ) -> dict[str, Any]:
-    """A DeepSpeed configuration that prints nothing; without ``vpipe`` for DeepSpeed's own engine."""
+    """A DeepSpeed configuration that prints nothing. Without ``vpipe`` for DeepSpeed's own engine."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": samples,
         "gradient_accumulation_steps": micro_batches,
@@ -103,7 +103,7 @@ def ds_config(
 def engine_for(
     layers: list[Any], stages: int, config: dict[str, Any], loss: Any = None, module_class: str = "PipelineModule"
 ) -> Any:
-    """An engine for layers that are split evenly; ``loss`` is the mean squared error unless given."""
+    """An engine for layers that are split evenly. ``loss`` is the mean squared error unless given."""
     torch.manual_seed(0)
     module = getattr(deepspeed.pipe, module_class)(
         layers, num_stages=stages, loss_fn=loss or nn.functional.mse_loss, partition_method="uniform"
@@ -118,7 +118,7 @@ def trainer_of(engine: Any, batch: tuple[Any, Any]) -> Callable[[], Any]:
 
 
 def seconds_of(train: Callable[[], Any], batches: int, settling: int) -> float:
-    """Seconds of so many batches on the slowest rank, after some in which the pipeline finds its rhythm."""
+    """Seconds of ``batches`` on the slowest rank, after ``settling`` ones."""
     dist.barrier()
     for _ in range(settling):
         train()
@@ -136,7 +136,7 @@ def slowest(seconds: float) -> float:
 
 
 def _join(rank: int, world: int, port: int) -> Any:
-    """Become ``rank`` of a world of this machine's processes; returns the stream to print to."""
+    """Become ``rank`` of a world of this machine's processes. Returns the stream to print to."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
     gpus = torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR") != "cpu" else 0
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % gpus if gpus else rank))  # ranks may share a GPU
@@ -167,7 +167,7 @@ def close_groups() -> None:
 
 
 def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
-    """Run ``work(rank, say, *arguments)`` on every rank of a world of its own, to the end; ``say`` prints on rank 0.
+    """Run ``work(rank, say, *arguments)`` on every rank of a world of its own, to the end. ``say`` prints on rank 0.
 
     To import everything takes a rank some seconds: ranks are forked from a process that has, unless they may use CUDA.
     That process is started once and keeps the environment of the first world.

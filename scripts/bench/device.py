@@ -234,7 +234,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run every case in a world of its own; one that fails does not stop the others."""
+    """Run every case in a world of its own. One that fails does not stop the others."""
     options, failed = parse(), []
     if options.cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"

@@ -161,7 +161,7 @@ def compare_times(say: Say, cases: Sequence[Case], options: argparse.Namespace) 
 
 
 def describe(case: Case, memories: Sequence[Any], peaks: Sequence[int], errors: Sequence[float], parts: bool) -> str:
-    """A row of the table; with ``parts`` a line more for each stage, what its prediction is made of."""
+    """A row of the table. With ``parts`` a line more for each stage, what its prediction is made of."""
     totals = " ".join(f"{show_bytes(memory.total):>7}" for memory in memories)
     measured = " ".join(f"{show_bytes(peak):>7}" for peak in peaks)
     off = " ".join(f"{100 * error:+5.1f}" for error in errors)

@@ -97,7 +97,7 @@ class Case:
 
 
 def deeper(case: Case) -> list[int]:
-    """The smallest depths that hide transfers, as the planner finds them; a message that takes no time takes some."""
+    """The smallest depths that hide transfers, as the planner finds them. A message that takes no time takes some."""
     round_trip = 2 * (case.link + LATENCY)
     return list(hiding_depths([1.0] * case.stages, [round_trip] * (case.stages - 1)))
 

@@ -22,7 +22,7 @@ _SENT, _POSTED = 0, 1
 
 
 class EmulatedLinks:
-    """Makes the links of this process slow; every rank makes one of the same folder.
+    """Makes the links of this process slow. Every rank makes one of the same folder.
 
     Args:
         folder: which all ranks share; when each message was sent and asked for is written to files there.
@@ -63,7 +63,7 @@ class EmulatedLinks:
         return sum(self._counts.values())
 
     def _begin(self, end: int, link: tuple[int, int], name: str, tag: int, tensors: list[Any]) -> Callable[[], None]:
-        """Write down that an end has asked for its next message; returns a wait until it would be there."""
+        """Write down that an end has asked for its next message. Returns a wait until it would be there."""
         stream = f"{name}-{link[0]}-{link[1]}-{tag}".replace("/", "-")
         if stream not in self._moments:
             path = self._folder / stream

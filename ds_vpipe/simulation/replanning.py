@@ -28,7 +28,7 @@ from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload
 from ds_vpipe.simulation.costs import planned_costs
-from ds_vpipe.simulation.simulator import Epoch, Simulation, simulate
+from ds_vpipe.simulation.simulator import Phase, Simulation, simulate
 from ds_vpipe.tables import aligned
 from ds_vpipe.timelines.figure import Curve, draw
 from ds_vpipe.timelines.timeline import Timeline
@@ -219,9 +219,9 @@ def replanned(
     """
     training = _Training(conditions, pipeline, devices, settings, batches, chooses_ratio)
     training.run()
-    epochs = _Epochs(conditions, devices, batches, update_s)
-    moving = epochs.simulated(pipeline, training.splits, training.pauses, training.moves)
-    staying = epochs.simulated(pipeline, {0: pipeline}, {}, ())
+    phases = _Phases(conditions, devices, batches, update_s)
+    moving = phases.simulated(pipeline, training.splits, training.pauses, training.moves)
+    staying = phases.simulated(pipeline, {0: pipeline}, {}, ())
     return Course(training.decisions, training.stretches(), moving, staying)
 
 
@@ -336,7 +336,7 @@ class _Training:
 
 
 @dataclass(frozen=True)
-class _Epochs:
+class _Phases:
     """Simulations under conditions that change."""
 
     conditions: Conditions
@@ -349,17 +349,17 @@ class _Epochs:
     ) -> Simulation:
         conditions, size = self.conditions, started.micro_batches
         changed = (change.update for change in conditions.changes if change.update < self.batches)
-        epochs, running = [], started
+        phases, running = [], started
         for update in sorted({*splits, *changed}):
             running = splits.get(update, running)
             here = replace(self.devices, slowness=conditions.slowness(update))
             found = predict(conditions.profile(update), running, here)
             costs = planned_costs(found, here.loads(running), self.update_s)
-            epochs.append(Epoch(update * size, costs, pauses.get(update, 0.0)))
+            phases.append(Phase(update * size, costs, pauses.get(update, 0.0)))
         # Beyond the last batch as many as are in flight, so that the pipeline does not drain before it is over.
         ahead = 0 if started.synchronous else update_delay(started.depths[0], size)
         workload = Workload(self.batches + ahead, tuple(update * size for update in pauses), tuple(moves))
-        return simulate(started, epochs[0].costs, workload, epochs[1:])
+        return simulate(started, phases[0].costs, workload, phases[1:])
 
 
 def _split(counts: Sequence[int]) -> str:

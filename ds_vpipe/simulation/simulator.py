@@ -31,7 +31,7 @@ from ds_vpipe.simulation.costs import StageCost
 from ds_vpipe.timelines.timeline import MemorySample, Span, Timeline
 
 
-class Epoch(NamedTuple):
+class Phase(NamedTuple):
     """Costs of every part from a micro-batch on."""
 
     start: int  # the first micro-batch, a multiple of M
@@ -40,11 +40,11 @@ class Epoch(NamedTuple):
 
 
 def simulate(
-    pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload, later: Sequence[Epoch] = ()
+    pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload, later: Sequence[Phase] = ()
 ) -> Simulation:
     """Simulate the training of ``workload``.
 
-    ``costs`` are those of each of the ``K * v`` parts, in the order of the model, until those of a ``later`` epoch
+    ``costs`` are those of each of the ``K * v`` parts, in the order of the model, until those of a ``later`` phase
     count. Ten batches or more beyond the depth show the steady state well.
 
     Raises:
@@ -60,7 +60,7 @@ def simulate(
     for rank in range(pipeline.num_stages) if pipeline.num_stages > 1 else ():
         for link in link_ends(send_link, rank, pipeline.num_stages).values():
             links[link] = _Transfers(link.channel, posted_receives(pipeline, link))
-    ranks = tuple(SimulatedRank(rank, pipeline, epochs, workload, links) for rank in range(pipeline.num_stages))
+    ranks = tuple(SimulatedRank(rank, pipeline, phases, workload, links) for rank in range(pipeline.num_stages))
     runnable = list(reversed(ranks))
     while runnable:
         for target in runnable.pop().run():
@@ -176,7 +176,7 @@ class SimulatedRank:
         self,
         rank: int,
         pipeline: Pipeline,
-        epochs: Sequence[Epoch],
+        phases: Sequence[Phase],
         workload: Workload,
         links: dict[Link, _Transfers],
     ) -> None:
@@ -189,8 +189,8 @@ class SimulatedRank:
         self.in_flight = 0  # most micro-batches in flight, summed over the rank's parts
         self.versions = 1  # most versions of the weights held
         self.end_s = 0.0  # end of its last pass or update
-        self._pipeline, self._epochs, self._begun = pipeline, epochs, 0
-        self._starts = [epoch.start for epoch in epochs]
+        self._pipeline, self._phases, self._begun = pipeline, phases, 0
+        self._starts = [phase.start for phase in phases]
         self._fillings = list(workload.fillings(pipeline))
         self._filling = self._fillings.pop(0)
         self._forwarded = self._completed = 0
@@ -242,19 +242,19 @@ class SimulatedRank:
         return woken
 
     def _cost(self, part: int, micro_batch: int) -> StageCost:
-        return self._epochs[bisect_right(self._starts, micro_batch) - 1].costs[part]
+        return self._phases[bisect_right(self._starts, micro_batch) - 1].costs[part]
 
-    def _mine(self, epoch: int) -> list[StageCost]:
-        return [self._epochs[epoch].costs[part] for part in self._pipeline.parts_of(self.rank)]
+    def _mine(self, phase: int) -> list[StageCost]:
+        return [self._phases[phase].costs[part] for part in self._pipeline.parts_of(self.rank)]
 
-    def _begin_epochs(self, micro_batch: int) -> None:
+    def _begin_phases(self, micro_batch: int) -> None:
         """Hold what is held from ``micro_batch`` on."""
         while self._begun + 1 < len(self._starts) and self._starts[self._begun + 1] <= micro_batch:
             before, self._begun = self._mine(self._begun), self._begun + 1
             mine = self._mine(self._begun)
             self._bytes += sum(new.static_bytes - old.static_bytes for new, old in zip(mine, before, strict=True))
             self._version_bytes = sum(cost.version_bytes for cost in mine)
-            self._clock += self._epochs[self._begun].pause_s if self.rank == 0 else 0.0
+            self._clock += self._phases[self._begun].pause_s if self.rank == 0 else 0.0
 
     def _receive(self, action: Action, link: _Transfers, cost: StageCost) -> bool:
         number, begin = len(link.taken), self._clock
@@ -286,7 +286,7 @@ class SimulatedRank:
                 self._filling = self._fillings.pop(0)
                 self._forwarded = self._completed = self._filling.start
             self._forwarded = action.index + 1
-            self._begin_epochs(action.index)
+            self._begin_phases(action.index)
         version = self._version(action.index)
         self._next_version = self._version(action.index + 1)
         self._version_of[part, action.index] = version

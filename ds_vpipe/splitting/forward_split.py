@@ -82,7 +82,7 @@ class ForwardSplit:
         """Parameter by its first name."""
         return self._by_name[str(name)]
 
-    def thin(self, pieces: int) -> bool:
+    def drop_wide_cuts(self, pieces: int) -> bool:
         """Leave out cuts that many values cross, if ``pieces`` remain.
 
         Returns:
@@ -248,7 +248,7 @@ class ForwardSplit:
             if not here or (start and (id(slot.module) not in self._inside or slot.pieces[0] < start)):
                 hidden.append(slot)
                 if here:
-                    before_start.callback(slot.rest)
+                    before_start.callback(slot.restore)
         return hidden, before_start
 
     @contextmanager
@@ -269,7 +269,7 @@ class ForwardSplit:
                 _set_class(block, own)
             self._handler, self.running = None, False
             for slot in hidden:
-                slot.rest()
+                slot.restore()
 
     def _intercepting_class(self, own: type[nn.Module]) -> type[nn.Module]:
         """Class of blocks while the forward runs. Their calls go to the handler.

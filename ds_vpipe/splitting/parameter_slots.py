@@ -55,7 +55,7 @@ class ParameterSlot:
         size, stride = meta.shape, meta.bare.stride()
         return nn.Parameter(torch.empty_strided(size, stride, dtype=meta.dtype, device=meta.device), meta.requires_grad)
 
-    def rest(self) -> None:
+    def restore(self) -> None:
         """Let the module have what it has between calls."""
         self.put(self.parameter)
 
@@ -81,7 +81,7 @@ class ParameterSlot:
         if (old.dtype, old.device) != (dtype, device):
             bare = old.bare.to(dtype)
             self.meta = MetaTensor(bare, device, old.access_log, old.origin, old.slot, old.requires_grad)
-            self.rest()
+            self.restore()
 
 
 def _is_packed(module: nn.Module, key: str, parameter: torch.Tensor) -> bool:
@@ -153,7 +153,7 @@ def materialise(model: nn.Module, slots: Sequence[ParameterSlot], device: torch.
                 fresh[slot.tie] = nn.Parameter(empty, requires_grad=bare.requires_grad)
                 vars(fresh[slot.tie]).update(vars(bare))  # marks, such as DeepSpeed's of weights that other stages have
             slot.parameter = fresh[slot.tie]
-            slot.rest()
+            slot.restore()
     _initialise(model, affected, device)
 
 
@@ -176,7 +176,7 @@ def materialise_buffers(model: nn.Module, slots: Sequence[ParameterSlot]) -> Non
             slot.put(None)
         _initialise(model, {}, torch.device("cpu"))
         for slot in slots:
-            slot.rest()
+            slot.restore()
 
 
 def _initialise(model: nn.Module, affected: dict[int, str], device: torch.device) -> None:

@@ -95,7 +95,7 @@ def _try_out(split: ForwardSplit, blocks: BlockList, given: Call | None, num_sta
         try:
             with torch.enable_grad():
                 dry = split.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
-                if blocks.merged and split.thin(num_stages):
+                if blocks.merged and split.drop_wide_cuts(num_stages):
                     dry = split.try_out(form, form.rebuild(packed[1:]), to_the_end=to_the_end)
         except SplitError as error:
             refused = refused or str(error)

@@ -139,7 +139,7 @@ class StageModel:
         for slot in self._slots:
             value = slot.spare if slot.parameter is None else slot.parameter
             slot.parameter, slot.spare = (None, value) if self._kept.isdisjoint(slot.pieces) else (value, None)
-            slot.rest()
+            slot.restore()
         self._refresh()
 
     def take(self, pieces: Iterable[int]) -> None:
@@ -153,7 +153,7 @@ class StageModel:
                 if slot.tie not in here:
                     here[slot.tie] = slot.without_values()
                 slot.parameter = here[slot.tie]
-            slot.rest()
+            slot.restore()
         kept = {id(slot.parameter) for slot in self._slots}
         for parameter in here.values():
             if id(parameter) not in kept:

@@ -106,7 +106,7 @@ def timeline_figure(timeline: Timeline, width: float | None = None, window: Wind
     corners, fills, edges = [], [], []
     scale = width / (end - start)
     drawn: dict[tuple[int, Category], int] = {}
-    for rank, span, fill, label in looks(timeline):
+    for rank, span, fill, label in bars(timeline):
         first, last = (min(max(time, start), end) for time in (span.start, span.end))
         pixel, pixels = int((first - start) * scale), (last - first) * scale
         if not pixels or (pixels < _TINY and drawn.get((rank, span.category)) == pixel):
@@ -209,7 +209,7 @@ def _subtitle(timeline: Timeline) -> str:
     return f"{timeline.source}: {ranks}, {batch}, {timeline.duration / length:.4g} {unit}"
 
 
-def looks(timeline: Timeline) -> Iterator[tuple[int, Span, str, str]]:
+def bars(timeline: Timeline) -> Iterator[tuple[int, Span, str, str]]:
     """Rank, span, fill and label of all bars: the number of the micro-batch, or of an update's batch."""
     for rank, spans in enumerate(timeline.by_rank()):
         later = {part: index for index, part in enumerate(sorted({span.part for span in spans}))}

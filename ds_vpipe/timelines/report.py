@@ -12,7 +12,7 @@ from typing import Any
 
 from ds_vpipe.schedules.actions import Category
 from ds_vpipe.tables import show_bytes
-from ds_vpipe.timelines.figure import COLOURS, IDLE, default_width, ink_on, legend, looks, loss_svg, unit_for
+from ds_vpipe.timelines.figure import COLOURS, IDLE, bars, default_width, ink_on, legend, loss_svg, unit_for
 from ds_vpipe.timelines.summary import RankSummary, Summary, steady_window, summarize
 from ds_vpipe.timelines.timeline import Timeline, Window
 
@@ -64,11 +64,11 @@ def _data(timeline: Timeline, longest: float) -> dict[str, Any]:
         peak = max((size for _, size in samples), default=0)
         memory = {"memory": samples if peak else [], "peak": show_bytes(peak)}
         ranks.append({"name": f"{timeline.rank_word} {rank}", "spans": [], "transfers": [], **memory})
-    for rank, span, fill, label in looks(timeline):
+    for rank, span, fill, label in bars(timeline):
         if span.end > span.start:
             text = f"{'waits in ' if span.category is Category.WAIT else ''}{span.action}"
-            bars = ranks[rank]["transfers" if span.category is Category.TRANSFER else "spans"]
-            bars.append((span.start, span.end, text, label, fill, span.version))
+            drawn = ranks[rank]["transfers" if span.category is Category.TRANSFER else "spans"]
+            drawn.append((span.start, span.end, text, label, fill, span.version))
     return {
         "ranks": ranks,
         "duration": timeline.duration,

@@ -106,7 +106,7 @@ class Rounds:
         self._refuse_other_gradients()
         ends_batch = self.ends_batch
         if ends_batch and engine.lr_scheduler is None and engine.optimizer is not None:
-            self._rates.hand_in(engine.optimizer.param_groups)
+            self._rates.queue(engine.optimizer.param_groups)
         self._carry_out("step", self._round.step)
         if ends_batch:
             engine.global_steps += 1

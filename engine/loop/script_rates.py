@@ -19,7 +19,7 @@ class ScriptRates:
     def __init__(self) -> None:
         self._waiting: deque[list[dict[str, Any]]] = deque()
 
-    def hand_in(self, groups: list[dict[str, Any]]) -> None:
+    def queue(self, groups: list[dict[str, Any]]) -> None:
         """A batch ends for the script."""
         self._waiting.append(_options(groups))
 

@@ -16,7 +16,7 @@ from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import Pipeline, Schedule
 from ds_vpipe.schedules.program import Workload, programs
 from ds_vpipe.simulation.costs import StageCost
-from ds_vpipe.simulation.simulator import Epoch, SimulatedRank, Simulation, simulate
+from ds_vpipe.simulation.simulator import Phase, SimulatedRank, Simulation, simulate
 from ds_vpipe.timelines.timeline import Timeline
 
 CLOSE = 1e-9
@@ -155,15 +155,15 @@ def test_a_transfer_waits_for_a_posted_receive() -> None:
 
 
 def naive_ends(
-    pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload, later: Sequence[Epoch] = ()
+    pipeline: Pipeline, costs: Sequence[StageCost], workload: Workload, later: Sequence[Phase] = ()
 ) -> list[float]:
     """When each rank is done, found by going from one moment to the next and asking who can do what. Whole seconds."""
     size = pipeline.micro_batches
-    pauses = {epoch.start: int(epoch.pause_s) for epoch in later}
+    pauses = {phase.start: int(phase.pause_s) for phase in later}
 
     def costs_at(action: Action) -> Sequence[StageCost]:
         first = action.index * size if action.kind.per_batch else action.index
-        return [costs, *(epoch.costs for epoch in later if epoch.start <= first)][-1]
+        return [costs, *(phase.costs for phase in later if phase.start <= first)][-1]
 
     built = programs(pipeline, workload)
     num_ranks = pipeline.num_stages
@@ -234,8 +234,8 @@ def test_costs_that_change_against_a_naive_simulation(training: tuple[Pipeline, 
     pipeline, workload = training
     each = st.lists(COSTS, min_size=pipeline.num_parts, max_size=pipeline.num_parts)
     batches = data.draw(st.lists(st.integers(1, max(1, workload.batches - 1)), unique=True, max_size=3))
-    later = [Epoch(b * pipeline.micro_batches, data.draw(each), data.draw(SECONDS)) for b in sorted(batches)]
-    later = [epoch for epoch in later if epoch.start < workload.batches * pipeline.micro_batches]
+    later = [Phase(b * pipeline.micro_batches, data.draw(each), data.draw(SECONDS)) for b in sorted(batches)]
+    later = [phase for phase in later if phase.start < workload.batches * pipeline.micro_batches]
     costs = data.draw(each)
     simulation = simulate(pipeline, costs, workload, later)
     assert [rank.end_s for rank in simulation.ranks] == naive_ends(pipeline, costs, workload, later)
@@ -247,7 +247,7 @@ def test_costs_that_change_against_a_naive_simulation(training: tuple[Pipeline, 
 def test_memory_of_stages_that_change_at_a_data_end() -> None:
     costs = StageCost(1.0, 1.0, activation_bytes=10, static_bytes=1000, version_bytes=100)
     larger = StageCost(2.0, 2.0, activation_bytes=20, static_bytes=2000, version_bytes=200)
-    simulation = simulate(Pipeline("asp", 2, 1), [costs] * 2, Workload(4, (2,)), [Epoch(2, [larger] * 2, 5.0)])
+    simulation = simulate(Pipeline("asp", 2, 1), [costs] * 2, Workload(4, (2,)), [Phase(2, [larger] * 2, 5.0)])
     first = simulation.ranks[0]
     assert [(span.start, str(span.action)) for span in first.spans if str(span.action) in ("F2", "F3")] == [
         (11.0, "F2"),  # B1 ends at 6

@@ -418,7 +418,7 @@ def test_rates_wait_for_their_batch() -> None:
     rates, groups = ScriptRates(), [{"lr": 1.0, "params": []}]
     for value in (1.0, 2.0):
         groups[0]["lr"] = value
-        rates.hand_in(groups)
+        rates.queue(groups)
     groups[0]["lr"] = 3.0
     seen = []
     for _ in range(3):
@@ -426,7 +426,7 @@ def test_rates_wait_for_their_batch() -> None:
             seen.append(groups[0]["lr"])
     assert seen == [1.0, 2.0, 3.0]
     assert math.isclose(groups[0]["lr"], 3.0)
-    rates.hand_in(groups)
+    rates.queue(groups)
     rates.forget()
     groups[0]["lr"] = 4.0
     with rates.of_next_update(groups):

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from deepspeed.runtime.lr_schedules import WarmupLR
 
 from ds_vpipe.errors import Refusal, VPipeError, did_you_mean
 
@@ -110,32 +111,21 @@ def lr_policy(ds_config: dict[str, Any]) -> LRPolicy | None:
     return LRPolicy(name, **given)
 
 
-class LRSchedule:
+class LRSchedule(WarmupLR):
     """Learning-rate schedule of one stage, which counts the updates of that stage.
 
-    It has the methods that DeepSpeed calls. torch's LambdaLR would also replace ``optimizer.step`` and add a key to the
-    parameter groups of checkpoints.
+    Counting, checkpoints and parameter groups are DeepSpeed's. torch's LambdaLR would also replace ``optimizer.step``
+    and add a key to the parameter groups of checkpoints.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, policy: LRPolicy) -> None:
-        self.optimizer = optimizer
         self._policy = policy
-        self._base = [float(group["lr"]) for group in optimizer.param_groups]
-        self._continue_after(0)
+        super().__init__(optimizer, warmup_max_lr=[float(group["lr"]) for group in optimizer.param_groups])
 
-    def step(self) -> None:
-        """Count an update and set the next one's learning rates."""
-        self._continue_after(self._updates + 1)
-
-    def get_last_lr(self) -> list[float]:
+    def get_lr(self) -> list[float]:
         """Learning rates of the next update, one per parameter group."""
-        return [base * self._policy.factor(self._updates + 1) for base in self._base]
-
-    get_lr = get_last_lr
-
-    def state_dict(self) -> dict[str, Any]:
-        """Last update's number, from 0. DeepSpeed's own schedules can continue from it."""
-        return {"last_batch_iteration": self._updates - 1}
+        factor = self._policy.factor(self.last_batch_iteration + 2)  # which is -1 before the first update
+        return [base * factor for base in self.max_lrs]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the updates that a state counts.
@@ -150,10 +140,4 @@ class LRSchedule:
                 f"lr scheduler in the checkpoint: got a state with {given}; allowed: last_batch_iteration, as "
                 "DeepSpeed's schedules have it; load with load_lr_scheduler_states=False"
             )
-        self._continue_after(last + 1)
-
-    def _continue_after(self, updates: int) -> None:
-        self._updates = updates
-        # Optimizers replace their list of groups when they load a checkpoint: always ask for it anew.
-        for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
-            group["lr"] = rate
+        self.step(last)

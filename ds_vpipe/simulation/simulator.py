@@ -51,8 +51,8 @@ def simulate(
         VPipeConfigError: there is not one cost per part, or nothing takes any time.
         PipelineProtocolError: a rank never gets a message; :mod:`ds_vpipe.schedules.check` says why.
     """
-    epochs = [Epoch(0, costs), *later]
-    for _, given, _ in epochs:
+    phases = [Phase(0, costs), *later]
+    for _, given, _ in phases:
         if len(given) != pipeline.num_parts:
             allowed = f"one entry per part, {pipeline.num_parts}"
             raise Refusal("costs", f"{len(given)} entries", allowed, "give the cost of every part once").error()

@@ -44,7 +44,7 @@ TEXT = ["--max_seq_length", "32", "--mlm_probability", "0.3"]  # learned sooner 
 TURN = 10  # updates
 VALIDATIONS = 10
 RECORDED = 20  # updates of a timeline
-MOVING, LOOK = 60, 20  # of one in which layers move, and from one look at the balance to the next
+MOVING, LOOK = 45, 20  # of one in which layers move, and from one look at the balance to the next
 
 Make = Callable[[dict[str, Any] | None], tuple[Any, PretrainingLoss]]
 

@@ -279,7 +279,9 @@ class Balance:
             values = {"planned_s": decision.seconds, "better_s": decision.better_seconds, "measured_s": self._pace}
             events = [(f"Train/Pipeline/replan/{name}", value, engine.global_samples) for name, value in values.items()]
             engine.monitor.write_events(events)
-        if self.depths is None:
+        measured_from = max(0, update - self._looks.delay - self._settings.every)
+        drained = stage.delay_warmup.drain_interval(measured_from)[1] is not None  # so its pace says nothing of depths
+        if self.depths is None or drained:
             return decision
         if not decision.stays:
             self.depths.deepened = None  # another split has another pace

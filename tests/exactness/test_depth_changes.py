@@ -238,16 +238,17 @@ def following(block: dict[str, Any], folder: str, updates: int, load: bool) -> d
 
 def followed(folder: str, updates: int) -> list[dict[str, Any]]:
     block = {"replan": {"every": 10, "max_staleness": 3}}
-    tight = {"replan": {"every": 10}}
+    tight, drains = {"replan": {"every": 10}}, {**block, "staleness": {"synchronous_updates": 11}}
     recorded = {**block, "timeline": {"enabled": True, "path": f"{folder}/timeline"}}
     runs = [(block, updates, False), (recorded, 12, True), (tight, 1, True)]
+    runs.append((drains, 24, False))
     return [following(given, f"{folder}/saved", count, load) for given, count, load in runs]
 
 
 def test_depths_that_follow_are_exact_and_resumed(worlds: Worlds, tmp_path: Path) -> None:
     updates = 16
     ranks = worlds.run(3, followed, str(tmp_path), updates)
-    through, resumed, tight = ([rank[number] for rank in ranks] for number in range(3))
+    through, resumed, tight, drains = ([rank[number] for rank in ranks] for number in range(4))
     for reports in (through, resumed):
         assert all(report["depths"] == reports[0]["depths"] for report in reports)
         assert all(report["decisions"] == reports[0]["decisions"] for report in reports)
@@ -256,6 +257,7 @@ def test_depths_that_follow_are_exact_and_resumed(worlds: Worlds, tmp_path: Path
     assert (2, 1, 0) < depths[updates] <= (6, 3, 0)
     assert resumed[0]["depths"][0] == depths[updates]
     assert tight[0]["depths"][0] == (2, 1, 0)  # those of the checkpoint are beyond its limit
+    assert drains[0]["decisions"] == []
     assert any(f"depths {list(depths[updates])}" in text for text in resumed[0]["events"])
     changes = [(2 * at, now) for at, (before, now) in enumerate(pairwise(depths), 1) if now != before]
     wanted = reference.Replay(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Say, close_groups, parser_of, run
+from common import Say, close_groups, machine, parser_of, start
 from deepspeed.pipe import PipelineModule
 
 import ds_vpipe
@@ -29,7 +29,8 @@ SHOWN = 10  # points of a curve
 def config_of(options: argparse.Namespace, partition: Sequence[int] | None = None) -> dict[str, Any]:
     """The JSON, with DeepSpeed's default of everything that it does not name."""
     rate = 1e-3
-    schedule = {"total_num_steps": options.updates, "warmup_num_steps": options.updates // 10, "warmup_max_lr": rate}
+    warm_up = max(1, options.updates // 10)
+    schedule = {"total_num_steps": options.updates, "warmup_num_steps": warm_up, "warmup_max_lr": rate}
     return {
         "train_micro_batch_size_per_gpu": options.batch,
         "gradient_accumulation_steps": options.micro_batches,
@@ -71,25 +72,34 @@ def work(rank: int, say: Say, found: dict[str, Any], options: argparse.Namespace
     engine.destroy()
     close_groups()
     off = [abs(one - other) / one for one, other in zip(losses, found["losses"], strict=True)]
-    for update in range(options.updates // SHOWN, options.updates + 1, max(1, options.updates // SHOWN)):
+    step = max(1, options.updates // SHOWN)
+    for update in range(step, options.updates + 1, step):
         say(f"update {update:5}: run {losses[update - 1]:.6f}, forecast {found['losses'][update - 1]:.6f}")
     worst = max(range(len(off)), key=off.__getitem__)
     say(f"largest difference: {off[worst]:.1e} of the loss, in update {worst + 1} of {len(off)}")
 
 
-parser = parser_of(__doc__)
-parser.add_argument("--stages", type=int, default=4, help="K")
-parser.add_argument("--micro-batches", type=int, default=1, help="M")
-parser.add_argument("--updates", type=int, default=300)
-parser.add_argument("--batch", type=int, default=8, help="samples per micro-batch")
-parser.add_argument("--sequence", type=int, default=32, help="tokens per sample")
-parser.add_argument("--train-file", help="own text; default: docstrings of the installed packages")
-parse = parser.parse_args
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--stages", type=int, default=4, help="K")
+    parser.add_argument("--micro-batches", type=int, default=1, help="M")
+    parser.add_argument("--updates", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=8, help="samples per micro-batch")
+    parser.add_argument("--sequence", type=int, default=32, help="tokens per sample")
+    parser.add_argument("--train-file", help="own text; default: docstrings of the installed packages")
+    return parser.parse_args(words)
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Forecast, train and compare."""
     options = parse()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.set_num_threads(1)
     found = forecast(options)
-    about = f"; K={options.stages} M={options.micro_batches}, staleness {found['staleness']}"
-    run(work, options.stages, found, options, about=about)
+    print(f"{machine()}; K={options.stages} M={options.micro_batches}, staleness {found['staleness']}", flush=True)
+    start(work, options.stages, found, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Several nodes on one machine: network namespaces as hosts, an sshd in each, a real hostfile, pdsh, and the deepspeed
-# launcher. First asks `doctor --hostfile`. Trains a small BERT on four stages over two hosts, three times:
+# launcher. First asks `doctor --hostfile`. Trains a small BERT on four stages over two hosts, four times:
 #   1. undisturbed, started over ssh;
 #   2. the same run, saving checkpoints, with a rank on the second host killed in the middle: the launcher must
 #      end on its own, with an error, and no process may be left on either host;
-#   3. resumed without ssh, one command per node. Its losses must be those of the undisturbed run, bit for bit.
+#   3. resumed without ssh, one command per node. Its losses must be those of the undisturbed run, bit for bit;
+#   4. with --restarts, a rank killed likewise: the run must end by itself, with these losses too.
 # Installs pdsh, sshd and ip with apt-get if they are missing. Needs root and network namespaces: exit status 77 and one
 # line where they may not be had. Removes what it has made. Usage: scripts/multinode_test.sh
 set -euo pipefail
@@ -132,6 +133,24 @@ trains() { # trains NODE: processes of training there, of launchers too
     done
 }
 
+kill_a_rank() { # kill_a_rank OUTPUT: one of the second node, once the run has trained a few updates
+    local waited lines victim
+    for ((waited = 0; ; waited++)); do
+        lines=$(grep -c . "$1/metrics.jsonl" 2>/dev/null || true)
+        ((${lines:-0} < KILL_AFTER)) || break
+        kill -0 "$launched" 2>/dev/null || fail "the run ended before it was killed" "$1.log"
+        ((waited < LIMIT * 5)) || fail "no progress" "$1.log"
+        sleep 0.2
+    done
+    victim=$(for process in $(trains "${NODES[1]}"); do
+        # Command lines of the node's launcher and of supervisors name the script too; these have one thread.
+        tr '\0' ' ' <"/proc/$process/cmdline" | grep -q "launcher.launch\|sshd\|bash" && continue
+        threads=("/proc/$process/task/"*)
+        ((${#threads[@]} == 1)) || echo "$process"
+    done | tail -n 1)
+    kill -9 "$victim"
+}
+
 echo "0. what doctor says of the two hosts"
 (cd "$work/run" && on 0 env "PYTHONPATH=$root" "${variables[@]}" timeout "$LIMIT" \
     python -m ds_vpipe doctor --hostfile "$work/hostfile") >"$work/doctor.log" 2>&1 ||
@@ -144,18 +163,7 @@ launch 0 "$work/whole.log" "" --output_dir "$work/whole" || fail "the undisturbe
 echo "2. the same, and a rank on the second host is killed"
 launch 0 "$work/killed.log" "" --output_dir "$work/killed" &
 launched=$!
-for ((waited = 0; ; waited++)); do
-    lines=$(grep -c . "$work/killed/metrics.jsonl" 2>/dev/null || true)
-    ((${lines:-0} < KILL_AFTER)) || break
-    kill -0 "$launched" 2>/dev/null || fail "the run ended before it was killed" "$work/killed.log"
-    ((waited < LIMIT * 5)) || fail "no progress" "$work/killed.log"
-    sleep 0.2
-done
-victim=$(for process in $(trains "${NODES[1]}"); do
-    # The ranks are children of the node's launcher, whose command line names the script too.
-    tr '\0' ' ' <"/proc/$process/cmdline" | grep -q "launcher.launch\|sshd\|bash" || echo "$process"
-done | tail -n 1)
-kill -9 "$victim"
+kill_a_rank "$work/killed"
 if wait "$launched"; then
     fail "the launcher reported success although a rank was killed" "$work/killed.log"
 fi
@@ -175,18 +183,27 @@ launch 0 "$work/resumed0.log" "--no_ssh --node_rank 0" "${resume[@]}" ||
     fail "resuming failed" "$work/resumed0.log" "$work/resumed1.log"
 wait "$second" || fail "resuming failed on the second node" "$work/resumed1.log"
 
+echo "4. with --restarts: a rank on the second host is killed, and the run ends as if it had not been"
+launch 0 "$work/restarted.log" "--module ds_vpipe.run --restarts 1" \
+    --output_dir "$work/restarted" --resume_from_checkpoint &
+launched=$!
+kill_a_rank "$work/restarted"
+wait "$launched" || fail "the run was not restarted" "$work/restarted.log"
+grep -o "rank [23] ended by SIGKILL; restart 1 of 1" "$work/restarted.log" || fail "no restart" "$work/restarted.log"
+
 python - "$work" "$STEPS" <<'PYTHON' || fail "losses differ" "$work/resumed0.log"
 import json, sys
 from pathlib import Path
 
-whole, killed, resumed = (
+whole, killed, resumed, restarted = (
     {row["step"]: row["loss"] for row in map(json.loads, (Path(sys.argv[1]) / name / "metrics.jsonl").open()) if "loss" in row}
-    for name in ("whole", "killed", "resumed")
+    for name in ("whole", "killed", "resumed", "restarted")
 )
 steps = int(sys.argv[2])
 assert [*whole] == [*range(1, steps + 1)], whole
 assert killed and killed.items() <= whole.items(), (whole, killed)
 assert resumed and resumed.items() <= whole.items() and max(resumed) == steps and min(resumed) > 1, (whole, resumed)
+assert restarted == whole, (whole, restarted)
 print(f"resumed at update {min(resumed)} of {steps}: losses equal those of the undisturbed run bit for bit")
 PYTHON
 echo "multinode_test: passed"

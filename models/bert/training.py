@@ -154,6 +154,8 @@ class _Run:
         if resumed is None:
             return
         path, state = self._engine.load_checkpoint(str(resumed))
+        if path is None and resumed == self._folder and "DS_VPIPE_RESTART" in os.environ:
+            return  # nothing has been saved yet
         if path is None:
             raise VPipeConfigError(
                 f"--resume_from_checkpoint: there is no checkpoint in {resumed}, or no file 'latest' that names one"

@@ -21,31 +21,29 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
 import torch
 from common import (
+    Curve,
     Emulated,
     Say,
     Sleep,
     close_groups,
+    draw,
     ds_config,
     engine_for,
-    machine,
     markdown,
     micro_batch,
     parser_of,
+    run,
     slowest,
-    start,
 )
 from deepspeed.pipe import LayerSpec
 
 import ds_vpipe
-from ds_vpipe.partition import bounds
-from ds_vpipe.timelines.figure import Curve, draw
 
 SLOW_STAGE, SLOWER = 1, 2.0
 SEQUENCE, PLAIN_BATCH = 32, 4
@@ -102,6 +100,13 @@ def best_split(layers: int, slowness: list[float]) -> list[int]:
     return min(([stop - start for start, stop in pairwise((0, *inner, layers))] for inner in cuts), key=order)
 
 
+def ended(engine: Any) -> list[str]:
+    """Lines of the decisions of an engine, which is destroyed."""
+    lines = [] if engine.balance is None else [decision.line() for decision in engine.balance.decisions]
+    engine.destroy()
+    return lines
+
+
 def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[list[float], list[str], list[int]]:
     """Seconds per micro-batch of every update, lines of the decisions, and the split at the end."""
     stages, layers = options.stages, options.layers
@@ -124,9 +129,7 @@ def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[
         begin = time.perf_counter()
         engine.train_batch(data)
         seconds.append((time.perf_counter() - begin) / options.micro_batches)
-    lines = [] if engine.balance is None else [decision.line() for decision in engine.balance.decisions]
-    split = [stop - start for start, stop in pairwise(bounds(engine.pipeline.partition))]
-    engine.destroy()
+    split, lines = list(engine.pipeline.partition), ended(engine)
     del engine
     close_groups()
     return seconds, lines, split
@@ -172,7 +175,7 @@ def work_jittery(rank: int, say: Say, options: argparse.Namespace) -> None:
         spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
         rows.append((sigma, *middle, lines[-1].rpartition("end ")[2], f"{statistics.median(ratios):.2f}", spread))
     head = ["sigma", "default depths, ms", "depths that follow, ms", "the last ones", "times as fast", "from, to"]
-    say(f"{machine()}\n{markdown(head, rows)}")
+    say(markdown(head, rows))
 
 
 def train_plain(arm: str, options: argparse.Namespace) -> tuple[list[float], list[str], list[list[int]]]:
@@ -194,9 +197,8 @@ def train_plain(arm: str, options: argparse.Namespace) -> tuple[list[float], lis
             engine.backward(engine(input_ids=tokens, labels=tokens))
             engine.step()
         seconds.append((time.perf_counter() - begin) / options.micro_batches)
-    lines = [] if engine.balance is None else [decision.line() for decision in engine.balance.decisions]
     splits.append(list(engine.pipeline.partition))
-    engine.destroy()
+    lines = ended(engine)
     del engine
     close_groups()
     return seconds, lines, splits
@@ -216,7 +218,7 @@ def work_plain(rank: int, say: Say, options: argparse.Namespace) -> None:
         ratios.append(paces["stays"] / paces["drain"])
     head = ["repetition", "arm", "pieces at first", "pieces at the end", "ms at the end"]
     found = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    say(f"{machine()}\n{markdown(head, rows)}plain: {statistics.median(ratios):.2f} times as fast ({found})")
+    say(f"{markdown(head, rows)}plain: {statistics.median(ratios):.2f} times as fast ({found})")
 
 
 def work(rank: int, say: Say, options: argparse.Namespace) -> None:
@@ -239,40 +241,32 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
             for arm, (seconds, *_) in runs.items()
         ]
     head = ["case", "arm", "layers at the end", "ms at first", "longest, ms", "ms at the end", "of the best"]
-    say(f"{machine()}\n{markdown(head, rows)}")
+    say(markdown(head, rows))
     if rank == 0 and options.plot:
         draw(options.plot, panels, "update", "ms per micro-batch")
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--layer-ms", type=float, default=6.0, help="per layer and micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=2)
-    parser.add_argument("--every", type=int, default=20, help="updates between two looks")
-    parser.add_argument("--updates", type=int, default=200)
-    parser.add_argument("--slower-at", type=int, default=40, help="update at which a stage slows down")
-    parser.add_argument("--plot", help="picture of the seconds of every update")
-    parser.add_argument("--cases", nargs="+", choices=("worst", "slower"), default=["worst", "slower"])
-    parser.add_argument("--plain", action="store_true", help="the plain model, and nothing else")
-    parser.add_argument("--jitter", type=float, nargs="+", help="sigmas of pipelines whose passes vary, nothing else")
-    parser.add_argument("--stage-ms", type=float, default=24.0, help="per stage and micro-batch, of these")
-    parser.add_argument("--max-staleness", type=int, default=3, help="of these")
-    parser.add_argument("--vocabulary", type=int, default=16384, help="of the plain model")
-    parser.add_argument("--repetitions", type=int, default=5, help="of these and the plain model")
-    return parser.parse_args(words)
-
-
-def main() -> None:
-    """Start the ranks."""
-    options = parse()
-    if options.jitter:
-        start(work_jittery, options.stages, options)
-    else:
-        start(work_plain, 2, options) if options.plain else start(work, options.stages, options)
-
+parser = parser_of(__doc__)
+parser.add_argument("--stages", type=int, default=4)
+parser.add_argument("--layers", type=int, default=16)
+parser.add_argument("--layer-ms", type=float, default=6.0, help="per layer and micro-batch")
+parser.add_argument("--micro-batches", type=int, default=2)
+parser.add_argument("--every", type=int, default=20, help="updates between two looks")
+parser.add_argument("--updates", type=int, default=200)
+parser.add_argument("--slower-at", type=int, default=40, help="update at which a stage slows down")
+parser.add_argument("--plot", help="picture of the seconds of every update")
+parser.add_argument("--cases", nargs="+", choices=("worst", "slower"), default=["worst", "slower"])
+parser.add_argument("--plain", action="store_true", help="the plain model, and nothing else")
+parser.add_argument("--jitter", type=float, nargs="+", help="sigmas of pipelines whose passes vary, nothing else")
+parser.add_argument("--stage-ms", type=float, default=24.0, help="per stage and micro-batch, of these")
+parser.add_argument("--max-staleness", type=int, default=3, help="of these")
+parser.add_argument("--vocabulary", type=int, default=16384, help="of the plain model")
+parser.add_argument("--repetitions", type=int, default=5, help="of these and the plain model")
+parse = parser.parse_args
 
 if __name__ == "__main__":
-    main()
+    options = parse()
+    if options.jitter:
+        run(work_jittery, options.stages, options)
+    else:
+        run(work_plain if options.plain else work, 2 if options.plain else options.stages, options)

@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 from deepspeed.pipe import LayerSpec
 from deepspeed.utils import logger
 from torch import nn
+from transformers import BertConfig
 
 import ds_vpipe
 from ds_vpipe.timelines.figure import Curve as Curve  # which benchmarks import from here
@@ -202,6 +203,35 @@ def machine() -> str:
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores{device}, Python "
         f"{platform.python_version()}, torch {torch.__version__}, deepspeed {deepspeed.__version__}, gloo"
     )
+
+
+def run(work: Callable[..., None], world: int, *arguments: Any, about: str = "") -> None:
+    """:func:`start`, after a line that names the machine."""
+    print(f"{machine()}{about}", flush=True)
+    start(work, world, *arguments)
+
+
+def add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Add the sizes of a model and of its micro-batches."""
+    of = {"hidden": "a multiple of 64", "layers": "encoder layers or blocks", "vocabulary": "words"}
+    of |= {"batch": "samples per micro-batch", "sequence": "tokens per sample"}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=of[name])
+
+
+def sizes(options: argparse.Namespace) -> str:
+    """The sizes, for the line that names the machine."""
+    model = f"hidden {options.hidden}, {options.layers} layers, vocabulary {options.vocabulary}"
+    return f"; {model}, batch {options.batch} x {options.sequence}"
+
+
+def bert_config(options: argparse.Namespace) -> BertConfig:
+    """A BERT of these sizes; without a tie, all versions and buffers are those of the pipeline itself."""
+    return BertConfig(
+        hidden_size=options.hidden, num_hidden_layers=options.layers, num_attention_heads=max(1, options.hidden // 64),
+        intermediate_size=4 * options.hidden, vocab_size=options.vocabulary, attn_implementation="sdpa",
+        tie_word_embeddings=False, max_position_embeddings=max(512, options.sequence),
+    )  # fmt: skip
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:

@@ -18,17 +18,30 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Say, close_groups, engine_for, machine, markdown, parser_of, slowest, start, trainer_of
+from common import (
+    Say,
+    add_sizes,
+    bert_config,
+    close_groups,
+    ds_config,
+    engine_for,
+    machine,
+    markdown,
+    parser_of,
+    sizes,
+    slowest,
+    start,
+    trainer_of,
+)
 from deepspeed import comm
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe import p2p
 from torch import nn
-from transformers import BertConfig, GPT2Config
+from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from ds_vpipe.config import VPipeConfig
@@ -64,29 +77,6 @@ class Tokens(nn.Module):
         return self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
 
 
-class Block(nn.Module):
-    """GPT-2's block of attention and two linear layers."""
-
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__()
-        self.block = GPT2Block(config)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        found = self.block(value)
-        return found[0] if isinstance(found, tuple) else found
-
-
-class Decoder(nn.Module):
-    """Scores of the next token."""
-
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(config.n_embd), nn.Linear(config.n_embd, config.vocab_size, bias=False)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.norm(value))
-
-
 def next_token_loss(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of the tokens that follow."""
     return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
@@ -94,36 +84,26 @@ def next_token_loss(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def sample(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Layers, inputs, loss function and labels of ``bert`` or ``gpt2``."""
-    heads = max(1, options.hidden // 64)
     if name == "bert":
-        bert = BertConfig(
-            hidden_size=options.hidden, num_hidden_layers=options.layers, num_attention_heads=heads,
-            intermediate_size=4 * options.hidden, vocab_size=options.vocabulary, attn_implementation="sdpa",
-            tie_word_embeddings=False, max_position_embeddings=max(512, options.sequence),
-        )  # fmt: skip
-        return example(bert, options.batch, options.sequence, max_predictions=max(1, options.sequence // 7))
+        predictions = max(1, options.sequence // 7)
+        return example(bert_config(options), options.batch, options.sequence, max_predictions=predictions)
+    width, words = options.hidden, options.vocabulary
     gpt = GPT2Config(
-        n_embd=options.hidden, n_layer=options.layers, n_head=heads, vocab_size=options.vocabulary,
-        n_positions=options.sequence, attn_implementation="sdpa", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        n_embd=width, n_head=max(1, width // 64), vocab_size=words, n_positions=options.sequence,
+        attn_implementation="sdpa", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    specs = [LayerSpec(Tokens, gpt), *[LayerSpec(Block, gpt) for _ in range(options.layers)], LayerSpec(Decoder, gpt)]
+    blocks = [LayerSpec(GPT2Block, gpt) for _ in range(options.layers)]
+    specs = [LayerSpec(Tokens, gpt), *blocks, LayerSpec(nn.LayerNorm, width), LayerSpec(nn.Linear, width, words, False)]
     shape, generator = (options.batch, options.sequence), torch.Generator().manual_seed(0)
-    ids = torch.randint(options.vocabulary, shape, generator=generator)
+    ids = torch.randint(words, shape, generator=generator)
     return {"layers": specs, "inputs": ids, "loss_fn": next_token_loss, "labels": ids}
 
 
 def config_of(vpipe: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, Any]:
     """The JSON of an arm; torch's Adam, since DeepSpeed's has to be compiled."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": options.batch,
-        "gradient_accumulation_steps": options.micro_batches,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "gradient_clipping": 1.0,
-        "steps_per_print": 10**9,
-    }
-    return config if vpipe is None else {**config, "vpipe": {"peer_timeout_s": 120, "staleness": "off", **vpipe}}
+    block = None if vpipe is None else {"peer_timeout_s": 120, **vpipe}
+    config = ds_config(options.micro_batches, block, options.batch, "AdamW", torch_adam=True)
+    return {**config, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0}
 
 
 def send_by_host(tensor: torch.Tensor, stage: int, async_op: bool = False) -> None:
@@ -213,24 +193,18 @@ def work(rank: int, say: Say, stages: int, name: str, options: argparse.Namespac
     say(f"planned for asp: {' '.join(map(show_bytes, plan)) or 'unknown'}")
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--cpu", action="store_true", help="on the CPU, to try the script")
-    parser.add_argument("--models", nargs="+", choices=("bert", "gpt2"), default=["bert", "gpt2"])
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *OVER_NCCL], default=list(ARMS))
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="K")
-    parser.add_argument("--micro-batches", type=int, default=4, help="M")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=14)
-    parser.add_argument("--vocabulary", type=int, default=30528)
-    parser.add_argument("--batch", type=int, default=8, help="samples per micro-batch")
-    parser.add_argument("--sequence", type=int, default=512, help="tokens per sample")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of an arm in a repetition, about")
-    parser.add_argument("--batches", type=int, default=10**6, help="at most, of an arm in a repetition")
-    parser.add_argument("--at-once", type=int, default=4, help="batches between looks at the clock")
-    parser.add_argument("--repetitions", type=int, default=3)
-    return parser.parse_args(words)
+parser = parser_of(__doc__)
+parser.add_argument("--cpu", action="store_true", help="on the CPU, to try the script")
+parser.add_argument("--models", nargs="+", choices=("bert", "gpt2"), default=["bert", "gpt2"])
+parser.add_argument("--arms", nargs="+", choices=[*ARMS, *OVER_NCCL], default=list(ARMS))
+parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="K")
+parser.add_argument("--micro-batches", type=int, default=4, help="M")
+add_sizes(parser, hidden=1024, layers=14, vocabulary=30528, batch=8, sequence=512)
+parser.add_argument("--seconds", type=float, default=4.0, help="of an arm in a repetition, about")
+parser.add_argument("--batches", type=int, default=10**6, help="at most, of an arm in a repetition")
+parser.add_argument("--at-once", type=int, default=4, help="batches between looks at the clock")
+parser.add_argument("--repetitions", type=int, default=3)
+parse = parser.parse_args
 
 
 def main() -> None:
@@ -238,11 +212,7 @@ def main() -> None:
     options, failed = parse(), []
     if options.cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    print(
-        f"{machine()}; bf16, ZeRO-1, torch's AdamW; hidden {options.hidden}, {options.layers} layers, "
-        f"vocabulary {options.vocabulary}, batch {options.batch} x {options.sequence}",
-        flush=True,
-    )
+    print(f"{machine()}; bf16, ZeRO-1, torch's AdamW{sizes(options)}", flush=True)
     for name in options.models:
         for stages in options.stages:
             try:

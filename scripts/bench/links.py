@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from common import Say, machine, parser_of, start
+from common import Say, parser_of, run
 
 from ds_vpipe.engine.links.groups import Groups, Peer
 from ds_vpipe.engine.links.message import Message
@@ -65,20 +64,10 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     dist.barrier()
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--bytes", type=int, nargs="+", default=[64, 1_000_000, 16_000_000], help="of a message")
-    parser.add_argument("--repetitions", type=int, default=7)
-    return parser.parse_args(words)
-
-
-def main() -> None:
-    """Run both ends."""
-    options = parse()
-    print(machine(), flush=True)
-    start(work, 2, options)
-
+parser = parser_of(__doc__)
+parser.add_argument("--bytes", type=int, nargs="+", default=[64, 1_000_000, 16_000_000], help="of a message")
+parser.add_argument("--repetitions", type=int, default=7)
+parse = parser.parse_args
 
 if __name__ == "__main__":
-    main()
+    run(work, 2, parse())

@@ -20,8 +20,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Say, close_groups, ds_config, engine_for, machine, parser_of, seconds_of, start, trainer_of
-from transformers import BertConfig
+from common import (
+    Say,
+    add_sizes,
+    bert_config,
+    close_groups,
+    ds_config,
+    engine_for,
+    parser_of,
+    run,
+    seconds_of,
+    sizes,
+    trainer_of,
+)
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
@@ -74,16 +85,7 @@ TIMED = ["asp", "asp, recompute 1", "asp, swap 1", "asp, swap 0.5, recompute 0.4
 
 def sample(options: argparse.Namespace) -> dict[str, Any]:
     """Layers, inputs, loss function and labels."""
-    config = BertConfig(
-        hidden_size=options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        intermediate_size=4 * options.hidden,
-        vocab_size=options.vocabulary,
-        attn_implementation="sdpa",
-        tie_word_embeddings=False,  # all versions and buffers counted are then those of the pipeline itself
-    )
-    return example(config, options.batch, options.sequence, max_predictions=20)
+    return example(bert_config(options), options.batch, options.sequence, max_predictions=20)
 
 
 def config_of(case: Case, options: argparse.Namespace) -> dict[str, Any]:
@@ -191,32 +193,15 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     say(f"largest difference: {100 * worst:.1f} %")
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--stages", type=int, default=4, help="K")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 64")
-    parser.add_argument("--layers", type=int, default=8, help="encoder layers")
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--batch", type=int, default=8, help="samples per micro-batch")
-    parser.add_argument("--sequence", type=int, default=128, help="tokens per sample")
-    parser.add_argument("--cases", nargs="*", help="names of cases; default: all")
-    parser.add_argument("--time", type=int, default=0, metavar="N", help="time N micro-batches of cases in turns")
-    parser.add_argument("--parts", action="store_true", help="say what each prediction is made of")
-    return parser.parse_args(words)
-
-
-def main() -> None:
-    """Run every case in one world of ranks."""
-    options = parse()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    print(
-        f"{machine()}; hidden {options.hidden}, {options.layers} encoder layers, "
-        f"vocabulary {options.vocabulary}, batch {options.batch} x {options.sequence}",
-        flush=True,
-    )
-    start(work, options.stages, options)
-
+parser = parser_of(__doc__)
+parser.add_argument("--stages", type=int, default=4, help="K")
+add_sizes(parser, hidden=256, layers=8, vocabulary=4096, batch=8, sequence=128)
+parser.add_argument("--cases", nargs="*", help="names of cases; default: all")
+parser.add_argument("--time", type=int, default=0, metavar="N", help="time N micro-batches of cases in turns")
+parser.add_argument("--parts", action="store_true", help="say what each prediction is made of")
+parse = parser.parse_args
 
 if __name__ == "__main__":
-    main()
+    options = parse()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    run(work, options.stages, options, about=sizes(options))

@@ -19,12 +19,12 @@ import pstats
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Linears, Say, ds_config, engine_for, machine, parser_of, start, trainer_of
+from common import Linears, Say, ds_config, engine_for, parser_of, run, trainer_of
 from deepspeed.pipe import LayerSpec
 
 WIDTH = 16
@@ -105,24 +105,14 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     dist.barrier()
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--tensors", type=int, default=400, help="parameter tensors per stage")
-    parser.add_argument("--micro-batches", type=int, default=1, help="M")
-    parser.add_argument("--optimizer", default="SGD", choices=["SGD", "AdamW"])
-    parser.add_argument("--clip", type=float, default=0.0, help="gradient_clipping")
-    parser.add_argument("--turns", type=int, default=10, help=f"times that {TURN} batches are measured each way")
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most")
-    return parser.parse_args(words)
-
-
-def main() -> None:
-    """Run both stages."""
-    options = parse()
-    print(machine(), flush=True)
-    start(work, 2, options)
-
+parser = parser_of(__doc__)
+parser.add_argument("--tensors", type=int, default=400, help="parameter tensors per stage")
+parser.add_argument("--micro-batches", type=int, default=1, help="M")
+parser.add_argument("--optimizer", default="SGD", choices=["SGD", "AdamW"])
+parser.add_argument("--clip", type=float, default=0.0, help="gradient_clipping")
+parser.add_argument("--turns", type=int, default=10, help=f"times that {TURN} batches are measured each way")
+parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N functions that take most")
+parse = parser.parse_args
 
 if __name__ == "__main__":
-    main()
+    run(work, 2, parse())

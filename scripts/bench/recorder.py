@@ -8,10 +8,9 @@ there is, and prints medians in microseconds. A micro-batch is five actions (LOA
 import argparse
 import statistics
 import tempfile
-from collections.abc import Sequence
 
 import torch
-from common import Say, ds_config, engine_for, machine, parser_of, seconds_of, start, trainer_of
+from common import Say, ds_config, engine_for, parser_of, run, seconds_of, trainer_of
 
 ACTIONS = 5
 WIDTH, BATCH = 64, 4
@@ -35,21 +34,11 @@ def work(rank: int, say: Say, folder: str, options: argparse.Namespace) -> None:
     say(f"without {off:.1f}, with {on:.1f} us per micro-batch: {(on - off) / ACTIONS:.2f} us per action")
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--micro-batches", type=int, default=500, help="per repetition")
-    parser.add_argument("--repetitions", type=int, default=15)
-    return parser.parse_args(words)
-
-
-def main() -> None:
-    """Run the rank."""
-    options = parse()
-    print(machine(), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        start(work, 1, folder, options)
-
+parser = parser_of(__doc__)
+parser.add_argument("--micro-batches", type=int, default=500, help="per repetition")
+parser.add_argument("--repetitions", type=int, default=15)
+parse = parser.parse_args
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        run(work, 1, folder, parse())

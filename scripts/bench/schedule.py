@@ -27,7 +27,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -354,31 +354,26 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
         yield Case("real", 2, micro_batches, 0.0)
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--stages", type=int, nargs="*", default=[2, 4, 8], help="K of the emulated cases")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="M of those")
-    parser.add_argument("--stage-ms", type=float, default=24.0, help="emulated compute per stage and micro-batch")
-    parser.add_argument("--links", type=float, nargs="*", default=[0.1, 0.5, 1.0], help="transfer over compute")
-    parser.add_argument("--link-stages", type=int, default=4, help="K of the cases with links")
-    parser.add_argument("--link-micro-batches", type=int, nargs="+", default=[1, 8], help="M of those")
-    parser.add_argument("--real-micro-batches", type=int, nargs="*", default=[1, 8], help="M of real work, K = 2")
-    parser.add_argument("--seconds", type=float, default=2.5, help="of an arm in a repetition, about")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--json", help="append one JSON line per row to this file")
-    parser.add_argument("--plot", help="draw the rows of --json to this file, PNG or SVG")
-    parser.add_argument("--table", help="write the rows of --json to this Markdown file, a row per case")
-    options = parser.parse_args(words)
+parser = parser_of(__doc__)
+parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+parser.add_argument("--stages", type=int, nargs="*", default=[2, 4, 8], help="K of the emulated cases")
+parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="M of those")
+parser.add_argument("--stage-ms", type=float, default=24.0, help="emulated compute per stage and micro-batch")
+parser.add_argument("--links", type=float, nargs="*", default=[0.1, 0.5, 1.0], help="transfer over compute")
+parser.add_argument("--link-stages", type=int, default=4, help="K of the cases with links")
+parser.add_argument("--link-micro-batches", type=int, nargs="+", default=[1, 8], help="M of those")
+parser.add_argument("--real-micro-batches", type=int, nargs="*", default=[1, 8], help="M of real work, K = 2")
+parser.add_argument("--seconds", type=float, default=2.5, help="of an arm in a repetition, about")
+parser.add_argument("--repetitions", type=int, default=5)
+parser.add_argument("--json", help="append one JSON line per row to this file")
+parser.add_argument("--plot", help="draw the rows of --json to this file, PNG or SVG")
+parser.add_argument("--table", help="write the rows of --json to this Markdown file, a row per case")
+parse = parser.parse_args
+
+if __name__ == "__main__":
+    options = parse()
     if (options.plot or options.table) and not options.json:
         parser.error("--plot and --table show what is in --json: give it too")
-    return options
-
-
-def main() -> None:
-    """Run every case in a world of its ranks, and draw."""
-    options = parse()
     print(machine(), flush=True)
     for case in cases_of(options):
         with tempfile.TemporaryDirectory() as shared:
@@ -387,7 +382,3 @@ def main() -> None:
         draw(options.plot, panels(read_rows(options.json)), "M, micro-batches per batch", "efficiency", log=True)
     if options.table:
         Path(options.table).write_text(table(read_rows(options.json)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

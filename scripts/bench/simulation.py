@@ -11,10 +11,9 @@ simulation is off.
 import argparse
 import statistics
 import tempfile
-from collections.abc import Sequence
 
 import torch.distributed as dist
-from common import Say, close_groups, ds_config, engine_for, machine, micro_batch, parser_of, start, trainer_of
+from common import Say, close_groups, ds_config, engine_for, micro_batch, parser_of, run, trainer_of
 from schedule import OURS, VIRTUAL, Case, train_for
 
 from ds_vpipe.config import VPipeConfig
@@ -63,23 +62,14 @@ def work(rank: int, say: Say, folder: str, options: argparse.Namespace) -> None:
         )
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--stages", type=int, default=4, help="K")
-    parser.add_argument("--stage-ms", type=float, default=48.0, help="emulated compute per stage and micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=64, help="per repetition")
-    parser.add_argument("--repetitions", type=int, default=3)
-    return parser.parse_args(words)
-
-
-def main() -> None:
-    """Run every case in one world of ranks."""
-    options = parse()
-    print(machine(), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        start(work, options.stages, folder, options)
-
+parser = parser_of(__doc__)
+parser.add_argument("--stages", type=int, default=4, help="K")
+parser.add_argument("--stage-ms", type=float, default=48.0, help="emulated compute per stage and micro-batch")
+parser.add_argument("--micro-batches", type=int, default=64, help="per repetition")
+parser.add_argument("--repetitions", type=int, default=3)
+parse = parser.parse_args
 
 if __name__ == "__main__":
-    main()
+    options = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        run(work, options.stages, folder, options)

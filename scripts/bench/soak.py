@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Say, ds_config, engine_for, machine, markdown, parser_of, start
+from common import Say, ds_config, engine_for, markdown, parser_of, run
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
@@ -114,24 +114,16 @@ def work(rank: int, say: Say, options: argparse.Namespace, folder: str) -> None:
     dist.barrier()
 
 
-def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--updates", type=int, default=20_000)
-    parser.add_argument("--every", type=int, default=1000, help="updates between two rows")
-    parser.add_argument("--evaluate", type=int, default=50, help="updates between two evaluations")
-    parser.add_argument("--save", type=int, default=200, help="updates between two checkpoints")
-    parser.add_argument("--epoch", type=int, default=500, help="updates until the data ends")
-    return parser.parse_args(words)
-
-
-def main() -> None:
-    """Run all ranks."""
-    options = parse()
-    print(f"{machine()}; ranks {', '.join(map(str, range(STAGES * REPLICAS)))} from left to right", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        start(work, STAGES * REPLICAS, options, folder)
-
+parser = parser_of(__doc__)
+parser.add_argument("--updates", type=int, default=20_000)
+parser.add_argument("--every", type=int, default=1000, help="updates between two rows")
+parser.add_argument("--evaluate", type=int, default=50, help="updates between two evaluations")
+parser.add_argument("--save", type=int, default=200, help="updates between two checkpoints")
+parser.add_argument("--epoch", type=int, default=500, help="updates until the data ends")
+parse = parser.parse_args
 
 if __name__ == "__main__":
-    main()
+    options = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        about = f"; ranks {', '.join(map(str, range(STAGES * REPLICAS)))} from left to right"
+        run(work, STAGES * REPLICAS, options, folder, about=about)

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.mp
 KILLS = os.environ.get("DS_VPIPE_KILLS", "")
 PART, PARTS = (1, 1) if KILLS in ("", "all") else map(int, KILLS.split("/"))
 PIPELINE = Pipeline("asp", STAGES, SIZE, DEPTHS)
-UPDATES, LONGEST_S = 21, 20.0
+UPDATES, LONGEST_S = 21, 50.0  # no wait has ended at its limit of 60 s, however busy the machine is
 STARTS = {"down": (8, 1, 1), "up": (1, 1, 8)}
 SAVES = {"between moves": (3, 9, 14), "in moves": (3, 8, 12)}
 

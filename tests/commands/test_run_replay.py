@@ -12,6 +12,7 @@ import random
 import re
 import shlex
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -344,7 +345,7 @@ def test_the_first_fault_is_that_of_the_smallest_micro_batch_and_the_earliest_pa
 def test_weights_that_were_wrong_already_and_a_script_that_ends_by_itself() -> None:
     def report(began: int | None, begins: bool) -> dict[str, Any]:
         found = Fault(20, "weights", 1, 0, 7, "7.scale is NaN", 10, 2, begins)
-        return {"began": began, "fault": found._asdict()}
+        return {"began": began, "fault": asdict(found)}
 
     plan = {"to": 12, "latest": 11, "find": "nan", "state": None, "out": "logs"}
     assert replay.earlier_start(plan, [report(10, True)]) == 9

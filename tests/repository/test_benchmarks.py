@@ -76,7 +76,7 @@ SMALL = {
         [
             r"K=2 M=1, staleness None",
             r"update +4: run [\d.]+, forecast [\d.]+",
-            r"largest difference: [\d.e-]+ of the loss",
+            r"largest difference: [\d.e+-]+ of the loss",
         ],
     ),
     "device.py": (

@@ -113,6 +113,12 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
     ranks = accelerator.num_processes
     if stages == 1 or ranks % stages or (_SHARING in ds_config and not stages_are_neighbours(ds_config)):
         return  # the last two are refused where the pipeline is made
+    if accelerator.dispatch_batches:
+        raise VPipeConfigError(
+            "dispatch_batches of the accelerator: got True, allowed with several stages is False, with which every "
+            "rank reads by itself; write False"
+        )
+    accelerator.dataloader_config.dispatch_batches = False  # None deals streamed data out to stages
     gather = functools.partial(_gather_once, accelerator.gather, ranks, stages)
     config: Any = accelerator.state.deepspeed_plugin.hf_ds_config
     if hasattr(config, "trainer_config_finalize"):
@@ -128,12 +134,6 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
         ds_config[_SHARING] = {_STAGES: True}
         kind = type(accelerator)
         accelerator.__class__ = type(kind.__name__, (kind,), {"num_processes": property(lambda _: 1)})
-        if accelerator.dispatch_batches:
-            raise VPipeConfigError(
-                "DataLoaderConfiguration(dispatch_batches): got True, allowed with several stages is False, with which "
-                "every rank reads by itself; write False"
-            )
-        accelerator.dataloader_config.dispatch_batches = False
         accelerator.prepare = functools.partial(_prepare, accelerator.prepare)
         accelerator.prepare_scheduler = functools.partial(_prepare, accelerator.prepare_scheduler)
         accelerator.gather = gather

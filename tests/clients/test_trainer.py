@@ -110,6 +110,18 @@ def test_synchronous_training_is_that_of_one_process(
             assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
 
+def test_streamed_data(worlds: Worlds, tmp_path: Path) -> None:
+    """Two pipelines read a data set without a length as one process with twice the batch does; it begins anew."""
+    line = ["--task", "clm", "--samples", "24", "--iterable", "true", "--max_steps", "4", "--optim", "sgd"]
+    (alone,) = run(worlds, tmp_path / "alone", 1, None, *line, "--per_device_train_batch_size", "8")
+    reports = run(worlds, tmp_path / "four", 4, pipeline(sync_mode="bsp"), *line)
+    assert difference(saved(tmp_path / "four", "clm"), saved(tmp_path / "alone", "clm")) <= 1e-5
+    for report in reports:
+        assert report["events"] == alone["events"]
+        assert report["predictions"] == alone["predictions"]
+        assert report["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+
+
 def own_loop(folder: Path, ds_config: dict[str, Any], epochs: int) -> float:
     """Trains the kept micro-batches in a loop of our own; how far the result is from the model that was saved."""
     import ds_vpipe

@@ -30,7 +30,7 @@ BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUN_BY = {
     r"docs/(tuning|balancing|migrating/vpipe)\.md: python -m ds_vpipe ": "test_documents",
     r"docs/migrating/plain_scripts\.md: deepspeed --module ds_vpipe\.run train\.py": "test_plain_scripts",
-    r"docs/migrating/trainer\.md: deepspeed --num_gpus 2 --module ds_vpipe\.run run_mlm\.py": "test_trainer",
+    r"docs/migrating/trainer\.md: deepspeed --num_\w+ 2 --module ds_vpipe\.run run_(mlm|glue)\.py": "test_trainer",
     r"docs/migrating/deepspeed_pipelines\.md: deepspeed --module ds_vpipe\.run train\.py": "test_run",
     r"docs/multinode\.md: python -m ds_vpipe doctor --hostfile": "test_multinode",
     r"docs/multinode\.md: deepspeed --hostfile": "test_multinode",

@@ -45,6 +45,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_peft.py::test_every_method_is_saved_as_peft_reads_it"),
             ("Adapters on linear layers of 4 and 8 bits (bitsandbytes)", "likewise",
              "test_peft.py::test_adapters_are_trained_saved_and_resumed"),
+            ("Trainer with data sets that are streams, 2 stages x 2 replicas", "bsp as one process",
+             "test_trainer.py::test_streamed_data"),
             ("Adapters with Trainer; frozen embeddings tied over stages",
              "bsp as one process, resumed bit for bit", "test_trainer.py::test_adapters"),
             ("Adapters in the layers of a `PipelineModule`", "trained as by the reference",

@@ -40,6 +40,7 @@ class ScriptArguments:
 
     task: str = field(default="mlm", metadata={"choices": ["mlm", "clm", "glue"]})
     samples: int = 23
+    iterable: bool = field(default=False, metadata={"help": "Read the data as a stream, whose length nobody knows."})
     lora: bool = field(default=False, metadata={"help": "Train adapters of PEFT on the model, which stays as it is."})
     keep: str = field(default="", metadata={"help": "Where to keep the micro-batches in the order of their making."})
 
@@ -111,8 +112,9 @@ def main() -> None:
     def guesses(logits, labels):
         return logits.argmax(dim=-1)
 
+    streamed = data.to_iterable_dataset() if script.iterable else data
     trainer = Trainer(
-        model=model, args=args, train_dataset=data, eval_dataset=held_out, processing_class=tokenizer,
+        model=model, args=args, train_dataset=streamed, eval_dataset=held_out, processing_class=tokenizer,
         data_collator=collate, compute_metrics=accuracy, preprocess_logits_for_metrics=guesses, callbacks=[seen],
     )  # fmt: skip
     trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

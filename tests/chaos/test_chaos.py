@@ -27,7 +27,7 @@ RESTARTED = replace(
 @pytest.mark.mp
 def test_few_events(tmp_path: Path) -> None:
     command = ["bash", str(ROOT / "scripts" / "chaos.sh"), "--few", "--folder", str(tmp_path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
     assert done.returncode == 0, done.stdout
     restarted = sum(row[5:] == (True,) for row in FEW)
     last = f"{len(FEW)} events, {restarted} of them with --restarts, 0 that did not come, 0 wrong"

@@ -225,7 +225,7 @@ class _Link:
         for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._connection, self.rest = connection, b""
+        self._connection, self._unread = connection, b""
         self.fileno, self.close = connection.fileno, connection.close
 
     def send(self, lines: Sequence[str]) -> None:
@@ -240,8 +240,8 @@ class _Link:
             return []
         except OSError:
             some = b""
-        *lines, self.rest = (self.rest + some).split(b"\n")
-        gone = not some or len(self.rest) > _LONGEST_LINE
+        *lines, self._unread = (self._unread + some).split(b"\n")
+        gone = not some or len(self._unread) > _LONGEST_LINE
         return [*(line.decode(errors="replace") for line in lines), *(["gone"] if gone else [])]
 
 

@@ -28,8 +28,22 @@ import torch
 from ds_vpipe.errors import Refusal, VPipeConfigError
 
 PACKAGES = ("ds_vpipe", "deepspeed", "torch", "transformers", "tokenizers", "numpy", "h5py", "safetensors")
-_VARIABLES = ("OMP_", "MKL_", "KMP_", "DNNL_", "ATEN_", "TORCH", "PYTHON", "CUBLAS_", "DS_", "DEEPSPEED_")
+_VARIABLES = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "DNNL_",
+    "ATEN_",
+    "TORCH",
+    "PYTHON",
+    "CUBLAS_",
+    "DS_",
+    "DEEPSPEED_",
+    "ACCELERATE_",
+)
 """Beginnings of the names of environment variables that numbers may depend on; others may be secrets."""
+OF_LAUNCHERS = "TORCHELASTIC_"
+"""Beginning of the names of variables that say who else is there, which is another one in a replay."""
 _ROW = struct.Struct("<If")
 _EVENTS, _LOSSES = "events.jsonl", "losses.bin"
 _LEAST_BEFORE, _MOST_BEFORE = 4, 50  # losses that a jump is compared with
@@ -158,7 +172,8 @@ def first_jump(losses: Mapping[int, float], factor: float) -> int | None:
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that numbers may depend on."""
-    return {name: value for name, value in sorted(variables.items()) if name.startswith(_VARIABLES)}
+    found = ((name, value) for name, value in sorted(variables.items()) if name.startswith(_VARIABLES))
+    return {name: value for name, value in found if not name.startswith(OF_LAUNCHERS)}
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     config.check_sizes(model.num_stages, model._num_layers)
     pipeline = config.pipeline(model.num_stages, json.micro_batches(replicas))
     plan, chooses_ratio, follows_depths = None, config.recompute_ratio == "auto", config.follows_depths
-    devices = _devices(config, json, replicas) if config.leaves_to_planner or config.replan.every else None
+    devices = _devices(config, json, replicas, consensus) if config.leaves_to_planner or config.replan.every else None
     if devices is not None and config.leaves_to_planner:
         plan = _planned(config, pipeline, json, devices, model)
         pipeline = plan.pipeline
@@ -312,15 +312,17 @@ def refuse_late_optimizer(
         )
 
 
-def _devices(config: VPipeConfig, json: DeepSpeedJson, replicas: int) -> Devices:
+def _devices(config: VPipeConfig, json: DeepSpeedJson, replicas: int, consensus: Consensus) -> Devices:
     from ds_vpipe.planning.devices import Devices  # only where it is asked for: it takes numpy's time
 
     on_gpu = get_accelerator().device_name() == "cuda"
+    room = int(_SHARE_OF_DEVICE * get_accelerator().total_memory()) if on_gpu else 0
+    room = consensus.lowest(room, "all ranks to look at their devices")  # else they might decide differently
     return Devices.of(
         config,
         json,
         replicas=replicas,
-        device_bytes=int(_SHARE_OF_DEVICE * get_accelerator().total_memory()) if on_gpu else None,
+        device_bytes=room or None,
         host_transfers=not on_gpu,
     )
 

@@ -41,7 +41,7 @@ from ds_vpipe.engine.build import (
     use_optimizer,
     with_staleness,
 )
-from ds_vpipe.engine.checkpoint.layer_moves import refuse_moves, repartition
+from ds_vpipe.engine.checkpoint.layer_moves import checked_split, refuse_moves, repartition
 from ds_vpipe.engine.checkpoint.parameter_states import stage_layout
 from ds_vpipe.engine.checkpoint.save_load import Checkpoints
 from ds_vpipe.engine.checkpoint.whole_state import WholeModel
@@ -258,9 +258,9 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeConfigError: they do not fit, or not with ``"staleness"`` or the links; on every rank.
         """
         self.failures.refuse("set_depths()")
-        pipeline = with_depths(self.stage, self.vpipe_config, depths)
-        self._empty("set_depths()")
-        set_sizes(self.stage, self.vpipe_config, pipeline)
+        found = with_depths(self.stage, self.vpipe_config, depths).depths
+        self._empty("set_depths()")  # which completes a move that has begun
+        set_sizes(self.stage, self.vpipe_config, replace(self.pipeline, depth_map=found))
         self._measure_anew()
 
     def repartition(self, counts: Sequence[int], recompute_ratio: Sequence[float] | None = None) -> None:
@@ -278,8 +278,9 @@ class VPipeEngine(PatchedPipelineEngine):
             PipelinePeerError: another rank failed, is lost, or did not answer in time.
         """
         refuse_moves(self, self.stage, "repartition()")
+        found, ratios = checked_split(self.stage, counts, recompute_ratio)
         with self.failures.aborting():
-            if repartition(self, self.stage, lambda: self._empty("repartition()"), counts, recompute_ratio):
+            if repartition(self, self.stage, lambda: self._empty("repartition()"), found, ratios):
                 self.clipping = self._clipping()
         self._measure_anew()
 
@@ -458,8 +459,10 @@ class VPipeEngine(PatchedPipelineEngine):
         finish_sends(self.stage)
         self.observation.end()
         self.history.end()
-        self.stage.wiring.stop()
-        self.stage.groups.failures.stop()
+        try:
+            self.stage.wiring.stop()
+        finally:
+            self.stage.groups.failures.stop()
 
     def _refuse_training(self) -> None:
         if self.basic_optimizer is None:

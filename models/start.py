@@ -32,7 +32,7 @@ from torch import distributed
 
 from ds_vpipe.engine.links.groups import use_local_device
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
-from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
+from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.extension_builds import extension_builds
 from ds_vpipe.run_record import PACKAGES, package_version
 
@@ -69,12 +69,12 @@ def positive(text: str) -> int:
 
 
 def exit_code(run: Callable[[], None], who: str = "") -> int:
-    """Do the work of ``who``. Returns 2 after an error that its message explains, 1 after another rank's, else 0."""
+    """Do the work of ``who``. Returns 2 after a wrong configuration or command line, 1 after another error, else 0."""
     try:
         run()
     except VPipeError as error:
         print(f"{who}error: {error}", file=sys.stderr, flush=True)
-        return 1 if isinstance(error, PipelinePeerError) else 2
+        return 2 if isinstance(error, VPipeConfigError) else 1
     return 0
 
 

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         updates = len(losses)
         found.append(_Training(one.name, 1, losses))
         for stages, (pipeline, pace) in zip(arguments.stages, paces, strict=True):
-            config, choice = settled(one.config, pipeline, one.json)
+            config, choice = settled(one.config, pipeline, one.json, updates=updates)
             losses = _train(arguments, one, config, pipeline, updates, budget)
             delay = update_delay(pipeline.depths[0], one.micro_batches)
             found.append(_Training(one.name, stages, losses, delay, (pace, config, pipeline), choice.line))

@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -38,7 +39,7 @@ import torch
 from ds_vpipe.commands.arguments import Answer, checked, count, whole
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.faults import Fault, first_fault, grown
-from ds_vpipe.run_record import RunRecord, differences, first_jump, first_not_finite, machine
+from ds_vpipe.run_record import OF_LAUNCHERS, RunRecord, differences, first_jump, first_not_finite, machine
 from ds_vpipe.tables import aligned
 
 _GRACE_S = 60.0  # for the others, after a rank has failed; their own limits are in the block
@@ -93,6 +94,9 @@ def plan_of(arguments: argparse.Namespace, record: RunRecord) -> Plan:
     latest = max(0, latest) if arguments.latest is None else min(latest, arguments.latest)
     folder = Path(arguments.record).resolve()
     state = None if arguments.state is None else os.path.abspath(arguments.state)
+    if state is not None and (record.has_saved_in(state) or Path(state).is_relative_to(folder)):
+        reason = "the run's own files are there"
+        raise Refusal("--state", arguments.state, "a folder of its own", "name another one", reason).error()
     return {
         "record": str(folder),
         "start": record.start_of(to),
@@ -137,6 +141,8 @@ def run_ranks(plan: Plan, more: Sequence[str]) -> list[int | None]:
         port = server.getsockname()[1]
     processes: list[subprocess.Popen[bytes]] = []
     limit = float("inf")
+    here = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
+    handlers = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         for rank in range(start["ranks"]):
             with (out / f"rank{rank:03d}.log").open("wb") as log:
@@ -144,7 +150,7 @@ def run_ranks(plan: Plan, more: Sequence[str]) -> list[int | None]:
                     subprocess.Popen(
                         [sys.executable, *_words(start["command"], rank), *more],
                         cwd=start["folder"],
-                        env=os.environ | _variables(start, rank, port) | {"DS_VPIPE_REPLAY": str(out / "plan.json")},
+                        env=here | _variables(start, rank, port) | {"DS_VPIPE_REPLAY": str(out / "plan.json")},
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -161,6 +167,13 @@ def run_ranks(plan: Plan, more: Sequence[str]) -> list[int | None]:
         for process in processes:
             process.kill()
             process.wait()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, _: object) -> None:
+    """End this process with its ranks."""
+    sys.exit(128 + number)
 
 
 def _words(command: Sequence[str], rank: int) -> list[str]:

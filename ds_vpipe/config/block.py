@@ -163,7 +163,7 @@ class VPipeConfig(Settings):
     )
     replan: Replan = key(
         Replan(),
-        "an object with every, moves, threshold or dry_run",
+        "an object with every, moves, threshold, max_staleness or dry_run",
         "Balance of the stages while training runs: measure layers, plan anew, move layers. See "
         "[balancing](balancing.md).",
         {"every": 50},

@@ -303,7 +303,7 @@ class Conversion:
         decay = self._value("weight_decay")
         why = (
             "apex's FusedLAMB does not scale weights without weight decay by their norm, which makes it Adam; Lamb "
-            'does scale them: write "AdamW" for the same updates'
+            'does scale them: write "AdamW" and "staleness": "off" for the same updates'
         )
         yield bert and not decay, "changed", "weight_decay", f"optimizer {kind}", why, decay
         why, becomes = "FusedLAMB's default, by ", f"gradient_clipping {clipping:g}"

@@ -132,7 +132,11 @@ def choose_staleness(
 
 
 def settled(
-    config: VPipeConfig, pipeline: Pipeline, ds_config: DeepSpeedJson, own_optimizer: bool = False
+    config: VPipeConfig,
+    pipeline: Pipeline,
+    ds_config: DeepSpeedJson,
+    own_optimizer: bool = False,
+    updates: int | None = None,
 ) -> tuple[VPipeConfig, Choice]:
     """The block with settings in the place of ``"auto"`` and ``"off"``, and the choice.
 
@@ -141,9 +145,11 @@ def settled(
         pipeline: that runs, with its depths.
         ds_config: the JSON around the block.
         own_optimizer: the script brings an optimizer, which counts in the place of the JSON's.
+        updates: of this run, where it is shorter than the one that the JSON is for.
     """
     depths = (0,) * pipeline.num_stages if pipeline.synchronous else pipeline.depths
-    total = ds_config.whole("scheduler.params.total_num_steps")
+    total = max(0, ds_config.whole("scheduler.params.total_num_steps") or 0)
+    total = total if updates is None else min(total, updates)
     optimizer = _optimizer(DeepSpeedJson({}) if own_optimizer else ds_config)
     choice = choose_staleness(
         config.staleness, depths, pipeline.micro_batches, pipeline.weight_sync, optimizer, total or None

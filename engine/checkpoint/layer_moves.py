@@ -35,12 +35,30 @@ from ds_vpipe.partition import bounds, checked_counts
 _WHAT = "all stages to move layers"
 
 
+Ratios = tuple[float, ...] | None
+
+
+def checked_split(
+    stage: Stage, counts: Sequence[int], recompute_ratio: Sequence[float] | None
+) -> tuple[tuple[int, ...], Ratios]:
+    """Layers and recompute ratios of every stage; ratios that are None are those that it has.
+
+    Raises:
+        VPipeConfigError: they do not fit.
+    """
+    pipeline = stage.pipeline
+    found = checked_counts(counts, stage.module._num_layers, pipeline.num_parts)
+    ratios = pipeline.recompute_ratio if recompute_ratio is None else tuple(recompute_ratio)
+    replace(pipeline, partition=found, recompute_ratio=ratios)  # which checks the ratios
+    return found, ratios
+
+
 def repartition(
     engine: PatchedPipelineEngine,
     stage: Stage,
     quiesce: Callable[[], None],
-    counts: Sequence[int],
-    recompute_ratio: Sequence[float] | None,
+    found: tuple[int, ...],
+    ratios: Ratios,
 ) -> bool:
     """Split the model anew; all ranks call this, between two batches. Returns whether layers have moved.
 
@@ -48,17 +66,13 @@ def repartition(
         engine: as in :func:`move_layers`.
         stage: of this rank.
         quiesce: empties the pipeline.
-        counts: layers of every stage.
-        recompute_ratio: of every stage; None for those that it has.
+        found: layers of every stage.
+        ratios: of every stage.
 
     Raises:
-        VPipeConfigError: the counts do not fit.
         VPipeError: another rank has been given something else.
         PipelinePeerError: another rank failed, is lost, or did not answer in time.
     """
-    pipeline = stage.pipeline
-    found = checked_counts(counts, stage.module._num_layers, pipeline.num_parts)
-    ratios = pipeline.recompute_ratio if recompute_ratio is None else tuple(recompute_ratio)
     stage.action = "REPARTITION"
     if len(set(stage.consensus.of_all((found, ratios), "all ranks to move layers"))) > 1:
         raise VPipeError(
@@ -67,7 +81,7 @@ def repartition(
         )
     quiesce()
     stage.action = "REPARTITION"
-    moved = found != pipeline.partition
+    moved = found != stage.pipeline.partition  # which a move that was under way has changed
     if moved:
         move_layers(engine, stage, found)
         if stage.peers is not None:

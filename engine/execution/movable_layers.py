@@ -63,7 +63,8 @@ def unfit_configuration(engine: PatchedPipelineEngine, stage: Stage) -> str | No
         "stages have replicas or slices": engine.grid.world_size != pipeline.num_stages,
         "layers are recomputed": any(pipeline.recompute_ratio or ()) or module.activation_checkpoint_interval > 0,
         "activations are swapped": stage.swap is not None,
-        '"staleness" is in use': stage.mitigation is not None or stage.delay_warmup != NO_WARMUP,
+        '"staleness" is in use, by default too ("off" ends it)': stage.mitigation is not None
+        or stage.delay_warmup != NO_WARMUP,
         f"stages compute on {stage.device.type}": stage.device.type != "cpu",
         "the optimizer has hooks or a step() of the script's": _steps_otherwise(optimizer),
     }

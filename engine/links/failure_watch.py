@@ -128,8 +128,9 @@ def _watch(shared: _Shared) -> None:
             shared.failed_at = time.monotonic()
         for found in shared.looks:
             look = found()
-            line = None if look is None else look(shared.failed_at)
-            shared.overdue = shared.overdue or line
+            with suppress(RuntimeError):  # of a device that has failed; the stage's own thread says so
+                line = None if look is None else look(shared.failed_at)
+                shared.overdue = shared.overdue or line
             del look
         if shared.reason is not None and not broken:
             broken = True

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 import uuid
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Literal
 
@@ -96,10 +96,11 @@ class Wiring:
 
     def stop(self) -> None:
         """End communicators, once what has been posted is there, and the send thread, if there is one."""
-        for end in self._device_ends:
-            end.close()
-        if self._thread is not None:
-            self._thread.stop()
+        with ExitStack() as ends:  # all of them, whatever one raises
+            if self._thread is not None:
+                ends.callback(self._thread.stop)
+            for end in self._device_ends:
+                ends.callback(end.close)
 
     def _copies_for_nccl(self, channel: Channel, small: bool) -> DeviceCopies | None:
         """Copies of a stage whose tensors go over NCCL; None for a link whose tensors do not.

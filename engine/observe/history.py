@@ -207,7 +207,9 @@ class Replay(LossWatch):
         found = None if self._faults is None or self._faults.fault is None else asdict(self._faults.fault)
         norms = [] if self._norms is None else self._norms.rows()
         path = Path(self._plan["out"], f"rank{self._rank:03d}.json")
-        path.write_text(json.dumps({**self._said, "fault": found, "norms": norms}), encoding="utf-8")
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({**self._said, "fault": found, "norms": norms}), encoding="utf-8")
+        part.replace(path)  # a rank that is killed meanwhile leaves none
 
 
 def history_of(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConfig) -> History:

@@ -78,7 +78,7 @@ class _Weights:
             return _Weights([torch.UntypedStorage(s.nbytes(), device=s.device) for s in self.storages])
         sizes = [storage.nbytes() for storage in self.storages]
         places = list(accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0))
-        block = torch.empty(places[-1], dtype=torch.uint8)
+        block = torch.empty(places[-1], dtype=torch.uint8, device="cpu")
         parts = [block.numpy()[start : start + size] for start, size in zip(places, sizes, strict=False)]
         return _Weights([torch.from_numpy(part).untyped_storage() for part in parts], block)
 
@@ -186,7 +186,7 @@ class WeightVersions:
         places = {at for at, storage in enumerate(self._own.storages) if storage._cdata not in found}
         self._own = self._own.without(places)
         self._held = {version: held.without(places) for version, held in self._held.items()}
-        self._spare = [spare.without(places) for spare in self._spare]
+        self._spare = []  # each is one block, which would be kept whole
         self._found = {key: storage for key, storage in self._found.items() if key in found}
         self.trained = tuple(kept)
 

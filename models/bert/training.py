@@ -154,7 +154,7 @@ class _Run:
         if resumed is None:
             return
         path, state = self._engine.load_checkpoint(str(resumed))
-        if path is None and resumed == self._folder and "DS_VPIPE_RESTART" in os.environ:
+        if path is None and resumed == self._folder and os.environ.keys() & {"DS_VPIPE_RESTART", "DS_VPIPE_REPLAY"}:
             return  # nothing has been saved yet
         if path is None:
             raise VPipeConfigError(

@@ -12,11 +12,16 @@ import random
 import re
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import recorded_training
 import torch
@@ -29,7 +34,7 @@ from ds_vpipe.__main__ import main
 from ds_vpipe.commands import replay
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.faults import Fault, first_fault
-from ds_vpipe.run_record import RecordWriter, RunRecord, first_jump, first_not_finite
+from ds_vpipe.run_record import RecordWriter, RunRecord, environment, first_jump, first_not_finite
 
 LONG = os.environ.get("DS_VPIPE_LONG_REPLAYS") == "1"
 UPDATES = 9
@@ -266,6 +271,26 @@ def test_ranks_are_not_started_again(monkeypatch: pytest.MonkeyPatch, capsys: An
     assert "'gone.py', which is not a file" in second
 
 
+def test_the_environment_of_a_launcher_stays_with_its_run() -> None:
+    """torchrun's says that somebody else keeps the store; Accelerate's has the engine's configuration."""
+    given = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_SHOW_CPP_STACKTRACES": "1", "HOME": "/"}
+    given["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "ds.json"
+    assert list(environment(given)) == ["ACCELERATE_DEEPSPEED_CONFIG_FILE", "TORCH_SHOW_CPP_STACKTRACES"]
+
+
+def test_ranks_end_with_the_command(tmp_path: Path) -> None:
+    lines = "import sys; from test_run_replay import replay, started, Path"
+    code = f"{lines}; replay.launch(started(Path({str(tmp_path)!r})), ['--waits'])"
+    command = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    report = tmp_path / "replay" / "rank001.json"
+    while not report.exists() and command.poll() is None:
+        time.sleep(0.05)
+    (rank,) = (child for child in psutil.Process(command.pid).children() if child.status() != psutil.STATUS_ZOMBIE)
+    command.terminate()
+    assert command.wait(30) == 128 + signal.SIGTERM
+    assert not rank.is_running()
+
+
 def test_ranks_that_fail_or_wait_end_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_GRACE_S", 0.2)
     with pytest.raises(VPipeError, match="rank 1 ended with status 1 before it, and said: rank 1: no such thing; see"):
@@ -279,15 +304,20 @@ def test_ranks_that_fail_or_wait_end_in_a_line(tmp_path: Path, monkeypatch: pyte
         ([], "--to: got null; allowed"),
         (["--find", "nan"], '--find: got "nan"; none of the 6 recorded losses is one; allowed'),
         (["--to", "0"], 'argument --to: got "0"; allowed: a whole number >= 1'),
+        (["--to", "3", "--state", "saved"], "the run's own files are there; allowed: a folder of its own"),
     ],
 )
-def test_what_was_not_recorded_is_refused(words: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
+def test_what_was_not_recorded_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["replay", str(tmp_path), "--to", "1"]) == 2
     assert "RUN: got " in capsys.readouterr().err
     writer = RecordWriter(str(tmp_path))
     writer.event("start", 0, micro_batches=1)
     for update in range(1, 7):
         writer.loss(update, 1.0)
+    writer.event("saved", 2, folder=os.path.abspath("saved"), tag="global_step2")
     assert main(["replay", str(tmp_path), *words]) == 2
     assert said in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import cases
@@ -304,6 +305,50 @@ def test_a_checkpoint_in_a_move_has_the_new_split(worlds: Worlds, sync: str, tmp
         merged = {name: value for report in reports for name, value in report["resumed"].items()}
         if begun:
             assert difference(cases.merged(reports), merged) == 0, (move, at)
+
+
+def change_while_moving(call: str, wanted: Any) -> list[list[int]]:
+    """Layers of the stages by each of those that know them, after a call in a move that has begun."""
+    trained, iterator = cases.engine(config(1, "SGD"), 2), toy.data()
+    trained.move_layer(Move(4, 0, 1, earliest_cut_over(trained.pipeline, 0, 1, 0)))
+    for _ in range(2):
+        trained.train_batch(iterator)
+    assert trained.moves.move is not None
+    getattr(trained, call)(wanted)
+    trained.train_batch(iterator)
+    module = trained.module
+    found = [list(trained.pipeline.partition), [stop - start for start, stop in pairwise(module.parts)]]
+    here = len([layer for layer in module.forward_funcs if isinstance(layer, nn.Module)])
+    trained.destroy()
+    cases.close_groups()
+    return [*found, [here]]
+
+
+def test_the_pipeline_is_changed_in_a_move_that_has_begun(worlds: Worlds) -> None:
+    """The call empties the pipeline, which completes the move: what follows is about the new split."""
+    for call, wanted, split in (("set_depths", [2, 0], [4, 6]), ("repartition", [5, 5], [5, 5])):
+        for stage, report in enumerate(worlds.run(2, change_while_moving, call, wanted)):
+            assert report == [split, split, [split[stage]]]
+
+
+def wrong_splits() -> list[str]:
+    """What refusals of repartition() say, after which training goes on."""
+    trained, iterator, lines = cases.engine(config(1, "SGD"), 2), toy.data(), []
+    for counts, ratios in (([5, 6], None), ([4, 6], [0, 2])):
+        trained.train_batch(iterator)
+        with pytest.raises(VPipeConfigError) as error:
+            trained.repartition(counts, ratios)
+        lines.append(str(error.value))
+    trained.train_batch(iterator)
+    assert trained.pipeline.partition == (5, 5)
+    trained.destroy()
+    return lines
+
+
+def test_a_wrong_split_is_refused_before_anything_moves(worlds: Worlds) -> None:
+    for lines in worlds.run(2, wrong_splits):
+        assert "partition" in lines[0]
+        assert "recompute_ratio" in lines[1]
 
 
 def first(x: torch.Tensor) -> torch.Tensor:

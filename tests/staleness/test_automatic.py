@@ -19,7 +19,7 @@ K16 = {**NADAM, **FIFTH, "delay_warmup_updates": 400}
 
 
 def choice(
-    stages: int, micro_batches: int, block: dict[str, Any], optimizer: Any = ADAMW, scheduler: Any = KNOWN, **own: bool
+    stages: int, micro_batches: int, block: dict[str, Any], optimizer: Any = ADAMW, scheduler: Any = KNOWN, **own: Any
 ) -> tuple[dict[str, Any] | None, Choice]:
     config = VPipeConfig.parse(block)
     json = DeepSpeedJson({"optimizer": optimizer, "scheduler": scheduler} if optimizer else {})
@@ -138,3 +138,15 @@ def test_too_late_for_every_experiment() -> None:
         assert (found, told.is_warning) == (None, True)
         assert "the optimizer SOAP" not in told.line
         assert "M = 32" in told.line
+
+
+@pytest.mark.parametrize(("total", "updates", "fifth"), [(1000, 50, 10), (1000, 5000, 200), (1000, None, 200)])
+def test_a_run_that_is_shorter_than_its_schedule(total: int, updates: int | None, fifth: int) -> None:
+    """A forecast makes a few updates of a long run: they would all be synchronous otherwise."""
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": total}}
+    assert choice(4, 1, {}, scheduler=scheduler, updates=updates)[0] == {**NADAM, "synchronous_updates": fifth}
+
+
+def test_a_length_that_is_none() -> None:
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": -100}}
+    assert choice(4, 1, {}, scheduler=scheduler)[0] == NADAM

@@ -18,7 +18,7 @@ import torch
 import toy
 from simulated_device import Misuse, SimulatedAccelerator, simulated_copies
 from test_abort import Backend
-from test_transport import barrier, content, ends, rank
+from test_transport import barrier, content, ends, limit, rank
 from worlds import Worlds
 
 from ds_vpipe.engine.links import nccl_payload
@@ -162,7 +162,7 @@ def mistaken(name: str) -> str:
     """What the simulated accelerator says of a mistake."""
     where, place, attribute, replacement, _ = MISTAKES[name]
     found = ""
-    with suppress(PipelinePeerError, Misuse), made(timeout_s=3.0) as (accelerator, wiring):
+    with suppress(PipelinePeerError, Misuse), made() as (accelerator, wiring):
         end = ends(wiring)
         with mock.patch.object(place, attribute, replacement) if where == rank() else nullcontext():
             try:
@@ -191,8 +191,9 @@ def test_mistakes_are_seen(worlds: Worlds, name: str) -> None:
 
 def starved() -> tuple[str | None, float]:
     """A transfer from a device that does nothing; returns what the watch over failures says, and after how long."""
-    with made(timeout_s=1.5) as (_, wiring):
+    with made() as (_, wiring):
         end, begin = ends(wiring), time.monotonic()
+        limit(wiring._device_ends[0], 1.5)
         if rank() == 0:
             with mock.patch.object(simulated_nccl.SimulatedCommunicator, "_send"):
                 end.send(Message.ACTIVATION, 0, torch.ones(3))

@@ -11,4 +11,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH" PYTHONPATH="$PWD:$PWD/tests/support"
 export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
+export RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:3}"  # torch's store waits for the names of all addresses
 exec python tests/chaos/chaos.py "$@"

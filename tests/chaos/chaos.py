@@ -173,7 +173,8 @@ def left_behind() -> list[str]:
 
 
 # A stage, what it waited for or did, and why that ended; or what is wrong with a file.
-LINE = re.compile(r"^\[rank \d+\] ds_vpipe: .*stage \d+ \(rank \d+\) .*(wait|stopped).*: .+", re.MULTILINE)
+_WAITED = r"(.*stage \d+ \(rank \d+\) .*(wait|stopped).*|load_checkpoint\(.*\): stage \d+ \(rank \d+\) failed): .+"
+LINE = re.compile(r"^\[rank \d+\] ds_vpipe: " + _WAITED, re.MULTILINE)
 RESTART = re.compile(r"^\[rank 0\] ds_vpipe: (.*); restart 1 of 1$", re.MULTILINE)
 OF_FILE = re.compile(r"^\[rank \d+\] ds_vpipe: .*checkpoint.*: got \S+, which .*; allowed .*; .+", re.MULTILINE)
 

@@ -184,7 +184,7 @@ def complaints(event: Event, found: Attempt) -> Iterator[str]:
     for what in found.left:
         if not found.place or event.phase != "start":  # a killed run's memory loses its names when the next one starts
             yield f"left behind: {what}"
-    goes_on = event.kind in ("stop", "delay", *OF_SAVES) or event.restarted or not found.place
+    goes_on = event.kind in ("stop", "delay", "clock", *OF_SAVES) or event.restarted or not found.place
     if event.restarted and found.place and not any(found.statuses.values()):
         said = [line for log in found.logs.values() for line in RESTART.findall(log)]
         if len(said) != 1 or (event.kind == "kill" and said != [f"rank {event.rank} ended by SIGKILL"]):

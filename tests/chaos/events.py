@@ -11,7 +11,7 @@ PHASES = ("start", "load", "fill", "train", "update", "evaluation", "save", "mov
 """What a run does, by the script's calls; an update is a part of a batch."""
 KINDS = {
     "kill": 6, "raise": 2, "interrupt": 1, "stop": 2, "hang": 1, "delay": 1, "full": 1, "removed": 1,
-    "cut": 1, "flip": 1,
+    "cut": 1, "flip": 1, "clock": 1,
 }  # fmt: skip
 """How often each comes."""
 OF_SAVES, OF_FILES, OF_RANKS = ("full", "removed"), ("cut", "flip"), ("kill", "raise", "interrupt")
@@ -35,6 +35,7 @@ class Event:
     raise       a RuntimeError in the function that is called, as if memory had run out
     interrupt   SIGINT, as by Ctrl-C
     stop, hang  SIGSTOP, and SIGCONT after some seconds: fewer or more than ``peer_timeout_s``
+    clock       the time of day jumps by up to six days, back or forth
     delay       up to so many seconds before each transfer of the rank
     full        no file may be longer than some bytes from then on, as on a full disk; the script saves again
     removed     the unfinished checkpoint is removed; the script saves again

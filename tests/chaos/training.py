@@ -105,6 +105,8 @@ class Injector:
     def _come(self, event: Event) -> None:
         if event.kind == "raise":
             raise ChaosError("chaos")
+        if event.kind == "clock":
+            time.time = lambda now=time.time, jump=1e6 * (event.draw - 0.5): now() + jump  # type: ignore[assignment, misc]
         if event.kind == "full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (int(30_000 * event.draw), resource.RLIM_INFINITY))
         if event.kind == "removed":

@@ -27,6 +27,7 @@ from worlds import Worlds
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.moves import Move, earliest_cut_over, moved
+from ds_vpipe.schedules.pipeline import Pipeline
 
 pytestmark = pytest.mark.mp
 
@@ -324,10 +325,11 @@ def replayed(run: Run, done: list[tuple[int, str, Any]], newest: bool = False) -
         if latest != depths:
             changes.append((first, latest))
         if name == "move" and result is not None:
-            moves.append(result)
+            moves.append((result, Pipeline("asp", run.stages, size, depths)))
         else:
             both = zip(places(old), places(new), strict=True)
-            moves += [(layer, a, b, first) for layer, (a, b) in enumerate(both) if a != b]
+            moves += [((layer, a, b, first), None) for layer, (a, b) in enumerate(both) if a != b]
+    moves = [(*move[:3], cut_over(move, pipeline, refills)) for move, pipeline in moves]
     staleness = block.get("staleness")
     tied: dict[str, Any] = {"layers": toy.built_tied_layers(), "ties": toy.TIES[:1]} if run.tied else {}
     replay = reference.Replay(
@@ -351,6 +353,13 @@ def replayed(run: Run, done: list[tuple[int, str, Any]], newest: bool = False) -
     )  # fmt: skip
     replay.left_over |= left_over
     return replay.run(run.updates)
+
+
+def cut_over(move: tuple[int, int, int, int], pipeline: Pipeline | None, drains: set[int]) -> int:
+    """The first micro-batch after a move: where the pipeline drains, one that has begun is complete."""
+    if pipeline is None:
+        return move[3]
+    return min([move[3], *(drain for drain in drains if drain and Move(*move).has_begun(pipeline, drain))])
 
 
 def places(split: tuple[int, ...]) -> list[int]:

@@ -69,6 +69,7 @@ def _forget_incomplete(stage: Stage, limit: int) -> list[tuple[int, object]]:
         record = stage.in_flight.pop(key)
         left_over.append((record.call, record.taken))
         stage.weights.release(key)
+    stage.weights.load_new_params()  # the last pass may have been a backward pass with older ones
     if stage.progress.completed > limit:
         stage.weights.drop_gradients()
     if stage.progress.forwarded > limit and stage.losses is not None:

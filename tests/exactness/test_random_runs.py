@@ -16,6 +16,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 import cases
+import loops
 import pytest
 import reference
 import torch
@@ -25,7 +26,7 @@ from test_matrix import by_layer
 from torch import nn
 from worlds import Worlds
 
-from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.errors import CallOrderError, VPipeConfigError
 from ds_vpipe.schedules.moves import Move, earliest_cut_over, moved
 from ds_vpipe.schedules.pipeline import Pipeline
 
@@ -73,6 +74,7 @@ class Run:
         depths: of all stages.
         ends: lengths of the data of one iterator after the other, from the first micro-batch of the run.
         calls: by the number of updates before them: a name and its argument.
+        loop: whether a script loops over forward, backward and step.
     """
 
     number: int
@@ -89,6 +91,7 @@ class Run:
     updates: int
     ends: tuple[int, ...]
     calls: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    loop: bool = False
 
     def ds_config(self) -> dict[str, Any]:
         block = {"partition": list(self.counts), **self.block}
@@ -96,10 +99,12 @@ class Run:
             self.micro_batches, OPTIMIZERS[self.optimizer][0], block, **self.more, **PRECISIONS[self.precision][0]
         )
 
-    def module(self) -> dict[str, Any]:
+    def engine(self, ds_config: dict[str, Any]) -> Any:
+        if self.loop:
+            return loops.engine(ds_config, self.stages)
         if self.tied:
-            return {"specs": toy.words_tied_specs, "loss_fn": toy.mean_over_positions}
-        return {"loss_fn": toy.float_cross_entropy}
+            return cases.engine(ds_config, self.stages, toy.mean_over_positions, specs=toy.words_tied_specs)
+        return cases.engine(ds_config, self.stages, toy.float_cross_entropy)
 
 
 def composition(draw: random.Random, parts: int) -> tuple[int, ...]:
@@ -152,9 +157,12 @@ def drawn(number: int) -> Run:
     tied, total = draw.random() < 0.2, size * updates
     ends = sorted(draw.sample(range(size, total), draw.choice([0, 0, 1, 2]))) if total > size + 2 else []
     ends = [end for before, end in pairwise([0, *ends]) if end - before > 2 * size]
+    loop = not tied and draw.random() < 0.3  # whose script is never without data
+    ends = [] if loop else ends
     run = Run(
-        number, stages, replicas, size, counts, depths, block, more, optimizer, precision, tied, updates, (*ends, 10**6)
-    )
+        number, stages, replicas, size, counts, depths, block, more, optimizer, precision, tied, updates,
+        (*ends, 10**6), loop=loop,
+    )  # fmt: skip
     return replace(run, calls=calls_of(draw, run))
 
 
@@ -194,7 +202,7 @@ def train(run: Run, folder: str) -> dict[str, Any]:
     """Train one run and report; or the line that refuses it."""
     torch.manual_seed(1234)
     try:
-        engine = cases.engine(run.ds_config(), run.stages, **run.module())
+        engine = run.engine(run.ds_config())
     except VPipeConfigError as error:
         return {"refused": str(error)}
     replica, losses, done, refused = engine.grid.data_parallel_id, [], [], []
@@ -211,20 +219,25 @@ def train(run: Run, folder: str) -> dict[str, Any]:
                 if name == "resume":
                     engine.save_checkpoint(f"{folder}/{run.number}")
                     engine.destroy()
-                    engine = cases.engine(resuming(run, done, *argument), run.stages, **run.module())
+                    engine = run.engine(resuming(run, done, *argument))
                     engine.load_checkpoint(f"{folder}/{run.number}")
                     iterator = toy.data(stop, start=engine.consumed_micro_batches, replica=replica)
-                done.append((update, name, call(engine, name, argument)))
-            except VPipeConfigError as error:
+                done.append((update, name, call(engine, name, argument, run.loop)))
+            except (VPipeConfigError, CallOrderError) as error:
                 refused.append((update, str(error)))
+        if run.loop:
+            loops.rounds(engine, engine.global_steps * run.micro_batches, run.micro_batches)
+            continue
         try:
             losses.append(float(engine.train_batch(iterator)))
         except StopIteration:
             stop = next(ends)
             iterator = toy.data(stop, start=engine.consumed_micro_batches, replica=replica)
+    if run.loop:
+        engine.drain()
     report = {
         "stage": engine.stage_id,
-        "parameters": cases.parameters(engine),
+        "parameters": loops.parameters(engine) if run.loop else cases.parameters(engine),
         "losses": losses,
         "done": done,
         "refused mid-run": refused,
@@ -268,10 +281,15 @@ def state(run: Run, done: list[tuple[int, str, Any]]) -> tuple[tuple[int, ...], 
     return split, depths
 
 
-def call(engine: Any, name: str, argument: Any) -> Any:
+def call(engine: Any, name: str, argument: Any, loop: bool) -> Any:
     """Make one call between two updates; returns what the replay has to know of it."""
     if name == "quiesce":
         engine.quiesce()
+    elif name == "evaluate" and loop:
+        engine.eval()
+        for number in range(argument):
+            engine(*toy.micro_batch(10_000 + number))
+        engine.train()
     elif name == "evaluate":
         ends = engine.stage.is_first or engine.stage.is_last
         engine.eval_batch(toy.data(start=10_000) if ends else None, num_micro_batches=argument)
@@ -319,7 +337,10 @@ def replayed(run: Run, done: list[tuple[int, str, Any]], newest: bool = False) -
     for number, (update, name, result) in enumerate(done):
         first = update * size
         (old, depths), (new, latest) = state(run, done[:number]), state(run, done[: number + 1])
-        if name in ("quiesce", "resume", "set_depths", "repartition", "whole"):
+        if run.loop and name != "move":  # all micro-batches that the script has handed in are trained before
+            refills.add(first)
+            left_over[first] = 0
+        elif name in ("quiesce", "resume", "set_depths", "repartition", "whole"):
             refills.add(first)
             left_over[first] = min(depths[0], min(end for end in run.ends if end >= first) - first)
         if latest != depths:
@@ -399,7 +420,7 @@ def check(run: Run, reports: list[dict[str, Any]], seen: Counter[str]) -> None:
         off = difference(found, wanted.parameters())
         assert off <= tolerance(run), f"parameters off by {off:.1e} after {done}: {run}"
         for report in pipeline:
-            assert report["losses"] == pytest.approx(wanted.losses, rel=max(1e-5, tolerance(run))), run
+            assert run.loop or report["losses"] == pytest.approx(wanted.losses, rel=max(1e-5, tolerance(run))), run
     seen["trained"] += 1
     if max(run.depths) and difference(
         replayed(run, done, newest=True).parameters(), wanted.parameters()

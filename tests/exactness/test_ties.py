@@ -88,3 +88,40 @@ def test_tied_weights_against_the_replay(worlds: Worlds, stages: int, micro_batc
             assert torch.equal(mine, owners), (copy, version)
     moved = histories[0][-1]["0.embedding.weight"] - histories[0][0]["0.embedding.weight"]
     assert float(moved.abs().max()) > 1e-2
+
+
+def train_to_ends(ds_config: dict[str, Any], ends: list[int], batches: int) -> list[Any]:
+    """Train on data that end once, in each of these places; parameters by end."""
+    found = []
+    for end in ends:
+        trained = cases.engine(ds_config, 4, toy.mean_over_positions, specs=toy.tied_specs)
+        iterator = toy.data(end)
+        while trained.global_steps < batches:
+            try:
+                trained.train_batch(iterator)
+            except StopIteration:
+                iterator = toy.data(start=trained.consumed_micro_batches)
+        found.append(by_layer({"stage": trained.stage_id}, STAGES[4], cases.parameters(trained)))
+        trained.destroy()
+        cases.close_groups()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sync", "micro_batches", "depths"),
+    [("vertical", 2, (4, 2, 1, 0)), ("stash", 4, (6, 2, 2, 0))],
+)
+def test_copies_are_the_owners_newest_after_data_that_end_in_a_batch(
+    worlds: Worlds, sync: str, micro_batches: int, depths: tuple[int, ...]
+) -> None:
+    """The last pass before the end may be a backward pass with older weights, of a micro-batch that is left over."""
+    block = {"partition": list(STAGES[4]), "weight_sync": sync, "stage_to_depth_map": list(depths)}
+    ds_config = cases.config(micro_batches, OPTIMIZERS["AdamW"][0], block)
+    ends, batches = [3 * micro_batches + more for more in range(1, micro_batches)], 6
+    ranks = worlds.run(4, train_to_ends, ds_config, ends, batches)
+    for position in range(len(ends)):
+        refills = (0, 3 * micro_batches)
+        wanted = replayed(STAGES[4], depths, micro_batches, refills=refills, vertical=sync == "vertical").run(batches)
+        got = {name: value for rank in ranks for name, value in rank[position].items()}
+        expected = wanted.parameters()
+        assert difference(got, {name: expected[name] for name in got}) <= 1e-5, ends[position]

@@ -299,7 +299,7 @@ class Chaos:
                 "shape": shape, **asdict(event), "place": found.place, "statuses": found.statuses, "wrong": wrong,
                 "launcher": found.ended_by_launcher,
                 "said": [line for log in found.logs.values() for line in log.splitlines() if line.startswith("[rank ")],
-                "seconds": [round(found.seconds, 2), round(again.seconds, 2)],
+                "took_s": [round(found.seconds, 2), round(again.seconds, 2)],
             }
         )  # fmt: skip
         if not wrong:

@@ -108,7 +108,7 @@ class Executor:
             stage.losses = stage.batch_loss()
         if self._moves.move is not None:
             self._moves.settle(batch)
-        try:
+        with stage.weights.call():
             while True:
                 if stage.is_drained_between:
                     drain.limit_to_drain(stage, batch)
@@ -122,8 +122,6 @@ class Executor:
                     break
                 self._moves.complete(stage.progress.completed)
                 drain.refill(stage)
-        finally:
-            stage.weights.load_new_params()
         if stage.losses is not None:  # for scripts that look at them
             self._engine.fwd_outputs, self._engine.total_loss = stage.losses.outputs, stage.losses.total
         if stage.progress.completed == stage.progress.limit:
@@ -327,6 +325,8 @@ class Executor:
         if self._moves.move is not None:
             self._moves.before_update(stage.weights.latest_version)
         with stage.weights.update():
+            if stage.ties.weights_in:
+                stage.ties.hold()
             yield
             if stage.ties.weights_in:
                 stage.ties.overwrite()

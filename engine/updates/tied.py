@@ -42,14 +42,14 @@ class _Copies:
 
 @dataclass(slots=True)
 class _Owned:
-    """Copies of one owner's weights, with the values that are due here, and later ones."""
+    """Copies of one owner's weights, with the values that are due in the next update, and later ones."""
 
     weights: list[torch.nn.Parameter]
     gradients_out: Sender
     weights_in: Receiver
     owner: int
-    version: int
-    values: list[torch.Tensor]
+    version: int = 0
+    values: list[torch.Tensor] | None = None
     ahead: deque[list[torch.Tensor]] = field(default_factory=deque)
 
 
@@ -119,7 +119,7 @@ class TiedWeights:
             else:
                 weights_in = wiring.receiver("tied weights", peer, _PREFETCH)
                 gradients_out = wiring.sender("tied gradients", peer, _PREFETCH)
-                self._owned.append(_Owned(weights, gradients_out, weights_in, owner, 0, _values(weights)))
+                self._owned.append(_Owned(weights, gradients_out, weights_in, owner))
         self.weights_in = [owned.weights_in for owned in self._owned]  # links from the owners
         self.weights_out = [copies.weights_out for copies in self._copies]  # links to the copies
         self.gradients_in = [copies.gradients_in for copies in self._copies]  # links from the copies
@@ -153,12 +153,18 @@ class TiedWeights:
             self._receive(owned, updates_known(batch, delay, micro_batches, refill), f"RECV_TIED{batch}")
             owned.gradients_out.release(owned.version - 1)  # which the owner had for its update before
 
+    def hold(self) -> None:
+        """Keep copies of which nothing was received, before an update that changes them."""
+        for owned in self._owned:
+            if owned.values is None:
+                owned.values = [weight.detach().clone() for weight in owned.weights]
+
     def overwrite(self) -> None:
-        """Set the copies to the owner's version that was received last."""
-        with torch.no_grad():
-            for owned in self._owned:
-                for weight, value in zip(owned.weights, owned.values, strict=True):
-                    weight.data.copy_(value)
+        """Set the copies to the owner's version that was received last, or to what :meth:`hold` has kept."""
+        for owned in self._owned:
+            values, owned.values = owned.values, None
+            for weight, value in zip(owned.weights, values or (), strict=False):
+                weight.data.copy_(value)
 
     def catch_up(self, version: int) -> None:
         """Wait for the owners' ``version`` and take it. Only while nothing is in flight here."""
@@ -171,7 +177,6 @@ class TiedWeights:
         """Continue with the present weights as ``version``; everything sent has been received."""
         for owned in self._owned:
             owned.version = version
-            owned.values = _values(owned.weights)
 
     def flush(self) -> None:
         """Wait until everything that was sent has been received."""
@@ -229,7 +234,3 @@ class TiedWeights:
 def _linked(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:
     tied = module.tied_comms[key]
     return [module._recursive_getattr(tied["module"], name) for name in tied["weight_attr"]]
-
-
-def _values(weights: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-    return [weight.detach().clone() for weight in weights]

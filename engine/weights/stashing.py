@@ -81,6 +81,7 @@ class WeightStashingOptimizer:
         self.versions = WeightVersions(self._parameters, version)
         self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
         self._checked = version
+        self._counts: tuple[tuple[torch.Tensor, ...], tuple[int, ...]] = (), ()
 
     @property
     def latest_version(self) -> int:
@@ -149,6 +150,24 @@ class WeightStashingOptimizer:
         """Point the parameters to the newest weights."""
         for versions in self._all_versions:
             versions.point_to_newest()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Context of a call that ends with an update.
+
+        Nothing in flight uses the newest weights between two of them, so autograd does not count a script's changes.
+        """
+        torch._C._autograd._unsafe_set_version_counter(*self._counts)
+        try:
+            yield
+        finally:
+            self.load_new_params()
+            self._counts = self._counted(self.versions, *(one.versions for one in self.moved if not one.apart))
+
+    @staticmethod
+    def _counted(*of: WeightVersions) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        trained = tuple(chain.from_iterable(versions.trained for versions in of))
+        return trained, tuple(map(_COUNT, trained))
 
     @property
     def _all_versions(self) -> list[WeightVersions]:
@@ -243,12 +262,11 @@ class WeightStashingOptimizer:
     @contextmanager
     def _unseen(self) -> Iterator[None]:
         """Context in which autograd does not count changes of weights."""
-        trained = tuple(chain.from_iterable(v.trained for v in self._all_versions)) if self._in_flight else ()
-        counts = tuple(map(_COUNT, trained))
+        counted = self._counted(*(self._all_versions if self._in_flight else ()))
         try:
             yield
         finally:
-            torch._C._autograd._unsafe_set_version_counter(trained, counts)
+            torch._C._autograd._unsafe_set_version_counter(*counted)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """One update of the newest weights by the base optimizer; returns what it returns."""

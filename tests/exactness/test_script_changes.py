@@ -1,0 +1,117 @@
+"""Scripts that write into weights between two batches, while micro-batches are in flight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import pytest
+import reference
+import test_exactness
+import torch
+import toy
+from test_exactness import LAYERS, OPTIMIZERS, difference
+from test_matrix import by_layer
+from torch import nn
+from worlds import Worlds
+
+from ds_vpipe.partition import uniform_partition
+
+pytestmark = pytest.mark.mp
+
+STAGES, UPDATES, AFTER = 3, 9, (3, 6)
+MOST = 0.3
+BLOCKS = [{}, {"weight_sync": "vertical"}, {"weight_sync": "none"}, {"recompute_ratio": 0.5}]
+WAYS = ["in place", "data", "load_state_dict", "for a while"]
+
+
+@torch.no_grad()
+def limit(module: nn.Module, way: str) -> None:
+    """Limit all weights, as scripts do."""
+    if way == "load_state_dict":
+        module.load_state_dict({name: value.clamp(-MOST, MOST) for name, value in module.state_dict().items()})
+    for parameter in module.parameters():
+        (parameter.data if way == "data" else parameter).clamp_(-MOST, MOST)
+
+
+def changed(ds_configs: list[dict[str, Any]], way: str) -> list[dict[str, Any]]:
+    """Train with weights that are limited after some updates, or evaluated so."""
+    reports = []
+    for ds_config in ds_configs:
+        engine = cases.engine(ds_config, STAGES)
+        iterator = toy.data()
+        for update in range(1, UPDATES + 1):
+            engine.train_batch(iterator)
+            if update not in AFTER:
+                continue
+            kept = [parameter.detach().clone() for parameter in engine.module.parameters()]
+            limit(engine.module, way)
+            engine.eval_batch(toy.data(start=900))
+            for parameter, value in zip(engine.module.parameters(), kept, strict=True):
+                if way == "for a while":
+                    with torch.no_grad():
+                        parameter.copy_(value)
+        reports.append({"parameters": cases.parameters(engine)})
+        engine.destroy()
+        cases.close_groups()
+    return reports
+
+
+class Limited(reference.Replay):
+    def snapshot(self) -> list[reference.Weights]:
+        for layer in self.layers if len(getattr(self, "history", ())) in AFTER else ():
+            limit(layer, "data")
+        return super().snapshot()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_to_the_replay(worlds: Worlds, way: str) -> None:
+    """Passes in flight keep the weights that they have used, the next ones use the changed ones."""
+    ds_configs = [cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform", **block}) for block in BLOCKS]
+    ranks = worlds.run(STAGES, changed, ds_configs, way)
+    for position, block in enumerate(BLOCKS):
+        rule = {"vertical": block.get("weight_sync") == "vertical", "stash": block.get("weight_sync") != "none"}
+        limited, plain = (
+            kind(uniform_partition(LAYERS, STAGES), (2, 1, 0), 2, test_exactness.sgd, **rule).run(UPDATES).parameters()
+            for kind in (Limited, reference.Replay)
+        )
+        assert difference(limited, plain) > 1e-2
+        wanted = plain if way == "for a while" else limited
+        assert difference(cases.merged([rank[position] for rank in ranks]), wanted) == 0, block
+
+
+def changed_while_empty(ds_config: dict[str, Any], after: int) -> dict[str, Any]:
+    """Train with tied weights that are limited in an empty pipeline, on the stages of all copies."""
+    engine = cases.engine(ds_config, STAGES, loss_fn=toy.mean_over_positions, specs=toy.words_tied_specs)
+    iterator = toy.data()
+    for update in range(UPDATES):
+        if update == after:
+            engine.quiesce()
+            limit(engine.module, "in place")
+        engine.train_batch(iterator)
+    engine.quiesce()
+    report = {"stage": engine.stage_id, "parameters": cases.parameters(engine)}
+    engine.destroy()
+    return report
+
+
+@pytest.mark.parametrize("after", [0, 4])
+def test_tied_weights_stay_as_the_script_has_set_them(worlds: Worlds, after: int) -> None:
+    """Before the first batch, such as pretrained ones, or later; copies do not go back to what they were."""
+
+    class LimitedOnce(reference.Replay):
+        def snapshot(self) -> list[reference.Weights]:
+            for layer in self.layers if len(getattr(self, "history", ())) == after else ():
+                limit(layer, "data")
+            return super().snapshot()
+
+    rest = {"ties": toy.TIES[:1], "criterion": toy.mean_over_positions, "refills": (0, after, UPDATES)}
+    counts, depths = uniform_partition(LAYERS, STAGES), (2, 1, 0)
+    limited, plain = (
+        kind(counts, depths, 1, test_exactness.sgd, layers=toy.built_tied_layers(), **rest).run(UPDATES).parameters()
+        for kind in (LimitedOnce, reference.Replay)
+    )
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+    found = by_layer(worlds.run(STAGES, changed_while_empty, ds_config, after))
+    assert difference(limited, plain) > 1e-2
+    assert difference(found, limited) == 0

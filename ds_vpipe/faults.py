@@ -1,8 +1,8 @@
-"""Origin of numbers that are not finite, and layers whose norms have grown, from what all ranks of a replay have seen.
+"""Origin of numbers that are not finite, and norms that have grown.
 
-Every rank keeps the first value that it meets which is not finite. One that it has received has its origin elsewhere.
-Of the others the first in causal order is that of the smallest micro-batch, and in one micro-batch of the earliest
-pass: what is computed for later micro-batches cannot have an effect on it.
+From what all ranks of a replay have seen. Every rank keeps the first value that it meets which is not finite. One that
+it has received has its origin elsewhere. Of the others the first in causal order is that of the smallest micro-batch,
+and in one micro-batch of the earliest pass: what is computed for later micro-batches cannot have an effect on it.
 """
 
 from __future__ import annotations

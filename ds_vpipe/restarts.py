@@ -122,7 +122,10 @@ def say(text: str) -> None:
 
 
 def _fork(handlers: Mapping[int, Any]) -> int:
-    """Fork a child that ends with this process, in a process group of its own, which a terminal sends no signals."""
+    """Fork a child that ends with this process.
+
+    It is in a process group of its own, which a terminal sends no signals.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # none is lost before the child has its own handlers
     parent, child = os.getpid(), os.fork()
     if child == 0:
@@ -139,7 +142,10 @@ def _fork(handlers: Mapping[int, Any]) -> int:
 
 
 def _ended(child: int) -> int | None:
-    """The exit status of a child that has ended; what a failed one leaves of its process group is ended too."""
+    """The exit status of a child that has ended.
+
+    What a failed one leaves of its process group is ended too.
+    """
     found = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None
@@ -151,7 +157,7 @@ def _ended(child: int) -> int | None:
 
 @dataclass
 class Attempts:
-    """Starts of all ranks: how they have ended, and what all supervisors have to do next.
+    """Starts of all ranks, with what supervisors do next.
 
     Orders are ``start ATTEMPT``; ``limit``, to end a child that does not end by itself; ``exit``, once it has ended.
     """
@@ -217,7 +223,10 @@ class Attempts:
 
 
 class _Link:
-    """Lines to and from another supervisor; they are far shorter than what a connection takes at once."""
+    """Lines to and from another supervisor.
+
+    They are far shorter than what a connection takes at once.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -246,7 +255,7 @@ class _Link:
 
 
 class Peers:
-    """Connections of a supervisor: rank 0's with all others', each other one's with that of rank 0."""
+    """Connections of a supervisor: rank 0's with all others'."""
 
     def __init__(self, rank: int, ranks: int, address: str, port: int) -> None:
         self._rank, self._ranks, self._at = rank, ranks, (address, port)

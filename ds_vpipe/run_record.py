@@ -1,4 +1,4 @@
-"""Record of a run: how it was started, what happened after which update, and every loss.
+"""Record of a run: its starts, its events and every loss.
 
 ``"record": FOLDER`` in the block has it written by the first rank, for ``python -m ds_vpipe replay FOLDER``::
 
@@ -51,7 +51,7 @@ _LEAST_BEFORE, _MOST_BEFORE = 4, 50  # losses that a jump is compared with
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A record as it was read: what holds for the training that was done last."""
+    """A record as read, for the training that was done last."""
 
     starts: tuple[dict[str, Any], ...]
     events: tuple[dict[str, Any], ...]  # all others
@@ -100,9 +100,10 @@ class RunRecord:
         return any(one["event"] == "saved" and one["folder"] == os.path.abspath(folder) for one in self.events)
 
     def checkpoint(self, latest: int, folder: str) -> str | None:
-        """The name of the last checkpoint in a folder at or before an update that is still there, and can be used.
+        """The name of the last usable checkpoint up to an update.
 
-        One that was saved while a layer was on its way does not hold what is to come of the move.
+        One that is not there any more is none, and one that was saved while a layer was on its way does not hold what
+        is to come of the move.
         """
         size = self.start_of(latest)["micro_batches"]
         moves = [event for event in self.events if event["event"] == "moved"]

@@ -1,9 +1,10 @@
-"""Any past update of a recorded run, done again on this machine: its state, and where its numbers went wrong.
+"""Any past update of a recorded run, done again.
 
-The run is to have "record": FOLDER in its vpipe block. Its script is started again with as many processes, goes on from
-the last of the run's checkpoints before the update that it loads by load_checkpoint(), or begins at the beginning, and
-ends after the update. Every loss on the way is compared with the recorded one, bit for bit; the first that differs ends
-the replay. The script's own checkpoints are not written, other files of its own are.
+That shows its state, and where its numbers went wrong. The run is to have "record": FOLDER in its vpipe block. Its
+script is started again with as many processes, goes on from the last of the run's checkpoints before the update that it
+loads by load_checkpoint(), or begins at the beginning, and ends after the update. Every loss on the way is compared
+with the recorded one, bit for bit; the first that differs ends the replay. The script's own checkpoints are not
+written, other files of its own are.
 
 --find nan names the first value that is not finite, with update, micro-batch, stage, layer and weight version; without
 --to at the first such loss. --find loss-jump prints the norms of all layers in the batch of the first loss that is a

@@ -1,10 +1,10 @@
-"""Decisions of how far stages run ahead, from how much the times of their passes vary.
+"""Decisions of how far stages run ahead.
 
-With default depths a stage has just the micro-batches in flight that keep it busy if every pass takes the same time.
-Where times vary, one that takes longer makes the others wait, and what they have waited is never made up for. Stages
-that run further ahead have work in stock. What that would gain is simulated, in the order of
-:mod:`ds_vpipe.schedules.one_f_one_b`: the passes of every micro-batch are those of a measured one, drawn by a fixed
-rule, so that all ranks draw the same.
+They follow from how much the times of passes vary. With default depths a stage has just the micro-batches in flight
+that keep it busy if every pass takes the same time. Where times vary, one that takes longer makes the others wait, and
+what they have waited is never made up for. Stages that run further ahead have work in stock. What that would gain is
+simulated, in the order of :mod:`ds_vpipe.schedules.one_f_one_b`: the passes of every micro-batch are those of a
+measured one, drawn by a fixed rule, so that all ranks draw the same.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class DepthDecision:
 
 
 def varied_pace(passes: Sequence[Passes], trips: Sequence[float], depths: Sequence[int]) -> float:
-    """Seconds per micro-batch if passes take the times of measured ones, drawn by a fixed rule.
+    """Seconds per micro-batch of simulated passes.
+
+    They take the times of measured ones, drawn by a fixed rule.
 
     Args:
         passes: of every stage.

@@ -22,8 +22,8 @@ from ds_vpipe.schedules.rank_order import RankOrder
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """One action that is wrong."""
+class ScheduleFault:
+    """Wrong action of a program."""
 
     rank: int  # whose program it is in
     position: int  # in the program, from 0; the program's length if something is missing at its end
@@ -36,7 +36,7 @@ class Fault:
 
 def check_programs(
     pipeline: Pipeline, programs: Programs, workload: Workload, exchanges: Sequence[Exchanges] | None = None
-) -> list[Fault]:
+) -> list[ScheduleFault]:
     """Everything that is wrong with ``programs`` as a way to train ``workload``. At most one fault per rank or link."""
     exchanges = exchanges or (Exchanges(),) * pipeline.num_stages
     faults = _order_faults(pipeline, programs, workload, exchanges)
@@ -71,7 +71,7 @@ def typical_workload(pipeline: Pipeline) -> Workload:
     return Workload(len(ends) * fill + 1, ends)
 
 
-def link_faults(programs: Programs, posted: Callable[[Link], int]) -> list[Fault]:
+def link_faults(programs: Programs, posted: Callable[[Link], int]) -> list[ScheduleFault]:
     """Faults of links: mixed-up messages, else dead-locks, else lost messages.
 
     ``posted`` gives the receives kept posted on a link.
@@ -91,14 +91,16 @@ def link_faults(programs: Programs, posted: Callable[[Link], int]) -> list[Fault
         elif len(run.links[link].sent) > run.links[link].received:
             at, sent = run.links[link].sent[run.links[link].received]
             reason = f"what comes next of {link} is {sent}, at position {at} there"
-            mixed.append(Fault(rank, position, action, reason))
+            mixed.append(ScheduleFault(rank, position, action, reason))
             continue
         assert other is not None  # nothing else waits
         there = programs[other][run.positions[other] :]
         where = f"stands at {there[0]}" if there else "is done"
-        standing.append(Fault(rank, position, action, f"it waits for ever for rank {other} {what}, which {where}"))
+        standing.append(
+            ScheduleFault(rank, position, action, f"it waits for ever for rank {other} {what}, which {where}")
+        )
     left_over = [
-        Fault(link.source, position, action, f"rank {link.target} never receives it")
+        ScheduleFault(link.source, position, action, f"rank {link.target} never receives it")
         for link, messages in run.links.items()
         for position, action in messages.sent[messages.received : messages.received + 1]
     ]
@@ -107,17 +109,17 @@ def link_faults(programs: Programs, posted: Callable[[Link], int]) -> list[Fault
 
 def _order_faults(
     pipeline: Pipeline, programs: Programs, workload: Workload, exchanges: Sequence[Exchanges]
-) -> list[Fault]:
+) -> list[ScheduleFault]:
     faults = []
     for rank, program in enumerate(programs):
         order = RankOrder(pipeline, rank, workload, exchanges[rank])
         for position, action in enumerate(program):
             if (reason := order.step(action)) is not None:
-                faults.append(Fault(rank, position, action, reason))
+                faults.append(ScheduleFault(rank, position, action, reason))
                 break
         else:
             if (reason := order.end()) is not None:
-                faults.append(Fault(rank, len(program), None, reason))
+                faults.append(ScheduleFault(rank, len(program), None, reason))
     return faults
 
 

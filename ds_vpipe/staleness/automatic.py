@@ -1,7 +1,8 @@
-"""Choice of ``"staleness": "auto"``: the settings that the experiments of docs/convergence.md support.
+"""Choice of ``"staleness": "auto"``, as experiments support it.
 
-A function of plain values, so that training, ``check``, ``plan`` and ``forecast`` choose alike, and a resumed run as
-the one before it. Where no experiment is like the pipeline nothing is chosen, and a line says so.
+They are those of docs/convergence.md. A function of plain values, so that training, ``check``, ``plan`` and
+``forecast`` choose alike, and a resumed run as the one before it. Where no experiment is like the pipeline nothing is
+chosen, and a line says so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _ADAM, _SOAP = ("adam", "adamw"), ("soap",)  # DeepSpeed's Adam decays weights a
 
 
 class Choice(NamedTuple):
-    """Settings chosen, None for none, and one line about them, empty where there is nothing to say."""
+    """Settings chosen, and one line about them.
+
+    None for none, and an empty line where there is nothing to say.
+    """
 
     settings: Staleness | None
     line: str = ""

@@ -12,7 +12,7 @@ import torch
 from ds_vpipe.engine.links.groups import Groups
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 
-_FILES_LIMIT_S = 30 * 60.0  # slow file systems are ordinary; DeepSpeed's own default
+_FILES_LIMIT_S = 30 * 60.0  # slow file systems are ordinary
 
 
 class Consensus:

@@ -19,7 +19,7 @@ from ds_vpipe.commands.arguments import numbers, size, sizes
 from ds_vpipe.commands.profile import setting
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
-from ds_vpipe.schedules.check import Fault
+from ds_vpipe.schedules.check import ScheduleFault
 from ds_vpipe.timelines.timeline import Recording, Timeline
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
@@ -219,7 +219,7 @@ def test_check_finds_schedules_sound(config: str, capsys: pytest.CaptureFixture[
 
 
 def test_check_shows_faults(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = Fault(1, 5, None, "made up")
+    fault = ScheduleFault(1, 5, None, "made up")
     monkeypatch.setattr(checks, "check_programs", lambda *_: [fault])
     text = printed(capsys, "check", config, status=1)
     assert text.splitlines()[-1] == "rank 1, position 5, end: made up"

@@ -12,7 +12,7 @@ from shapes import pipelines, trainings
 
 from ds_vpipe.errors import PipelineProtocolError
 from ds_vpipe.schedules.actions import Action, Kind
-from ds_vpipe.schedules.check import Fault, check_pipeline, check_programs, link_faults, typical_workload
+from ds_vpipe.schedules.check import ScheduleFault, check_pipeline, check_programs, link_faults, typical_workload
 from ds_vpipe.schedules.dry_run import Link
 from ds_vpipe.schedules.one_f_one_b import Exchanges, exchanges_by_rank
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -344,7 +344,7 @@ def test_a_receive_too_early_is_a_dead_lock(schedule: str) -> None:
 
 
 def test_the_check_at_start_names_the_first_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = Fault(1, 5, Action(Kind.FORWARD, 2), "its input has not been received")
+    fault = ScheduleFault(1, 5, Action(Kind.FORWARD, 2), "its input has not been received")
     monkeypatch.setattr("ds_vpipe.schedules.check.check_programs", lambda *_: [fault, fault])
     with pytest.raises(PipelineProtocolError) as error:
         check_pipeline(ASP)

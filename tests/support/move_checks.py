@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ds_vpipe.schedules.actions import Action, Kind
-from ds_vpipe.schedules.check import Fault, link_faults
+from ds_vpipe.schedules.check import ScheduleFault, link_faults
 from ds_vpipe.schedules.dry_run import posted_receives
 from ds_vpipe.schedules.moves import Move, completed, layer_version
 from ds_vpipe.schedules.one_f_one_b import Exchanges
@@ -31,7 +31,7 @@ LAYER_KINDS = frozenset({*_SENT, *_SENT_GRADIENTS, *_RECEIVED, *_RECEIVED_GRADIE
 
 def check_moves(
     pipeline: Pipeline, programs: Programs, workload: Workload, exchanges: Sequence[Exchanges] | None = None
-) -> list[Fault]:
+) -> list[ScheduleFault]:
     """Everything that is wrong with ``programs``; at most one fault per rank or link."""
     faults = []
     for rank, program in enumerate(programs):
@@ -40,11 +40,11 @@ def check_moves(
         for position, action in enumerate(program):
             reason = None if action.kind in LAYER_KINDS else order.step(action)
             if (reason := reason or layers.step(action, order._filling)) is not None:
-                faults.append(Fault(rank, position, action, reason))
+                faults.append(ScheduleFault(rank, position, action, reason))
                 break
         else:
             if (reason := order.end() or layers.end()) is not None:
-                faults.append(Fault(rank, len(program), None, reason))
+                faults.append(ScheduleFault(rank, len(program), None, reason))
     return faults or link_faults(programs, partial(posted_receives, pipeline))
 
 

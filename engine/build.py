@@ -58,9 +58,10 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.check import check_pipeline
 from ds_vpipe.schedules.one_f_one_b import exchanges_by_rank, update_delays
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.staleness.automatic import settled
+from ds_vpipe.staleness.automatic import OF_SCRIPT, settled
 from ds_vpipe.staleness.delay_warmup import DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
+from ds_vpipe.staleness.soap import SOAP
 
 if TYPE_CHECKING:
     from ds_vpipe.planning.devices import Devices
@@ -195,8 +196,9 @@ def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[d
 def with_staleness(engine: PatchedPipelineEngine, prepared: Prepared) -> Prepared:
     """What is prepared, with settings where the block leaves ``"staleness"`` to be chosen, as rank 0 says."""
     pipeline = replace(prepared.pipeline, micro_batches=engine.micro_batches)
-    own_optimizer = engine.client_optimizer is not None
-    config, choice = settled(prepared.config, pipeline, prepared.json, own_optimizer)
+    brought = None if engine.client_optimizer is None else OF_SCRIPT
+    brought = "SOAP" if isinstance(engine.basic_optimizer, SOAP) else brought
+    config, choice = settled(prepared.config, pipeline, prepared.json, brought)
     if engine.global_rank == 0 and choice.is_warning:
         logger.warning(f"ds_vpipe: {choice.line}")
     elif engine.global_rank == 0 and choice.line:

@@ -21,6 +21,9 @@ from ds_vpipe.schedules.pipeline import Pipeline, WeightSync
 SHARES = ("synchronous_updates", "delay_warmup_updates")
 """Keys whose values are, in a table of settings, shares of all updates."""
 
+OF_SCRIPT = "an optimizer of the script's own"
+"""Words for an optimizer that no JSON names."""
+
 _NADAM = {"nadam": True}
 _ADAM, _SOAP = ("adam", "adamw"), ("soap",)  # DeepSpeed's Adam decays weights as AdamW does
 
@@ -139,7 +142,7 @@ def settled(
     config: VPipeConfig,
     pipeline: Pipeline,
     ds_config: DeepSpeedJson,
-    own_optimizer: bool = False,
+    own_optimizer: str | None = None,
     updates: int | None = None,
 ) -> tuple[VPipeConfig, Choice]:
     """The block with settings in the place of ``"auto"`` and ``"off"``, and the choice.
@@ -148,13 +151,13 @@ def settled(
         config: the block.
         pipeline: that runs, with its depths.
         ds_config: the JSON around the block.
-        own_optimizer: the script brings an optimizer, which counts in the place of the JSON's.
+        own_optimizer: type of the one that the script brings, if any, or :data:`OF_SCRIPT`; it counts, not the JSON's.
         updates: of this run, where it is shorter than the one that the JSON is for.
     """
     depths = (0,) * pipeline.num_stages if pipeline.synchronous else pipeline.depths
     total = max(0, ds_config.whole("scheduler.params.total_num_steps") or 0)
     total = total if updates is None else min(total, updates)
-    optimizer = _optimizer(DeepSpeedJson({}) if own_optimizer else ds_config)
+    optimizer = own_optimizer or _optimizer(ds_config)
     choice = choose_staleness(
         config.staleness, depths, pipeline.micro_batches, pipeline.weight_sync, optimizer, total or None
     )
@@ -170,7 +173,7 @@ def _optimizer(ds_config: DeepSpeedJson) -> str:
     """Type of the JSON's optimizer, with what makes it one that no experiment had."""
     name, params = ds_config.optimizer, ds_config.optimizer_params
     if name is None:
-        return "an optimizer of the script's own"
+        return OF_SCRIPT
     decays_otherwise = name.lower() == "adam" and params.get("adam_w_mode") is False and params.get("weight_decay")
     odd = [key for key in ("amsgrad", "maximize") if params.get(key)] + ["adam_w_mode false"] * bool(decays_otherwise)
     return f"{name} with {odd[0]}" if odd else name

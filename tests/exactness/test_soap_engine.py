@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import toy
 from test_exactness import LAYERS, difference
 from test_reshape import same, sessions, union
 from test_resume import resume_everywhere
+from torch import nn
 from worlds import Worlds
 
 from ds_vpipe.partition import uniform_partition
@@ -50,6 +53,29 @@ def test_against_the_replay(worlds: Worlds) -> None:
         wanted, _ = reference.replay(counts, (3, 2, 1, 0), micro_batches, BATCHES, soap, **options)
         off = difference(cases.merged([rank[position] for rank in ranks]), wanted)
         assert off <= tolerance, f"M={micro_batches}, {sync}, {extra}: parameters off by {off:.1e}"
+
+
+def said_of(made_by_script: bool) -> str:
+    """What an engine says of "staleness" at its start."""
+    import deepspeed
+
+    import ds_vpipe
+
+    ds_config = cases.config(1, OPTIMIZER, {"staleness": "auto"})
+    optimizer = soap if made_by_script else None
+    module = deepspeed.pipe.PipelineModule(toy.layer_specs(), num_stages=3, loss_fn=nn.CrossEntropyLoss())
+    if made_by_script:
+        del ds_config["optimizer"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        engine = ds_vpipe.initialize(model=module, config=ds_config, optimizer=optimizer)[0]
+    engine.destroy()
+    return "".join(line for line in printed.getvalue().splitlines() if "staleness" in line)
+
+
+def test_one_that_the_script_makes_is_known(worlds: Worlds) -> None:
+    """As the JSON's, to the choice of "staleness"."""
+    (by_script, *_), (by_json, *_) = (worlds.run(3, said_of, by_script) for by_script in (True, False))
+    assert by_script == by_json != ""
 
 
 @pytest.mark.parametrize("fp16", [{}, {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 3}}])

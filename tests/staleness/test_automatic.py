@@ -8,7 +8,7 @@ import pytest
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
-from ds_vpipe.staleness.automatic import Choice, settled
+from ds_vpipe.staleness.automatic import OF_SCRIPT, Choice, settled
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
 KNOWN = {"type": "WarmupDecayLR", "params": {"total_num_steps": 1000}}
@@ -123,8 +123,9 @@ def test_without_experiments_nothing_is_chosen_and_a_line_says_so(optimizer: Any
 
 
 def test_an_optimizer_of_the_script_counts() -> None:
-    found, told = choice(4, 1, {}, own_optimizer=True)
+    found, told = choice(4, 1, {}, own_optimizer=OF_SCRIPT)
     assert (found, told.is_warning) == (None, True)
+    assert choice(4, 1, {}, own_optimizer="SOAP") == (None, Choice(None))
 
 
 def test_decay_as_adamw_has_it() -> None:

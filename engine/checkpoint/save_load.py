@@ -106,6 +106,8 @@ class Checkpoints:
     def _raise_unwritten(self, folder: Path) -> None:
         if self._unwritten is not None:
             error, self._unwritten = self._unwritten, None
+            if not isinstance(error, OSError | RuntimeError):  # such as of a client_state with DeepSpeed's own keys
+                raise error
             free = shutil.disk_usage(folder).free / 2**20  # torch says of a full disk that a position is unexpected
             raise OSError(f"a file could not be written whole ({error}); {free:.0f} MiB are free there") from error
 

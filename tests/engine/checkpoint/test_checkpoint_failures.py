@@ -50,6 +50,8 @@ def save_and_load(directory: str, ds_config: dict[str, Any], model: dict[str, An
         lines[name] += ",".join(path.name for path in Path(directory).glob(".*"))
     no_folder = Path(directory, "good", "mp_rank_00_model_states.pt")
     lines["no folder"] = line_of(engine.save_checkpoint, str(no_folder))
+    loaded = {"checkpoint_parallel_dimensions": {}}  # a client_state as load_checkpoint() returns it
+    lines["keys of DeepSpeed's"] = line_of(engine.save_checkpoint, directory, tag="bad", client_state=loaded)
     engine.save_checkpoint(directory, tag="good2")
     lines["missing tag"] = line_of(engine.load_checkpoint, directory, tag="nothing")
     lines["nothing loaded"] = line_of(engine.train_batch, iterator)
@@ -106,6 +108,8 @@ def test_all_ranks_raise_and_may_go_on(worlds: Worlds, tmp_path: Path, setting: 
             assert "\n" not in lines[name]
         assert "unfinished" not in lines["full disk"] + lines["full disk for the rank's own file"], lines
         assert "Not a directory" in lines["no folder"]
+        assert "client_state contains reserved" in lines["keys of DeepSpeed's"]
+        assert "MiB" not in lines["keys of DeepSpeed's"]
         assert "load another tag: ['good2']" in lines["changed bit"]
         assert "nothing" in lines["missing tag"]
         for name in {"half loaded", "half loaded states"} & lines.keys():

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -111,8 +112,10 @@ class Segment:
     @contextmanager
     def _as_before(self, states: Any, remembered: _Remembered) -> Iterator[None]:
         with self._random_states.of(states):
-            present = [(place, key, place.get(key)) for place, key, _ in remembered]
-            for place, key, value in remembered:
+            present = [(place, key, place.get(key)) for place, key, *_ in remembered]
+            for place, key, value, version in remembered:
+                if version is not None and value._version != version:
+                    raise VPipeError(_changed_meanwhile(f"{key!r} of recomputed layers"))
                 if value is not place.get(key):
                     place[key] = value.clone() if isinstance(value, torch.Tensor) else value
             try:
@@ -150,15 +153,19 @@ class Segment:
         )
 
 
-_Remembered = list[tuple[dict[str, Any], str, Any]]
-"""Buffers and numbers, each with the dict and the key where a module has it."""
+_Remembered = list[tuple[dict[str, Any], str, Any, int | None]]
+"""Buffers, frozen weights and numbers, each with the dict and the key where a module has it.
+
+The last one is autograd's count of changes of what is not copied.
+"""
 
 
 class _ModuleMemory:
-    """Buffers and numbers that recomputed layers change, such as counters.
+    """Buffers and numbers that recomputed layers change, such as counters, and weights that are not trained.
 
     The recomputation finds them as its forward pass did, and leaves nothing behind. Of the buffers, which may be large,
-    those are copied that the first forward pass in training mode has changed; the others may only be replaced.
+    those are copied that the first forward pass in training mode has changed; the others may only be replaced, and so
+    may frozen weights.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -171,34 +178,42 @@ class _ModuleMemory:
         ]
         self._copied = [(part._buffers, key) for part in parts for key in part._buffers]
         self._others: list[tuple[dict[str, Any], str]] = []
-        self._versions: list[int] = []
+        self._weights = [(part._parameters, key) for part in parts for key in part._parameters]
         self._known = False
 
     def read(self) -> _Remembered:
         """Their present values."""
-        numbers = [(place, key, place[key]) for place, key in self._numbers if key in place]
-        copied = [
-            (place, key, value.detach().clone()) for place, key in self._copied if (value := place.get(key)) is not None
+        copied = ((*place, place[0].get(place[1])) for place in self._copied)
+        others = ((*place, place[0].get(place[1])) for place in chain(self._others, self._weights))
+        return [
+            *((place, key, place[key], None) for place, key in self._numbers if key in place),
+            *((place, key, value.detach().clone(), None) for place, key, value in copied if value is not None),
+            *(
+                (place, key, value, value._version)
+                for place, key, value in others
+                if not (value is None or value.requires_grad)
+            ),
         ]
-        others = [(place, key, place.get(key)) for place, key in self._others]
-        self._versions = [-1 if value is None else value._version for _, _, value in others]
-        return [*others, *numbers, *copied]
 
     def note_changes(self, before: _Remembered, training: bool) -> None:
         """Compare with the values that a forward pass has found.
 
         Raises:
-            VPipeError: a buffer has changed in place that the first forward pass left alone; its old value is lost.
+            VPipeError: one has changed in place that the first forward pass left alone; its old value is lost.
         """
-        for (_, key, value), version in zip(before, self._versions, strict=False):
-            if value is not None and value._version != version:
+        for _, key, value, version in before:
+            if version is not None and value._version != version:
                 raise VPipeError(
-                    f"vpipe.recompute_ratio: got a layer whose buffer {key!r} changes in place in some forward passes, "
-                    f"but not in the first, allowed are buffers that change in the first too; write 0 for this stage"
+                    f"vpipe.recompute_ratio: got a layer whose {key!r} changes in place in a forward pass, allowed are "
+                    f"buffers that change in the first too, and no frozen weights; write 0 for this stage"
                 )
         if training and not self._known:
             self._known = True
-            changed = {(id(place), key) for place, key, value in before if not _same(place.get(key), value)}
+            changed = {
+                (id(place), key)
+                for place, key, value, version in before
+                if version is None and not _same(place.get(key), value)
+            }
             self._others = [(place, key) for place, key in self._copied if (id(place), key) not in changed]
             self._copied = [(place, key) for place, key in self._copied if (id(place), key) in changed]
 
@@ -250,15 +265,23 @@ def _name(layer: Any) -> str:
 
 @contextmanager
 def one_way() -> Iterator[None]:
-    """Context that words torch's error of a recomputation in one line.
-
-    Raises:
-        VPipeError: that line.
-    """
+    """Context that words torch's errors of a backward pass in one line, as a VPipeError."""
     try:
         yield
     except CheckpointError as error:
         raise _other_way(error) from error
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise VPipeError(_changed_meanwhile(f"a tensor ({str(error).partition('. Hint')[0]})")) from error
+        raise
+
+
+def _changed_meanwhile(what: str) -> str:
+    return (
+        f"backward pass: got {what} that a layer or the script has changed in place since the forward pass, allowed is "
+        f"to change buffers and frozen weights in an empty pipeline; call engine.quiesce() before, on every rank, or "
+        f"put another tensor in the place"
+    )
 
 
 def _other_way(error: CheckpointError) -> VPipeError:

@@ -13,7 +13,7 @@ import toy
 from test_exactness import LAYERS, OPTIMIZERS, difference
 from test_matrix import by_layer
 from torch import nn
-from worlds import Worlds
+from worlds import CaseFailed, Worlds
 
 from ds_vpipe.partition import uniform_partition
 
@@ -115,3 +115,56 @@ def test_tied_weights_stay_as_the_script_has_set_them(worlds: Worlds, after: int
     found = by_layer(worlds.run(STAGES, changed_while_empty, ds_config, after))
     assert difference(limited, plain) > 1e-2
     assert difference(found, limited) == 0
+
+
+class Heat(nn.Module):
+    """A buffer and a frozen weight that the script makes smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("heat", torch.ones(toy.HIDDEN))
+        self.gain = nn.Parameter(torch.ones(toy.HIDDEN), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * self.heat * self.gain)
+
+
+def heated() -> list[Any]:
+    from deepspeed.pipe import LayerSpec
+
+    specs = toy.layer_specs()
+    specs[2] = specs[5] = LayerSpec(Heat)
+    return specs
+
+
+def cooled(ds_config: dict[str, Any], name: str, way: str) -> list[float]:
+    """Losses of training with a buffer or a frozen weight that changes before every batch."""
+    engine = cases.engine(ds_config, STAGES, specs=heated)
+    iterator, losses = toy.data(), []
+    for _ in range(UPDATES):
+        if way != "in place":
+            engine.quiesce()
+        for layer in (layer for layer in engine.module.modules() if isinstance(layer, Heat)):
+            value = getattr(layer, name)
+            if way == "another":
+                setattr(layer, name, type(value)(value * 0.9, *[False] * (name == "gain")))
+            else:
+                value.mul_(0.9)
+        losses.append(float(engine.train_batch(iterator)))
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("name", ["heat", "gain"])
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_what_has_no_versions_changes_in_an_empty_pipeline(worlds: Worlds, name: str, ratio: int) -> None:
+    """Else one line on every rank: a layer that is run again would find other values than its forward pass."""
+    ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform", "recompute_ratio": ratio})
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(STAGES, cooled, ds_config, name, "in place")
+    for error in failed.value.errors.values():
+        assert "changed in place since the forward pass, allowed is to change buffers and frozen weights" in error
+        assert "\n" not in error
+        assert (f"got {name!r} of recomputed layers" in error) == bool(ratio)
+    empty, other = (worlds.run(STAGES, cooled, ds_config, name, way) for way in ("empty", "another"))
+    assert empty == other

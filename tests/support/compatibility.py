@@ -66,7 +66,9 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_pipeline_loops.py::test_an_engine_of_the_script_with_several_losses_and_ranks_in_another_order"),
             ("Scripts that write into weights between two batches; in place, `load_state_dict()`, averages for an "
              "evaluation", "passes in flight keep what they have used; equal to the replay",
-             "test_script_changes.py"),
+             "test_script_changes.py::test_equal_to_the_replay"),
+            ("Likewise buffers and frozen weights", "in an empty pipeline, else one line on every rank",
+             "test_script_changes.py::test_what_has_no_versions_changes_in_an_empty_pipeline"),
             ("`TiedLayerSpec` on several stages, in one stage, several at once",
              "the first stage owns the weight; copies follow, d updates behind",
              "test_ties.py::test_tied_weights_against_the_replay"),

@@ -4,6 +4,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from operator import index
 
 from ds_vpipe.errors import Refusal, show
 
@@ -109,13 +110,17 @@ def checked_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> t
     Raises:
         VPipeConfigError: they are not one count >= 1 per stage, or do not sum to the number of layers.
     """
+    allowed = f"{num_stages} counts >= 1 that sum to {num_layers}"
+    try:
+        counts = tuple(map(index, counts))
+    except TypeError:
+        raise Refusal("vpipe.partition", counts, allowed, "write whole numbers").error() from None
     if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 1:
-        allowed = f"{num_stages} counts >= 1 that sum to {num_layers}"
         reason = f"these are {len(counts)} counts that sum to {sum(counts)}"
         missing = num_layers - sum(counts)
         fix = f"{'add' if missing > 0 else 'remove'} {abs(missing)}" if missing else "correct the counts"
-        raise Refusal("vpipe.partition", counts, allowed, fix, reason).error()
-    return tuple(counts)
+        raise Refusal("vpipe.partition", list(counts), allowed, fix, reason).error()
+    return counts
 
 
 def _bottleneck(costs: Sequence[int], num_stages: int) -> int:

@@ -221,6 +221,8 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeConfigError: the move is not possible, on every rank.
         """
         self.failures.refuse("move_layer()")
+        if not isinstance(move, Move):
+            raise Refusal("move_layer()", repr(move), "a ds_vpipe.schedules.moves.Move", "make one").error()
         if self.balance is not None:
             key, value = "vpipe.replan.every", self.vpipe_config.replan.every
             raise Refusal(key, value, "0 with move_layer()", "remove one of them", "it moves layers itself").error()
@@ -233,15 +235,18 @@ class VPipeEngine(PatchedPipelineEngine):
 
         Raises:
             ValueError: the size is not a multiple of micro-batch size and replicas.
-            VPipeConfigError: a mitigation of staleness does not work with the delay that the size leads to.
+            VPipeConfigError: it is not one batch at least, or a mitigation of staleness does not work with the delay
+                that it leads to.
         """
         if train_batch_size == self.train_batch_size():
             return  # scripts with a ramp-up call it before every batch
         replicas_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        refuse_delays(self.vpipe_config.staleness, self.stage.delays(max(1, train_batch_size // replicas_batch)))
+        size = train_batch_size // replicas_batch
+        replace(self.pipeline, micro_batches=size)  # which checks it, before anything changes
+        refuse_delays(self.vpipe_config.staleness, self.stage.delays(size))
         self._empty("set_train_batch_size()")
         super().set_train_batch_size(train_batch_size)
-        set_sizes(self.stage, self.vpipe_config, replace(self.pipeline, micro_batches=self.micro_batches))
+        set_sizes(self.stage, self.vpipe_config, replace(self.pipeline, micro_batches=size))
         restart_at(self.stage, self.stage.weights.latest_version)
         self._measure_anew()
 
@@ -357,6 +362,7 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeError: the checkpoint is of another model, or files are lost. Load another one before anything else.
             PipelinePeerError: this happened on another rank, or a rank is lost or did not answer in time.
         """
+        tag = None if tag is None else str(tag)  # save_checkpoint() takes numbers, too
         if load_optimizer_states and not load_module_only:
             found = self.history.checkpoint(load_dir, tag)
             if found is None:

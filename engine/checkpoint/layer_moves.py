@@ -48,7 +48,8 @@ def checked_split(
     """
     pipeline = stage.pipeline
     found = checked_counts(counts, stage.module._num_layers, pipeline.num_parts)
-    ratios = pipeline.recompute_ratio if recompute_ratio is None else tuple(recompute_ratio)
+    given: Any = recompute_ratio if isinstance(recompute_ratio, Sequence) else (recompute_ratio,)
+    ratios = pipeline.recompute_ratio if recompute_ratio is None else tuple(given)
     replace(pipeline, partition=found, recompute_ratio=ratios)  # which checks the ratios
     return found, ratios
 

@@ -9,6 +9,7 @@ back afterwards, so that training goes on bit for bit as if there had been no ev
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -257,8 +258,11 @@ def evaluation_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
         VPipeError: no rank can carry them out; none has begun.
     """
     given = dict(zip(_OPTIONS, args, strict=False)) | kwargs
+    if len(args) > len(_OPTIONS) or not given.keys() <= set(_OPTIONS):
+        unknown = ", ".join(map(str, [*given.keys() - set(_OPTIONS), *args[len(_OPTIONS) :]]))
+        raise VPipeError(f"eval_batch(): got {unknown}, allowed are {', '.join(_OPTIONS)}; leave the others out")
     count, reduce = given.get("num_micro_batches"), given.get("reduce_output")
-    if count is not None and count < 1:
+    if count is not None and (not isinstance(count, Integral) or int(count) < 1):
         raise VPipeError(f"eval_batch(num_micro_batches): got {count}, allowed is 1 or more; leave it out for M")
     if reduce is not None and reduce.lower() != "avg":
         raise VPipeError(f"eval_batch(reduce_output): got {reduce!r}, allowed are 'avg' and None; take None for a list")

@@ -7,6 +7,8 @@ is what a pipeline that begins there with the new sizes computes.
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import index
+from typing import Any
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.staleness import refuse_delays
@@ -45,21 +47,25 @@ def with_depths(stage: Stage, config: VPipeConfig, depths: Sequence[int]) -> Pip
         PipelinePeerError: a rank is lost, or did not answer in time.
     """
     links = stage.links
-    shared = links.has_next and links.next.activations.payload == "shared"
-    everywhere = stage.consensus.of_all((tuple(depths), shared), "all ranks in set_depths()")
-    if len({given for given, _ in everywhere}) > 1:
-        raise _refusal(depths, "and others on another rank, allowed is one list; pass the same on every rank")
     try:
-        pipeline = replace(stage.pipeline, depth_map=tuple(depths))
+        given: tuple[Any, ...] = tuple(map(index, depths))
+    except TypeError:
+        given = (depths,)  # which is refused, on every rank
+    shared = links.has_next and links.next.activations.payload == "shared"
+    everywhere = stage.consensus.of_all((given, shared), "all ranks in set_depths()")
+    if any(other != given for other, _ in everywhere):
+        raise _refusal(given, "and others on another rank, allowed is one list; pass the same on every rank")
+    try:
+        pipeline = replace(stage.pipeline, depth_map=given)
     except VPipeConfigError as error:
         raise VPipeConfigError(f"set_depths(): {error}") from None
     before, delays = stage.delays(), update_delays(pipeline.depths, pipeline.micro_batches, pipeline.vertical)
     refuse_delays(config.staleness, delays)
     if config.staleness is not None and any((a == 0) != (b == 0) for a, b in zip(before, delays, strict=True)):
-        raise _refusal(depths, "with vpipe.staleness, allowed there are stages that stay late or on time; change one")
+        raise _refusal(given, "with vpipe.staleness, allowed there are stages that stay late or on time; change one")
     if any(shared for _, shared in everywhere) and any(a - b >= MOST_AHEAD for a, b in pairwise(pipeline.depths)):
         most = f"allowed are neighbours that are {MOST_AHEAD - 1} micro-batches apart"
-        raise _refusal(depths, f'with links through shared memory, {most}; or set vpipe.link to "host"')
+        raise _refusal(given, f'with links through shared memory, {most}; or set vpipe.link to "host"')
     return pipeline
 
 
@@ -70,5 +76,5 @@ def depth_choice(stage: Stage, config: VPipeConfig) -> DepthChoice:
     return DepthChoice(first, most_late, MOST_AHEAD - 1, config.replan.threshold)
 
 
-def _refusal(depths: Sequence[int], reason: str) -> VPipeConfigError:
+def _refusal(depths: Sequence[Any], reason: str) -> VPipeConfigError:
     return VPipeConfigError(f"set_depths(): got {list(depths)} {reason}")

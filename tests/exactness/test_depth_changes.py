@@ -104,7 +104,7 @@ def test_equal_to_the_replay(worlds: Worlds, stages: int, micro_batches: int) ->
         assert difference(found, other.parameters()) > max(1e-3, 2 * tolerance), f"{name}: depths change nothing"
 
 
-def refused(ds_config: dict[str, Any], stages: int, given: list[list[int]]) -> tuple[str, Any]:
+def refused(ds_config: dict[str, Any], stages: int, given: list[Any]) -> tuple[str, Any]:
     """The line of depths that are refused, of this rank's, and what comes of training beside them."""
     engine = cases.engine(ds_config, stages)
     iterator = toy.data()
@@ -120,6 +120,7 @@ def refused(ds_config: dict[str, Any], stages: int, given: list[list[int]]) -> t
 FEEDBACK = {"staleness": {"error_feedback": True}}
 REFUSED = [
     ({}, [[2, 3, 0]] * 3, "set_depths(): depth_map: got [2, 3, 0]; allowed: 3 whole numbers >= 0"),
+    ({}, [5] * 3, "set_depths(): depth_map: got [5]; allowed: 3 whole numbers >= 0"),
     ({}, [[4, 0]] * 3, "set_depths(): depth_map: got [4, 0]; allowed: 3 whole numbers >= 0"),
     ({}, [[4, 1, 0], [4, 1, 0], [4, 2, 0]], "and others on another rank, allowed is one list"),
     ({"link": "shared"}, [[40, 2, 0]] * 3, "set_depths(): got [40, 2, 0] with links through shared memory"),
@@ -135,7 +136,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("block", "given", "line"), REFUSED)
 def test_what_does_not_fit_is_refused_on_every_rank(
-    worlds: Worlds, block: dict[str, Any], given: list[list[int]], line: str
+    worlds: Worlds, block: dict[str, Any], given: list[Any], line: str
 ) -> None:
     """In one line, before the pipeline is emptied."""
     ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform", **block})

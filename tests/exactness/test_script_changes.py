@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -15,6 +16,7 @@ from test_matrix import by_layer
 from torch import nn
 from worlds import CaseFailed, Worlds
 
+from ds_vpipe.errors import VPipeError
 from ds_vpipe.partition import uniform_partition
 
 pytestmark = pytest.mark.mp
@@ -168,3 +170,42 @@ def test_what_has_no_versions_changes_in_an_empty_pipeline(worlds: Worlds, name:
         assert (f"got {name!r} of recomputed layers" in error) == bool(ratio)
     empty, other = (worlds.run(STAGES, cooled, ds_config, name, way) for way in ("empty", "another"))
     assert empty == other
+
+
+REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "micro_batches: got 0; allowed: a whole number >= 1": ("set_train_batch_size", (0,), {}),
+    "micro_batches: got 2.0; allowed: a whole number >= 1": ("set_train_batch_size", (2.0 * toy.MICRO_BATCH,), {}),
+    "vpipe.partition: got 5; allowed: 3 counts >= 1 that sum to 10": ("repartition", (5,), {}),
+    "vpipe.partition: got [4.0, 3, 3]; allowed: 3 counts >= 1": ("repartition", ([4.0, 3, 3],), {}),
+    "recompute_ratio: got [0.5]; allowed: 3 numbers": ("repartition", ([4, 3, 3],), {"recompute_ratio": 0.5}),
+    'move_layer(): got "3"; allowed: a ds_vpipe.schedules.moves.Move': ("move_layer", (3,), {}),
+    "eval_batch(num_micro_batches): got 2.5, allowed is 1 or more": ("eval_batch", (None,), {"num_micro_batches": 2.5}),
+    "eval_batch(): got more, allowed are return_logits,": ("eval_batch", (None,), {"more": 1}),
+}
+
+
+def misused(ds_config: dict[str, Any], folder: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Lines of wrong calls, and what comes of training between them."""
+    engine = cases.engine(ds_config, STAGES)
+    iterator, lines = toy.data(), []
+    for name, args, kwargs in REFUSED.values():
+        engine.train_batch(iterator)
+        with pytest.raises(VPipeError) as refused:
+            getattr(engine, name)(*args, **kwargs)
+        lines.append(str(refused.value))
+    parameters = cases.parameters(engine)
+    engine.save_checkpoint(folder, tag=5)  # type: ignore[arg-type]
+    engine.load_checkpoint(folder, tag=5)
+    engine.destroy()
+    return lines, parameters
+
+
+def test_wrong_calls_end_in_a_line_and_change_nothing(worlds: Worlds, tmp_path: Path) -> None:
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+    reports = worlds.run(STAGES, misused, ds_config, str(tmp_path))
+    for lines, _ in reports:
+        assert all(text in line and "\n" not in line for text, line in zip(REFUSED, lines, strict=True)), lines
+    found = cases.merged([{"parameters": parameters} for _, parameters in reports])
+    counts = uniform_partition(LAYERS, STAGES)
+    wanted = reference.Replay(counts, (2, 1, 0), 1, test_exactness.sgd).run(len(REFUSED)).parameters()
+    assert difference(found, wanted) == 0

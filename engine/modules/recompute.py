@@ -307,6 +307,8 @@ def apply_recompute(
     segment = Segment(0, len(module.forward_funcs), ratio, random_states, swap_ratio, swap)
 
     def forward(module: PipelineModule, inputs: Any) -> Any:
+        if module.activation_checkpoint_interval > 0:  # by set_checkpoint_interval(), as DeepSpeed has it
+            return type(module).forward(module, inputs)
         module.micro_offset += 1
         if segment.first == segment.stop and not segment.swapped:  # then layers may come and go
             return _run(module, 0, len(module.forward_funcs), module.micro_offset + 1, inputs)

@@ -93,7 +93,8 @@ class DepthChoice:
     most_late: int  # updates by which a gradient may be late
     most_apart: int  # micro-batches by which neighbours may be apart, for the links between them
     threshold: float  # least share of the time per micro-batch that deeper stages have to save
-    deepened: tuple[tuple[int, ...], float] | None = None  # the depths before, and the measured pace that they had
+    # The depths before, the measured pace that they had, and what was to run from then on.
+    deepened: tuple[tuple[int, ...], float, Pipeline] | None = None
 
     def __post_init__(self) -> None:
         self.useless: set[tuple[int, ...]] = set()  # depths that were tried and brought nothing
@@ -133,11 +134,13 @@ class DepthChoice:
             return DepthDecision(update, depths, depths, 0.0, 0.0, 0.0, "nothing was measured")
         waits = max(0.0, 1 - max(mean(map(sum, these)) for these in measured) / measured_s)
         stay = DepthDecision(update, depths, depths, measured_s, measured_s, waits, "")
+        if depths > self.first and not self.may_be(depths, pipeline.micro_batches):  # as batches have become smaller
+            return replace(stay, better_depths=self.first)
         if fewest < _FEWEST:
             return replace(stay, stays=f"{fewest} micro-batches were measured, {_FEWEST} are needed")
         self.deepened, same = None, _SAME * self.threshold
         self._fewer, fewer = False, self._fewer
-        if before is not None and measured_s > before[1] * (1 - same):
+        if before is not None and before[2] == pipeline and measured_s > before[1] * (1 - same):
             self.useless.add(depths)
             return replace(stay, better_depths=before[0], better_seconds=before[1], brought_nothing=True)
         devices = replace(devices, slowness=work.slowness)
@@ -154,7 +157,7 @@ class DepthChoice:
             gain = min(waits, 1 - possible[better] / possible[depths])
             if gain <= self.threshold:
                 return replace(found, stays=f"they would save {gain:.1%}, threshold {self.threshold:.1%}")
-            self.deepened = depths, measured_s
+            self.deepened = depths, measured_s, replace(pipeline, depth_map=better)
         elif not fewer:
             self._fewer = True
             return replace(found, stays="one look is not enough for fewer")

@@ -281,10 +281,7 @@ class Balance:
             engine.monitor.write_events(events)
         measured_from = max(0, update - self._looks.delay - self._settings.every)
         drained = stage.delay_warmup.drain_interval(measured_from)[1] is not None  # so its pace says nothing of depths
-        if self.depths is None or drained:
-            return decision
-        if not decision.stays:
-            self.depths.deepened = None  # another split has another pace
+        if self.depths is None or drained or not decision.stays:
             return decision
         return self._decide_depths(self.depths, update, found)
 

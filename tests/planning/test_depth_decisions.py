@@ -103,6 +103,23 @@ def test_what_brings_nothing_is_left_and_not_tried_again() -> None:
     assert decided(made, measured, measured_s=0.036).better_depths not in (deeper, back.depths)
 
 
+def test_depths_that_are_too_deep_for_smaller_batches_end() -> None:
+    """The script may have changed the size, by which a gradient is more updates late."""
+    made = choice(most_late=2)
+    deeper = decided(made, passes(0.5), micro_batches=4).better_depths
+    assert 2 < deeper[0] <= 8
+    assert decided(made, passes(0.5), deeper, micro_batches=1).better_depths == FIRST
+
+
+def test_what_was_measured_before_counts_for_what_was_to_run_alone() -> None:
+    """Not where the script has changed depths or the size meanwhile."""
+    for depths, micro_batches in (((7, 5, 3, 0), 1), (None, 2)):
+        made, measured = choice(), passes(0.3)
+        deeper = decided(made, measured, measured_s=0.036).better_depths
+        found = decided(made, measured, depths or deeper, measured_s=0.0359, micro_batches=micro_batches)
+        assert not found.brought_nothing
+
+
 @pytest.mark.parametrize("sigma", [0.05, 0.1, 0.2, 0.3, 0.5])
 def test_depths_do_not_swing(sigma: float) -> None:
     """Though measurements are never the same, around a threshold too."""

@@ -105,10 +105,9 @@ def test_what_brings_nothing_is_left_and_not_tried_again() -> None:
 
 def test_depths_that_are_too_deep_for_smaller_batches_end() -> None:
     """The script may have changed the size, by which a gradient is more updates late."""
-    made = choice(most_late=2)
-    deeper = decided(made, passes(0.5), micro_batches=4).better_depths
+    deeper = decided(choice(most_late=2), passes(0.5), micro_batches=4).better_depths
     assert 2 < deeper[0] <= 8
-    assert decided(made, passes(0.5), deeper, micro_batches=1).better_depths == FIRST
+    assert decided(choice(most_late=2), passes(0.5), deeper, micro_batches=1).better_depths == FIRST
 
 
 def test_what_was_measured_before_counts_for_what_was_to_run_alone() -> None:

@@ -178,8 +178,8 @@ class NormWatch:
 
     def __init__(self, stage: Stage, batch: int) -> None:
         self._stage, self._first = stage, batch - 1
-        size = stage.pipeline.micro_batches
-        self._layers = LayerWatch(stage, lambda index: index // size in (batch - 1, batch), self._see)
+        both = batch - 1, batch
+        self._layers = LayerWatch(stage, lambda index: index // stage.pipeline.micro_batches in both, self._see)
         self._found: dict[int, dict[str, Any]] = {}
 
     def before(self, action: Action) -> None:

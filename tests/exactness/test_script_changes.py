@@ -23,7 +23,7 @@ pytestmark = pytest.mark.mp
 
 STAGES, UPDATES, AFTER = 3, 9, (3, 6)
 MOST = 0.3
-BLOCKS = [{}, {"weight_sync": "vertical"}, {"weight_sync": "none"}, {"recompute_ratio": 0.5}]
+BLOCKS = [{}, {"weight_sync": "vertical"}, {"weight_sync": "none"}, {"recompute_ratio": 0.5}, {"swap_ratio": 1}]
 WAYS = ["in place", "data", "load_state_dict", "for a while"]
 
 

@@ -189,9 +189,9 @@ class _ModuleMemory:
             *((place, key, place[key], None) for place, key in self._numbers if key in place),
             *((place, key, value.detach().clone(), None) for place, key, value in copied if value is not None),
             *(
-                (place, key, value, value._version)
+                (place, key, value, None if value is None else value._version)
                 for place, key, value in others
-                if not (value is None or value.requires_grad)
+                if value is None or not value.requires_grad
             ),
         ]
 

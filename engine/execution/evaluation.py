@@ -124,6 +124,7 @@ class Evaluation:
         """Tied weights and layers that move as new as everything else, and the module's count of passes put back."""
         stage = self._stage
         micro_offset, updates = stage.module.micro_offset, stage.progress.completed // stage.pipeline.micro_batches
+        stage.ties.refuse_written(stage.weights.written())
         self._moves.catch_up(updates)
         try:
             with stage.ties.newest(updates):

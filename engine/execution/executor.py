@@ -108,6 +108,8 @@ class Executor:
             stage.losses = stage.batch_loss()
         if self._moves.move is not None:
             self._moves.settle(batch)
+        if stage.ties.weights_out:
+            stage.ties.refuse_written(stage.weights.written())
         with stage.weights.call():
             while True:
                 if stage.is_drained_between:

@@ -13,7 +13,7 @@ use for them.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.message import Message, Tree
 from ds_vpipe.engine.links.wiring import Wiring
+from ds_vpipe.errors import VPipeError
 from ds_vpipe.schedules.one_f_one_b import peer_delay, updates_known
 
 _PREFETCH = 1
@@ -152,6 +153,18 @@ class TiedWeights:
             delay = peer_delay(self.depths[self._stage], self.depths[owned.owner], micro_batches)
             self._receive(owned, updates_known(batch, delay, micro_batches, refill), f"RECV_TIED{batch}")
             owned.gradients_out.release(owned.version - 1)  # which the owner had for its update before
+
+    def refuse_written(self, written: Set[int]) -> None:
+        """Refuse weights that a script has ``written`` into under micro-batches in flight: copies would not have that.
+
+        Raises:
+            VPipeError: one of them is tied to other stages.
+        """
+        if any(id(weight) in written for copies in self._copies for weight in copies.weights):
+            raise VPipeError(
+                "tied weights: got values that the script has written while micro-batches are in flight, allowed is to "
+                "do so in an empty pipeline, on all stages that have them; call engine.quiesce() before, on every rank"
+            )
 
     def hold(self) -> None:
         """Keep copies of which nothing was received, before an update that changes them."""

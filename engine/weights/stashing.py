@@ -153,16 +153,18 @@ class WeightStashingOptimizer:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Context of a call that ends with an update.
-
-        Nothing in flight uses the newest weights between two of them, so autograd does not count a script's changes.
-        """
-        torch._C._autograd._unsafe_set_version_counter(*self._counts)
+        """Context of a call that ends with an update: nothing in flight uses what a script changes between two."""
+        torch._C._autograd._unsafe_set_version_counter(*self._counts)  # so that autograd does not count that
         try:
             yield
         finally:
             self.load_new_params()
             self._counts = self._counted(self.versions, *(one.versions for one in self.moved if not one.apart))
+
+    def written(self) -> set[int]:
+        """Identities of weights that a script has changed in place since the last call, if anything is in flight."""
+        counted = zip(*self._counts, strict=True) if self._in_flight else ()
+        return {id(weight) for weight, count in counted if weight._version != count}
 
     @staticmethod
     def _counted(*of: WeightVersions) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:

@@ -119,6 +119,29 @@ def test_tied_weights_stay_as_the_script_has_set_them(worlds: Worlds, after: int
     assert difference(found, limited) == 0
 
 
+def changed_in_flight(ds_config: dict[str, Any], evaluates: bool) -> None:
+    engine = cases.engine(ds_config, STAGES, loss_fn=toy.mean_over_positions, specs=toy.words_tied_specs)
+    iterator = toy.data()
+    for _ in range(3):
+        engine.train_batch(iterator)
+        engine.eval_batch(toy.data(start=900))
+    limit(engine.module, "in place")
+    if evaluates:
+        engine.eval_batch(toy.data(start=900))
+    engine.train_batch(iterator)
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_tied_weights_that_are_set_in_flight_are_refused(worlds: Worlds, evaluates: bool) -> None:
+    """Copies get what the owner has sent before, for some updates."""
+    ds_config = cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"})
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(STAGES, changed_in_flight, ds_config, evaluates)
+    for error in failed.value.errors.values():
+        assert "tied weights: got values that the script has written while micro-batches are in flight" in error
+        assert "\n" not in error
+
+
 class Heat(nn.Module):
     """A buffer and a frozen weight that the script makes smaller."""
 

@@ -67,6 +67,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("Scripts that write into weights between two batches; in place, `load_state_dict()`, averages for an "
              "evaluation", "passes in flight keep what they have used; equal to the replay",
              "test_script_changes.py::test_equal_to_the_replay"),
+            ("Likewise tied weights", "in an empty pipeline, else one line on every rank",
+             "test_script_changes.py::test_tied_weights_stay_as_the_script_has_set_them"),
             ("Likewise buffers and frozen weights", "in an empty pipeline, else one line on every rank",
              "test_script_changes.py::test_what_has_no_versions_changes_in_an_empty_pipeline"),
             ("`TiedLayerSpec` on several stages, in one stage, several at once",

@@ -427,46 +427,48 @@ def test_a_killed_peer_ends_every_wait_and_leaves_nothing(act: Callable[[Connect
     assert "memfd:ds_vpipe" not in Path("/proc/self/maps").read_text()
 
 
-def random_tree(number: int) -> tuple[Any, ...]:
-    chance = random.Random(number)
-    sizes = [int(10 ** chance.uniform(0, 5)) - 1 for _ in range(chance.choice([0, 1, 1, 2, 5]))]
-    tensors = [torch.full((size,), (number + at) % 100).to(chance.choice(DTYPES)) for at, size in enumerate(sizes)]
+def random_tree(seed: int) -> tuple[Any, ...]:
+    """Most are small, a few have megabytes."""
+    chance = random.Random(seed)
+    sizes = [int(10 ** (5.5 * chance.random() ** 2)) - 1 for _ in range(chance.choice([0, 1, 1, 2, 5]))]
+    tensors = [torch.full((size,), (seed + at) % 100).to(chance.choice(DTYPES)) for at, size in enumerate(sizes)]
     return None, *tensors
 
 
-def send_random(connection: Connection) -> None:
-    sender, chance = SharedSender(connection), random.Random(0)
+def random_messages(trees: list[tuple[Any, ...]], delays: int) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Numbers and trees of all messages, the same at both ends, with random delays in between."""
+    chance, pauses = random.Random(0), random.Random(delays)
     for number in range(MESSAGES):
-        sender.send(Message.ACTIVATION, number, random_tree(number))
-        if chance.random() < 0.01:
-            time.sleep(chance.uniform(0, 0.01))
-    sender.throttle(0)
+        yield number, (torch.tensor(number), *chance.choice(trees))
+        if pauses.random() < 0.01:
+            time.sleep(pauses.uniform(0, 0.002))
 
 
 def test_random_messages() -> None:
     """Of random sizes and dtypes, with random delays at both ends; some are kept for a while."""
+    trees = [random_tree(seed) for seed in range(300)]
     here, there = connections(60.0)
     child = os.fork()
     if child == 0:
         status = 1
         try:
             here.end.close()
-            send_random(there)
+            sender = SharedSender(there)
+            for number, tree in random_messages(trees, 1):
+                sender.send(Message.ACTIVATION, number, tree)
+            sender.throttle(0)
             status = 0
         finally:
             os._exit(status)
     there.end.close()
-    receiver, chance, kept = SharedReceiver(here), random.Random(1), []
-    for number in range(MESSAGES):
-        message = receiver.receive("")
-        kept.append((number, message))
-        if chance.random() < 0.01:
-            time.sleep(chance.uniform(0, 0.01))
+    receiver, chance, kept = SharedReceiver(here), random.Random(2), []
+    for sent in random_messages(trees, 3):
+        kept.append((sent, receiver.receive("")))
         while kept and chance.random() < 0.6:
-            first, message = kept.pop(chance.randrange(len(kept)))
-            assert message.micro_batch == first
-            for found, wanted in zip(message.tree, random_tree(first), strict=True):
-                assert (found is None and wanted is None) or torch.equal(found, wanted), first
+            (number, tree), message = kept.pop(chance.randrange(len(kept)))
+            assert message.micro_batch == number
+            for found, wanted in zip(message.tree, tree, strict=True):
+                assert (found is None and wanted is None) or torch.equal(found, wanted), number
         if len(kept) > 40:
             del kept[:20]
     assert os.waitpid(child, 0)[1] == 0

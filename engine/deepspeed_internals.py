@@ -7,9 +7,12 @@ different times. Each entry says why it is there; ``tests/engine/test_deepspeed_
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.constants import BFLOAT16, DDP_BFLOAT16
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -17,6 +20,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
@@ -25,6 +29,7 @@ from ds_vpipe.engine.updates.parameter_groups import listed, trainable
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.staleness.soap import SOAP
 
+_GRADIENT = attrgetter("grad")
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
 _BUILDING = threading.Lock()  # what _without_handshake() replaces belongs to the process
 
@@ -38,6 +43,7 @@ class PatchedPipelineEngine(PipelineEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _without_handshake():
             super().__init__(*args, **kwargs)
+        self._gradients: list[torch.Tensor | None] = []
         self.layers_changed()
 
     def layers_changed(self) -> None:
@@ -71,7 +77,10 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def run_forward(self, inputs: Any) -> Any:
         """Forward pass of the stage's module; ``PipelineEngine.forward()`` refuses to be called."""
-        return DeepSpeedEngine.forward(self, inputs)
+        if isinstance(self.optimizer, ZeROOptimizer):  # which hears of a backward pass by hooks of the outputs
+            return DeepSpeedEngine.forward(self, inputs)
+        with autocast_if_enabled(self):
+            return self.module(inputs)
 
     def run_backward(self, loss: torch.Tensor) -> None:
         """Backward pass from the loss, on the last stage."""
@@ -104,9 +113,11 @@ class PatchedPipelineEngine(PipelineEngine):
         if self.is_data_parallel or self.zero_optimization():
             self._exec_reduce_grads()
             return
-        missing = [parameter for parameter in self.stage_parameters if parameter.grad is None]
-        for parameter in missing:  # zeros where there is no gradient, as a reduction makes them
-            if parameter.requires_grad and parameter.numel():
+        # Kept until the update has read them: torch would else make hundreds of Python's objects twice.
+        self._gradients[:] = map(_GRADIENT, self.stage_parameters)
+        for parameter in self.stage_parameters if any(map(is_, self._gradients, repeat(None))) else ():
+            # Zeros where there is no gradient, as a reduction makes them.
+            if parameter.grad is None and parameter.requires_grad and parameter.numel():
                 parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
     def take_gradient(self, weight: nn.Parameter) -> torch.Tensor | None:
@@ -137,6 +148,7 @@ class PatchedPipelineEngine(PipelineEngine):
     def run_update(self) -> None:
         """Optimizer step with DeepSpeed's timers and events; calls :meth:`_take_model_step`."""
         self._exec_optimizer_step(self.lr_kwargs)
+        self._gradients.clear()
 
     def fill_groups(self) -> None:
         """Give every group of a half-precision optimizer a gradient: its norm is a sum over stages, which wait."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ class Stored(NamedTuple):
     gaps: bool = False
 
     @classmethod
-    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> Stored:
+    @lru_cache(maxsize=64)  # there are few forms, and this takes longer than a small copy
+    def of(cls, shape: tuple[int, ...], strides: tuple[int, ...]) -> Stored:
         shape = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
         if 0 in shape:
             return cls(shape, strides)
@@ -59,7 +61,7 @@ class Stored(NamedTuple):
 
     def view(self, data: torch.Tensor, offset: int, dtype: torch.dtype) -> torch.Tensor:
         """The tensor's bytes from ``offset`` on as a tensor."""
-        return data[offset : offset + self.size(dtype)].view(dtype).as_strided(self.shape, self.strides)
+        return placed(data, offset, dtype, self.shape, self.strides)
 
     def size(self, dtype: torch.dtype) -> int:
         """Bytes without padding."""
@@ -119,11 +121,17 @@ class TensorBytes:
             if stored.gaps:
                 spread = torch.empty_strided(stored.shape, one.stride(), dtype=one.dtype, device=data.device)
                 view = spread.copy_(view, non_blocking=True)
-            found.append(own(view.as_strided(one.shape, one.stride()), one.requires_grad))
+            found.append(view.as_strided(one.shape, one.stride()).data.requires_grad_(one.requires_grad))
         return found
 
 
-def own(view: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """A tensor of its own to autograd, on the same memory."""
-    # Views share autograd's version counter: one that is changed in place would spoil the others.
-    return view.data.requires_grad_(requires_grad)
+def placed(
+    data: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
+) -> torch.Tensor:
+    """A tensor on the bytes of ``data`` from ``offset`` on, which must have room for it.
+
+    It is no view to autograd: those share a counter of changes, and one that is changed in place would spoil others.
+    """
+    at = (data.storage_offset() + offset) // dtype.itemsize
+    made = torch.empty(0, dtype=dtype, device=data.device)
+    return made.set_(data.untyped_storage(), at, shape, strides)

@@ -53,6 +53,11 @@ class _Shared:
     asked: threading.Event = field(default_factory=threading.Event)
 
 
+def own_connection(store: Any) -> Any:
+    """Another connection to a store, for another thread: an operation waits for the one before it."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
 class FailureWatch:
     """Key of one engine, and the thread that polls it.
 
@@ -64,8 +69,7 @@ class FailureWatch:
 
     def __init__(self, store: Any, ranks: int, limit_s: float) -> None:
         self._ranks = ranks
-        # A connection of its own: an operation on a store waits for the one before it.
-        self._shared = _Shared(store.clone() if hasattr(store, "clone") else store, limit_s)
+        self._shared = _Shared(own_connection(store), limit_s)
         self._thread = threading.Thread(target=_watch, args=(self._shared,), name="ds_vpipe-failures", daemon=True)
         self._thread.start()
         self.stop: Callable[[], object] = weakref.finalize(self, _end, self._shared, self._thread)

@@ -25,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 from ds_vpipe.engine.links.device import Accelerator
-from ds_vpipe.engine.links.failure_watch import FailureWatch, break_off
+from ds_vpipe.engine.links.failure_watch import FailureWatch, break_off, own_connection
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 
 _END_S = 10.0
@@ -142,11 +142,17 @@ class Groups:
         self._store = PrefixStore(f"ds_vpipe/{self._name}", store)
         self.me, self.timeout_s = me, timeout_s
         self._devices = _devices()
+        self._beside: Any = None  # connection of other threads than the stage's own
         self.failures = FailureWatch(self._store, dist.get_world_size(), timeout_s)
 
     def tell(self, key: str, value: str) -> None:
         """Leave ``value`` for another rank."""
         self._store.set(key, value)
+
+    def tell_beside(self, key: str, value: str) -> None:
+        """:meth:`tell` from any thread, whatever the stage's own waits for."""
+        self._beside = self._beside or own_connection(self._store)
+        self._beside.set(key, value)
 
     def ask(self, key: str, peer: Peer) -> str:
         """The value that ``peer`` leaves.

@@ -88,8 +88,8 @@ class NcclSends:
         except RuntimeError:  # the store is gone, with a rank that has left: nobody can say any more
             time.sleep(max(0.0, min(_PATIENCE_S, deadline - time.monotonic())))
 
-    def close(self) -> None:
-        """End the communicator; what has not been received is lost."""
+    def close(self, deadline: float) -> None:
+        """End the communicator at once; what has not been received is lost."""
         end(self._group)
 
 
@@ -158,13 +158,13 @@ class NcclReceives:
         end(self._group)
         return str(self._overdue(what))
 
-    def close(self) -> None:
-        """Wait for what has been posted, unless a rank has failed, and end the communicator.
+    def close(self, deadline: float) -> None:
+        """Wait until ``deadline`` for what has been posted, unless a rank has failed, and end the communicator.
 
         Raises:
             PipelinePeerError: it did not come in time.
         """
-        failures, deadline = self._group.failures, time.monotonic() + self._group.timeout_s
+        failures = self._group.failures
         while (oldest := self._oldest()) is not None and not failures.failing and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         if oldest is None:

@@ -61,7 +61,7 @@ class Stored(NamedTuple):
 
     def view(self, data: torch.Tensor, offset: int, dtype: torch.dtype) -> torch.Tensor:
         """The tensor's bytes from ``offset`` on as a tensor."""
-        return placed(data, offset, dtype, self.shape, self.strides)
+        return data[offset : offset + self.size(dtype)].view(dtype).as_strided(self.shape, self.strides)
 
     def size(self, dtype: torch.dtype) -> int:
         """Bytes without padding."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 import uuid
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
@@ -89,18 +90,19 @@ class Wiring:
         if copies is not None:
             control = self._group(name, peer)
             group = self._groups.between_devices(control, name, copies.accelerator, sends=False)
-            receives = NcclReceives(group, peer, copies, partial(self._groups.tell, receipt_of(group)))
+            receives = NcclReceives(group, peer, copies, partial(self._groups.tell_beside, receipt_of(group)))
             self._device_ends.append(receives)
             return HostReceiver(control, peer, prefetch, channel, tensors=receives)
         return HostReceiver(self._group(name, peer), peer, prefetch, channel, self.copies, self._send_thread(threaded))
 
     def stop(self) -> None:
         """End communicators, once what has been posted is there, and the send thread, if there is one."""
+        deadline = time.monotonic() + self._groups.timeout_s  # of all together
         with ExitStack() as ends:  # all of them, whatever one raises
             if self._thread is not None:
                 ends.callback(self._thread.stop)
             for end in self._device_ends:
-                ends.callback(end.close)
+                ends.callback(end.close, deadline)
 
     def _copies_for_nccl(self, channel: Channel, small: bool) -> DeviceCopies | None:
         """Copies of a stage whose tensors go over NCCL; None for a link whose tensors do not.

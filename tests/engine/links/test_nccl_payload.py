@@ -245,6 +245,32 @@ def test_a_sender_does_not_ask_for_long_a_store_that_is_gone(monkeypatch: pytest
     assert 0.2 < time.monotonic() - begin < 30
 
 
+def receipt_beside_a_wait() -> str:
+    """The stage's own thread waits for an answer to what another thread of it tells."""
+    groups = Groups(Peer(3 + rank(), rank()), 20.0)
+    try:
+        if rank() == 1:
+            groups.tell("answer", groups.ask("receipt", Peer(3, 0)))
+            return ""
+        threading.Timer(0.5, groups.tell_beside, ("receipt", "7")).start()
+        return groups.ask("answer", Peer(4, 1))
+    finally:
+        groups.failures.stop()
+
+
+def test_receipts_need_not_wait_for_the_stages_own_thread(worlds: Worlds) -> None:
+    assert worlds.run(2, receipt_beside_a_wait)[0] == "7"
+
+
+def test_communicators_that_end_late_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float] = []
+    wiring = Wiring(SimpleNamespace(timeout_s=9.0), None, "nccl")  # type: ignore[arg-type]
+    wiring._device_ends = [SimpleNamespace(close=deadlines.append)] * 3  # type: ignore[list-item]
+    monkeypatch.setattr(time, "monotonic", iter(range(100, 1000)).__next__)
+    wiring.stop()
+    assert deadlines == [109.0] * 3
+
+
 def never_connected() -> tuple[str, float]:
     begin = time.monotonic()
     with (

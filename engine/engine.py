@@ -91,7 +91,8 @@ class VPipeEngine(PatchedPipelineEngine):
         prepared = with_staleness(self, prepared)
         self.vpipe_config = prepared.config
         self.plan = prepared.plan  # with predicted bytes of every stage; None if the block leaves nothing to plan
-        self.stage = stage_of(self, prepared)  # state of this rank, its links and its weights
+        with prepared.groups.building():
+            self.stage = stage_of(self, prepared)  # state of this rank, its links and its weights
         self.failures = Failures(self.stage)
         self.clipping = self._clipping()
         self.moves = LiveMoves(self, self.stage)  # of layers from and to this stage

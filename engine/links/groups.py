@@ -14,7 +14,9 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -26,9 +28,10 @@ from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, Prefi
 
 from ds_vpipe.engine.links.device import Accelerator
 from ds_vpipe.engine.links.failure_watch import FailureWatch, break_off, own_connection
-from ds_vpipe.errors import PipelinePeerError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
 
 _END_S = 10.0
+_POLL_S = 0.02
 _GLOO: Any = ProcessGroupGloo  # torch's stubs name its options otherwise
 
 
@@ -160,11 +163,32 @@ class Groups:
         Raises:
             PipelinePeerError: it did not come in time.
         """
+        self._wait_for([key], f"{peer} to connect ({key})")
+        return str(self._store.get(key).decode())
+
+    def _wait_for(self, keys: list[str], what: str) -> None:
+        """Wait until all keys have been left; unlike a wait of the store's own it ends when a rank fails."""
+        deadline = time.monotonic() + self.timeout_s
         try:
-            self._store.wait([key], timedelta(seconds=self.timeout_s))
-            return str(self._store.get(key).decode())
-        except RuntimeError as error:
-            raise self.failed(f"{peer} to connect ({key})", error) from error
+            while not self._store.check(keys):
+                if self.failures.failing or time.monotonic() > deadline:
+                    raise TimeoutError("Timed out")
+                time.sleep(_POLL_S)
+        except (RuntimeError, TimeoutError) as error:
+            raise self.failed(what, error) from error
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Block that makes links, whose failure ends it on all ranks; a refusal comes on each by itself."""
+        try:
+            yield
+        except VPipeConfigError:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())
+            self.failures.publish(f"{self.me} failed while it made its links: {type(error).__name__}: {text}")
+            self.failures.wait_until_seen()
+            raise
 
     def told(self, key: str) -> str | None:
         """The value that has been left so far, or None.
@@ -198,12 +222,13 @@ class Groups:
             options = _GLOO._Options()
             options._devices, options._threads = self._devices, len(self._devices)
             options._timeout = timedelta(seconds=max(self.timeout_s, longest_s))
-            store = PrefixStore(f"{name} of {members}", self._store)
+            store, what = PrefixStore(f"{name} of {members}", self._store), f"ranks {members} to connect ({name})"
+            self.tell(f"{what}: {self.me.rank}", "")
+            self._wait_for([f"{what}: {rank}" for rank in members], what)  # gloo hears of no failure
             try:
                 backend = ProcessGroupGloo(store, members.index(self.me.rank), len(members), options)
             except RuntimeError as error:
-                what = f"{self.me} waited for ranks {members} to connect ({name})"
-                raise PipelinePeerError(f"{what}: {_cause(error, self.timeout_s)}") from error
+                raise self.failed(what, error) from error
             self.failures.breaks(backend)
         return self._group(name, members, backend)
 

@@ -137,6 +137,7 @@ class Wiring:
                     f"change the key"
                 )
             self._sockets[peer.rank] = found
+            self._groups.failures.breaks(found)
         if prefetch > MOST_AHEAD:
             raise VPipeConfigError(
                 f'vpipe.link: got "shared", and {self._groups.me} and {peer} are {prefetch - 1} micro-batches apart; '
@@ -160,6 +161,7 @@ class Wiring:
         address = f"ds_vpipe-{uuid.uuid4()}" if able else ""
         with _socket(groups.timeout_s) if able else nullcontext() as server:
             if server is not None:
+                groups.failures.breaks(server)
                 server.bind(f"\0{address}")
                 server.listen()
             groups.tell(f"{pair}: address", address)

@@ -8,15 +8,20 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import cases
 import loops
 import pytest
 import toy
 from test_exactness import OPTIMIZERS
+from torch import distributed as dist
 from torch import nn
 from worlds import Outcome, Worlds
+
+from ds_vpipe.engine.links.wiring import Wiring
 
 pytestmark = pytest.mark.mp
 
@@ -73,6 +78,25 @@ def test_layer_that_raises(doomed: Worlds, at: int, link: str) -> None:
         text = failed(outcomes, rank)
         assert text.startswith(f"PipelinePeerError: stage {rank} (rank {rank}) stopped "), text
         assert f"stage 2 (rank 2) failed in F{at - 1}: ValueError: boom and more" in text
+        assert "\n" not in text
+
+
+def built(link: str) -> None:
+    """Make links; stage 1 fails at its first sending end, when others wait for it."""
+    block = {"partition": "uniform", "peer_timeout_s": 60, "link": link}
+    boom = mock.patch.object(Wiring, "sender", side_effect=ValueError("boom\nand more"))
+    with boom if dist.get_rank() == 1 else nullcontext():
+        cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], block), STAGES)
+
+
+@pytest.mark.parametrize("link", ["auto", "host", "nccl"])
+def test_links_that_one_stage_cannot_make(doomed: Worlds, link: str) -> None:
+    outcomes = doomed.outcomes(STAGES, built, link)
+    assert failed(outcomes, 1) == "ValueError: boom\nand more"
+    for rank in (0, 2, 3):
+        text = failed(outcomes, rank)
+        assert "stage 1 (rank 1) failed while it made its links: ValueError: boom and more" in text, text
+        assert text.startswith(f"PipelinePeerError: stage {rank} (rank {rank}) stopped waiting for "), text
         assert "\n" not in text
 
 

@@ -119,6 +119,7 @@ class Devices:
     optimizer: OptimizerBytes = NO_OPTIMIZER  # bytes that training needs per byte of weights
     link: Link = FREE_LINK  # between two stages
     host_transfers: bool = False  # messages are kept in the memory that is planned, as on the CPU
+    packed_on_device: bool = False  # messages leave from the device's memory
     # One direction between device and host, in bytes per second; None: unknown, swaps count no time and are not chosen.
     host_bandwidth: float | None = None
     # Sets of weights that mitigations of staleness hold besides the versions, where gradients are late.
@@ -150,6 +151,7 @@ class Devices:
             optimizer=configured_optimizer_bytes(json, replicas),
             link=Link(latency_s, config.link_bandwidth or FREE_LINK.bytes_per_s),
             host_transfers=host_transfers,
+            packed_on_device=config.link == "nccl" and not host_transfers,
             host_bandwidth=config.host_bandwidth,
             kept_weights=0 if config.staleness is None else config.staleness.kept_weights,
         )
@@ -171,5 +173,5 @@ class Devices:
 
     def loads(self, pipeline: Pipeline) -> tuple[StageLoad, ...]:
         """Most that each virtual stage holds."""
-        found = stage_loads(pipeline, self.host_transfers)
+        found = stage_loads(pipeline, self.host_transfers, self.packed_on_device)
         return tuple(replace(load, versions=load.versions + self.kept_weights * (load.versions > 1)) for load in found)

@@ -47,11 +47,13 @@ class RankCounts:
     moments: frozenset[tuple[int, ...]]  # micro-batches in flight at the same time, before a backward pass
 
 
-def stage_loads(pipeline: Pipeline, host_transfers: bool = False) -> tuple[StageLoad, ...]:
+def stage_loads(
+    pipeline: Pipeline, host_transfers: bool = False, packed_on_device: bool = False
+) -> tuple[StageLoad, ...]:
     """Loads of all virtual stages, in the order of the model.
 
     With ``host_transfers`` messages are packed and received in the memory that is planned, as on the CPU. On an
-    accelerator they pass through host memory.
+    accelerator they pass through host memory, or with ``packed_on_device`` from one device's memory to the other's.
     """
     loads, ranks = [], pipeline.num_stages
     for part in range(pipeline.num_parts):
@@ -61,7 +63,11 @@ def stage_loads(pipeline: Pipeline, host_transfers: bool = False) -> tuple[Stage
         most = counts.in_flight[own]
         transit = 1 if host_transfers else min(2, most)
         load = StageLoad(most, counts.versions, 0, 0, counts.at_update[own], found[own], transit)
-        loads.append(_with_buffers(pipeline, part, counts, load) if host_transfers else load)
+        if host_transfers:
+            load = _with_buffers(pipeline, part, counts, load)
+        elif packed_on_device:
+            load = _with_packed(pipeline, part, counts, load)
+        loads.append(load)
     return tuple(loads)
 
 
@@ -139,3 +145,15 @@ def _with_buffers(pipeline: Pipeline, part: int, counts: RankCounts, load: Stage
     if part + 1 < parts and part < ranks:
         outputs += posted_receives(pipeline, Link(ACTIVATIONS, rank, (rank + 1) % ranks))
     return replace(load, input_buffers=inputs, output_buffers=outputs)
+
+
+def _with_packed(pipeline: Pipeline, part: int, counts: RankCounts, load: StageLoad) -> StageLoad:
+    """``load`` with the messages that a device has packed and the other one has not received yet.
+
+    What is received has no buffer besides: its tensors lie in it.
+    """
+    ranks, parts = pipeline.num_stages, pipeline.num_parts
+    rank, own = pipeline.rank_of(part), part // ranks
+    sends = part + 1 < parts and ranks > 1
+    outputs = posted_receives(pipeline, Link(ACTIVATIONS, rank, (rank + 1) % ranks)) if sends else 0
+    return replace(load, input_buffers=counts.unconfirmed[own], output_buffers=outputs)

@@ -297,6 +297,15 @@ def test_loads_of_asynchronous_pipelines() -> None:
     assert [(stage.input_buffers, stage.output_buffers) for stage in host] == [(0, 4 + 5), (8, 2 + 2), (4, 0)]
 
 
+def test_messages_packed_on_a_device() -> None:
+    """Activations on their way to the next stage, gradients of which no later activation says that they have come."""
+    found = stage_loads(Pipeline("asp", 3, 1, (4, 1, 0)), packed_on_device=True)
+    assert [(stage.input_buffers, stage.output_buffers) for stage in found] == [(0, 4), (4, 2), (2, 0)]
+    assert [replace(stage, input_buffers=0, output_buffers=0) for stage in found] == [
+        *stage_loads(Pipeline("asp", 3, 1, (4, 1, 0)))
+    ]
+
+
 def buffers(*arguments: Any, **options: Any) -> list[tuple[int, int]]:
     found = stage_loads(Pipeline(*arguments, **options), host_transfers=True)
     return [(stage.input_buffers, stage.output_buffers) for stage in found]

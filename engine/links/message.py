@@ -25,9 +25,8 @@ import enum
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -245,65 +244,6 @@ class Packer:
             self._known[packed.words][1].append(packed)
 
 
-class _Place(NamedTuple):
-    """Place of a tensor in a message, ``offset`` bytes from its start."""
-
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    requires_grad: bool
-    stored: Stored
-
-
-class _Form:
-    """Places of the tensors in all messages with the same words.
-
-    Attributes:
-        tree: of places, None, and tensors on the device ``meta``.
-        end: of the tensors, in bytes.
-    """
-
-    def __init__(self, words: tuple[int, ...]) -> None:
-        self._room = MOST_BYTES
-        self.end = aligned(8 * (_FIXED_WORDS + len(words)))
-        rest = iter(words)
-        try:
-            self.tree = self._read(rest)
-        except StopIteration:
-            raise MalformedMessageError(f"its {len(words)} words describe more than they hold") from None
-        if next(rest, None) is not None:
-            raise MalformedMessageError("words follow its tree")
-
-    def _read(self, words: Iterator[int]) -> Any:
-        code = next(words)
-        if code == _NONE:
-            return None
-        if code in (_TUPLE, _LIST):
-            items = [self._read(words) for _ in range(next(words))]
-            return tuple(items) if code == _TUPLE else items
-        if not 0 <= code < len(_DTYPES):
-            raise MalformedMessageError(f"{code} stands for no dtype")
-        dtype, flags, ndim = _DTYPES[code], next(words), next(words)
-        shape, strides = (tuple(islice(words, max(0, ndim))) for _ in range(2))
-        if len(strides) != ndim or min((*shape, *strides), default=0) < 0:
-            raise MalformedMessageError(f"a tensor of {ndim} dimensions with shape {shape[:8]}, strides {strides[:8]}")
-        place = _Place(self.end, dtype, shape, strides, bool(flags & _REQUIRES_GRAD), Stored.of(shape, strides))
-        elsewhere = bool(flags & _ELSEWHERE)
-        if elsewhere or place.stored.gaps:
-            sizes = zip(place.stored.shape, strides, strict=True)
-            self._room -= dtype.itemsize * (1 + sum((size - 1) * stride for size, stride in sizes))
-        self.end = self.end if elsewhere else aligned(self.end + place.stored.size(dtype))
-        if self._room < 0 or self.end > MOST_BYTES:
-            raise MalformedMessageError(f"a tensor of shape {shape[:8]} and strides {strides[:8]} does not fit")
-        if elsewhere:
-            return torch.empty_strided(shape, strides, dtype=dtype, device="meta", requires_grad=place.requires_grad)
-        return place
-
-
-_form = lru_cache(maxsize=64)(_Form)  # messages come in few forms
-
-
 class Expected:
     """A receive buffer for a message like the one before.
 
@@ -316,17 +256,23 @@ class Expected:
     """
 
     def __init__(self, data: torch.Tensor, words: list[int] | None = None) -> None:
-        self._words = words or [_NONE]
-        self.data, self._gaps = data, list[tuple[torch.Tensor, torch.Tensor]]()
-        self._header = data.numpy()[: 8 * (_FIXED_WORDS + len(self._words))].view(np.int64)
+        words = words or [_NONE]
+        num_words = _FIXED_WORDS + len(words)
+        self.data = data
+        self._header = data.numpy()[: 8 * num_words].view(np.int64)
+        self._words = words
+        self._gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._room = MOST_BYTES
+        self._offset = aligned(8 * num_words)
+        rest = iter(words)
         try:
-            form = _form(tuple(self._words))
-            self._end = form.end
-            if self._end > len(data):
-                raise MalformedMessageError(f"what ends at {self._end} does not fit into {len(data)} bytes")
-            self._tree = self._over(form.tree)
+            self._tree = self._read(rest)
+        except StopIteration:
+            raise MalformedMessageError(f"its {len(words)} words describe more than they hold") from None
         except (RuntimeError, RecursionError) as error:  # torch's, of numbers that no tensor has
             raise MalformedMessageError(f"{type(error).__name__} where it is read") from error
+        if next(rest, None) is not None:
+            raise MalformedMessageError("words follow its tree")
 
     def message(self) -> Received:
         """The message in the buffer, also of another form.
@@ -339,21 +285,40 @@ class Expected:
             return unpack(self.data)
         if kind not in _KINDS:
             raise MalformedMessageError(f"kind {kind} is none of 1 to {len(_KINDS)}")
-        if size < self._end or (size > self._end and kind != Message.OVERSIZE):
-            raise MalformedMessageError(f"it says that it has {size} bytes, but its tensors end at {self._end}")
+        if size < self._offset or (size > self._offset and kind != Message.OVERSIZE):
+            raise MalformedMessageError(f"it says that it has {size} bytes, but its tensors end at {self._offset}")
         for tensor, view in self._gaps:
             tensor.copy_(view)
         return Received(Message(kind), micro_batch, note, size, self._tree, words)
 
-    def _over(self, tree: Any) -> Tree:
-        """The tensors of a tree of places."""
-        if not isinstance(tree, _Place):
-            return type(tree)(map(self._over, tree)) if isinstance(tree, (tuple, list)) else tree
-        offset, dtype, shape, strides, requires_grad, stored = tree
+    def _read(self, words: Iterator[int]) -> Tree:
+        code = next(words)
+        if code == _NONE:
+            return None
+        if code in (_TUPLE, _LIST):
+            items = [self._read(words) for _ in range(next(words))]
+            return tuple(items) if code == _TUPLE else items
+        if not 0 <= code < len(_DTYPES):
+            raise MalformedMessageError(f"{code} stands for no dtype")
+        dtype, flags, ndim = _DTYPES[code], next(words), next(words)
+        shape, strides = (tuple(islice(words, max(0, ndim))) for _ in range(2))
+        if len(strides) != ndim or min((*shape, *strides), default=0) < 0:
+            raise MalformedMessageError(f"a tensor of {ndim} dimensions with shape {shape[:8]}, strides {strides[:8]}")
+        stored, elsewhere = Stored.of(shape, strides), bool(flags & _ELSEWHERE)
+        begin, end, span = self._offset, self._offset + (0 if elsewhere else stored.size(dtype)), 0
+        if stored.gaps or elsewhere:
+            span = 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, strides, strict=True))
+        self._room -= span * dtype.itemsize
+        if end > len(self.data) or self._room < 0:
+            raise MalformedMessageError(f"a tensor of shape {shape[:8]} and strides {strides[:8]} does not fit")
+        requires_grad = bool(flags & _REQUIRES_GRAD)
+        if elsewhere:
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad)
+        self._offset = aligned(end)
         if not stored.gaps:
-            return placed(self.data, offset, dtype, shape, strides).requires_grad_(requires_grad)
+            return placed(self.data, begin, dtype, shape, strides).requires_grad_(requires_grad)
         spread = torch.empty_strided(stored.shape, strides, dtype=dtype, device=self.data.device)
-        self._gaps.append((spread, stored.view(self.data, offset, dtype)))
+        self._gaps.append((spread, stored.view(self.data, begin, dtype)))
         return spread.as_strided(shape, strides).data.requires_grad_(requires_grad)
 
 

@@ -207,7 +207,9 @@ class Conversion:
             kind, params, clipping = _OPTIMIZERS[file.model_type]
             params = {"lr": self._value("learning_rate"), **params, "weight_decay": self._value("weight_decay")}
             optimizer = {"gradient_clipping": clipping, "optimizer": {"type": kind, "params": params}}
-        block: dict[str, Any] = {"sync_mode": "asp", "weight_sync": "stash"} if self._asp else {"sync_mode": "bsp"}
+        # Without the key Adam would get settings against late gradients, which vPipe does nothing about.
+        asp: dict[str, Any] = {"sync_mode": "asp", "weight_sync": "stash", "staleness": "off"}
+        block: dict[str, Any] = asp if self._asp else {"sync_mode": "bsp"}
         modules = maps.modules if maps else [1]
         block["partition"] = self._layers or (modules if max(modules) > 1 else "parameters")
         ratios = self._given_ratios or [0] * self.num_stages
@@ -250,6 +252,8 @@ class Conversion:
         yield self._alone, "changed", "no_input_pipelining", f'vpipe.sync_mode "bsp", {steps} 1', why
         why = "PipeDream knows no other" if file.of_pipedream else ""
         yield asp, "kept", "sync_mode", 'vpipe.sync_mode "asp", weight_sync "stash"', why
+        why = "late gradients are left as they are; without it Adam and AdamW would be trained otherwise than by vPipe"
+        yield asp, "kept", "sync_mode", 'vpipe.staleness "off"', why
         why = "an update after every micro-batch"
         yield asp and not file.macrobatch, "kept", "sync_mode", f"{steps} 1", why
         copies = 1 + -(-self._ahead // batches)
@@ -303,7 +307,7 @@ class Conversion:
         decay = self._value("weight_decay")
         why = (
             "apex's FusedLAMB does not scale weights without weight decay by their norm, which makes it Adam; Lamb "
-            'does scale them: write "AdamW" and "staleness": "off" for the same updates'
+            'does scale them: write "AdamW" for the same updates'
         )
         yield bert and not decay, "changed", "weight_decay", f"optimizer {kind}", why, decay
         why, becomes = "FusedLAMB's default, by ", f"gradient_clipping {clipping:g}"

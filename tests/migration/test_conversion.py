@@ -20,6 +20,8 @@ from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.migration.vpipe import MODEL_OF_LAYERS, Hosts
 from ds_vpipe.migration.vpipe_files import FIELDS
 from ds_vpipe.models.bert.model import bert_config
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.staleness.automatic import settled
 
 Convert = Callable[..., dict[str, Any]]
 
@@ -178,6 +180,18 @@ def test_without_input_pipelining_one_micro_batch_is_in_the_pipeline(convert: Co
     assert (content["vpipe"]["sync_mode"], content["gradient_accumulation_steps"]) == ("bsp", 32)
 
 
+@pytest.mark.parametrize("kind", ["bert", "translation", "image_classification"])
+def test_late_gradients_are_left_as_vpipe_leaves_them(convert: Convert, kind: str) -> None:
+    """Whatever this project would choose against them, also if the optimizer or a schedule's length is written in."""
+    content = convert(model_type=kind, options=("--root", "."))["ds_config"]
+    content |= {"optimizer": {"type": "Adam"}, "scheduler": {"type": "PolyWarmupLR", "params": {"total_num_steps": 90}}}
+    pipeline = Pipeline("asp", 4, content["gradient_accumulation_steps"])
+    block, choice = settled(VPipeConfig.parse(content["vpipe"]), pipeline, DeepSpeedJson(content))
+    assert (block.staleness, choice.settings, choice.line) == (None, None, "")
+    del content["vpipe"]["staleness"]
+    assert settled(VPipeConfig.parse(content["vpipe"]), pipeline, DeepSpeedJson(content))[1].settings
+
+
 def test_recompute_is_all_but_the_last_stage(convert: Convert) -> None:
     assert convert(recompute=True)["ds_config"]["vpipe"]["recompute_ratio"] == [1, 1, 1, 0]
 
@@ -322,7 +336,8 @@ def test_a_pipedream_run(tmp_path: Path, convert: Convert) -> None:
         config_file="models/conf.json",
         model_type="image_classification",
     )
-    assert result["ds_config"]["vpipe"] == {"sync_mode": "asp", "weight_sync": "stash", "partition": [2, 1]}
+    block = {"sync_mode": "asp", "weight_sync": "stash", "staleness": "off", "partition": [2, 1]}
+    assert result["ds_config"]["vpipe"] == block
     assert remarks(result, "sync_mode")[0].endswith("PipeDream knows no other")
 
 

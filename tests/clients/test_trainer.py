@@ -7,8 +7,8 @@ import csv
 import io
 import json
 import os
-import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import AcceleratorState
 from launches import run_on_rank
 from safetensors.torch import load_file
+from trainer_replay import stages_of_names
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 from worlds import CaseFailed, Worlds
 
@@ -55,7 +56,14 @@ def script_on_rank(*args: Any) -> str:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def run(worlds: Worlds, folder: Path, ranks: int, ds_config: dict[str, Any] | None, *arguments: str) -> list[Any]:
+def run(
+    worlds: Worlds,
+    folder: Path,
+    ranks: int,
+    ds_config: dict[str, Any] | None,
+    *arguments: str,
+    on_rank: Callable[..., str] = script_on_rank,
+) -> list[Any]:
     """What every rank of the script reports; without ``ds_config`` the Trainer runs as one process."""
     folder.mkdir(exist_ok=True)
     line = [str(SCRIPT), "--output_dir", "out", *ARGUMENTS, *arguments]
@@ -64,7 +72,7 @@ def run(worlds: Worlds, folder: Path, ranks: int, ds_config: dict[str, Any] | No
     else:
         (folder / "ds.json").write_text(json.dumps({**AUTO, "zero_optimization": {"stage": 0}, **ds_config}))
         line = ["ds_vpipe.run", *line, "--deepspeed", "ds.json"]
-    printed = worlds.run(ranks, script_on_rank, folder, line, ds_config is not None, {"HF_HUB_OFFLINE": "1"})
+    printed = worlds.run(ranks, on_rank, folder, line, ds_config is not None, {"HF_HUB_OFFLINE": "1"})
     reports = [json.loads((folder / "out" / f"report-{rank}.json").read_text()) for rank in range(ranks)]
     return [{**report, "printed": text} for report, text in zip(reports, printed, strict=True)]
 
@@ -122,35 +130,41 @@ def test_streamed_data(worlds: Worlds, tmp_path: Path) -> None:
         assert report["loss"] == pytest.approx(alone["loss"], abs=1e-5)
 
 
-def own_loop(folder: Path, ds_config: dict[str, Any], epochs: int) -> float:
-    """Trains the kept micro-batches in a loop of our own; how far the result is from the model that was saved."""
-    import ds_vpipe
+def replayed(stage_of: dict[str, int], *args: Any) -> str:
+    """The script in one process, with the reference as its training."""
+    from trainer_replay import replaying
 
-    script = runpy.run_path(str(SCRIPT))
-    script["set_seed"](42)
-    model, *_ = script["built"](script["ScriptArguments"](task="glue", samples=24))
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    batches = torch.load(folder / "kept.pt", weights_only=False)[: 6 * epochs]
-    micro_batches = ds_config["gradient_accumulation_steps"]
-    updates = epochs * 3
-    engine, *_ = ds_vpipe.initialize(model=model, optimizer=optimizer, config=ds_config)
-    for number, batch in enumerate(batches):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * (updates - number // micro_batches) / updates
-        engine.backward(engine(**batch), scale_wrt_gas=False)
-        engine.step()
-    return difference(model.state_dict(), saved(folder, "glue"))
+    with replaying(stage_of):
+        return script_on_rank(*args)
 
 
-def test_asynchronous_training_is_that_of_a_loop(worlds: Worlds, tmp_path: Path) -> None:
-    """Bit for bit, with the Trainer's schedule and accumulation; rank 1 sees what rank 0 sees."""
-    arguments = ["--task", "glue", "--gradient_accumulation_steps", "2", "--samples", "24", "--keep", "kept.pt"]
-    first, last = run(worlds, tmp_path, 2, pipeline(), *arguments)
-    assert first["predictions"] == last["predictions"]
-    assert first["metrics"] == last["metrics"]
-    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
-    ds_config = {**sizes, **pipeline(), "zero_allow_untested_optimizer": True}
-    assert worlds.run(2, own_loop, tmp_path, ds_config, 2) == [0.0, 0.0]
+@pytest.mark.parametrize(
+    ("task", "partition", "replicas", "extra"),
+    [
+        ("glue", [3, 2], 1, ["--gradient_accumulation_steps", "2", "--samples", "27"]),  # epochs end inside a batch
+        ("mlm", [2, 2, 1], 1, ["--samples", "24"]),
+        ("clm", [2, 3], 2, ["--samples", "24", "--optim", "sgd", "--learning_rate", "0.1"]),
+    ],
+    ids=["glue, M = 2", "mlm, three stages, tied", "clm, two replicas, tied"],
+)
+def test_asynchronous_training_is_the_replay(
+    worlds: Worlds, tmp_path: Path, task: str, partition: list[int], replicas: int, extra: list[str]
+) -> None:
+    """With the Trainer's schedule, clipping and share of a micro-batch; every rank tells the same."""
+    stages, line = len(partition), ["--task", task, *extra]
+    save = ["--save_strategy", "steps"]  # whose only checkpoint is that of the end: in between it would drain
+    reports = run(worlds, tmp_path / "asp", stages * replicas, pipeline(stages, partition=partition), *line, *save)
+    stage_of = stages_of_names(tmp_path / "asp" / "out", partition)
+    line += ["--per_device_train_batch_size", str(4 * replicas)]
+    run(worlds, tmp_path / "alone", 1, None, *line)
+    (wanted,) = run(worlds, tmp_path / "replay", 1, None, *line, on_rank=partial(replayed, stage_of))
+    found = saved(tmp_path / "asp", task)
+    assert difference(found, saved(tmp_path / "replay", task)) <= 1e-6
+    assert difference(found, saved(tmp_path / "alone", task)) > 1e-4, "late gradients make a difference"
+    for report in reports:
+        assert report["predictions"] == wanted["predictions"]
+        if replicas == 1:  # the loss also sees samples that fill up the last batch of several
+            assert report["metrics"] == pytest.approx(wanted["metrics"], abs=1e-5)
 
 
 def test_resuming_is_going_on(worlds: Worlds, tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ class ScriptArguments:
     samples: int = 23
     iterable: bool = field(default=False, metadata={"help": "Read the data as a stream, whose length nobody knows."})
     lora: bool = field(default=False, metadata={"help": "Train adapters of PEFT on the model, which stays as it is."})
-    keep: str = field(default="", metadata={"help": "Where to keep the micro-batches in the order of their making."})
 
 
 class Seen(TrainerCallback):
@@ -103,11 +102,7 @@ def main() -> None:
 
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM"))
     held_out = data.select(range(script.samples - 13, script.samples))
-    seen, kept = Seen(), []
-
-    def collate(samples):
-        kept.append(collator(samples))
-        return kept[-1]
+    seen = Seen()
 
     def guesses(logits, labels):
         return logits.argmax(dim=-1)
@@ -115,11 +110,9 @@ def main() -> None:
     streamed = data.to_iterable_dataset() if script.iterable else data
     trainer = Trainer(
         model=model, args=args, train_dataset=streamed, eval_dataset=held_out, processing_class=tokenizer,
-        data_collator=collate, compute_metrics=accuracy, preprocess_logits_for_metrics=guesses, callbacks=[seen],
+        data_collator=collator, compute_metrics=accuracy, preprocess_logits_for_metrics=guesses, callbacks=[seen],
     )  # fmt: skip
     trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    if script.keep:
-        torch.save(kept, script.keep)
     trainer.save_model()
     metrics = trainer.evaluate()
     predictions = trainer.predict(held_out).predictions

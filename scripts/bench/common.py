@@ -69,6 +69,26 @@ class Emulated(nn.Module):
         return Sleep.apply(value * Sleep.apply(self.scale, 0.0, self._part), self._part, self._part)
 
 
+class Adapted(nn.Module):
+    """Frozen layer with LoRA's adapters, which sleeps.
+
+    Args:
+        milliseconds: per micro-batch: half in the forward pass and half for the gradient of the input; that of the
+            frozen weight nobody needs.
+    """
+
+    def __init__(self, milliseconds: float) -> None:
+        super().__init__()
+        from peft import LoraConfig, inject_adapter_in_model
+
+        self.base = nn.Linear(WIDTH, WIDTH)
+        inject_adapter_in_model(LoraConfig(r=8, target_modules=["base"]), self)
+        self._part = milliseconds / 2000
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(self.base(value), self._part, self._part)
+
+
 class Linears(nn.Sequential):
     """Layer of ``count`` matrix products of width ``width``."""
 
@@ -77,13 +97,16 @@ class Linears(nn.Sequential):
 
 
 def build(kind: str, count: int, layer_ms: float) -> list[LayerSpec]:
-    """Specs of equal layers, ``emulated`` ones of ``layer_ms`` milliseconds or ``real`` ones."""
-    return [LayerSpec(Emulated, layer_ms) if kind == "emulated" else LayerSpec(Linears) for _ in range(count)]
+    """Specs of equal layers: ``emulated`` ones or ones with ``adapters``, of ``layer_ms``, or ``real`` ones."""
+    specs = {
+        "emulated": LayerSpec(Emulated, layer_ms), "adapters": LayerSpec(Adapted, layer_ms), "real": LayerSpec(Linears)
+    }  # fmt: skip
+    return [specs[kind]] * count
 
 
 def micro_batch(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels that suit :func:`build`."""
-    inputs = torch.randn(BATCH, WIDTH) if kind == "emulated" else torch.randn(REAL_BATCH, REAL_WIDTH)
+    inputs = torch.randn(REAL_BATCH, REAL_WIDTH) if kind == "real" else torch.randn(BATCH, WIDTH)
     return inputs, torch.zeros_like(inputs)
 
 

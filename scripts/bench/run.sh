@@ -2,6 +2,7 @@
 # The measurements of docs/performance.md and docs/convergence.md. Usage: scripts/bench/run.sh MEASUREMENT
 #   throughput       ten pipelines, 24 ms per stage and micro-batch
 #   throughput-96ms  DeepSpeed's pipeline and ours, 96 ms
+#   adapters         the same with LoRA on frozen layers (docs/fine_tuning.md)
 #   overhead         processor time of the engine itself
 #   links            one-way time of messages, by payload
 #   memory           predicted against counted peaks
@@ -40,6 +41,12 @@ throughput-96ms() {
     "${run[@]}" --repetitions 3 --arms "${arms[@]}" --stages 4 8 --micro-batches 8
     "${run[@]}" --repetitions 3 --arms "${arms[@]}" --stages 4 --micro-batches 4
     "${run[@]}" --repetitions 1 --arms stock bsp asp --stages 16 --micro-batches 16
+}
+
+adapters() {
+    local to=(--json $data/adapters.jsonl --table $data/adapters.md)
+    local run=("$python" scripts/bench/schedule.py --work adapters --stage-ms 96 --seconds 2 --repetitions 3 "${to[@]}")
+    "${run[@]}" --arms stock bsp asp --links --real-micro-batches --stages 2 4 --micro-batches 1 8
 }
 
 overhead() {

@@ -10,9 +10,10 @@
 * bsp, gpipe, interleaved: our synchronous schedules; asp: the asynchronous one; asp-deeper: deep enough to hide
   transfers; asp-host: asp over gloo, as between hosts, where the others use shared memory.
 
-Two kinds of work: emulated, layers that sleep, so that two cores can stand for any number of devices and only
-schedule, communication and bookkeeping are measured; and real, matrix products with one thread per rank. ``--links``
-adds emulated transfer times to the emulated work, in units of a stage's compute per micro-batch.
+Kinds of work: emulated, layers that sleep, so that two cores can stand for any number of devices and only schedule,
+communication and bookkeeping are measured; adapters, LoRA on frozen layers that sleep, whose backward passes are as
+long as the forward passes; and real, matrix products with one thread per rank. ``--links`` adds emulated transfer
+times to the emulated work, in units of a stage's compute per micro-batch.
 
 Prints for each arm micro-batches/s (median over repetitions), efficiency (the slowest stage's own compute, measured
 alone on all ranks at once, over measured time per micro-batch) and the ratio to stock.
@@ -74,7 +75,7 @@ class Case:
     """Work of one comparison.
 
     Attributes:
-        work: ``emulated`` or ``real`` layers, two per stage.
+        work: ``emulated`` layers, or ``adapters`` on such, or ``real`` ones, two per stage.
         stages: K.
         micro_batches: M.
         stage_ms: emulated compute per stage and micro-batch.
@@ -127,7 +128,7 @@ def keeps_full(arm: str) -> bool:
 def refusal(arm: str, case: Case) -> str | None:
     """Why an arm cannot do a case, or None."""
     stages, micro_batches = case.stages, case.micro_batches
-    if arm == "bare" and (case.link or case.work == "real"):
+    if arm == "bare" and (case.link or case.work != "emulated"):
         return "does emulated work without links"  # whose messages a socket holds, so that no send waits
     if arm in ("dualpipev", "torch-zbv") and micro_batches < 2 * stages:
         return "needs M >= 2K"
@@ -316,8 +317,8 @@ def table(rows: list[Row]) -> str:
         key = (row["work"] != "emulated", row["link"], row["stages"], row["micro_batches"])
         cases.setdefault(key, {})[row["arm"]] = row
     lines = []
-    for (real, link, stages, micro_batches), found in sorted(cases.items()):
-        kind = "real" if real else f"link {link:.0%}" if link else "emulated"
+    for (_, link, stages, micro_batches), found in sorted(cases.items()):
+        kind = f"link {link:.0%}" if link else next(iter(found.values()))["work"]
         cells = [f"{found[arm]['efficiency']:.3f}" if arm in found else "" for arm in arms]
         fastest = max((row for arm, row in found.items() if arm != "bare"), key=lambda row: row["rate"])
         ratio = f"{fastest['arm']} {fastest['rate'] / found['stock']['rate']:.2f}" if "stock" in found else ""
@@ -346,7 +347,7 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
     """Cases to measure."""
     for stages in options.stages:
         for micro_batches in options.micro_batches:
-            yield Case("emulated", stages, micro_batches, options.stage_ms)
+            yield Case(options.work, stages, micro_batches, options.stage_ms)
     for link in options.links:
         for micro_batches in options.link_micro_batches:
             yield Case("emulated", options.link_stages, micro_batches, options.stage_ms, link)
@@ -356,7 +357,8 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
 
 parser = parser_of(__doc__)
 parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-parser.add_argument("--stages", type=int, nargs="*", default=[2, 4, 8], help="K of the emulated cases")
+parser.add_argument("--work", choices=("emulated", "adapters"), default="emulated", help="of the first cases")
+parser.add_argument("--stages", type=int, nargs="*", default=[2, 4, 8], help="K of the first cases")
 parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="M of those")
 parser.add_argument("--stage-ms", type=float, default=24.0, help="emulated compute per stage and micro-batch")
 parser.add_argument("--links", type=float, nargs="*", default=[0.1, 0.5, 1.0], help="transfer over compute")

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -234,6 +235,14 @@ def test_what_the_trainer_counts_wrong_is_refused(worlds: Worlds, tmp_path: Path
     assert [text.count(f"ds_vpipe: TrainingArguments({name}): got") for text in failed.value.errors.values()] == [1, 1]
 
 
+def monitored(*args: Any) -> str:
+    """The script, with stand-ins for TensorBoard and W&B."""
+    path = [*sys.path, str(SCRIPT.parent / "monitors")]
+    absent: Any = {"torch.utils.tensorboard": None}  # so that the Trainer takes tensorboardX
+    with mock.patch.object(sys, "path", path), mock.patch.dict(sys.modules, absent):
+        return script_on_rank(*args)
+
+
 def test_replicas_beside_stages(worlds: Worlds, tmp_path: Path) -> None:
     """Two pipelines of two stages train what one process with twice the batch does, and tell it once."""
     # A model that divides by the Trainer's number of tokens: of others it multiplies the loss by that of replicas.
@@ -241,8 +250,9 @@ def test_replicas_beside_stages(worlds: Worlds, tmp_path: Path) -> None:
     task = ["--task", "clm", "--samples", "24", "--optim", "sgd", "--learning_rate", "0.1"]
     (alone,) = run(worlds, tmp_path / "alone", 1, None, *task, "--per_device_train_batch_size", "8")
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "monitor"}}
-    told = ("--disable_tqdm", "false")
-    reports = run(worlds, tmp_path / "four", 4, {**pipeline(sync_mode="bsp"), **monitor}, *task, *told)
+    told = ("--disable_tqdm", "false", "--report_to", "all")
+    ds_config = {**pipeline(sync_mode="bsp"), **monitor}
+    reports = run(worlds, tmp_path / "four", 4, ds_config, *task, *told, on_rank=monitored)
     assert difference(saved(tmp_path / "four", "clm"), saved(tmp_path / "alone", "clm")) <= 1e-5
     assert reports[0]["steps"] == 6
     for text in ("'train_loss': ", "'grad_norm': ", "6/6 ["):
@@ -251,6 +261,14 @@ def test_replicas_beside_stages(worlds: Worlds, tmp_path: Path) -> None:
     for name in ("train_loss", "lr"):
         with (tmp_path / "monitor" / f"Train_Samples_{name}.csv").open() as file:
             assert [int(samples) for samples, _ in list(csv.reader(file))[1:]] == [8, 16, 24, 32, 40, 48], name
+    (file,) = (tmp_path / "four").glob("monitored-*.jsonl")
+    assert file.name == "monitored-0.jsonl"
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    assert events.count(["wandb", "init", 0.0, 0]) == 1
+    losses = [[entry["loss"], entry["step"]] for entry in reports[0]["history"] if "loss" in entry]
+    for name in ("tensorboard", "wandb"):
+        assert [event[2:] for event in events if event[:2] == [name, "train/loss"]] == losses, name
+        assert sum(event[:2] == [name, "eval/loss"] for event in events) == 1, name
     for report in reports:
         assert report["events"] == alone["events"]
         assert report["predictions"] == alone["predictions"]

@@ -266,7 +266,8 @@ class VPipeEngine(PatchedPipelineEngine):
         self.failures.refuse("set_depths()")
         found = with_depths(self.stage, self.vpipe_config, depths).depths
         self._empty("set_depths()")  # which completes a move that has begun
-        set_sizes(self.stage, self.vpipe_config, replace(self.pipeline, depth_map=found))
+        with self.failures.aborting():
+            set_sizes(self.stage, self.vpipe_config, replace(self.pipeline, depth_map=found))
         self._measure_anew()
 
     def repartition(self, counts: Sequence[int], recompute_ratio: Sequence[float] | None = None) -> None:

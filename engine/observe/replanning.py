@@ -68,17 +68,17 @@ class Replanning:
         begun = len(balance.steps)
         with self._failures.aborting():
             decision = balance.after_batch(seconds)
-        for at, move in balance.steps[begun:]:
-            event("moved", at, move=astuple(move))
-        if isinstance(decision, DepthDecision):
-            event("depths", update, depths=decision.better_depths)
-            self._set_depths(decision.better_depths)
-        elif decision is not None:
-            begin = time.perf_counter()
-            counts, ratios = decision.better_partition, decision.better_ratio
-            event("split", update, partition=counts, recompute_ratio=ratios)
-            self._repartition(counts, ratios)
-            balance.carried_out(decision, time.perf_counter() - begin)
+            for at, move in balance.steps[begun:]:
+                event("moved", at, move=astuple(move))
+            if isinstance(decision, DepthDecision):
+                event("depths", update, depths=decision.better_depths)
+                self._set_depths(decision.better_depths)
+            elif decision is not None:
+                begin = time.perf_counter()
+                counts, ratios = decision.better_partition, decision.better_ratio
+                event("split", update, partition=counts, recompute_ratio=ratios)
+                self._repartition(counts, ratios)
+                balance.carried_out(decision, time.perf_counter() - begin)
 
     def follow(
         self, began: Sequence[int], counts: Sequence[int], ratios: Sequence[float] | None, depths: Sequence[int] | None

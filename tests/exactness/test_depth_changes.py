@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import toy
 from test_exactness import LAYERS, difference
 from test_matrix import by_layer
-from worlds import Worlds
+from worlds import CaseFailed, Worlds
 
 from ds_vpipe.errors import CallOrderError, VPipeConfigError
 from ds_vpipe.partition import uniform_partition
@@ -209,16 +210,29 @@ def test_scripts_that_loop_change_depths_where_a_batch_has_ended(worlds: Worlds)
     assert difference(*replays) > 1e-3
 
 
-def following(block: dict[str, Any], folder: str, updates: int, load: bool) -> dict[str, Any]:
-    """Train where passes are said to vary much; depths and decisions of every update."""
+@contextlib.contextmanager
+def varied_passes() -> Iterator[None]:
+    """Passes that are said to vary much."""
     chance = random.Random(int(os.environ["RANK"]))
 
     def varied(_: Any) -> list[tuple[float, float]]:
         return [(1e-6 * chance.lognormvariate(0, 0.5), 2e-6 * chance.lognormvariate(0, 0.5)) for _ in range(10)]
 
-    ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform", "stage_to_depth_map": "auto", **block})
     with mock.patch("ds_vpipe.engine.observe.balance.Balance._passes", varied):
-        engine = cases.engine(ds_config, 3)
+        yield
+
+
+def auto(**block: Any) -> dict[str, Any]:
+    """A JSON with depths that follow."""
+    replan = {"every": 10, "max_staleness": 3}
+    block = {"partition": "uniform", "stage_to_depth_map": "auto", "replan": replan, **block}
+    return cases.config(2, OPTIMIZERS["SGD"][0], block)
+
+
+def following(block: dict[str, Any], folder: str, updates: int, load: bool) -> dict[str, Any]:
+    """Depths and decisions of every update."""
+    with varied_passes():
+        engine = cases.engine(auto(**block), 3)
         if load:
             engine.load_checkpoint(folder)
         iterator = toy.data(start=engine.consumed_micro_batches)
@@ -238,10 +252,9 @@ def following(block: dict[str, Any], folder: str, updates: int, load: bool) -> d
 
 
 def followed(folder: str, updates: int) -> list[dict[str, Any]]:
-    block = {"replan": {"every": 10, "max_staleness": 3}}
-    tight, drains = {"replan": {"every": 10}}, {**block, "staleness": {"synchronous_updates": 11}}
-    recorded = {**block, "timeline": {"enabled": True, "path": f"{folder}/timeline"}}
-    runs = [(block, updates, False), (recorded, 12, True), (tight, 1, True)]
+    tight, drains = {"replan": {"every": 10}}, {"staleness": {"synchronous_updates": 11}}
+    recorded = {"timeline": {"enabled": True, "path": f"{folder}/timeline"}}
+    runs: list[tuple[dict[str, Any], int, bool]] = [({}, updates, False), (recorded, 12, True), (tight, 1, True)]
     runs.append((drains, 24, False))
     return [following(given, f"{folder}/saved", count, load) for given, count, load in runs]
 
@@ -267,3 +280,20 @@ def test_depths_that_follow_are_exact_and_resumed(worlds: Worlds, tmp_path: Path
     ).run(updates + 12)  # fmt: skip
     assert difference(cases.merged(through), wanted.parameters(updates)) == 0
     assert difference(cases.merged(resumed), wanted.parameters()) == 0
+
+
+def fails_on_one_rank() -> None:
+    with varied_passes():
+        engine, iterator = cases.engine(auto(), 3), toy.data()
+        if engine.stage_id == 1:
+            engine.replanning._set_depths = {}.__getitem__
+        for _ in range(20):
+            engine.train_batch(iterator)
+
+
+def test_a_change_of_depths_that_fails_on_one_rank_ends_all_with_its_reason(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(3, fails_on_one_rank)
+    lines = failed.value.errors
+    assert lines[1].startswith(("KeyError", "TypeError"))
+    assert all("stage 1 (rank 1) failed in" in lines[rank] for rank in (0, 2)), lines

@@ -7,12 +7,14 @@ stand for any number of devices:
 * worst: training starts from ``[n-3, 1, 1, 1]``;
 * slower: training starts from an even split, and some updates later stage 1 takes twice as long for every layer;
 * jitter: every pass takes another time, log-normal with this sigma. Fixed default depths against those that follow
-  (``"stage_to_depth_map": "auto"``), in turns;
+  (``"stage_to_depth_map": "auto"``);
 * plain: nothing sleeps; a GPT-2 of Hugging Face's library with a large vocabulary is trained by a looping script on two
-  stages, from its default split. Arms take turns.
+  stages, from its default split.
 
-Each is trained without ``"replan"``, with it in both ways of moving, and from the best split for the end. Prints
-for each the seconds per micro-batch at the end (median), beside the best, and the lines of the decisions.
+The first two are trained by DeepSpeed's engine from an even split, without ``"replan"``, with it in both ways of
+moving, and from the best split for the end. Arms take turns. Prints medians of all turns: milliseconds per
+micro-batch at first and in the last updates, the longest update, and the lines of the decisions. Rows go to a file, if
+one is named, and table and picture are of all that are in it.
 """
 
 from __future__ import annotations
@@ -21,16 +23,19 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import torch
 from common import (
     Curve,
     Emulated,
+    Row,
     Say,
     Sleep,
+    add_row,
     close_groups,
     draw,
     ds_config,
@@ -38,8 +43,11 @@ from common import (
     markdown,
     micro_batch,
     parser_of,
+    read_rows,
     run,
+    seconds_of,
     slowest,
+    trainer_of,
 )
 from deepspeed.pipe import LayerSpec
 
@@ -48,6 +56,7 @@ import ds_vpipe
 SLOW_STAGE, SLOWER = 1, 2.0
 SEQUENCE, PLAIN_BATCH = 32, 4
 ARMS = {
+    "stock": "DeepSpeed, even split",
     "stays": "without replan",
     "drain": '"moves": "drain"',
     "live": '"moves": "live"',
@@ -102,80 +111,91 @@ def best_split(layers: int, slowness: list[float]) -> list[int]:
 
 def ended(engine: Any) -> list[str]:
     """Lines of the decisions of an engine, which is destroyed."""
-    lines = [] if engine.balance is None else [decision.line() for decision in engine.balance.decisions]
+    balance = getattr(engine, "balance", None)
+    lines = [] if balance is None else [decision.line() for decision in balance.decisions]
     engine.destroy()
     return lines
 
 
-def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[list[float], list[str], list[int]]:
-    """Seconds per micro-batch of every update, lines of the decisions, and the split at the end."""
+def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[Row, list[str]]:
+    """Milliseconds per micro-batch of every update and the split at the end, and lines of the decisions."""
     stages, layers = options.stages, options.layers
     slowness = [SLOWER if case == "slower" and stage == SLOW_STAGE else 1.0 for stage in range(stages)]
     partition = [layers - stages + 1] + [1] * (stages - 1) if case == "worst" else best_split(layers, [1.0] * stages)
     if arm == "best":
         partition = best_split(layers, slowness)
-    block: dict[str, Any] = {"partition": partition}
-    if arm in ("live", "drain"):
+    block: dict[str, Any] | None = None if arm == "stock" else {"partition": partition}
+    if block is not None and arm in ("live", "drain"):
         block["replan"] = {"every": options.every, "moves": arm}
     device = Device()
     specs = [LayerSpec(Throttled, options.layer_ms, device) for _ in range(layers)]
     engine = engine_for(specs, stages, ds_config(options.micro_batches, block))
-    batch = micro_batch("emulated")
-    data = iter(lambda: batch, None)
-    seconds = []
-    for update in range(options.updates):
+    train_batch, milliseconds = trainer_of(engine, micro_batch("emulated")), []
+    for update in range(updates_of(case, options)):
         if update == options.slower_at or arm == "best":
             device.slowness = slowness[rank]
         begin = time.perf_counter()
-        engine.train_batch(data)
-        seconds.append((time.perf_counter() - begin) / options.micro_batches)
-    split, lines = list(engine.pipeline.partition), ended(engine)
-    del engine
+        train_batch()
+        milliseconds.append(round(1e3 * (time.perf_counter() - begin) / options.micro_batches, 2))
+    split = [stop - start for start, stop in pairwise(engine.module.parts)]
+    lines = ended(engine)
+    del engine, train_batch
     close_groups()
-    return seconds, lines, split
+    return {"case": case, "arm": arm, "layers": split, "ms": milliseconds}, lines
 
 
-def train_jittery(sigma: float, follows: bool, rank: int, options: argparse.Namespace) -> tuple[float, list[str]]:
-    """Mean seconds per micro-batch of the second half of all updates, and lines of the decisions."""
+def updates_of(case: str, options: argparse.Namespace) -> int:
+    """Updates of a run: 80 more after a stage has slowed down, else 200."""
+    return options.updates or (options.slower_at + 80 if case == "slower" else 200)
+
+
+def train_jittery(sigma: float, follows: bool, rank: int, options: argparse.Namespace) -> tuple[Row, list[str]]:
+    """Mean milliseconds per micro-batch of the second half of all updates, and lines of the decisions."""
     block: dict[str, Any] = {"partition": "uniform"}
     if follows:
         replan = {"every": options.every, "max_staleness": options.max_staleness}
         block |= {"stage_to_depth_map": "auto", "replan": replan}
     specs = [LayerSpec(Jittery, options.stage_ms, sigma, rank) for _ in range(options.stages)]
     engine = engine_for(specs, options.stages, ds_config(options.micro_batches, block))
-    batch = micro_batch("emulated")
-    data = iter(lambda: batch, None)
-    for _ in range(options.updates // 2):
-        engine.train_batch(data)
-    begin = time.perf_counter()
-    for _ in range(options.updates // 2):
-        engine.train_batch(data)
-    seconds = slowest((time.perf_counter() - begin) / (options.updates // 2) / options.micro_batches)
+    half = (options.updates or 140) // 2
+    seconds = seconds_of(trainer_of(engine, micro_batch("emulated")), half, half) / half / options.micro_batches
     lines = [] if engine.balance is None else [decision.line() for decision in engine.balance.depth_decisions]
-    lines.append(f"depths at the end {list(engine.pipeline.depths)}")
+    row = {"sigma": sigma, "follows": follows, "depths": list(engine.pipeline.depths), "ms": round(1e3 * seconds, 2)}
     engine.destroy()
     del engine
     close_groups()
-    return seconds, lines
+    return row, lines
 
 
 def work_jittery(rank: int, say: Say, options: argparse.Namespace) -> None:
     """One rank of the pipelines whose passes vary."""
-    rows = []
-    for sigma in options.jitter:
-        paces: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(options.repetitions):
-            for follows, found in paces.items():
-                seconds, lines = train_jittery(sigma, follows, rank, options)
-                found.append(seconds)
-                for line in lines if follows else ():
-                    say(f"jitter {sigma}: {line}")
-        ratios = sorted(fixed / other for fixed, other in zip(paces[False], paces[True], strict=True))
-        middle = (f"{1e3 * statistics.median(found):.1f}" for found in paces.values())
-        spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        rows.append((sigma, *middle, lines[-1].rpartition("end ")[2], f"{statistics.median(ratios):.2f}", spread))
+    rows = read_rows(options.json or "")
+    for _, sigma, follows in product(range(options.repetitions), options.jitter, (False, True)):
+        row, lines = train_jittery(sigma, follows, rank, options)
+        rows.append(row)
+        add_row(row, options.json if rank == 0 else None)
+        for line in lines:
+            say(f"jitter {sigma}: {line}")
+    shown, points = [], []
+    for sigma in sorted({row["sigma"] for row in rows}):
+        fixed, follow = ([r for r in rows if (r["sigma"], r["follows"]) == (sigma, one)] for one in (False, True))
+        ratios = sorted(one["ms"] / other["ms"] for one, other in zip(fixed, follow, strict=True))
+        paces = [statistics.median(row["ms"] for row in found) for found in (fixed, follow)]
+        depths = ", ".join(sorted({str(row["depths"]) for row in follow}))
+        shown.append((sigma, *(f"{pace:.1f}" for pace in paces), depths, *spread(ratios, ".2f")))
+        points.append([(100 * sigma, pace) for pace in paces])
     head = ["sigma", "default depths, ms", "depths that follow, ms", "the last ones", "times as fast", "from, to"]
-    say(markdown(head, rows))
+    say(markdown(head, shown))
+    if rank == 0 and options.plot:
+        fixed, follow = zip(*points, strict=True)
+        curves = [Curve("default depths", fixed), Curve("depths that follow", follow, bold=True)]
+        draw(options.plot, {"": curves}, "sigma of a pass's time, %", "ms per micro-batch")
+
+
+def spread(values: Iterable[float], form: str) -> tuple[str, str]:
+    """Median of values, and the least and the most of them."""
+    found = sorted(values)
+    return f"{statistics.median(found):{form}}", f"{found[0]:{form}} to {found[-1]:{form}}"
 
 
 def train_plain(arm: str, options: argparse.Namespace) -> tuple[list[float], list[str], list[list[int]]]:
@@ -191,7 +211,7 @@ def train_plain(arm: str, options: argparse.Namespace) -> tuple[list[float], lis
     engine = ds_vpipe.initialize(model=GPT2LMHeadModel(config), config={**json, "pipeline": {"stages": 2}})[0]
     tokens = torch.randint(options.vocabulary, (PLAIN_BATCH, SEQUENCE))
     splits, seconds = [list(engine.pipeline.partition)], []
-    for _ in range(options.updates):
+    for _ in range(options.updates or 80):
         begin = time.perf_counter()
         for _ in range(options.micro_batches):
             engine.backward(engine(input_ids=tokens, labels=tokens))
@@ -223,25 +243,41 @@ def work_plain(rank: int, say: Say, options: argparse.Namespace) -> None:
 
 def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     """One rank."""
-    rows, panels = [], {}
-    for case in options.cases:
-        first = slice(2, options.every)
-        if case == "slower":
-            first = slice(options.slower_at, options.slower_at + options.every)
-        runs = {arm: train(case, arm, rank, options) for arm in ARMS}
-        paces = {arm: statistics.median(seconds[-options.every :]) for arm, (seconds, _, _) in runs.items()}
-        for arm, (seconds, lines, split) in runs.items():
-            at_first, longest = statistics.median(seconds[first]), max(seconds[2 * options.stages :])
-            shown = f"{1e3 * at_first:.1f}", f"{1e3 * longest:.0f}", f"{1e3 * paces[arm]:.1f}"
-            rows.append((case, arm, split, *shown, f"{paces['best'] / paces[arm]:.0%}"))
-            for line in lines:
-                say(f"{case}: {arm}: {line}")
+    rows = read_rows(options.json or "")
+    for _, case, arm in product(range(options.repetitions), options.cases, ARMS):
+        row, lines = train(case, arm, rank, options)
+        rows.append(row)
+        add_row(row, options.json if rank == 0 else None)
+        for line in lines:
+            say(f"{case}: {arm}: {line}")
+    shown, panels = [], {}
+    for case in dict.fromkeys(row["case"] for row in rows):
+        begin = options.slower_at if case == "slower" else 2 * options.stages
+        runs = {arm: [row for row in rows if (row["case"], row["arm"]) == (case, arm)] for arm in ARMS}
+        paces = {arm: [statistics.median(row["ms"][-options.every :]) for row in found] for arm, found in runs.items()}
+        for arm, found in runs.items():
+            at_first = statistics.median(statistics.median(row["ms"][begin : begin + options.every]) for row in found)
+            longest = statistics.median(max(row["ms"][begin:]) for row in found)
+            of_best = spread((best / one for best, one in zip(paces["best"], paces[arm], strict=True)), ".0%")
+            layers = ", ".join(sorted({str(row["layers"]) for row in found}))
+            measured = f"{at_first:.1f}", f"{longest:.0f}", f"{statistics.median(paces[arm]):.1f}"
+            shown.append((case, arm, layers, *measured, *of_best))
         panels[case] = [
-            Curve(ARMS[arm], list(enumerate(1e3 * one for one in seconds)), arm == "live", arm == "best")
-            for arm, (seconds, *_) in runs.items()
-        ]
-    head = ["case", "arm", "layers at the end", "ms at first", "longest, ms", "ms at the end", "of the best"]
-    say(markdown(head, rows))
+            Curve(ARMS[arm], list(enumerate(map(statistics.median, zip(*(row["ms"] for row in found), strict=True)))),
+                  arm == "live", arm == "best")
+            for arm, found in runs.items()
+        ]  # fmt: skip
+    head = [
+        "case",
+        "arm",
+        "layers at the end",
+        "ms at first",
+        "longest, ms",
+        "ms at the end",
+        "of the best",
+        "from, to",
+    ]
+    say(markdown(head, shown))
     if rank == 0 and options.plot:
         draw(options.plot, panels, "update", "ms per micro-batch")
 
@@ -252,8 +288,9 @@ parser.add_argument("--layers", type=int, default=16)
 parser.add_argument("--layer-ms", type=float, default=6.0, help="per layer and micro-batch")
 parser.add_argument("--micro-batches", type=int, default=2)
 parser.add_argument("--every", type=int, default=20, help="updates between two looks")
-parser.add_argument("--updates", type=int, default=200)
-parser.add_argument("--slower-at", type=int, default=40, help="update at which a stage slows down")
+parser.add_argument("--updates", type=int, help="of each run; default: 200, 80 after a stage has slowed down")
+parser.add_argument("--slower-at", type=int, default=200, help="update at which a stage slows down")
+parser.add_argument("--json", help="file of rows")
 parser.add_argument("--plot", help="picture of the seconds of every update")
 parser.add_argument("--cases", nargs="+", choices=("worst", "slower"), default=["worst", "slower"])
 parser.add_argument("--plain", action="store_true", help="the plain model, and nothing else")
@@ -261,7 +298,7 @@ parser.add_argument("--jitter", type=float, nargs="+", help="sigmas of pipelines
 parser.add_argument("--stage-ms", type=float, default=24.0, help="per stage and micro-batch, of these")
 parser.add_argument("--max-staleness", type=int, default=3, help="of these")
 parser.add_argument("--vocabulary", type=int, default=16384, help="of the plain model")
-parser.add_argument("--repetitions", type=int, default=5, help="of these and the plain model")
+parser.add_argument("--repetitions", type=int, default=5, help="turns of all arms")
 parse = parser.parse_args
 
 if __name__ == "__main__":

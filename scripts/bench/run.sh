@@ -66,9 +66,16 @@ memory() {
 
 simulation() { "$python" scripts/bench/simulation.py --repetitions 5; }
 
-balance() { "$python" scripts/bench/balance.py --plot docs/images/balance.svg; }
+balance() {
+    local to=(--json $data/balance.jsonl --plot docs/images/balance.svg)
+    "$python" scripts/bench/balance.py --repetitions 3 --cases worst "${to[@]}"
+    "$python" scripts/bench/balance.py --repetitions 3 --cases slower "${to[@]}"
+}
 
-balance-depths() { "$python" scripts/bench/balance.py --jitter 0.1 0.3 0.5 --repetitions 3 --every 32 --updates 140; }
+balance-depths() {
+    local to=(--json $data/balance_depths.jsonl --plot docs/images/balance_depths.svg)
+    "$python" scripts/bench/balance.py --jitter 0 0.1 0.3 0.5 --repetitions 3 --every 32 "${to[@]}"
+}
 
 balance-plain() { "$python" scripts/bench/balance.py --plain --layers 8 --updates 80; }
 

@@ -9,26 +9,39 @@ two batches, such as an evaluation, runs it on one stage. A forward pass chooses
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec
 from deepspeed.utils import logger
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+from ds_vpipe.engine.execution.late_updates import LateUpdates
+from ds_vpipe.engine.execution.layer_message import ReceivedLayer, packed
 from ds_vpipe.engine.execution.movable_layers import (
     layer_form,
     other_options,
     switches_of,
     unfit_configuration,
     unfit_layers,
+)
+from ds_vpipe.engine.execution.stage_layers import (
+    add_child,
+    has,
+    know_parameters,
+    layer_of,
+    layers_of,
+    order_parameters,
+    parameters_in_order,
+    remove_layer,
+    run,
+    with_layer,
+    without_layer,
 )
 from ds_vpipe.engine.links.link import Sender
 from ds_vpipe.engine.links.message import Message, Received
@@ -38,15 +51,6 @@ from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeError
 from ds_vpipe.partition import bounds
 from ds_vpipe.schedules.actions import Kind
 from ds_vpipe.schedules.moves import Move, check_move, layer_version, moved
-
-Gradients = list[torch.Tensor | None]
-
-
-class _Layers(NamedTuple):
-    """What a forward pass runs."""
-
-    functions: list[Any]
-    start: int  # number of the first in the model
 
 
 class LiveMoves:
@@ -59,9 +63,8 @@ class LiveMoves:
         self._built: Any = None  # the layer that moves, where it is to arrive
         self._trained: list[bool] = []  # which of its parameters were trained when it was sent
         self._arrived: MovedLayer | None = None  # the layer that moves, where it has arrived
-        self._gradients: dict[int, Gradients] = {}  # of the layer, held until its earlier ones have been applied
-        self._scheduled = 0  # updates of the layer that the schedule has asked for
-        self._options: dict[int, dict[str, Any]] = {}  # of the optimizer, by update, while a layer may be late
+        self._late = LateUpdates(engine, stage)  # of the layer, where it has arrived
+        self._scheduled = 0  # of these, that the schedule has asked for
         self.waiting: deque[Received] = deque()  # messages that were received before they were due
         self.methods: dict[Kind, Callable[[int, int], None]] = {
             Kind.SEND_LAYER_DOWN: self._send_layer,
@@ -94,8 +97,8 @@ class LiveMoves:
         check_move(stage.pipeline, stage.pipeline.partition, move, updates)
         unfit, layer = unfit_configuration(self._engine, stage), None
         if unfit is None and stage.number == move.source:
-            unfit, layer = unfit_layers(stage.module).get(move.layer), self._layer(move)
-            others = {id(parameter) for parameter in self._owned()} - {id(p) for p in _parameters(layer)}
+            unfit, layer = unfit_layers(stage.module).get(move.layer), layer_of(stage.module, move.layer)
+            others = {id(parameter) for parameter in self._owned()} - {id(p) for p in parameters_in_order(layer)}
             if not others:
                 unfit = f"stage {move.source} trains nothing but layer {move.layer}"
         elif unfit is None and stage.number == move.target:
@@ -152,12 +155,12 @@ class LiveMoves:
         if self._arrived is not None:
             self._arrived.used = has_it
             self._arrived.due = self._due(micro_batch) if has_it else None
-        before = _Layers(stage.module.forward_funcs, stage.module._local_start)
-        self._run(self._with() if has_it else self._without())
+        module, before = stage.module, layers_of(stage.module)
+        run(module, with_layer(module, move.layer) if has_it else without_layer(module, move.layer))
         try:
             yield
         finally:
-            self._run(before)
+            run(module, before)
             self._keep_due(micro_batch + 1)
 
     def _due(self, micro_batch: int) -> int:
@@ -171,35 +174,6 @@ class LiveMoves:
         if arrived is not None and self.move is not None and not self._stage.pipeline.vertical:
             arrived.keep_from = self._due(max(micro_batch, self.move.micro_batch)) if arrived.apart else None
 
-    def _with(self) -> _Layers:
-        """The stage's layers with the one that moves, which must be here."""
-        module, move = self._stage.module, self.move
-        assert move is not None
-        functions, start = list(module.forward_funcs), module._local_start
-        if not start <= move.layer < start + len(functions):
-            layer = self._layer(move)
-            functions = [layer, *functions] if move.layer < start else [*functions, layer]
-        return _Layers(functions, min(start, move.layer))
-
-    def _without(self) -> _Layers:
-        """The stage's layers without the one that moves."""
-        module, move = self._stage.module, self.move
-        assert move is not None
-        functions, start = list(module.forward_funcs), module._local_start
-        if start <= move.layer < start + len(functions):
-            del functions[move.layer - start]
-            start += move.layer == start
-        return _Layers(functions, start)
-
-    def _layer(self, move: Move) -> Any:
-        spec = self._stage.module._layer_specs[move.layer]
-        return getattr(self._stage.module, str(move.layer)) if isinstance(spec, (LayerSpec, nn.Module)) else spec
-
-    def _run(self, layers: _Layers) -> None:
-        module = self._stage.module
-        vars(module)["forward_funcs"] = layers.functions
-        module._set_bounds(layers.start, layers.start + len(layers.functions))
-
     # Around updates
 
     def after_reduce(self, batch: int) -> None:
@@ -208,7 +182,7 @@ class LiveMoves:
         if arrived is None or move is None or not arrived.apart:
             return
         if batch * self._stage.pipeline.micro_batches >= move.micro_batch:
-            self._gradients[batch] = [parameter.grad for parameter in arrived.parameters]
+            self._late.hold(batch, (parameter.grad for parameter in arrived.parameters))
         for parameter in arrived.parameters:
             parameter.grad = None
 
@@ -216,9 +190,7 @@ class LiveMoves:
         """Note the optimizer's options of an update, which the layer's may need later."""
         move, stage = self.move, self._stage
         if move is not None and stage.number == move.target and batch >= move.first_version(stage.pipeline):
-            group = self._engine.optimizer.param_groups[0]
-            options = {name: value for name, value in group.items() if name != "params"}
-            self._options[batch] = tree_map_only(torch.Tensor, torch.clone, options)  # schedulers fill a rate's tensor
+            self._late.note_options(batch)
 
     def after_update(self, updates: int) -> None:
         """Hand the layer over where ``updates`` updates are made, if the cut-over is there."""
@@ -228,7 +200,7 @@ class LiveMoves:
         if self._stage.number == move.source and self._sent:
             self._remove(move)
         elif self._stage.number == move.target and self._arrived is not None:
-            self._run(self._with())
+            self._run_with(move)
 
     def give_up(self) -> None:
         """Forget a move that has not begun, before micro-batches are numbered anew; in an empty pipeline."""
@@ -248,8 +220,9 @@ class LiveMoves:
             if stage.number == move.source:
                 self._remove(move)
             elif stage.number == move.target:
-                self._update_to(micro_batch // stage.pipeline.micro_batches)
-                self._run(self._with())
+                assert self._arrived is not None
+                self._late.apply(self._arrived, micro_batch // stage.pipeline.micro_batches)
+                self._run_with(move)
             self._finish()
         if stage.weights.moved:
             stage.weights.restart(stage.weights.latest_version)  # with versions of all layers together
@@ -264,14 +237,13 @@ class LiveMoves:
             arrived.used, arrived.due, arrived.apart = True, None, False
             if not stage.pipeline.vertical:
                 arrived.keep_from = None
-            self._order_parameters()
+            order_parameters(self._engine, stage.module)
         partition = stage.pipeline.partition
         assert partition is not None
         stage.pipeline = replace(stage.pipeline, partition=moved(partition, move))
         stage.module.parts = bounds(moved(partition, move))
         self.move, self._sent, self._arrived = None, False, None
-        self._gradients.clear()
-        self._options.clear()
+        self._late.clear()
 
     def catch_up(self, updates: int) -> None:
         """Bring the layer up to ``updates`` updates, before what uses the newest weights of all stages.
@@ -282,14 +254,14 @@ class LiveMoves:
         size = self._stage.pipeline.micro_batches
         if move is None or arrived is None or not arrived.apart or updates * size < move.micro_batch:
             return
-        while any(t not in self._gradients for t in range(arrived.versions.latest, move.micro_batch // size)):
+        while not all(self._late.has(batch) for batch in range(arrived.versions.latest, move.micro_batch // size)):
             message = self._stage.links.previous.activations.receive(f"gradients of {move}")
             if message.kind is Message.LAYER_GRADIENT:
                 self._take_gradients(message)
             else:
                 self.waiting.append(message)
         self._keep_due(self._stage.progress.forwarded)
-        self._update_to(updates)
+        self._late.apply(arrived, updates)
 
     # Messages
 
@@ -321,33 +293,17 @@ class LiveMoves:
         return owned
 
     def _send_layer(self, index: int, part: int) -> None:
-        stage, optimizer, move = self._stage, self._engine.optimizer, self.move
+        stage, move = self._stage, self.move
         assert move is not None
         stage.weights.load_new_params()
-        layer, owned = self._layer(move), {id(parameter) for parameter in self._owned()}
-        parameters = list(_parameters(layer))
-        states = [optimizer.state.get(parameter, {}) for parameter in parameters]
-        described = [
-            {
-                "trained": parameter.requires_grad,
-                "owned": id(parameter) in owned,
-                "state": {name: _plain(value) for name, value in state.items()},
-            }
-            for parameter, state in zip(parameters, states, strict=True)
-        ]
-        sent = json.dumps([index, move.layer, layer_form(layer), described]).encode()
-        text = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        values = tuple(parameter.detach().clone() for parameter in parameters)
-        tensors = tuple(
-            tuple(value.clone() for value in state.values() if isinstance(value, torch.Tensor)) for state in states
-        )
-        self._sender().send(Message.LAYER, self._number(), (text, values, tensors))
+        layer = layer_of(stage.module, move.layer)
+        self._sender().send(Message.LAYER, self._number(), packed(index, move.layer, layer, self._engine.optimizer))
         self._sent = True
         self.after_update(stage.weights.latest_version)  # the cut-over may be at the update before
 
     def _send_gradients(self, index: int, part: int) -> None:
         assert self.move is not None
-        parameters = _parameters(self._layer(self.move))
+        parameters = parameters_in_order(layer_of(self._stage.module, self.move.layer))
         gradients = tuple(_copy(parameter.grad) for parameter in parameters)
         numbers = torch.tensor([index, *(parameter.requires_grad for parameter in parameters)])
         self._sender().send(Message.LAYER_GRADIENT, self._number(), (numbers, gradients))
@@ -371,12 +327,11 @@ class LiveMoves:
         """Those of a batch that this stage is about to update with."""
         self._take_gradients(self._receive(Message.LAYER_GRADIENT), index)
         assert self._arrived is not None
-        for parameter, gradient in zip(self._arrived.parameters, self._gradients.pop(index), strict=True):
-            parameter.grad = gradient
+        self._late.put(index, self._arrived)
 
     def _receive_late_gradients(self, index: int, part: int) -> None:
         assert self._arrived is not None
-        if index not in self._gradients and self._arrived.versions.latest <= index:  # else they came early
+        if not self._late.has(index) and self._arrived.versions.latest <= index:  # else they came early
             self._take_gradients(self._receive(Message.LAYER_GRADIENT), index)
 
     def _take_gradients(self, message: Received, expected: int | None = None) -> None:
@@ -393,91 +348,43 @@ class LiveMoves:
                 f"requires_grad: got {given} {self.move.source} alone while they moved to stage {self.move.target}, "
                 f"allowed is to do so in an empty pipeline; call engine.quiesce() before, on every rank"
             )
-        self._gradients[batch] = [_copy(gradient) for gradient in gradients]
+        self._late.hold(batch, map(_copy, gradients))
 
     def _install(self, message: Received) -> None:
         """Make the layer a part of this stage, with the weights and the optimizer state in ``message``."""
-        stage, engine, move = self._stage, self._engine, self.move
+        stage, engine, move, module = self._stage, self._engine, self.move, self._stage.module
         assert move is not None
-        text, values, tensors = message.tree
-        version, layer, form, described = json.loads(bytes(text.tolist()))
-        if layer != move.layer:
-            raise PipelineProtocolError(f"{stage.links.me} expected layer {move.layer}, got layer {layer}")
-        module, built, self._built = stage.module, self._built, None
-        if form != json.loads(json.dumps(layer_form(self._layer(move) if built is None else built))):
+        received, built, self._built = ReceivedLayer.of(message.tree), self._built, None
+        if received.number != move.layer:
+            raise PipelineProtocolError(f"{stage.links.me} expected layer {move.layer}, got layer {received.number}")
+        if not received.is_like(layer_of(module, move.layer) if built is None else built):
             raise VPipeError(
                 f"{move}: got another layer than stage {move.target} has built: {_changed(move)}; change it "
                 f"where it is built, or leave vpipe.replan out"
             )
         if isinstance(built, nn.Module):
-            built.to(stage.device).train(module.training)
-            modules = {name: module._modules.pop(name) for name in module.fwd_map}
-            modules[str(layer)] = built
-            for name in sorted(modules, key=int):
-                module.add_module(name, modules[name])
-        parameters = list(_parameters(self._layer(move)))
-        for parameter, value, state, found in zip(parameters, values, described, tensors, strict=True):
-            parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]  # DeepSpeed's
-            parameter.requires_grad_(state["trained"])
-            with torch.no_grad():
-                parameter.copy_(value)
-            contents = iter(found)
-            restored = {
-                name: _copy(next(contents)) if plain == _TENSOR else plain for name, plain in state["state"].items()
-            }
-            if restored:
-                engine.optimizer.state[parameter] = restored
-        owned = zip(parameters, described, strict=True)
-        engine.optimizer.param_groups[0]["params"] += [parameter for parameter, found in owned if found["owned"]]
-        self._trained = [found["trained"] for found in described]
-        self._know_parameters()
-        self._arrived = arrived = stage.weights.add(parameters, version)
+            add_child(module, move.layer, built, stage.device)
+        parameters = parameters_in_order(layer_of(module, move.layer))
+        self._trained = received.restore(parameters, engine.optimizer)
+        know_parameters(engine, module)
+        self._arrived = arrived = stage.weights.add(parameters, received.version)
         size = stage.pipeline.micro_batches
-        self._scheduled = version
-        arrived.apart = move.down and version * size < move.micro_batch
+        self._scheduled = received.version
+        arrived.apart = move.down and received.version * size < move.micro_batch
         self._keep_due(stage.progress.forwarded)
         if stage.weights.latest_version * size >= move.micro_batch:
-            self._run(self._with())
+            self._run_with(move)
+
+    def _run_with(self, move: Move) -> None:
+        """Have the layer that has come among those that run."""
+        run(self._stage.module, with_layer(self._stage.module, move.layer))
 
     def _remove(self, move: Move) -> None:
         """Give up the layer, if that has not been done: it has been sent and has no micro-batch in flight."""
-        stage, engine = self._stage, self._engine
-        module = stage.module
-        if not module._local_start <= move.layer < module._local_start + len(module.forward_funcs):
-            return
-        parameters = list(_parameters(self._layer(move)))
-        self._run(self._without())
-        module._modules.pop(str(move.layer), None)
-        gone = {id(parameter) for parameter in parameters}
-        group = engine.optimizer.param_groups[0]
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in gone]
-        for parameter in parameters:
-            engine.optimizer.state.pop(parameter, None)
-            parameter.grad = None
-        stage.weights.remove(parameters)
-        self._know_parameters()
-
-    def _know_parameters(self) -> None:
-        """Let DeepSpeed's engine know which parameters there are."""
-        engine, module = self._engine, self._stage.module
-        module.fwd_map = {name: position for position, name in enumerate(self._numbers()) if name in module._modules}
-        engine.layers_changed()
-        engine.param_names = {parameter: name for name, parameter in module.named_parameters()}
-        engine.name_parameters()
-
-    def _numbers(self) -> list[str]:
-        module = self._stage.module
-        there = [int(name) for name in module._modules if name.isdigit()]
-        first = min([module._local_start, *there])
-        last = max([module._local_start + len(module.forward_funcs) - 1, *there])
-        return [str(number) for number in range(first, last + 1)]
-
-    def _order_parameters(self) -> None:
-        """Give the optimizer's parameters the order of the module's, as in a run that begins with this partition."""
-        group = self._engine.optimizer.param_groups[0]
-        trained = {id(parameter) for parameter in group["params"]}
-        group["params"] = [p for p in self._stage.module.parameters() if id(p) in trained]
-        self._engine.name_parameters()
+        stage = self._stage
+        if has(stage.module, move.layer):
+            stage.weights.remove(remove_layer(self._engine, stage.module, move.layer))
+            know_parameters(self._engine, stage.module)
 
     # Updates of the layer alone
 
@@ -485,54 +392,16 @@ class LiveMoves:
         assert self.move is not None
         assert self._arrived is not None
         self._scheduled = index + 1
-        if self._arrived.versions.latest == index:
-            self._apply(index)
+        self._late.apply(self._arrived, self._scheduled)  # unless an evaluation was first
         size = self._stage.pipeline.micro_batches
         caught_up = self._arrived.versions.latest == self._stage.weights.latest_version
         if caught_up and self._scheduled * size >= self.move.micro_batch:
             self._arrived.apart = False
-
-    def _update_to(self, updates: int) -> None:
-        """Apply held gradients until the layer has had ``updates`` updates."""
-        arrived = self._arrived
-        assert arrived is not None
-        while arrived.versions.latest < updates:
-            self._apply(arrived.versions.latest)
-
-    def _apply(self, batch: int) -> None:
-        """Update ``batch`` of the layer, with the optimizer's options of that update."""
-        arrived, optimizer = self._arrived, self._engine.optimizer
-        assert arrived is not None
-        kept, groups = [parameter.grad for parameter in arrived.parameters], optimizer.param_groups
-        owned = {id(parameter) for parameter in self._owned()}
-        trained = [parameter for parameter in arrived.parameters if id(parameter) in owned]
-        with self._stage.weights.update_apart(arrived):
-            for parameter, gradient in zip(arrived.parameters, self._gradients.pop(batch), strict=True):
-                parameter.grad = gradient
-            optimizer.param_groups = [{**groups[0], **self._options[batch], "params": trained}]
-            try:
-                type(optimizer).step(optimizer)
-            finally:
-                optimizer.param_groups = groups
-                for parameter, gradient in zip(arrived.parameters, kept, strict=True):
-                    parameter.grad = gradient
-
-
-_TENSOR = "tensor"
 
 
 def _changed(move: Move) -> str:
     return f"layer {move.layer} was changed after it had been built, and another stage cannot build it"
 
 
-def _plain(value: Any) -> Any:
-    """A value of an optimizer's state for JSON: a number, or that it is a tensor, which travels beside it."""
-    return _TENSOR if isinstance(value, torch.Tensor) else value
-
-
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach().clone()
-
-
-def _parameters(layer: Any) -> Sequence[nn.Parameter]:
-    return list(layer.parameters()) if isinstance(layer, nn.Module) else []

@@ -1,8 +1,9 @@
 """A stage that is killed at an action of a live move: the run resumes with the old split or the new one, exactly.
 
-The suite kills each end of a move at one of its messages. With ``DS_VPIPE_KILLS=all`` both are killed at every one, at
-everything around the cut-over and at instants of a save, and a table is printed (``pytest -s``). That takes an hour on
-two idle cores: ``DS_VPIPE_KILLS=3/16`` is the third of sixteen parts of it.
+The suite kills each end of a move at one of its messages. With ``DS_VPIPE_KILLS=messages`` both are killed before and
+after every one of every move, with ``all`` also at everything around the first cut-over and at instants of a save, and
+a table is printed (``pytest -s``). A kill takes four seconds, two of which the others give all ranks to read why they
+end: ``DS_VPIPE_KILLS="all 3/16"`` is the third of sixteen parts.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from ds_vpipe.schedules.pipeline import Pipeline
 
 pytestmark = pytest.mark.mp
 
-KILLS = os.environ.get("DS_VPIPE_KILLS", "")
-PART, PARTS = (1, 1) if KILLS in ("", "all") else map(int, KILLS.split("/"))
+KILLS, *SHARE = os.environ.get("DS_VPIPE_KILLS", "").split() or [""]
+PART, PARTS = map(int, SHARE[0].split("/")) if SHARE else (1, 1)
 PIPELINE = Pipeline("asp", STAGES, SIZE, DEPTHS)
 UPDATES, LONGEST_S = 21, 50.0  # no wait has ended at its limit of 60 s, however busy the machine is
 STARTS = {"down": (8, 1, 1), "up": (1, 1, 8)}
@@ -118,20 +119,24 @@ def resumed(worlds: Worlds, start: tuple[int, ...], saves: tuple[int, ...], move
 
 
 def kills(actions: Sequence[Sequence[str]], moves: Sequence[Move]) -> Iterator[Kill]:
-    """Every action of a move, all others of both ends between its first version and its cut-over, and in a save."""
+    """Before and after every action of a move; for all, before others of both ends of the first one, and in a save.
+
+    Between two actions nothing happens: the end of one is the beginning of the next.
+    """
     first, last = moves[0], UPDATES - 1 - DEPTHS[0] // SIZE  # from there on a stage may have ended
     around = range(first.first_version(PIPELINE), first.micro_batch // SIZE)
     for stage, found in enumerate(actions):
-        updates = 0
+        updates, instants, is_all = 0, dict[int, Kill](), KILLS == "all" and stage in (first.source, first.target)
         for number, action in enumerate(found, 1):
             updates += action.startswith("STEP") and "LAYER" not in action
             if updates >= last:
                 break
-            if "LAYER" in action or (stage in (first.source, first.target) and updates in around):
-                yield Kill(stage, number, action)
+            if "LAYER" in action or (is_all and updates in around):
+                instants.setdefault(number, Kill(stage, number, action))
             if "LAYER" in action:
-                yield Kill(stage, number, action, after=True)
-        if stage in (first.source, first.target):
+                instants[number + 1] = Kill(stage, number, action, after=True)
+        yield from instants.values()
+        if is_all:
             yield from (Kill(stage, 1, "in the second save", delay=delay / 125) for delay in range(10))
 
 

@@ -1,4 +1,7 @@
-"""Layers that move between stages while the engine trains: every micro-batch against the replay, to the last bit."""
+"""Layers that move between stages while the engine trains: every micro-batch against the replay, to the last bit.
+
+With ``DS_VPIPE_LONG_MOVES=1`` chains have 20 moves.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ from ds_vpipe.schedules.pipeline import Pipeline
 pytestmark = pytest.mark.mp
 
 LAYERS, RATE = 10, 0.1
+MOVES = 20 if os.environ.get("DS_VPIPE_LONG_MOVES") else 4
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9}},
     "AdamW": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True}},
@@ -54,22 +58,30 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
 
 
-def plan(pipeline: Pipeline, batches: int, seed: int) -> list[tuple[int, Move]]:
+def plan(pipeline: Pipeline, seed: int) -> list[tuple[int, Move]]:
     """Moves at random micro-batches, one after the other, each with the update after which it is given."""
     draw, partition = random.Random(seed), uniform_partition(LAYERS, pipeline.num_stages)
     given: list[tuple[int, Move]] = []
     update = 0
-    while True:
+    while len(given) < MOVES:
         pairs = [(s, s + d) for s in range(pipeline.num_stages) for d in (-1, 1) if partition[s] > 1]
         source, target = draw.choice([pair for pair in pairs if 0 <= pair[1] < pipeline.num_stages])
         layer = sum(partition[:source]) + (partition[source] - 1 if target > source else 0)
         later = draw.randrange(3) * pipeline.micro_batches
         move = Move(layer, source, target, earliest_cut_over(pipeline, source, target, update) + later)
-        if move.settled_batch(pipeline) + 1 >= batches:
-            return given
         given.append((update, move))
         partition = moved(partition, move)
         update = move.settled_batch(pipeline) + draw.randrange(2)
+    found = [move for _, move in given]
+    if MOVES >= 20:
+        assert {move.down for move in found} == {True, False}
+        assert any((a.layer, a.source) == (b.layer, b.target) for a, b in pairwise(found)), "there and back"
+    return given
+
+
+def batches_of(pipeline: Pipeline, given: list[tuple[int, Move]]) -> int:
+    """Batches until all moves are done, and two more."""
+    return given[-1][1].settled_batch(pipeline) + 2
 
 
 def train_moving(
@@ -169,17 +181,16 @@ def final_bounds(stages: int, given: list[tuple[int, Move]]) -> list[int]:
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_moves_with_stashing_against_the_replay(worlds: Worlds, stages: int, micro_batches: int) -> None:
-    batches = 24
     runs, wanted, pipelines = [], [], []
     for seed, factor in ((0, 1), (1, 2), (2, 2)):
         depths = tuple(factor * (stages - 1 - stage) for stage in range(stages))
-        pipeline = Pipeline("asp", stages, micro_batches, depths)
-        given = plan(pipeline, batches, 10 * stages + seed)
-        assert len(given) >= 2
+        pipelines.append(Pipeline("asp", stages, micro_batches, depths))
         block = config(micro_batches, "SGD", stage_to_depth_map=list(depths))
+        given = plan(pipelines[-1], 10 * stages + seed)
         runs.append((block, given, {"evaluate": seed == 2, "filled": seed == 1}))
+    batches = max(batches_of(pipeline, given) for pipeline, (_, given, _) in zip(pipelines, runs, strict=True))
+    for pipeline, (_, given, _) in zip(pipelines, runs, strict=True):
         wanted.append(expected(pipeline, batches, given, "SGD"))
-        pipelines.append(pipeline)
     ranks = worlds.run(stages, train_all, runs, stages, batches)
     for number, run in enumerate(wanted):
         reports = [rank[number] for rank in ranks]
@@ -199,30 +210,36 @@ def test_moves_with_stashing_against_the_replay(worlds: Worlds, stages: int, mic
             assert difference(report["whole"], found) == 0
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_moves_with_adamw(worlds: Worlds, stages: int) -> None:
-    batches, pipeline = 24, Pipeline("asp", stages, 2)
-    given = plan(pipeline, batches, 5)
-    options = {"scheduled": False}
-    ranks = worlds.run(stages, train_all, [(config(2, "AdamW"), given, options)], stages, batches)
-    wanted = expected(pipeline, batches, given, "AdamW").parameters()
-    assert difference(cases.merged([rank[0] for rank in ranks]), wanted) <= 1e-5
+def test_moves_with_adamw(worlds: Worlds, stages: int, micro_batches: int) -> None:
+    pipeline = Pipeline("asp", stages, micro_batches)
+    given, options = plan(pipeline, 5), {"scheduled": False}
+    batches = batches_of(pipeline, given)
+    ranks = worlds.run(stages, train_all, [(config(micro_batches, "AdamW"), given, options)], stages, batches)
+    found = cases.merged([rank[0] for rank in ranks])
+    off = difference(found, expected(pipeline, batches, given, "AdamW").parameters())
+    assert off <= 1e-5
+    early = [(update, replace(move, micro_batch=move.micro_batch - micro_batches)) for update, move in given]
+    seen = difference(found, expected(pipeline, batches, early, "AdamW").parameters())
+    assert seen > 1e-4
+    print(f"AdamW, K={stages} M={micro_batches}, {len(given)} moves: off by {off:.1e}, each early by {seen:.1e}")
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_with_one_version_everywhere_moves_change_nothing(worlds: Worlds, stages: int, micro_batches: int) -> None:
-    batches, runs = 24, []
+    runs, most = [], 0
     for seed, block in enumerate(({"weight_sync": "vertical"}, {"sync_mode": "bsp"}, {"sync_mode": "bsp"})):
         schedule = ("asp", "1f1b", "gpipe")[seed]
         extra = {"schedule": schedule} if seed else {}
         pipeline = Pipeline(schedule, stages, micro_batches, weight_sync="stash" if seed else "vertical")  # type: ignore[arg-type]
-        ds_config = config(micro_batches, "SGD", **block, **extra)
-        runs += [(ds_config, given, {"evaluate": True}) for given in ([], plan(pipeline, batches, seed))]
-    ranks = worlds.run(stages, train_all, runs, stages, batches)
+        ds_config, given = config(micro_batches, "SGD", **block, **extra), plan(pipeline, seed)
+        most = max(most, batches_of(pipeline, given))
+        runs += [(ds_config, moves, {"evaluate": True}) for moves in ([], given)]
+    ranks = worlds.run(stages, train_all, runs, stages, most)
     for number in range(0, len(runs), 2):
         plain, moving = ([rank[at] for rank in ranks] for at in (number, number + 1))
-        assert len(runs[number + 1][1]) >= 2
         assert difference(cases.merged(moving), cases.merged(plain)) == 0, runs[number + 1][1]
         assert [report["losses"] for report in moving] == [report["losses"] for report in plain]
         assert [report["evaluations"] for report in moving] == [report["evaluations"] for report in plain]

@@ -1,7 +1,11 @@
-"""Moves of layers in programs: order, versions, absence of dead-locks, and what the checks find."""
+"""Moves of layers in programs: order, versions, absence of dead-locks, and what the checks find.
+
+With ``DS_VPIPE_LONG_MOVES=1`` a move begins at every update until all are alike.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -19,6 +23,7 @@ from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Programs, Workload, programs
 
 SHORT = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.STEP: "S", Kind.STEP_LAYER: "s"}
+EVERY = bool(os.environ.get("DS_VPIPE_LONG_MOVES"))
 ASP = Pipeline("asp", 3, 1)
 UP, DOWN = Move(4, 1, 0, 6), Move(3, 0, 1, 6)
 
@@ -83,12 +88,12 @@ def test_every_move_is_sound(num_stages: int, micro_batches: int) -> None:
     kinds += [replace(kinds[0], weight_sync="vertical"), Pipeline("1f1b", num_stages, micro_batches)]
     kinds.append(Pipeline("gpipe", num_stages, micro_batches))
     for number, pipeline in enumerate(kinds):
+        full = pipeline.depths[0] // micro_batches + 2  # from there on every batch is like the one before
         for source, target in ((s, t) for s in range(num_stages) for t in (s - 1, s + 1) if 0 <= t < num_stages):
-            cut_over = earliest_cut_over(pipeline, source, target, (source + number) % 3)
-            move = Move(0, source, target, cut_over)
-            batches = move.settled_batch(pipeline) + pipeline.depths[0] // micro_batches + 2
-            workload = Workload(batches, (), (move,))
-            assert check_moves(pipeline, programs(pipeline, workload), workload) == [], (pipeline, move)
+            for updates in range(full) if EVERY else [(source + number) % 3]:
+                move = Move(0, source, target, earliest_cut_over(pipeline, source, target, updates))
+                workload = Workload(move.settled_batch(pipeline) + full, (), (move,))
+                assert check_moves(pipeline, programs(pipeline, workload), workload) == [], (pipeline, move)
 
 
 @pytest.mark.parametrize("move", [Move(0, 0, 1, 12), Move(0, 1, 0, 12), Move(0, 1, 2, 12), Move(0, 2, 1, 12)])

@@ -5,14 +5,16 @@
 stand for any number of devices:
 
 * worst: training starts from ``[n-3, 1, 1, 1]``;
-* slower: training starts from an even split, and some updates later stage 1 takes twice as long for every layer;
+* slower: training starts from an even split, and from update 200 on stage 1 takes twice as long for every layer;
+* frozen: likewise, and from update 100 on the first half of the layers is frozen, which takes a third of the time then;
 * jitter: every pass takes another time, log-normal with this sigma. Fixed default depths against those that follow
   (``"stage_to_depth_map": "auto"``);
 * plain: nothing sleeps; a GPT-2 of Hugging Face's library with a large vocabulary is trained by a looping script on two
   stages, from its default split.
 
-The first two are trained by DeepSpeed's engine from an even split, without ``"replan"``, with it in both ways of
-moving, and from the best split for the end. Arms take turns. Prints medians of all turns: milliseconds per
+The first three are trained by DeepSpeed's engine from an even split, without ``"replan"``, with it in both ways of
+moving, and from the best split for the end. These are trained at once, each by K processes of its own: they sleep most
+of the time, and what else the machine does meets them alike. The others take turns. Prints medians: milliseconds per
 micro-batch at first and in the last updates, the longest update, and the lines of the decisions. Rows go to a file, if
 one is named, and table and picture are of all that are in it.
 """
@@ -22,8 +24,10 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from typing import Any
@@ -40,6 +44,7 @@ from common import (
     draw,
     ds_config,
     engine_for,
+    machine,
     markdown,
     micro_batch,
     parser_of,
@@ -47,12 +52,14 @@ from common import (
     run,
     seconds_of,
     slowest,
+    start,
     trainer_of,
 )
 from deepspeed.pipe import LayerSpec
 
 import ds_vpipe
 
+CASES = ("worst", "slower", "frozen")
 SLOW_STAGE, SLOWER = 1, 2.0
 SEQUENCE, PLAIN_BATCH = 32, 4
 ARMS = {
@@ -98,15 +105,17 @@ class Jittery(Emulated):
         return Sleep.apply(value * Sleep.apply(self.scale, 0.0, backward_s), self._varied(), backward_s)
 
 
-def best_split(layers: int, slowness: list[float]) -> list[int]:
+def best_split(layers: list[float], slowness: list[float]) -> list[int]:
     """Layers per stage with which the slowest stage takes the least time, by trying all."""
 
-    def order(counts: list[int]) -> tuple[float, float]:
-        seconds = [count * factor for count, factor in zip(counts, slowness, strict=True)]
+    def order(edges: tuple[int, ...]) -> tuple[float, float]:
+        stages = zip(pairwise(edges), slowness, strict=True)
+        seconds = [sum(layers[start:stop]) * factor for (start, stop), factor in stages]
         return max(seconds), sum(one**2 for one in seconds)
 
-    cuts = combinations(range(1, layers), len(slowness) - 1)
-    return min(([stop - start for start, stop in pairwise((0, *inner, layers))] for inner in cuts), key=order)
+    cuts = combinations(range(1, len(layers)), len(slowness) - 1)
+    edges = min(((0, *inner, len(layers)) for inner in cuts), key=order)
+    return [stop - start for start, stop in pairwise(edges)]
 
 
 def ended(engine: Any) -> list[str]:
@@ -121,9 +130,12 @@ def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[
     """Milliseconds per micro-batch of every update and the split at the end, and lines of the decisions."""
     stages, layers = options.stages, options.layers
     slowness = [SLOWER if case == "slower" and stage == SLOW_STAGE else 1.0 for stage in range(stages)]
-    partition = [layers - stages + 1] + [1] * (stages - 1) if case == "worst" else best_split(layers, [1.0] * stages)
+    frozen, changes = layers // 2 if case == "frozen" else 0, changes_at(case, options)
+    partition = [layers - stages + 1] + [1] * (stages - 1)
     if arm == "best":
-        partition = best_split(layers, slowness)
+        partition = best_split([1 / 3] * frozen + [1.0] * (layers - frozen), slowness)
+    elif case != "worst":
+        partition = best_split([1.0] * layers, [1.0] * stages)
     block: dict[str, Any] | None = None if arm == "stock" else {"partition": partition}
     if block is not None and arm in ("live", "drain"):
         block["replan"] = {"every": options.every, "moves": arm}
@@ -131,9 +143,11 @@ def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[
     specs = [LayerSpec(Throttled, options.layer_ms, device) for _ in range(layers)]
     engine = engine_for(specs, stages, ds_config(options.micro_batches, block))
     train_batch, milliseconds = trainer_of(engine, micro_batch("emulated")), []
-    for update in range(updates_of(case, options)):
-        if update == options.slower_at or arm == "best":
+    for update in range(options.updates or (changes + 80 if changes else 200)):
+        if update == (0 if arm == "best" else changes):
             device.slowness = slowness[rank]
+            for number, layer in enumerate(engine.module.forward_funcs, engine.module._local_start):
+                layer.requires_grad_(number >= frozen)
         begin = time.perf_counter()
         train_batch()
         milliseconds.append(round(1e3 * (time.perf_counter() - begin) / options.micro_batches, 2))
@@ -144,9 +158,9 @@ def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[
     return {"case": case, "arm": arm, "layers": split, "ms": milliseconds}, lines
 
 
-def updates_of(case: str, options: argparse.Namespace) -> int:
-    """Updates of a run: 80 more after a stage has slowed down, else 200."""
-    return options.updates or (options.slower_at + 80 if case == "slower" else 200)
+def changes_at(case: str, options: argparse.Namespace) -> int:
+    """Update at which something changes, 0 for the start."""
+    return {"slower": options.slower_at, "frozen": options.frozen_at}.get(case, 0)
 
 
 def train_jittery(sigma: float, follows: bool, rank: int, options: argparse.Namespace) -> tuple[Row, list[str]]:
@@ -241,19 +255,30 @@ def work_plain(rank: int, say: Say, options: argparse.Namespace) -> None:
     say(f"{markdown(head, rows)}plain: {statistics.median(ratios):.2f} times as fast ({found})")
 
 
-def work(rank: int, say: Say, options: argparse.Namespace) -> None:
-    """One rank."""
-    rows = read_rows(options.json or "")
-    for _, case, arm in product(range(options.repetitions), options.cases, ARMS):
-        row, lines = train(case, arm, rank, options)
-        rows.append(row)
-        add_row(row, options.json if rank == 0 else None)
-        for line in lines:
-            say(f"{case}: {arm}: {line}")
+def work(rank: int, say: Say, case: str, arm: str, options: argparse.Namespace) -> None:
+    """One rank of an arm."""
+    row, lines = train(case, arm, rank, options)
+    add_row(row, options.json if rank == 0 else None)
+    for line in lines:
+        say(f"{case}: {arm}: {line}")
+
+
+def train_all(options: argparse.Namespace) -> None:
+    """Train all arms at once, a case after the other."""
+    for _, case in product(range(options.repetitions), options.cases):
+        # DeepSpeed's engine fails where all layers of a stage are frozen.
+        arms = [arm for arm in options.arms if (case, arm) != ("frozen", "stock")]
+        with ThreadPoolExecutor(len(arms)) as pool:
+            list(pool.map(lambda arm, case=case: start(work, options.stages, case, arm, options), arms))
+
+
+def show(options: argparse.Namespace, rows: list[Row]) -> None:
+    """Print the table of all rows, and draw them."""
     shown, panels = [], {}
     for case in dict.fromkeys(row["case"] for row in rows):
-        begin = options.slower_at if case == "slower" else 2 * options.stages
+        begin = changes_at(case, options) or 2 * options.stages
         runs = {arm: [row for row in rows if (row["case"], row["arm"]) == (case, arm)] for arm in ARMS}
+        runs = {arm: found for arm, found in runs.items() if found}
         paces = {arm: [statistics.median(row["ms"][-options.every :]) for row in found] for arm, found in runs.items()}
         for arm, found in runs.items():
             at_first = statistics.median(statistics.median(row["ms"][begin : begin + options.every]) for row in found)
@@ -277,22 +302,24 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
         "of the best",
         "from, to",
     ]
-    say(markdown(head, shown))
-    if rank == 0 and options.plot:
+    print(markdown(head, shown))
+    if options.plot:
         draw(options.plot, panels, "update", "ms per micro-batch")
 
 
 parser = parser_of(__doc__)
 parser.add_argument("--stages", type=int, default=4)
 parser.add_argument("--layers", type=int, default=16)
-parser.add_argument("--layer-ms", type=float, default=6.0, help="per layer and micro-batch")
+parser.add_argument("--layer-ms", type=float, default=24.0, help="per layer and micro-batch")
 parser.add_argument("--micro-batches", type=int, default=2)
 parser.add_argument("--every", type=int, default=20, help="updates between two looks")
-parser.add_argument("--updates", type=int, help="of each run; default: 200, 80 after a stage has slowed down")
+parser.add_argument("--updates", type=int, help="of each run; default: 80 after a change, else 200")
 parser.add_argument("--slower-at", type=int, default=200, help="update at which a stage slows down")
+parser.add_argument("--frozen-at", type=int, default=100, help="update at which layers are frozen")
+parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
 parser.add_argument("--json", help="file of rows")
 parser.add_argument("--plot", help="picture of the seconds of every update")
-parser.add_argument("--cases", nargs="+", choices=("worst", "slower"), default=["worst", "slower"])
+parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
 parser.add_argument("--plain", action="store_true", help="the plain model, and nothing else")
 parser.add_argument("--jitter", type=float, nargs="+", help="sigmas of pipelines whose passes vary, nothing else")
 parser.add_argument("--stage-ms", type=float, default=24.0, help="per stage and micro-batch, of these")
@@ -305,5 +332,11 @@ if __name__ == "__main__":
     options = parse()
     if options.jitter:
         run(work_jittery, options.stages, options)
+    elif options.plain:
+        run(work_plain, 2, options)
     else:
-        run(work_plain if options.plain else work, 2 if options.plain else options.stages, options)
+        print(machine(), flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            options.json = options.json or f"{folder}/rows.jsonl"
+            train_all(options)
+            show(options, read_rows(options.json))

@@ -206,7 +206,7 @@ def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
         method = "spawn" if torch.cuda.is_available() else "forkserver"
         mp.start_processes(_rank, args=(work, world, store.port, arguments), nprocs=world, start_method=method)
     finally:
-        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # there may be several worlds at once
 
 
 def _rank(rank: int, work: Callable[..., None], world: int, port: int, arguments: tuple[Any, ...]) -> None:

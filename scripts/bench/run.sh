@@ -67,9 +67,7 @@ memory() {
 simulation() { "$python" scripts/bench/simulation.py --repetitions 5; }
 
 balance() {
-    local to=(--json $data/balance.jsonl --plot docs/images/balance.svg)
-    "$python" scripts/bench/balance.py --repetitions 3 --cases worst "${to[@]}"
-    "$python" scripts/bench/balance.py --repetitions 3 --cases slower "${to[@]}"
+    "$python" scripts/bench/balance.py --repetitions 3 --json $data/balance.jsonl --plot docs/images/balance.svg
 }
 
 balance-depths() {

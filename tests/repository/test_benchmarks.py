@@ -50,12 +50,12 @@ SMALL = {
         [r"asp +M=1 .*predicted .*measured", r"largest difference: [\d.]+ %"],
     ),
     "balance.py": (
-        "--stages 2 --layers 4 --layer-ms 3 --every 4 --updates 16 --slower-at 6 --repetitions 1 "
-        "--json out/balance.jsonl --plot out/balance.svg",
+        "--stages 2 --layers 4 --layer-ms 3 --every 4 --updates 16 --frozen-at 6 --repetitions 1 "
+        "--cases worst frozen --arms stock live best --json out/balance.jsonl --plot out/balance.svg",
         [
             r"worst: live: replan at update \d+: \[3, 1\]",
-            r"\| slower \| drain \| \[\d, \d\] \| [\d.]+ \| \d+ \| [\d.]+ \| \d+% \| \d+% to \d+% \|",
-            r"\| slower \| stock \| \[2, 2\] \|",
+            r"\| frozen \| live \| \[\d, \d\] \| [\d.]+ \| \d+ \| [\d.]+ \| \d+% \| \d+% to \d+% \|",
+            r"\| worst \| stock \| \[2, 2\] \|",
         ],
     ),
     "overhead.py": ("--tensors 32 --turns 1", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from move_checks import check_moves
@@ -107,6 +108,29 @@ def test_training_may_end_before_layers_have_moved(batches: int) -> None:
     )
     assert update == 42
     assert len(found.seconds[0]) == batches
+
+
+@pytest.mark.parametrize("moves", ["drain", "live"])
+@pytest.mark.parametrize(
+    ("counts", "change", "since", "updates"),
+    [
+        ((13, 1, 1, 1), Slowdown(1, 1.0, 1), 10, 190),  # once it is full; nothing changes
+        ((4, 4, 4, 4), Slowdown(1, 2.0, 200), 200, 60),
+        ((4, 4, 4, 4), Freezing(8, 100), 100, 60),
+    ],
+)
+def test_the_new_optimum_is_reached(
+    counts: tuple[int, ...], change: Slowdown | Freezing, since: int, updates: int, moves: str
+) -> None:
+    """Within 95 % after so many updates, none of which is twice as long as it would have been."""
+    found = course(counts, change, moves=moves, batches=since + updates + 20)
+    moving, staying = found.seconds
+    share = found.stretches[-1].best_s / fmean(moving[-20:])
+    longest = max(moving[since:]) / max(staying[since:])
+    print(f"{counts}, {moves}: {share:.0%} of the best pace, longest update {longest:.2f} times the old pace")
+    assert share >= 0.95
+    assert longest < 2
+    assert found.stretches[-1].best_s / fmean(staying[-20:]) < 0.8
 
 
 def test_a_device_that_recovers_gets_its_layers_back() -> None:

@@ -13,10 +13,10 @@ stand for any number of devices:
   stages, from its default split.
 
 The first three are trained by DeepSpeed's engine from an even split, without ``"replan"``, with it in both ways of
-moving, and from the best split for the end. These are trained at once, each by K processes of its own: they sleep most
-of the time, and what else the machine does meets them alike. The others take turns. Prints medians: milliseconds per
-micro-batch at first and in the last updates, the longest update, and the lines of the decisions. Rows go to a file, if
-one is named, and table and picture are of all that are in it.
+moving, and from the best split for the end. Arms that sleep are trained at once, each by K processes of its own: what
+else the machine does meets them alike. Plain models take turns. Prints medians: milliseconds per micro-batch at first
+and in the last updates, the longest update, and the lines of the decisions. Rows go to a file, if one is named, and
+table and picture are of all that are in it.
 """
 
 from __future__ import annotations
@@ -181,15 +181,16 @@ def train_jittery(sigma: float, follows: bool, rank: int, options: argparse.Name
     return row, lines
 
 
-def work_jittery(rank: int, say: Say, options: argparse.Namespace) -> None:
-    """One rank of the pipelines whose passes vary."""
-    rows = read_rows(options.json or "")
-    for _, sigma, follows in product(range(options.repetitions), options.jitter, (False, True)):
-        row, lines = train_jittery(sigma, follows, rank, options)
-        rows.append(row)
-        add_row(row, options.json if rank == 0 else None)
-        for line in lines:
-            say(f"jitter {sigma}: {line}")
+def work_jittery(rank: int, say: Say, sigma: float, follows: bool, options: argparse.Namespace) -> None:
+    """One rank of a pipeline whose passes vary."""
+    row, lines = train_jittery(sigma, follows, rank, options)
+    add_row(row, options.json if rank == 0 else None)
+    for line in lines:
+        say(f"jitter {sigma}: {line}")
+
+
+def show_jittery(options: argparse.Namespace, rows: list[Row]) -> None:
+    """Print the table of all pipelines whose passes vary, and draw them."""
     shown, points = [], []
     for sigma in sorted({row["sigma"] for row in rows}):
         fixed, follow = ([r for r in rows if (r["sigma"], r["follows"]) == (sigma, one)] for one in (False, True))
@@ -199,8 +200,8 @@ def work_jittery(rank: int, say: Say, options: argparse.Namespace) -> None:
         shown.append((sigma, *(f"{pace:.1f}" for pace in paces), depths, *spread(ratios, ".2f")))
         points.append([(100 * sigma, pace) for pace in paces])
     head = ["sigma", "default depths, ms", "depths that follow, ms", "the last ones", "times as fast", "from, to"]
-    say(markdown(head, shown))
-    if rank == 0 and options.plot:
+    print(markdown(head, shown))
+    if options.plot:
         fixed, follow = zip(*points, strict=True)
         curves = [Curve("default depths", fixed), Curve("depths that follow", follow, bold=True)]
         draw(options.plot, {"": curves}, "sigma of a pass's time, %", "ms per micro-batch")
@@ -264,12 +265,13 @@ def work(rank: int, say: Say, case: str, arm: str, options: argparse.Namespace) 
 
 
 def train_all(options: argparse.Namespace) -> None:
-    """Train all arms at once, a case after the other."""
-    for _, case in product(range(options.repetitions), options.cases):
+    """Train the arms of every case at once, a case after the other."""
+    work_of, cases = (work_jittery, options.jitter) if options.jitter else (work, options.cases)
+    for _, case in product(range(options.repetitions), cases):
         # DeepSpeed's engine fails where all layers of a stage are frozen.
-        arms = [arm for arm in options.arms if (case, arm) != ("frozen", "stock")]
+        arms = [arm for arm in options.arms if (case, arm) != ("frozen", "stock")] if work_of is work else (False, True)
         with ThreadPoolExecutor(len(arms)) as pool:
-            list(pool.map(lambda arm, case=case: start(work, options.stages, case, arm, options), arms))
+            list(pool.map(lambda arm, case=case: start(work_of, options.stages, case, arm, options), arms))
 
 
 def show(options: argparse.Namespace, rows: list[Row]) -> None:
@@ -322,7 +324,7 @@ parser.add_argument("--plot", help="picture of the seconds of every update")
 parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
 parser.add_argument("--plain", action="store_true", help="the plain model, and nothing else")
 parser.add_argument("--jitter", type=float, nargs="+", help="sigmas of pipelines whose passes vary, nothing else")
-parser.add_argument("--stage-ms", type=float, default=24.0, help="per stage and micro-batch, of these")
+parser.add_argument("--stage-ms", type=float, default=48.0, help="per stage and micro-batch, of these")
 parser.add_argument("--max-staleness", type=int, default=3, help="of these")
 parser.add_argument("--vocabulary", type=int, default=16384, help="of the plain model")
 parser.add_argument("--repetitions", type=int, default=5, help="turns of all arms")
@@ -330,13 +332,11 @@ parse = parser.parse_args
 
 if __name__ == "__main__":
     options = parse()
-    if options.jitter:
-        run(work_jittery, options.stages, options)
-    elif options.plain:
+    if options.plain:
         run(work_plain, 2, options)
     else:
         print(machine(), flush=True)
         with tempfile.TemporaryDirectory() as folder:
             options.json = options.json or f"{folder}/rows.jsonl"
             train_all(options)
-            show(options, read_rows(options.json))
+            (show_jittery if options.jitter else show)(options, read_rows(options.json))

@@ -155,6 +155,8 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("`replan` with `\"stage_to_depth_map\": \"auto\"`: depths that follow; resume",
              "equal to the replay with these depths, bit for bit; the checkpoint's depths within the limits",
              "test_depth_changes.py::test_depths_that_follow_are_exact_and_resumed"),
+            ("A change of split or depths that fails on one rank", "all ranks end at once, with its reason",
+             "test_depth_changes.py::test_a_change_of_depths_that_fails_on_one_rank_ends_all_with_its_reason"),
             ("A layer that was changed after it had been built", "one line on every rank when it is to move",
              "test_balance.py::test_a_layer_that_cannot_be_built_elsewhere_ends_all_ranks_with_one_line"),
             ("`replan` with `\"moves\": \"live\"`: fp32 on CPUs, SGD, Adam, AdamW, `LayerSpec`s without buffers; other "

@@ -46,7 +46,8 @@ throughput-96ms() {
 adapters() {
     local to=(--json $data/adapters.jsonl --table $data/adapters.md)
     local run=("$python" scripts/bench/schedule.py --work adapters --stage-ms 96 --seconds 2 --repetitions 3 "${to[@]}")
-    "${run[@]}" --arms stock bsp asp --links --real-micro-batches --stages 2 4 --micro-batches 1 8
+    "${run[@]}" --arms stock bsp asp --links --real-micro-batches --stages 2 4 --micro-batches 1
+    "${run[@]}" --arms stock bsp asp --links --real-micro-batches --stages 4 --micro-batches 8
 }
 
 overhead() {

@@ -7,8 +7,6 @@ different times. Each entry says why it is there; ``tests/engine/test_deepspeed_
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -29,7 +27,6 @@ from ds_vpipe.engine.updates.parameter_groups import listed, trainable
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.staleness.soap import SOAP
 
-_GRADIENT = attrgetter("grad")
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
 _BUILDING = threading.Lock()  # what _without_handshake() replaces belongs to the process
 
@@ -43,7 +40,6 @@ class PatchedPipelineEngine(PipelineEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _without_handshake():
             super().__init__(*args, **kwargs)
-        self._gradients: list[torch.Tensor | None] = []
         self.layers_changed()
 
     def layers_changed(self) -> None:
@@ -113,11 +109,9 @@ class PatchedPipelineEngine(PipelineEngine):
         if self.is_data_parallel or self.zero_optimization():
             self._exec_reduce_grads()
             return
-        # Kept until the update has read them: torch would else make hundreds of Python's objects twice.
-        self._gradients[:] = map(_GRADIENT, self.stage_parameters)
-        for parameter in self.stage_parameters if any(map(is_, self._gradients, repeat(None))) else ():
-            # Zeros where there is no gradient, as a reduction makes them.
-            if parameter.grad is None and parameter.requires_grad and parameter.numel():
+        missing = [parameter for parameter in self.stage_parameters if parameter.grad is None]
+        for parameter in missing:  # zeros where there is no gradient, as a reduction makes them
+            if parameter.requires_grad and parameter.numel():
                 parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
     def take_gradient(self, weight: nn.Parameter) -> torch.Tensor | None:
@@ -148,7 +142,6 @@ class PatchedPipelineEngine(PipelineEngine):
     def run_update(self) -> None:
         """Optimizer step with DeepSpeed's timers and events; calls :meth:`_take_model_step`."""
         self._exec_optimizer_step(self.lr_kwargs)
-        self._gradients.clear()
 
     def fill_groups(self) -> None:
         """Give every group of a half-precision optimizer a gradient: its norm is a sum over stages, which wait."""

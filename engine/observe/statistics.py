@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, sub
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,13 +81,7 @@ class StageStatistics:
 
 _FIELDS = dataclasses.fields(StageStatistics)
 _ADDED = np.array([field.name.endswith("_s") or field.name.startswith("bytes_") for field in _FIELDS])
-_KINDS = {
-    "load_s": Kind.LOAD,
-    "forward_s": Kind.FORWARD,
-    "backward_s": Kind.BACKWARD,
-    "reduce_s": Kind.REDUCE,
-    "update_s": Kind.STEP,
-}
+_TIMED = (Kind.LOAD, Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE, Kind.STEP)  # in the order of a record
 _SENDS = [kind for kind in Kind if kind.value.startswith("SEND")]
 _WAITED, _SENT, _RECEIVED = map(attrgetter, ("waited_s", "bytes_sent", "bytes_received"))
 _PEAK_INTERVAL_S = 1.0
@@ -118,11 +112,8 @@ class StageMeter:
         closed: Callable[[list[float]], None],
     ) -> None:
         self._stage, self._closed = stage, closed
-        self._waiting = {
-            "wait_activations_s": links[Kind.RECV_ACT],
-            "wait_gradients_s": links[Kind.RECV_GRAD],
-            "wait_tied_s": [*links[Kind.RECV_TIED], *links[Kind.RECV_TIED_GRAD]],
-        }
+        tied = [*links[Kind.RECV_TIED], *links[Kind.RECV_TIED_GRAD]]
+        self._waiting = links[Kind.RECV_ACT], links[Kind.RECV_GRAD], tied
         every = {id(link): link for found in links.values() for link in found}.values()
         self._senders = [link for link in every if isinstance(link, Sender)]
         self._receivers = [link for link in every if isinstance(link, Receiver)]
@@ -144,23 +135,23 @@ class StageMeter:
     def after(self, action: Action) -> None:
         """Add the seconds of an action to those of its kind, and close the record of a batch."""
         self._seconds[action.kind] += time.perf_counter() - self._begin
+        if action.kind is not Kind.BACKWARD:
+            return
         stage = self._stage
         batch, index = divmod(action.index + 1, stage.pipeline.micro_batches)
-        if action.kind is not Kind.BACKWARD or index or stage.key(action)[1] != stage.number:
+        if index or stage.key(action)[1] != stage.number:
             return  # a stage with several parts ends a batch with the first of them
         if stage.report is not None and stage.progress.completed > action.index:  # else the pass has failed
             self._closed(self._close(batch - 1))
 
     def _close(self, batch: int) -> list[float]:
-        """Record of the actions since the last one, as a row."""
+        """Record of the actions since the last one, as a row: the fields of :class:`StageStatistics` in order."""
         before, seconds = self._counted, self._seconds
         self._counted, self._seconds = self._counters(), dict.fromkeys(seconds, 0.0)
-        record: dict[str, float] = {name: value - before[name] for name, value in self._counted.items()}
-        record |= {name: seconds[kind] for name, kind in _KINDS.items()}
-        record |= {"stage": self._stage.number, "batch": batch, "send_s": sum(map(seconds.__getitem__, _SENDS))}
-        record |= {"staleness": self._staleness, "versions": self._versions, "peak_memory_bytes": self._peak_memory()}
+        passes, sends = map(seconds.__getitem__, _TIMED), sum(map(seconds.__getitem__, _SENDS))
+        most = self._staleness, self._versions, self._peak_memory()
         self._staleness = self._versions = 0
-        return [record[field.name] for field in _FIELDS]
+        return [self._stage.number, batch, *passes, sends, *map(sub, self._counted, before), *most]
 
     def _peak_memory(self) -> int:
         """The peak, which never falls, looked up once a second at most: that is a file on the CPU."""
@@ -169,15 +160,15 @@ class StageMeter:
             self._peak = (now, peak_memory(self._stage.device))
         return self._peak[1]
 
-    def _counters(self) -> dict[str, float]:
-        """Counters of the links, since the start."""
-        return {
-            **{name: sum(map(_WAITED, links)) for name, links in self._waiting.items()},
-            "wait_copies_s": sum(map(_WAITED, self._senders)),
-            "bytes_sent": sum(map(_SENT, self._senders)),
-            "bytes_received": sum(map(_RECEIVED, self._receivers)),
-            "bytes_swapped": 0 if self._stage.swap is None else self._stage.swap.bytes_moved,
-        }
+    def _counters(self) -> tuple[float, ...]:
+        """Counters since the start: seconds of waits for others and for copies, bytes sent, received, and swapped."""
+        return (
+            *(sum(map(_WAITED, links)) for links in self._waiting),
+            sum(map(_WAITED, self._senders)),
+            sum(map(_SENT, self._senders)),
+            sum(map(_RECEIVED, self._receivers)),
+            0 if self._stage.swap is None else self._stage.swap.bytes_moved,
+        )
 
 
 class StatisticsMean:

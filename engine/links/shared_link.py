@@ -184,6 +184,7 @@ class SharedSender(Sender):
         self._read_receipts()
         layout = self._packer.layout(tree)
         self.bytes_sent += layout.size
+        self._unreceived.append(micro_batch)  # for who waits, also if the peer has gone and nothing is sent any more
         if self._error is not None:
             return layout.size
         new: list[int] = []
@@ -199,7 +200,6 @@ class SharedSender(Sender):
             parts = [_REFERENCE.pack(block.number, layout.size)]
         try:
             packed.fill(kind, micro_batch, tree, note)
-            self._unreceived.append(micro_batch)
             self._connection.write(parts, new, ABORT_GRACE_S if kind is Message.ABORT else None)
         except TimeoutError as error:
             raise self._connection.failed(self._awaited(), error) from error

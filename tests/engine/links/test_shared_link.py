@@ -314,6 +314,15 @@ def test_throttle() -> None:
         sender.throttle(1)
 
 
+def test_throttle_ends_once_the_receiver_has_gone() -> None:
+    sender, receiver = link()
+    receiver._connection.end.close()
+    for number in range(4):
+        sender.send(Message.GRADIENT, number, torch.ones(1))
+    with pytest.raises(PipelinePeerError, match="it is gone"):
+        sender.throttle(3)
+
+
 def test_what_was_sent_arrives_though_the_sender_has_gone() -> None:
     sender, receiver = link()
     sender.send(Message.ACTIVATION, 0, large(1.0))

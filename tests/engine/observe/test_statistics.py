@@ -148,7 +148,7 @@ def test_who_waits_for_a_slow_stage_and_which_has_become_slow(worlds: Worlds, tm
     assert first.wait_gradients_s > 0.01
     assert first.wait_activations_s == last.wait_gradients_s == 0
     [[_, event]] = Timeline.load(tmp_path / "timeline" / "replica00-rank000.json").meta["events"]
-    assert event.startswith("stage 1 is a straggler at update 32: its own passes take 5")
+    assert event.startswith("stage 1 is a straggler at update 32: its own passes take ")
     with (tmp_path / "run" / "Train_Pipeline_stage1_slower_by.csv").open() as file:
         [_, [samples, factor]] = list(csv.reader(file))
     assert int(samples) == 32 * toy.MICRO_BATCH

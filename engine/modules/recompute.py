@@ -79,6 +79,7 @@ class Segment:
         self._checked = False
         self._check: weakref.ref[_OutputCheck] | None = None
         self._memory: _ModuleMemory | None = None
+        self._knows_modules = True  # else there may be some that other pieces of a plain model run, and change
 
     def run_part(self, module: PipelineModule, inputs: Any, seed_offset: int) -> Any:
         """Run all layers of the part, which ``module`` has."""
@@ -96,6 +97,7 @@ class Segment:
 
         if self._memory is None:
             self._memory = _ModuleMemory(self._modules(module))
+            self._knows_modules = not hasattr(module, "run_several")
         states, remembered = self._random_states.read(), self._memory.read()
         check = self._check_of_first(module)
         with nullcontext() if check is None else set_checkpoint_early_stop(False):
@@ -114,7 +116,7 @@ class Segment:
         with self._random_states.of(states):
             present = [(place, key, place.get(key)) for place, key, *_ in remembered]
             for place, key, value, version in remembered:
-                if version is not None and value._version != version:
+                if self._knows_modules and version is not None and value._version != version:
                     raise VPipeError(_changed_meanwhile(f"{key!r} of recomputed layers"))
                 if value is not place.get(key):
                     place[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,7 +1,7 @@
 """Which values of tensors the host reads in a batch: on an accelerator it would wait for each.
 
-Headers of messages are on the host whatever a stage computes on, and so are torch's counts of updates. What remains is
-the norm of delayed clipping, once per update.
+Torch's counts of updates are on the host whatever a stage computes on. What remains is the norm of delayed clipping,
+once per update.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def reads(ds_config: dict[str, Any], stages: int, folder: str) -> list[str]:
     with Reads() as seen, mock.patch.object(torch.Tensor, "tolist", lambda tensor: seen.tolist(tensor)):
         for _ in range(3):
             trained.train_batch(iterator)
+        torch.ones(()).item()  # which has to be seen
     trained.destroy()
     return sorted(seen.found)
 
@@ -89,5 +90,6 @@ def test_values_that_are_read(
     ds_config = cases.config(2, optimizer, {"partition": "uniform", **block}, **extra)
     for lines in worlds.run(3, reads, ds_config, 3, str(tmp_path)):
         files = {"/".join(line.split(":")[0].split("/")[-2:]) for line in lines if "/deepspeed/" not in line}
-        assert "links/message.py" in files, "the watch sees nothing"
-        assert files - {"links/message.py"} <= allowed
+        mine = {"?", "execution/test_host_reads.py"}  # the latter in a folder of the package's name
+        assert files & mine, "the watch sees nothing"
+        assert files - mine <= allowed

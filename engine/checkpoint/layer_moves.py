@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ def checked_split(
     """
     pipeline = stage.pipeline
     found = checked_counts(counts, stage.module._num_layers, pipeline.num_parts)
-    given: Any = recompute_ratio if isinstance(recompute_ratio, Sequence) else (recompute_ratio,)
+    given: Any = recompute_ratio if isinstance(recompute_ratio, Iterable) else (recompute_ratio,)
     ratios = pipeline.recompute_ratio if recompute_ratio is None else tuple(given)
     replace(pipeline, partition=found, recompute_ratio=ratios)  # which checks the ratios
     return found, ratios

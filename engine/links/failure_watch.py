@@ -91,6 +91,8 @@ class FailureWatch:
     def breaks(self, group: Any) -> None:
         """Break off ``group`` once another rank has failed."""
         self._shared.groups.append(group)
+        if self._shared.reason is not None and self._shared.mine is None:  # the thread does that once
+            break_off(group)
 
     def reason(self) -> str | None:
         """Reason of the first failure, looked up now; None if no rank has failed or the store does not answer."""

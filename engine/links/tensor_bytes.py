@@ -132,6 +132,9 @@ def placed(
 
     It is no view to autograd: those share a counter of changes, and one that is changed in place would spoil others.
     """
-    at = (data.storage_offset() + offset) // dtype.itemsize
+    begin = int(data.storage_offset()) + offset
+    at, rest = divmod(begin, dtype.itemsize)
+    if rest:
+        raise RuntimeError(f"a tensor of {dtype} cannot begin at byte {begin}")
     made = torch.empty(0, dtype=dtype, device=data.device)
     return made.set_(data.untyped_storage(), at, shape, strides)

@@ -155,6 +155,8 @@ class Segment:
         )
 
 
+_SMALL_BYTES = 4096
+
 _Remembered = list[tuple[dict[str, Any], str, Any, int | None]]
 """Buffers, frozen weights and numbers, each with the dict and the key where a module has it.
 
@@ -166,8 +168,8 @@ class _ModuleMemory:
     """Buffers and numbers that recomputed layers change, such as counters, and weights that are not trained.
 
     The recomputation finds them as its forward pass did, and leaves nothing behind. Of the buffers, which may be large,
-    those are copied that the first forward pass in training mode has changed; the others may only be replaced, and so
-    may frozen weights.
+    those are copied that the first forward pass in training mode has changed, and small ones, in which evaluations may
+    count; the others may only be replaced, and so may frozen weights.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -193,7 +195,7 @@ class _ModuleMemory:
             *(
                 (place, key, value, None if value is None else value._version)
                 for place, key, value in others
-                if value is None or not value.requires_grad
+                if value is None or not (value.requires_grad or value.is_inference())
             ),
         ]
 
@@ -211,13 +213,17 @@ class _ModuleMemory:
                 )
         if training and not self._known:
             self._known = True
-            changed = {
+            copied = {
                 (id(place), key)
                 for place, key, value, version in before
-                if version is None and not _same(place.get(key), value)
+                if version is None and (_is_small(value) or not _same(place.get(key), value))
             }
-            self._others = [(place, key) for place, key in self._copied if (id(place), key) not in changed]
-            self._copied = [(place, key) for place, key in self._copied if (id(place), key) in changed]
+            self._others = [(place, key) for place, key in self._copied if (id(place), key) not in copied]
+            self._copied = [(place, key) for place, key in self._copied if (id(place), key) in copied]
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() * value.element_size() <= _SMALL_BYTES
 
 
 def _same(value: Any, before: Any) -> bool:

@@ -285,7 +285,8 @@ def show(options: argparse.Namespace, rows: list[Row]) -> None:
         for arm, found in runs.items():
             at_first = statistics.median(statistics.median(row["ms"][begin : begin + options.every]) for row in found)
             longest = statistics.median(max(row["ms"][begin:]) for row in found)
-            of_best = spread((best / one for best, one in zip(paces["best"], paces[arm], strict=True)), ".0%")
+            pairs = zip(paces.get("best", ()), paces[arm], strict=False)
+            of_best = spread((best / one for best, one in pairs), ".0%") if "best" in paces else ("", "")
             layers = ", ".join(sorted({str(row["layers"]) for row in found}))
             measured = f"{at_first:.1f}", f"{longest:.0f}", f"{statistics.median(paces[arm]):.1f}"
             shown.append((case, arm, layers, *measured, *of_best))

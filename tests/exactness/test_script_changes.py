@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -167,11 +168,11 @@ def cooled(ds_config: dict[str, Any], name: str, way: str) -> list[float]:
     engine = cases.engine(ds_config, STAGES, specs=heated)
     iterator, losses = toy.data(), []
     for _ in range(UPDATES):
-        if way != "in place":
+        if way in ("empty", "another"):
             engine.quiesce()
         for layer in (layer for layer in engine.module.modules() if isinstance(layer, Heat)):
             value = getattr(layer, name)
-            if way == "another":
+            if way in ("another", "another in flight"):
                 setattr(layer, name, type(value)(value * 0.9, *[False] * (name == "gain")))
             else:
                 value.mul_(0.9)
@@ -183,16 +184,63 @@ def cooled(ds_config: dict[str, Any], name: str, way: str) -> list[float]:
 @pytest.mark.parametrize("name", ["heat", "gain"])
 @pytest.mark.parametrize("ratio", [0, 1])
 def test_what_has_no_versions_changes_in_an_empty_pipeline(worlds: Worlds, name: str, ratio: int) -> None:
-    """Else one line on every rank: a layer that is run again would find other values than its forward pass."""
+    """Else one line on every rank: a layer that is run again would find other values than its forward pass.
+
+    Of small buffers it has copies.
+    """
     ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"partition": "uniform", "recompute_ratio": ratio})
     with pytest.raises(CaseFailed) as failed:
-        worlds.run(STAGES, cooled, ds_config, name, "in place")
+        worlds.run(STAGES, large, ds_config, name)
     for error in failed.value.errors.values():
         assert "changed in place since the forward pass, allowed is to change buffers and frozen weights" in error
         assert "\n" not in error
         assert (f"got {name!r} of recomputed layers" in error) == bool(ratio)
     empty, other = (worlds.run(STAGES, cooled, ds_config, name, way) for way in ("empty", "another"))
     assert empty == other
+    if name == "heat" and ratio:
+        small, other = (worlds.run(STAGES, cooled, ds_config, name, way) for way in ("in place", "another in flight"))
+        assert small == other != empty
+
+
+def large(ds_config: dict[str, Any], name: str) -> list[float]:
+    with mock.patch("ds_vpipe.engine.modules.recompute._SMALL_BYTES", 0):
+        return cooled(ds_config, name, "in place")
+
+
+class Seen(nn.Module):
+    """A count of evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            self.seen.add_(1)
+        return torch.tanh(x)
+
+
+def evaluated(ds_configs: list[dict[str, Any]]) -> list[list[float]]:
+    from deepspeed.pipe import LayerSpec
+
+    found = []
+    for ds_config in ds_configs:
+        specs = toy.layer_specs()
+        specs[2] = specs[5] = LayerSpec(Seen)
+        engine, iterator, losses = cases.engine(ds_config, STAGES, specs=lambda specs=specs: specs), toy.data(), []
+        for _ in range(5):
+            losses.append(float(engine.train_batch(iterator)))
+            engine.eval_batch(toy.data(start=900))
+        engine.destroy()
+        found.append(losses)
+    return found
+
+
+def test_recomputed_layers_may_count_in_evaluations(worlds: Worlds) -> None:
+    blocks = [{"partition": "uniform", "recompute_ratio": ratio} for ratio in (0, 1)]
+    configs = [cases.config(2, OPTIMIZERS["SGD"][0], block) for block in blocks]
+    for plain, recomputed in worlds.run(STAGES, evaluated, configs):
+        assert plain == recomputed
 
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {

@@ -279,7 +279,10 @@ def counted(way: str, ratio: float) -> Any:
     return found
 
 
-COUNTERS = ("attribute", "buffer", "replaced buffer", "late", "starts late: number", "starts late: replaced")
+COUNTERS = (
+    "attribute", "buffer", "replaced buffer", "late",
+    "starts late: number", "starts late: replaced", "starts late: buffer",
+)  # fmt: skip
 
 
 def counted_everywhere() -> list[tuple[Any, Any]]:
@@ -301,9 +304,14 @@ def test_layers_that_take_another_way_are_refused_in_one_line(worlds: Worlds) ->
         assert "\n" not in error
 
 
-def test_buffers_that_begin_to_change_are_refused_in_one_line(worlds: Worlds) -> None:
+def counted_in_large_buffers(way: str, ratio: float) -> Any:
+    with mock.patch("ds_vpipe.engine.modules.recompute._SMALL_BYTES", 0):
+        return counted(way, ratio)
+
+
+def test_large_buffers_that_begin_to_change_are_refused_in_one_line(worlds: Worlds) -> None:
     with pytest.raises(CaseFailed) as failed:
-        worlds.run(2, counted, "starts late: buffer", 1)
+        worlds.run(2, counted_in_large_buffers, "starts late: buffer", 1)
     for error in failed.value.errors.values():
         assert (
             "got a layer whose 'steps' changes in place in a forward pass, allowed are buffers that change in the first"

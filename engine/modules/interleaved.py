@@ -13,6 +13,7 @@ from deepspeed.pipe import PipelineModule
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.recompute import Segment
 from ds_vpipe.engine.modules.swap import Swap
+from ds_vpipe.errors import VPipeConfigError
 
 
 class InterleavedMixin(PipelineModule):
@@ -37,6 +38,18 @@ class InterleavedMixin(PipelineModule):
         """Run the layers of part :attr:`chunk`."""
         self._offsets[self.chunk] += 1
         return self._segments[self.chunk].run_part(self, forward_input, self._offsets[self.chunk] + 1)
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Refused: virtual stages run their layers themselves.
+
+        Raises:
+            VPipeConfigError: the interval is not 0.
+        """
+        if interval != 0:
+            raise VPipeConfigError(
+                f"set_checkpoint_interval(): got {interval}, allowed is 0 next to vpipe.virtual_stages, which run one "
+                f"by one; use vpipe.recompute_ratio"
+            )
 
     def stage_owner(self, layer_idx: int) -> int:
         """The rank that holds a layer."""

@@ -287,8 +287,8 @@ def one_way() -> Iterator[None]:
 def _changed_meanwhile(what: str) -> str:
     return (
         f"backward pass: got {what} that a layer or the script has changed in place since the forward pass, allowed is "
-        f"to change buffers and frozen weights in an empty pipeline; call engine.quiesce() before, on every rank, or "
-        f"put another tensor in the place"
+        f"to change buffers and weights in an empty pipeline; call engine.quiesce() before, or engine.drain() if the "
+        f"script calls engine(...), on every rank, or put another tensor in the place"
     )
 
 

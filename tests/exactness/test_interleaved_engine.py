@@ -13,6 +13,8 @@ from test_data_end import train_epochs
 from test_exactness import difference
 from worlds import Worlds
 
+from ds_vpipe.errors import VPipeConfigError
+
 pytestmark = pytest.mark.mp
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -162,6 +164,20 @@ def recomputed(ds_config: dict[str, Any]) -> list[int]:
 def test_ratios_of_stages_and_of_parts(worlds: Worlds, ratio: Any, expected: list[list[int]]) -> None:
     block = {**INTERLEAVED, "partition": [2, 3, 2, 3], "recompute_ratio": ratio}
     assert worlds.run(2, recomputed, cases.config(2, SGD, block)) == expected
+
+
+def set_interval() -> str:
+    engine = cases.engine(cases.config(2, SGD, INTERLEAVED), 2)
+    engine.module.set_checkpoint_interval(0)
+    with pytest.raises(VPipeConfigError) as refusal:
+        engine.module.set_checkpoint_interval(1)
+    engine.destroy()
+    return str(refusal.value)
+
+
+def test_an_interval_set_by_the_script_is_refused(worlds: Worlds) -> None:
+    for line in worlds.run(2, set_interval):
+        assert line.startswith("set_checkpoint_interval(): got 1, allowed is 0 next to vpipe.virtual_stages")
 
 
 def long_evaluation(ds_config: dict[str, Any], count: int) -> list[float]:

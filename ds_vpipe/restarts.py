@@ -4,7 +4,8 @@ Each process that a launcher starts becomes a supervisor. It runs its rank in a 
 since launchers end all processes once one of theirs has ended with an error. The supervisor of rank 0 listens on
 ``MASTER_PORT``, which the launcher has found to be free; the others tell it how their children end. Once all of them
 have ended all are started again, or none is. The ranks themselves meet at another port of that host, which is kept from
-other use and told to all at each start. Here is neither torch nor a thread: a child is a fork.
+other use and told to all at each start. What a rank hands over for the next attempt (:mod:`ds_vpipe.kept_memory`) its
+supervisor keeps. Here is neither torch nor a thread: a child is a fork.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from ds_vpipe.errors import Refusal
+from ds_vpipe.kept_memory import KeptMemory
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE_S = 30.0  # in which a rank ends by itself, after another has failed or a signal has come
@@ -66,9 +68,10 @@ def supervise(restarts: int) -> int | None:
     for number in handlers:
         signal.signal(number, lambda number, _: came.append(number))
     child, status, leaving, deadline = 0, 1, False, time.monotonic() + MEETING_S + GRACE_S  # rank 0 says more
-    reports = ["here"] if rank == 0 else []  # the others' greeting says it
+    reports, kept = ["here"] if rank == 0 else [], KeptMemory()  # the others' greeting says it
     while child or reports or not leaving:
-        received = peers.receive()
+        received = peers.receive(kept)
+        kept.receive()
         if attempts is None:
             orders = [order for _, order in received]
             peers.send(reports)
@@ -82,9 +85,13 @@ def supervise(restarts: int) -> int | None:
         for order in orders:
             kind, *values = order.split()
             if kind == "start" and not leaving:
+                kept.connect()
                 child, deadline = _fork(handlers), float("inf")
-                if not child:
+                if child:
+                    kept.in_parent()
+                else:
                     peers.close()
+                    kept.in_child(os.environ)
                     os.environ.update(DS_VPIPE_RESTART=values[0], MASTER_PORT=values[1])
                     return None
             elif kind == "gone" and not leaving:
@@ -109,6 +116,7 @@ def supervise(restarts: int) -> int | None:
             deadline = float("inf")
         if child and (ended := _ended(child)) is not None:
             child, status = 0, ended
+            kept.receive()
             reports.append(f"ended {status}")
             if status or deadline < float("inf"):  # now rank 0's supervisor has to answer, which waits for all ranks
                 deadline = time.monotonic() + 3 * GRACE_S
@@ -269,15 +277,15 @@ class Peers:
                 socket.create_server(("", port), family=self._family, backlog=ranks, dualstack_ipv6=both)
             )
 
-    def receive(self) -> list[tuple[int, str]]:
-        """Lines of other supervisors, with their ranks; waits a moment for some."""
+    def receive(self, beside: KeptMemory) -> list[tuple[int, str]]:
+        """Lines of other supervisors, with their ranks; waits a moment for some, or until ``beside`` has something."""
         if self._rank and not self._links:
             try:
                 self._links[0] = _Link(socket.create_connection(self._at, timeout=5))
                 self._links[0].send([f"rank {self._rank}"])
             except OSError:
                 time.sleep(_LOOK_S)
-        waited: list[Any] = [*self._links.values(), *self._listeners]
+        waited: list[Any] = [*self._links.values(), *self._listeners, *([beside] if beside.fileno() >= 0 else [])]
         ready: list[Any] = wait(waited, _LOOK_S)
         received = []
         for rank, link in [(rank, link) for rank, link in self._links.items() if link in ready]:

@@ -43,6 +43,7 @@ from ds_vpipe.engine.build import (
 )
 from ds_vpipe.engine.checkpoint.layer_moves import checked_split, refuse_moves, repartition
 from ds_vpipe.engine.checkpoint.parameter_states import stage_layout
+from ds_vpipe.engine.checkpoint.recovery import recovery_of, refuse_with_recovery
 from ds_vpipe.engine.checkpoint.save_load import Checkpoints
 from ds_vpipe.engine.checkpoint.whole_state import WholeModel
 from ds_vpipe.engine.deepspeed_internals import (
@@ -67,7 +68,8 @@ from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
 from ds_vpipe.engine.updates.clipping import GradientClipping
 from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
-from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError
+from ds_vpipe.errors import PipelineProtocolError, Refusal, VPipeConfigError, VPipeError
+from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
 
@@ -112,6 +114,9 @@ class VPipeEngine(PatchedPipelineEngine):
             rest = self.stage, self.history, self.failures, self.set_depths, self.repartition
             self.replanning = Replanning(self.balance, *rest)
             self.executor.watchers += [] if self.history.replays else [self.balance]
+        kept = KeptFiles.of(os.environ)
+        self.recovery = recovery_of(self, self.stage, prepared.config.recovery.every, kept)
+        self.executor.watchers += [] if self.recovery is None else [self.recovery]
         for group in collective_groups(self.grid, self.module):
             self.stage.groups.failures.breaks(group)
         outlive_backend_threads()
@@ -162,6 +167,8 @@ class VPipeEngine(PatchedPipelineEngine):
         try:
             begin = time.perf_counter()
             with self.failures.aborting(), training_by_list(self.module, self.switched_modules):
+                if self.recovery is not None:
+                    self.recovery.keep()
                 loss: torch.Tensor = super().train_batch(data_iter)
                 self.observation.publish()
             self.observation.after_batch(begin)
@@ -222,6 +229,7 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeConfigError: the move is not possible, on every rank.
         """
         self.failures.refuse("move_layer()")
+        refuse_with_recovery(self.recovery, "move_layer()", move)
         if not isinstance(move, Move):
             raise Refusal("move_layer()", repr(move), "a ds_vpipe.schedules.moves.Move", "make one").error()
         if self.balance is not None:
@@ -284,6 +292,7 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeConfigError: the counts do not fit, or layers cannot move in this configuration.
             PipelinePeerError: another rank failed, is lost, or did not answer in time.
         """
+        refuse_with_recovery(self.recovery, "repartition()", counts)
         refuse_moves(self, self.stage, "repartition()")
         found, ratios = checked_split(self.stage, counts, recompute_ratio)
         with self.failures.aborting():
@@ -298,6 +307,24 @@ class VPipeEngine(PatchedPipelineEngine):
     def _measure_anew(self) -> None:
         if self.balance is not None:
             self.balance.start_over()
+
+    def recover(self) -> bool:
+        """Go on from the states that ``"recovery"`` has kept before this start; all ranks call it, before they train.
+
+        The caller's iterator has to begin at :attr:`consumed_micro_batches`, as after :meth:`load_checkpoint`, which is
+        to be called if this returns False: nothing is kept, or not by all ranks.
+
+        Raises:
+            VPipeError: batch size or depths are not those of the states, or the engine has trained.
+            PipelinePeerError: another rank failed, is lost, or did not answer in time.
+        """
+        if self.recovery is None:
+            return False
+        self.failures.refuse("recover()")
+        if self.global_steps or self.stage.in_flight:
+            raise VPipeError(f"recover(): got an engine after {self.global_steps} updates, allowed is a new one")
+        with self.failures.aborting():
+            return self.recovery.recover()
 
     def register_random_state(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Random state that recomputation, evaluation and checkpoints restore.

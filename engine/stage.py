@@ -166,6 +166,9 @@ class Stage:
     sets_back: bool  # whether micro-batches in flight may be withdrawn, and admitted again later
     script_senders: Sequence[Sender] = ()  # links on which the last stage sends losses to scripts
     progress: Progress = field(default_factory=Progress)  # micro-batches forwarded and completed
+    # First micro-batch that was not in flight in the state from which the run goes on after a failure: those before it
+    # have older versions than the newest.
+    again: int = 0
     # Micro-batches between their forward and backward passes.
     in_flight: dict[Key, InFlight] = field(default_factory=dict)
     action: object = "start"  # the current action, for error messages

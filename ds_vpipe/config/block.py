@@ -38,6 +38,19 @@ class TimelineConfig(Settings):
     path: str = key("timeline", "a path, as a string", "Folder of the recording, with one file per rank.", "timeline")
 
 
+class Recovery(Settings):
+    """The ``"recovery"`` object: states in host memory from which a run goes on after a rank has failed."""
+
+    every: int = key(
+        0,
+        "an int >= 0",
+        "Updates between two states that every rank leaves with its supervisor (`ds_vpipe.run --restarts N`); 0: none. "
+        "`engine.recover()` goes on from the newest that all ranks have.",
+        1,
+        ge=0,
+    )
+
+
 class VPipeConfig(Settings):
     """The ``"vpipe"`` block. Build it with :meth:`parse`, which words errors for users; instances are immutable."""
 
@@ -168,6 +181,13 @@ class VPipeConfig(Settings):
         "[balancing](balancing.md).",
         {"every": 50},
     )
+    recovery: Recovery = key(
+        Recovery(),
+        "an object with every",
+        "States in host memory from which training goes on after a rank has failed, as if nothing had happened. See "
+        "[training](training.md#without-a-step-back).",
+        {"every": 1},
+    )
     link: Literal["auto", "shared", "nccl", "host"] = key(
         "auto",
         '"auto", "shared", "nccl" or "host"',
@@ -281,6 +301,19 @@ class VPipeConfig(Settings):
             for name in (name for name, given in asp_only.items() if given):
                 value = self.model_dump(exclude_unset=True)[name]
                 refuse(value, key=name, reason='sync_mode is "bsp"', remedy="remove the key")
+        return self
+
+    @model_validator(mode="after")
+    def _check_recovery(self) -> Self:
+        for name, there, why in (
+            ("replan", self.replan.every > 0, "layers and depths are then not those of the JSON"),
+            ("record", self.record is not None, "a record has no place for it"),
+            ("virtual_stages", self.virtual_stages > 1, "states are those of stages with one part"),
+            ("weight_sync", self.weight_sync == "none", "old weights, which passes would need again, are not kept"),
+            ("gradient_clipping_scope", self.gradient_clipping_scope != "stage", "norms on their way are not kept"),
+        ):
+            if self.recovery.every and there:
+                refuse(self.recovery.every, key="recovery.every", reason=why, remedy=f"write 0, or remove {name}")
         return self
 
     @model_validator(mode="after")

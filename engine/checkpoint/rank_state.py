@@ -28,11 +28,7 @@ def save(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
             "depths": None if stage.pipeline.synchronous else stage.pipeline.depths,
             "peers": None if stage.peers is None else stage.peers.state(),
             "outside": dict(tree_map_only(torch.Tensor, _copy, list(_outside_layers(engine.module).values()))),
-            "random": {
-                "torch": torch.get_rng_state(),
-                "accelerator": get_accelerator().get_rng_state() if stage.device.type != "cpu" else None,
-                **stage.random_states.read(),
-            },
+            "random": random_of(stage),
         },
         _file(engine, folder, engine.grid.data_parallel_id),
     )
@@ -77,11 +73,24 @@ def restore(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
     if stage.peers is not None and state["peers"] is not None:
         stage.peers.restore(state["peers"])
     if own.is_file():
-        states = (state if own == first else torch.load(own, weights_only=False))["random"]
-        torch.set_rng_state(states["torch"])
-        if states["accelerator"] is not None and stage.device.type != "cpu":
-            get_accelerator().set_rng_state(states["accelerator"])
-        stage.random_states.put_back(states)
+        restore_random(stage, (state if own == first else torch.load(own, weights_only=False))["random"])
+
+
+def random_of(stage: Stage) -> dict[str, Any]:
+    """All random states of a rank."""
+    return {
+        "torch": torch.get_rng_state(),
+        "accelerator": get_accelerator().get_rng_state() if stage.device.type != "cpu" else None,
+        **stage.random_states.read(),
+    }
+
+
+def restore_random(stage: Stage, states: dict[str, Any]) -> None:
+    """The inverse of :func:`random_of`."""
+    torch.set_rng_state(states["torch"])
+    if states["accelerator"] is not None and stage.device.type != "cpu":
+        get_accelerator().set_rng_state(states["accelerator"])
+    stage.random_states.put_back(states)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

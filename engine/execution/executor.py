@@ -210,7 +210,8 @@ class Executor:
         last = part == stage.pipeline.num_parts - 1
         choose_part(stage, part)
         layers = nullcontext() if self._moves.move is None else self._moves.layers_of(index)
-        with layers, stage.weights.forward((index, part), self._vertical_version(index)):
+        version = self._older_version(index)
+        with layers, stage.weights.forward((index, part), version):
             if stage.swap is not None and stage.pipeline.in_flight(stage.number) > 1:  # else its backward pass is next
                 record.swapped = stage.swap.begin(stage.module, stage.weights.versions)
             output = stage.weights.own_copies(self._run_stage(record, last))
@@ -221,19 +222,21 @@ class Executor:
             record.keep_output(output)
         if part == stage.number:
             stage.progress = replace(stage.progress, forwarded=index + 1)
-        if stage.pipeline.vertical:
-            stage.weights.keep_from(self._vertical_version(index + 1) or 0)
+        if version is not None:
+            stage.weights.keep_from(self._older_version(index + 1))
 
     def _run_stage(self, record: InFlight, last: bool) -> Any:
         module = self._stage.module
         output = self._engine.run_forward(record.enter(as_made=isinstance(module, SplitModule)))
         return module.loss_fn(output, record.labels) if last and module.loss_fn is not None else output
 
-    def _vertical_version(self, index: int) -> int | None:
-        pipeline = self._stage.pipeline
-        if not pipeline.vertical:
+    def _older_version(self, index: int) -> int | None:
+        """Version of a forward pass, if it may be another than the newest."""
+        stage, pipeline = self._stage, self._stage.pipeline
+        if not pipeline.vertical and index >= stage.again:
             return None
-        return version_used(index, pipeline.depths[0], pipeline.micro_batches, self._stage.progress.refill)
+        depth = pipeline.depths[0 if pipeline.vertical else stage.number]
+        return version_used(index, depth, pipeline.micro_batches, stage.progress.refill)
 
     def send_activation(self, index: int, part: int) -> None:
         """Start sending the output to the next stage."""

@@ -136,13 +136,14 @@ class Groups:
 
     Attributes:
         failures: the failures of other ranks, in the same store.
+        name: of the engine, the same on all ranks and in every attempt of a run.
     """
 
     def __init__(self, me: Peer, timeout_s: float) -> None:
         store = dist.distributed_c10d._get_default_store()
         engine = store.add(f"ds_vpipe/engines of rank {me.rank}", 1)
-        self._name = f"engine {engine}"
-        self._store = PrefixStore(f"ds_vpipe/{self._name}", store)
+        self.name = f"engine {engine}"
+        self._store = PrefixStore(f"ds_vpipe/{self.name}", store)
         self.me, self.timeout_s = me, timeout_s
         self._devices = _devices()
         self._beside: Any = None  # connection of other threads than the stage's own
@@ -268,7 +269,7 @@ class Groups:
 
     def _group(self, name: str, members: list[int], backend: Any) -> Group:
         ranks = tuple(members)
-        return Group(f"{self._name}/{name} of {members}", backend, ranks, self.me, self.timeout_s, self.failures)
+        return Group(f"{self.name}/{name} of {members}", backend, ranks, self.me, self.timeout_s, self.failures)
 
 
 def within(limit_s: float, task: Callable[[], object]) -> None:

@@ -22,7 +22,7 @@ from ds_vpipe.engine.loop.rounds import Rounds
 from ds_vpipe.engine.loop.script_end import ScriptEnd
 from ds_vpipe.engine.loop.script_loss import check_graph
 from ds_vpipe.engine.updates.parameter_groups import by_identity, follow, restricted
-from ds_vpipe.errors import CallOrderError, VPipeConfigError
+from ds_vpipe.errors import CallOrderError, Refusal, VPipeConfigError
 from ds_vpipe.schedules.moves import Move
 
 
@@ -45,6 +45,10 @@ class VPipeLoopEngine(VPipeEngine):
                 f'vpipe.schedule: got "{self.pipeline.schedule}" for a module that is called micro-batch by '
                 f'micro-batch; allowed: "1f1b" and "gpipe"; write "1f1b" and remove vpipe.virtual_stages'
             )
+        if self.recovery is not None:
+            every, fix = self.vpipe_config.recovery.every, "write 0, or call train_batch()"
+            why = "the module is called micro-batch by micro-batch"
+            raise Refusal("vpipe.recovery.every", every, "0 here", fix, why).error()
         self.rounds = Rounds(self)  # passes and updates in the portions in which the script asks for them
         self.script_evaluation = ScriptEvaluation(self, self.rounds)
         self.script_end = ScriptEnd(self, self.rounds, self.drain)  # what is left to do when the script ends

@@ -210,8 +210,8 @@ class WeightStashingOptimizer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def keep_from(self, version: int) -> None:
-        """Keep ``version`` and newer ones for later forward passes (vertical sync)."""
+    def keep_from(self, version: int | None) -> None:
+        """Keep ``version`` and newer ones for later forward passes; None: the newest alone."""
         self._keep_from = version
         for layer in self.moved:
             layer.keep_from = version

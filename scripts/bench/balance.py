@@ -14,7 +14,8 @@ stand for any number of devices:
 
 The first three are trained by DeepSpeed's engine from an even split, without ``"replan"``, with it in both ways of
 moving, and from the best split for the end. Arms that sleep are trained at once, each by K processes of its own: what
-else the machine does meets them alike. Plain models take turns. Prints medians: milliseconds per micro-batch at first
+else the machine does meets them alike. With fewer at once they leave each other more of the cores, which shows what a
+decision costs. Plain models take turns. Prints medians: milliseconds per micro-batch at first
 and in the last updates, the longest update, and the lines of the decisions. Rows go to a file, if one is named, and
 table and picture are of all that are in it.
 """
@@ -265,12 +266,12 @@ def work(rank: int, say: Say, case: str, arm: str, options: argparse.Namespace) 
 
 
 def train_all(options: argparse.Namespace) -> None:
-    """Train the arms of every case at once, a case after the other."""
+    """Train the arms of every case, some at once, a case after the other."""
     work_of, cases = (work_jittery, options.jitter) if options.jitter else (work, options.cases)
     for _, case in product(range(options.repetitions), cases):
         # DeepSpeed's engine fails where all layers of a stage are frozen.
         arms = [arm for arm in options.arms if (case, arm) != ("frozen", "stock")] if work_of is work else (False, True)
-        with ThreadPoolExecutor(len(arms)) as pool:
+        with ThreadPoolExecutor(options.at_once or len(arms)) as pool:
             list(pool.map(lambda arm, case=case: start(work_of, options.stages, case, arm, options), arms))
 
 
@@ -320,6 +321,7 @@ parser.add_argument("--updates", type=int, help="of each run; default: 80 after 
 parser.add_argument("--slower-at", type=int, default=200, help="update at which a stage slows down")
 parser.add_argument("--frozen-at", type=int, default=100, help="update at which layers are frozen")
 parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+parser.add_argument("--at-once", type=int, help="arms of K processes that run at the same time; default: all")
 parser.add_argument("--json", help="file of rows")
 parser.add_argument("--plot", help="picture of the seconds of every update")
 parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)

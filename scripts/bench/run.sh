@@ -68,7 +68,7 @@ memory() {
 simulation() { "$python" scripts/bench/simulation.py --repetitions 5; }
 
 balance() {
-    "$python" scripts/bench/balance.py --repetitions 3 --json $data/balance.jsonl --plot docs/images/balance.svg
+    "$python" scripts/bench/balance.py --repetitions 3 --at-once 2 --json $data/balance.jsonl --plot docs/images/balance.svg
 }
 
 balance-depths() {

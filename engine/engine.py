@@ -229,7 +229,7 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeConfigError: the move is not possible, on every rank.
         """
         self.failures.refuse("move_layer()")
-        refuse_with_recovery(self.recovery, "move_layer()", move)
+        refuse_with_recovery(self.recovery, "move_layer()", str(move))
         if not isinstance(move, Move):
             raise Refusal("move_layer()", repr(move), "a ds_vpipe.schedules.moves.Move", "make one").error()
         if self.balance is not None:
@@ -292,7 +292,7 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeConfigError: the counts do not fit, or layers cannot move in this configuration.
             PipelinePeerError: another rank failed, is lost, or did not answer in time.
         """
-        refuse_with_recovery(self.recovery, "repartition()", counts)
+        refuse_with_recovery(self.recovery, "repartition()", list(counts))
         refuse_moves(self, self.stage, "repartition()")
         found, ratios = checked_split(self.stage, counts, recompute_ratio)
         with self.failures.aborting():

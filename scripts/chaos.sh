@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Kills and stops ranks of small runs at any moment, and compares what becomes of them. Every event is drawn from the
 # seed and logged. Usage:
-# scripts/chaos.sh [--minutes N] [--events N] [--seed S] [--restarted SHARE] [--kinds KIND ...] [--folder FOLDER]
-#                  [--few | --record LINE]
+# scripts/chaos.sh [--minutes N] [--events N] [--seed S] [--restarted SHARE] [--kinds KIND ...] [--shapes SHAPE ...]
+#                  [--folder FOLDER] [--few | --record LINE]
 #   --restarted  of the events that end ranks, the share after which ds_vpipe.run --restarts starts them; default 0.3
 #   --few        the events that are part of the tests
 #   --record     a line of the log: that event once more

@@ -30,7 +30,6 @@ from deepspeed.utils import logger
 from ds_vpipe.engine.checkpoint.rank_state import random_of, restore_random
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.stage import Stage
-from ds_vpipe.engine.updates.tied import tied_stages
 from ds_vpipe.errors import Refusal, VPipeConfigError, VPipeError
 from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.actions import Action, Kind
@@ -125,10 +124,11 @@ class Recovery:
                 f"{update} ({error}); free memory, write a larger number, or remove the key"
             ) from error
         if size and len(self._cuts) == 1 and self._engine.global_rank == 0:
-            seconds = time.perf_counter() - begin
-            logger.info(
-                f"ds_vpipe: recovery: {stage.links.me} keeps {size / 1e6:.1f} MB for a state, which took {seconds:.3f} "
-                f"s, and up to {self._kept_back // self._every + 2} of them"
+            states, seconds = self._kept_back // self._every + 2, time.perf_counter() - begin
+            print(
+                f"ds_vpipe: recovery: {stage.links.me} keeps up to {states} states in host memory, the first of "
+                f"{size / 1e6:.1f} MB, in {seconds:.3f} s",
+                flush=True,
             )
 
     @property
@@ -172,6 +172,7 @@ class Recovery:
             "random": [*(one.random for one in before), random_of(stage)],
             "versions": versions,
             "frozen": self._frozen[1],
+            "tied": stage.ties.known,
         }
         name = f"{self._prefix}state {cut.update} {cut.refill}"
         size += self._save(name, state)
@@ -212,8 +213,8 @@ class Recovery:
             PipelinePeerError: this happened on another rank, or a rank is lost or did not answer in time.
         """
         words = (name.removeprefix(self._prefix).split() for name in self._kept.found if name.startswith(self._prefix))
-        mine = {Cut(int(update), int(refill)) for kind, update, refill in (w for w in words if w[0] == "state")}
-        found = self._stage.consensus.of_all(mine, "all ranks in recover()")
+        states = {Cut(int(update), int(refill)) for kind, update, refill in (w for w in words if w[0] == "state")}
+        found = self._stage.consensus.of_all(states, "all ranks in recover()")
         common = set.intersection(*found)
         if not common:
             if any(found) and self._engine.global_rank == 0:
@@ -222,7 +223,11 @@ class Recovery:
             return False
         cut = max(common)
         with self._stage.consensus.all_or_none("recover()"), torch.no_grad():
-            self._restore(cut)
+            received = self._restore(cut)
+        known = self._stage.consensus.of_stages(received, "all stages in recover()")
+        self._stage.ties.resume(cut.update, known, self._stage.weights.versions.point_to)
+        if self._engine.global_rank == 0:
+            print(f"ds_vpipe: recover(): on from update {cut.update}, kept in host memory", flush=True)
         return True
 
     def _begin(self, cut: Cut | None) -> None:
@@ -235,7 +240,8 @@ class Recovery:
         with self._kept.open(name) as file:  # a rank of this run has written it
             return torch.load(file, weights_only=False)
 
-    def _restore(self, cut: Cut) -> None:
+    def _restore(self, cut: Cut) -> dict[int, int]:
+        """Take a state; returns what copies of tied weights had received."""
         engine, stage = self._engine, self._stage
         module, pipeline = stage.module, stage.pipeline
         name = f"{self._prefix}state {cut.update} {cut.refill}"
@@ -269,8 +275,8 @@ class Recovery:
         self._cuts = {cut: {name, state["frozen"], *state["versions"].values()}}
         self._recovered = True
         self._begin(cut)
-        if engine.global_rank == 0:
-            logger.info(f"ds_vpipe: recover(): on from update {cut.update}; {stage.again - at} forward passes run again here")
+        tied: dict[int, int] = state["tied"]
+        return tied
 
 
 def _copy(into: dict[str, Any], values: dict[str, torch.Tensor]) -> None:
@@ -287,7 +293,6 @@ def recovery_of(engine: PatchedPipelineEngine, stage: Stage, every: int, kept: K
     if not every:
         return None
     for wrong, there, allowed in (
-        (bool(tied_stages(stage.module)), "weights tied over stages", "none"),
         (stage.device.type != "cpu", f"stages on {stage.device}", "the CPU"),
         (engine.grid.get_slice_parallel_world_size() > 1, "tensor slices", "none"),
     ):

@@ -191,6 +191,29 @@ class TiedWeights:
         for owned in self._owned:
             owned.version = version
 
+    @property
+    def known(self) -> dict[int, int]:
+        """Version that the copies here have received last, by the stage of their owner."""
+        return {owned.owner: owned.version for owned in self._owned}
+
+    def resume(self, version: int, known: Sequence[Mapping[int, int]], point_to: Callable[[int], None]) -> None:
+        """Send once more what a failure has lost: the owners' versions up to ``version`` that copies had not received.
+
+        Args:
+            version: of the newest weights, the same on all stages.
+            known: :attr:`known` of every stage at that moment.
+            point_to: makes the weights here refer to a version.
+        """
+        for copies in self._copies:
+            for missing in range(known[copies.stage][self._stage] + 1, version + 1):
+                point_to(missing)
+                values = tuple(weight.detach().clone() for weight in copies.weights)
+                copies.weights_out.send(Message.TIED, missing, values)
+        point_to(version)
+        for owned in self._owned:
+            owned.version = known[self._stage][owned.owner]
+            self._receive_ahead(owned, version)
+
     def flush(self) -> None:
         """Wait until everything that was sent has been received."""
         for sender in (*self.weights_out, *self.gradients_out):
@@ -201,8 +224,7 @@ class TiedWeights:
         """Use the owners' ``version``, the newest, as copies between two batches."""
         kept = []
         for owned in self._owned:
-            while owned.version + len(owned.ahead) < version:
-                owned.ahead.append(list(owned.weights_in.receive(f"tied weights after update {version}").tree))
+            self._receive_ahead(owned, version)
             for weight, value in zip(owned.weights, owned.ahead[-1] if owned.ahead else (), strict=False):
                 kept.append((weight, weight.data))
                 weight.data = self._arrived(value)
@@ -236,6 +258,10 @@ class TiedWeights:
 
     def _arrived(self, tree: Tree) -> Tree:
         return tree if self._device_copies is None else self._device_copies.tree_to_device(tree)
+
+    def _receive_ahead(self, owned: _Owned, version: int) -> None:
+        while owned.version + len(owned.ahead) < version:
+            owned.ahead.append(list(owned.weights_in.receive(f"tied weights after update {version}").tree))
 
     def _receive(self, owned: _Owned, version: int, what: str) -> None:
         while owned.version < version:

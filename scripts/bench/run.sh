@@ -12,6 +12,7 @@
 #   balance-plain    a plain model of Hugging Face's library that balances itself
 #   soak             what a long run holds: memory, files, threads (docs/training.md)
 #   recorder         the price of a timeline
+#   recovery         the price of states kept in host memory (docs/training.md)
 #   convergence      mitigations of staleness, K = 4, 8, 16: hours, but only for runs that its file lacks
 #   convergence-k32  the recommended mitigation at K = 32
 #   convergence-soap the optimizers SOAP and Muon, and weight_sync none
@@ -81,6 +82,8 @@ balance-plain() { "$python" scripts/bench/balance.py --plain --layers 8 --update
 soak() { "$python" scripts/bench/soak.py; }
 
 recorder() { "$python" scripts/bench/recorder.py; }
+
+recovery() { "$python" scripts/bench/recovery.py; }
 
 convergence() {
     local to=(--output $data/convergence.jsonl --throughput $data/throughput_96ms.jsonl)

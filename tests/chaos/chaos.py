@@ -1,7 +1,7 @@
 """Runs that are killed and stopped at any moment, and what becomes of them.
 
 Usage: scripts/chaos.sh [--minutes N] [--events N] [--seed S] [--restarted SHARE] [--kinds KIND ...]
-    [--folder FOLDER] [--few | --record LINE]
+    [--shapes SHAPE ...] [--folder FOLDER] [--few | --record LINE]
 
 Every event befalls a training run of a few processes (training.py). Checked after it: every rank has ended, or goes
 on; survivors say in one line which stage waited for what, and why; no process and no shared memory is left; and the
@@ -19,6 +19,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -67,12 +68,14 @@ class Attempt:
         return {rank: (result["losses"], result["weights"]) for rank, result in self.results.items()}
 
 
-def attempt(shape: str, ranks: int, folder: Path, event: Event | None, counts: bool = False) -> Attempt:
+def attempt(
+    shape: str, ranks: int, folder: Path, event: Event | None, counts: bool = False, recovers: bool = False
+) -> Attempt:
     """Start a run and wait for its end, as a launcher does, with an event, or with counts of calls."""
     found, port, begin = Attempt(), free_port(), time.monotonic()
     for path in (*folder.glob("result.*"), *folder.glob("place"), *folder.glob("begun.*")):
         path.unlink()
-    restarts = ["--restarts", "1"] if event is not None and event.restarted else []
+    restarts = ["--restarts", "1"] if recovers or (event is not None and event.restarted) else []
     arguments = [*restarts, str(HERE / "training.py"), shape, str(folder)]
     if event is not None or counts:
         arguments.append(json.dumps(None if event is None else asdict(event)))
@@ -175,6 +178,7 @@ def left_behind() -> list[str]:
 # A stage, what it waited for or did, and why that ended; or what is wrong with a file.
 _WAITED = r"(.*stage \d+ \(rank \d+\) .*(wait|stopped).*|load_checkpoint\(.*\): stage \d+ \(rank \d+\) failed): .+"
 LINE = re.compile(r"^\[rank \d+\] ds_vpipe: " + _WAITED, re.MULTILINE)
+RECOVERED = re.compile(r"ds_vpipe: recover\(\): on from update (\d+)")
 RESTART = re.compile(r"^\[rank 0\] ds_vpipe: (.*); restart 1 of 1$", re.MULTILINE)
 OF_FILE = re.compile(r"^\[rank \d+\] ds_vpipe: .*checkpoint.*: got \S+, which .*; allowed .*; .+", re.MULTILINE)
 
@@ -224,6 +228,8 @@ class Table:
 
     events: Counter[tuple[str, str]] = field(default_factory=Counter)
     restarted: int = 0
+    recovered: list[int] = field(default_factory=list)  # updates from whose states in memory runs have gone on
+    pauses: list[float] = field(default_factory=list)  # seconds by which that took longer than an undisturbed run
     without_effect: int = 0  # the rank had passed the call by another way
     wrong: list[str] = field(default_factory=list)
 
@@ -239,6 +245,9 @@ class Table:
             f"{sum(self.events.values())} events, {self.restarted} of them with --restarts, {self.without_effect} that "
             f"did not come, {len(self.wrong)} wrong"
         )
+        if self.recovered:
+            pause = statistics.median(self.pauses)
+            yield f"{len(self.recovered)} went on from states in memory; median pause {pause:.1f} s"
 
 
 class Chaos:
@@ -250,18 +259,19 @@ class Chaos:
         self._root, self._log = root, log
         self.table, self._shapes, self.undisturbed = Table(), training.SHAPES, {}
         self.counts: dict[str, Counts] = {}
+        self._seconds: dict[str, float] = {}  # of undisturbed runs
 
     def measure(self, shapes: Iterable[str]) -> None:
         """Train undisturbed, for the weights and for the number of calls in every phase, also of a resumed run."""
         for shape in shapes:
             folder = self._folder(shape)
-            ranks = self._shapes[shape].ranks
-            found = attempt(shape, ranks, folder, None, counts=True)
+            ranks, recovers = self._shapes[shape].ranks, self._shapes[shape].recovers
+            found = attempt(shape, ranks, folder, None, counts=True, recovers=recovers)
             if not found.good:
                 raise RuntimeError(f"{shape}: an undisturbed run fails: {found}")
-            self.undisturbed[shape] = found.outcome
+            self.undisturbed[shape], self._seconds[shape] = found.outcome, found.seconds
             calls = {str(rank): dict(result["calls"]) for rank, result in found.results.items()}
-            again = attempt(shape, ranks, folder, None, counts=True)
+            again = attempt(shape, ranks, folder, None, counts=True, recovers=recovers)
             for rank, result in again.results.items():
                 calls[str(rank)]["load"] = result["calls"]["load"]
             if self._differences(shape, again):
@@ -271,13 +281,13 @@ class Chaos:
 
     def befall(self, shape: str, event: Event) -> list[str]:
         """Let an event come, start the run once more, and return what is wrong."""
-        folder, ranks = self._folder(shape), self._shapes[shape].ranks
+        folder, ranks, recovers = self._folder(shape), self._shapes[shape].ranks, self._shapes[shape].recovers
         checkpoints, damaged = folder / "checkpoints", ""
         if event.phase == "load":
             shutil.copytree(self._root / shape / "checkpoints", checkpoints)
         if event.kind in OF_FILES:
             damaged = damage(event, checkpoints)
-        found = attempt(shape, ranks, folder, event)
+        found = attempt(shape, ranks, folder, event, recovers=recovers)
         found.place = "every transfer" if event.kind == "delay" else damaged or found.place
         wrong = [*complaints(event, found), *self._unlike(shape, found)]
         again = found
@@ -285,9 +295,12 @@ class Chaos:
             if damaged:
                 tags = sorted(path.name for path in checkpoints.glob("global_step*"))
                 (checkpoints / "latest").write_text(tags[-2])
-            again = attempt(shape, ranks, folder, None)
+            again = attempt(shape, ranks, folder, None, recovers=recovers)
             wrong += [f"the run that follows: {what}" for what in self._differences(shape, again)]
         wrong += [f"left in checkpoints: {path.name}" for path in checkpoints.glob(".*")]
+        recovered = [int(update) for log in found.logs.values() for update in RECOVERED.findall(log)]
+        self.table.recovered += recovered
+        self.table.pauses += [found.seconds - self._seconds[shape] for _ in recovered]
         if found.place:
             self.table.events[event.kind, event.phase] += 1
             self.table.restarted += event.restarted
@@ -297,7 +310,7 @@ class Chaos:
         self._write(
             {
                 "shape": shape, **asdict(event), "place": found.place, "statuses": found.statuses, "wrong": wrong,
-                "launcher": found.ended_by_launcher,
+                "launcher": found.ended_by_launcher, "recovered": recovered,
                 "said": [line for log in found.logs.values() for line in log.splitlines() if line.startswith("[rank ")],
                 "took_s": [round(found.seconds, 2), round(again.seconds, 2)],
             }
@@ -339,9 +352,10 @@ def drive(options: argparse.Namespace) -> int:
     import training
 
     record = json.loads(options.record) if options.record else None
-    chaos.measure([record["shape"]] if record else {row[0] for row in FEW} if options.few else training.SHAPES)
+    chaos.measure([record["shape"]] if record else {row[0] for row in FEW} if options.few else options.shapes)
     end = time.monotonic() + 60 * options.minutes
-    events = drawn(options.seed, chaos.counts, options.restarted, options.kinds)
+    recovering = {name for name, shape in training.SHAPES.items() if shape.recovers}
+    events = drawn(options.seed, chaos.counts, recovering, options.restarted, options.kinds)
     if record or options.few:
         events = iter([(record["shape"], recorded(record))]) if record else few(chaos.counts)
     for number, (shape, event) in enumerate(events):
@@ -362,6 +376,7 @@ def main() -> int:
         "--restarted", type=float, default=0.3, help="share of failures after which --restarts restarts"
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of events; default: all")
+    parser.add_argument("--shapes", nargs="+", default=["moves", "replicas", "host", "recovery"], help="of runs")
     parser.add_argument("--few", action="store_true", help="the events that are part of the tests")
     parser.add_argument("--record", help="a line of a log of events: that event alone comes again")
     parser.add_argument("--folder", help="of the runs and of the log of all events; default: a new one")

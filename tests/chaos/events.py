@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -73,6 +73,7 @@ FEW = (
     ("moves", "kill", 1, "save", 0.3, True),
     ("moves", "raise", 2, "train", 0.5, True),
     ("replicas", "kill", 0, "update", 0.6, True),
+    ("recovery", "kill", 1, "train", 0.7, True),
 )
 """Those that are part of the tests."""
 
@@ -85,11 +86,12 @@ def few(shapes: Mapping[str, Counts]) -> Iterator[tuple[str, Event]]:
 
 
 def drawn(
-    seed: int, shapes: Mapping[str, Counts], restarted: float, kinds: Sequence[str]
+    seed: int, shapes: Mapping[str, Counts], recovering: Collection[str], restarted: float, kinds: Sequence[str]
 ) -> Iterator[tuple[str, Event]]:
     """Events without end, each with the name of the run that it is for; the same ones for the same seed and counts.
 
     Args:
+        recovering: runs that go on from states in memory, which only ``--restarts`` keeps; no file is damaged for them.
         restarted: the share of those that end ranks after which ``--restarts`` starts them.
         kinds: of events.
     """
@@ -98,14 +100,15 @@ def drawn(
         shape = draw.choice(sorted(shapes))
         rank = draw.choice(sorted(shapes[shape]))
         counts = shapes[shape][rank]
-        kind = draw.choices(kinds, [KINDS[kind] for kind in kinds])[0]
+        fit = [kind for kind in kinds if shape not in recovering or kind not in OF_FILES]
+        kind = draw.choices(fit, [KINDS[kind] for kind in fit])[0]
         phase = draw.choice([phase for phase in PHASES if counts.get(phase)])
         phase = "save" if kind in OF_SAVES else "load" if kind in OF_FILES else phase
         seconds = round(draw.uniform(*SECONDS.get(kind, (0.0, 0.0))), 2)
         call = 0 if kind == "delay" else draw.randrange(counts[phase])
         phase = "start" if kind == "delay" else phase
         for_good = kind == "hang" and phase in ("fill", "train", "update")  # elsewhere that is noticed after 30 minutes
-        restarts = draw.random() < restarted and (kind in OF_RANKS or for_good)
+        restarts = (draw.random() < restarted or shape in recovering) and (kind in OF_RANKS or for_good)
         yield shape, Event(kind, int(rank), phase, call, seconds, draw.random(), restarts)
 
 

@@ -51,6 +51,11 @@ class Shape:
     def ranks(self) -> int:
         return self.stages * self.replicas
 
+    @property
+    def recovers(self) -> bool:
+        """Whether it needs ``--restarts``, and goes on from states in memory."""
+        return "recovery" in self.block
+
 
 SHAPES = {
     "moves": Shape(3, move=(4, 1, 0)),
@@ -59,6 +64,7 @@ SHAPES = {
         "zero_optimization": {"stage": 1}}, tied=True,
     ),
     "host": Shape(3, 1, 2, {"link": "host", "weight_sync": "vertical", "recompute_ratio": 0.5}),
+    "recovery": Shape(3, 1, 1, {"recovery": {"every": 1}}),
 }  # fmt: skip
 
 
@@ -154,8 +160,9 @@ def train(shape: Shape, folder: Path, injector: Injector) -> dict[str, Any]:
     net = deepspeed.pipe.PipelineModule(specs, num_stages=shape.stages, loss_fn=loss_fn, partition_method="uniform")
     engine = deepspeed.initialize(model=net, config=config)[0]
     engine.executor.watchers.append(injector)
-    if begun:
+    if begun or shape.recovers:
         injector.begin("load")
+    if not engine.recover() and begun:
         engine.load_checkpoint(str(checkpoints))
     replica, losses = engine.grid.data_parallel_id, {}
     phase = "fill"

@@ -97,6 +97,17 @@ WRONG: list[tuple[object, str, object, str, str]] = [
     ({"stage_to_depth_map": 3}, "vpipe.stage_to_depth_map", 3, '"default"', ""),
     ({"stage_to_depth_map": "auto"}, "vpipe.profile", None, "the path of a profile", "stage_to_depth_map is 'auto'"),
     ({"replan": {"every": 5, "max_staleness": 2}}, "vpipe.replan.max_staleness", 2, "an int >= 1", "do not follow"),
+    *(
+        ({"recovery": {"every": 2}, **block}, "vpipe.recovery.every", 2, "an int >= 0", f"remove {key}")
+        for key, block in (
+            ("replan", {"replan": {"every": 5}}),
+            ("record", {"record": "record"}),
+            ("virtual_stages", {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}),
+            ("weight_sync", {"weight_sync": "none"}),
+            ("gradient_clipping_scope", {"gradient_clipping_scope": "delayed_global"}),
+        )
+    ),
+    ({"recovery": {"every": -1}}, "vpipe.recovery.every", -1, "an int >= 0", ""),
     (
         {
             "stage_to_depth_map": "auto",
@@ -445,6 +456,7 @@ def test_block_of_refuses(ds_config: dict[str, Any]) -> None:
 
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}
+RECOVERY = {"recovery": {"every": 1}}
 CHECKPOINTS = {"pipeline": {"activation_checkpoint_interval": 1}}
 CURRICULUM = {"data_sampling": {"curriculum_learning": {"enabled": True}}}
 
@@ -557,6 +569,9 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
     ({"pipeline": {"pipe_partitioned": True}}, {}, "pipeline.pipe_partitioned", True, "write false"),
     ({"pipeline": {"grad_partitioned": True}}, {}, "pipeline.grad_partitioned", True, "write false"),
     (CHECKPOINTS, INTERLEAVED, "pipeline.activation_checkpoint_interval", 1, "virtual_stages"),
+    ({"bf16": {"enabled": True}}, RECOVERY, "bf16.enabled", True, "remove vpipe.recovery"),
+    ({"fp16": {"enabled": True}}, RECOVERY, "fp16.enabled", True, "remove vpipe.recovery"),
+    ({"zero_optimization": {"stage": 1}}, RECOVERY, "zero_optimization.stage", 1, "remove vpipe.recovery"),
     (CHECKPOINTS, {"recompute_ratio": [0, 0.1]}, "pipeline.activation_checkpoint_interval", 1, "recompute_ratio"),
     (CHECKPOINTS, {"swap_ratio": [0, 0.1]}, "pipeline.activation_checkpoint_interval", 1, "swap_ratio"),
     ({"checkpoint": {"writer": {"decoupled": True}}}, {}, "checkpoint.writer.decoupled", True, "write false"),

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import cases
+import loops
 import pytest
 import torch
 import toy
@@ -19,11 +20,9 @@ from test_exactness import OPTIMIZERS
 from torch import nn
 from worlds import Worlds
 
-from ds_vpipe.engine.checkpoint import recovery
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.kept_memory import KEPT, KeptMemory
 from ds_vpipe.schedules.moves import Move
-from ds_vpipe.schedules.one_f_one_b import version_used
 
 pytestmark = pytest.mark.mp
 
@@ -55,7 +54,8 @@ def specs() -> list[Any]:
 class Runs:
     """Attempts of a run in one process, with the supervisor's memory between them."""
 
-    def __init__(self, ds_config: dict[str, Any], stages: int, data_end: int | None = None) -> None:
+    def __init__(self, ds_config: dict[str, Any], stages: int, data_end: int | None, tied: bool) -> None:
+        self._model = {"specs": toy.tied_specs, "loss_fn": toy.mean_over_positions} if tied else {"specs": specs}
         self.memory, self._ds_config, self._stages, self._data_end = KeptMemory(), ds_config, stages, data_end
         self.losses: dict[int, str] = {}
         self.weights: dict[str, torch.Tensor] = {}
@@ -69,7 +69,7 @@ class Runs:
         assert self.memory._its is not None
         files = [f"{name}={os.dup(file)}" for name, file in self.memory._files.items()]
         with mock.patch.dict(os.environ, {KEPT: ";".join([str(self.memory._its.fileno()), *files])}):
-            engine = cases.engine(self._ds_config, self._stages, specs=specs)
+            engine = cases.engine(self._ds_config, self._stages, **self._model)
         engine.recovery._prefix = "engine 1/"  # it is the first of its process where that is a new one
         if seed > 1:  # nothing but what was kept may count
             for parameter in engine.module.parameters():
@@ -83,6 +83,8 @@ class Runs:
                 self.losses[update] = float(engine.train_batch(iterator)).hex()
             except StopIteration:
                 iterator = self._data(engine)
+                self.memory.receive()  # the first stage had known of the end: what comes next is the script's to say
+                assert engine.stage_id > 0 or not any(f"/state {update} " in name for name in self.memory._files)
             self.memory.receive()
             if update % 5 == 2:
                 engine.eval_batch(toy.data(10_002, 10_000), num_micro_batches=2)
@@ -100,29 +102,31 @@ class Runs:
         epoch, trained = divmod(done, length - length % engine.micro_batches)
         return toy.data((epoch + 1) * length, epoch * length + trained, replica)
 
-    def lose(self, newest: int) -> None:
-        """As if this rank had ended after an earlier update."""
-        for name in [name for name in self.memory._files if "/state " in name]:
-            if int(name.split()[-2]) > newest:
-                os.close(self.memory._files.pop(name))
+    def lose(self, states: int) -> None:
+        """As if this rank had ended before it kept its last states."""
+        kept = [name for name in self.memory._files if "/state " in name]  # in the order in which it did
+        for name in kept[len(kept) - states :]:
+            os.close(self.memory._files.pop(name))
 
 
-def run(ds_config: dict[str, Any], stages: int, ends: Sequence[int], lost: Sequence[int], data_end: int | None) -> Any:
+def run(
+    ds_config: dict[str, Any], stages: int, ends: Sequence[int], lost: Sequence[int], data_end: int | None, tied: bool
+) -> Any:
     """An undisturbed run, and one with attempts that end after those updates, the stages' states so many less."""
-    whole = Runs(ds_config, stages, data_end)
+    whole = Runs(ds_config, stages, data_end, tied)
     whole.attempt(UPDATES, seed=1)
-    parts, recovered = Runs(ds_config, stages, data_end), []
+    parts, recovered = Runs(ds_config, stages, data_end, tied), []
     stage = torch.distributed.get_rank() * stages // torch.distributed.get_world_size()
     for seed, end in enumerate((*ends, UPDATES), 1):
         parts.attempt(end, seed)
         recovered.append(parts.recovered)
         if end < UPDATES:
-            parts.lose(end - 1 - lost[stage])
+            parts.lose(lost[stage])
     return whole.losses, whole.weights, parts.losses, parts.weights, recovered
 
 
 CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any], int | None]] = {
-    # ranks, M, optimizer, block, other keys, micro-batches of an epoch
+    # stages, M, optimizer, block, other keys, micro-batches of an epoch
     "M=1": (3, 1, SGD, {}, {}, None),
     "M=2": (3, 2, ADAMW, {}, {"gradient_clipping": 0.5}, None),
     "M=4": (2, 4, ADAMW, {"recompute_ratio": 0.5}, {}, None),
@@ -133,6 +137,13 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any],
     "host": (2, 2, SGD, {"link": "host"}, {}, None),
     "epochs": (3, 2, ADAMW, {}, {}, 6),
     "epochs, batches left over": (3, 2, SGD, {}, {}, 7),
+    "replicas": (2, 2, ADAMW, {}, {}, None),
+    "tied": (3, 1, ADAMW, {}, {}, None),
+    "tied, epochs": (3, 2, SGD, {}, {}, 6),
+    "tied, vertical": (3, 2, SGD, {"weight_sync": "vertical"}, {}, None),
+    "tied, drains": (3, 1, SGD, {"staleness": {"synchronous_updates": 4}}, {}, None),
+    "vertical, drains": (3, 2, SGD, {"weight_sync": "vertical", "staleness": {"synchronous_updates": 4}}, {}, None),
+    "tied, synchronous": (3, 2, SGD, {"sync_mode": "bsp"}, {}, None),
     "staleness": (
         3, 1, ADAMW, {"staleness": {"nadam": True, "synchronous_updates": 4}},
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, None,
@@ -146,19 +157,78 @@ def test_a_recovered_run_is_one_without_a_failure(worlds: Worlds, name: str) -> 
     ds_config = cases.config(
         micro_batches, optimizer, {"partition": "uniform", "recovery": {"every": 1}, **block}, **extra
     )
-    behind = -(-stages // micro_batches)
+    every = ds_config["vpipe"]["recovery"]["every"]
+    behind, ranks = -(-stages // (micro_batches * every)), stages * (1 + (name == "replicas"))
     for ends, lost in (
         ([6, 6, 10], [0] * stages),
         ([5, 9], [behind, *[0] * (stages - 1)]),
         ([8], [*[0] * (stages - 1), 1]),
+        ([4, 7], [0, 1, *[0] * (stages - 2)]),
     ):
         for losses, weights, recovered_losses, recovered_weights, recovered in worlds.run(
-            stages, run, ds_config, stages, ends, lost, data_end
+            ranks, run, ds_config, stages, ends, lost, data_end, name.startswith("tied")
         ):
-            every = ds_config["vpipe"]["recovery"]["every"]
             assert recovered[0] is None
             if data_end is None:
-                assert recovered[1:] == [(end - 1 - max(lost)) // every * every for end in ends]
+                assert recovered[1:] == [((end - 1) // every - max(lost)) * every for end in ends]
             assert recovered_losses == losses
             assert weights.keys() == recovered_weights.keys()
             assert all(torch.equal(weights[key], recovered_weights[key]) for key in weights)
+
+
+def refusals() -> list[str]:
+    memory, said = KeptMemory(), []
+    memory.connect()
+    assert memory._its is not None
+    ds_config = cases.config(2, SGD, {"partition": "uniform", "recovery": {"every": 1}})
+    with pytest.raises(VPipeConfigError) as refusal:
+        cases.engine(ds_config, 2)
+    said.append(str(refusal.value))
+    with mock.patch.dict(os.environ, {KEPT: str(memory._its.fileno())}):
+        engine = cases.engine(ds_config, 2)
+        with pytest.raises(VPipeConfigError) as refusal:
+            loops.engine(cases.config(2, SGD, ds_config["vpipe"]), 2)
+    said.append(str(refusal.value))
+    assert not engine.recover()
+    engine.train_batch(toy.data())
+    for kind, call in (
+        (VPipeConfigError, lambda: engine.move_layer(Move(4, 0, 1, 6))),
+        (VPipeConfigError, lambda: engine.repartition([4, 6])),
+        (VPipeError, engine.recover),
+    ):
+        with pytest.raises(kind) as refusal:
+            call()
+        said.append(str(refusal.value))
+    engine.destroy()
+    return said
+
+
+def test_what_is_not_recovered_is_refused(worlds: Worlds) -> None:
+    for said in worlds.run(2, refusals):
+        assert said == [
+            "vpipe.recovery.every: got 1; nothing outlives this rank; allowed: a rank with a supervisor; start with "
+            "ds_vpipe.run --restarts N, or write 0",
+            "vpipe.recovery.every: got 1; the module is called micro-batch by micro-batch; allowed: 0 here; write 0, "
+            "or call train_batch()",
+            'move_layer(): got "layer 4 from stage 0 to 1 at micro-batch 6"; states are those of one split; '
+            "allowed: no such call next to vpipe.recovery; remove one of the two",
+            "repartition(): got [4, 6]; states are those of one split; allowed: no such call next to vpipe.recovery; "
+            "remove one of the two",
+            "recover(): got an engine after 1 updates, allowed is a new one",
+        ]
+
+
+def other_sizes() -> str:
+    ds_config = cases.config(2, SGD, {"partition": "uniform", "recovery": {"every": 1}})
+    runs = Runs(ds_config, 2, None, tied=False)
+    runs.attempt(3, seed=1)
+    ds_config["gradient_accumulation_steps"] = 4
+    with pytest.raises(VPipeError) as refusal:
+        runs.attempt(4, seed=2)
+    return str(refusal.value)
+
+
+def test_states_of_other_sizes_are_refused(worlds: Worlds) -> None:
+    for line in worlds.run(2, other_sizes):
+        assert line.startswith("recover(): got a state of "), line
+        assert "set batch size and depths before the call as they were" in line

@@ -45,6 +45,10 @@ SMALL = {
         "--stages 2 --stage-ms 3 --micro-batches 4 --repetitions 1",
         [r"asp +K=2 M=1 v=1 .*simulated +[\d.]+ measured", r"interleaved K=2 M=8 v=2 .*off by"],
     ),
+    "recovery.py": (
+        "--width 8 --layers 1 --updates 3 --repetitions 1",
+        [r"\| none \| [\d.]+ \| 1.00 \|", r"\| 1 \| [\d.]+ \| [\d.]+ \|"],
+    ),
     "memory.py": (
         "--stages 2 --hidden 64 --layers 4 --batch 1 --vocabulary 64 --cases asp 1f1b",
         [r"asp +M=1 .*predicted .*measured", r"largest difference: [\d.]+ %"],

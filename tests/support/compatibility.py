@@ -190,6 +190,11 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("A run killed while it saves", "the checkpoint before loads", "test_resume.py::test_killed_while_saving"),
             ("`ds_vpipe.run --restarts N`, under deepspeed and Slurm", "all ranks start again, resumed bit for bit",
              "test_chaos.py::test_few_events"),
+            ("`recovery` and `engine.recover()`: asp, vertical and bsp; M, depths, dropout, buffers, ties, replicas, "
+             "`synchronous_updates`, data that end; killed anywhere", "bit-identical to a run without a failure",
+             "test_recovery.py::test_a_recovered_run_is_one_without_a_failure"),
+            ("Likewise without a supervisor, in loops, with `move_layer()`, `repartition()`, other sizes", "refused",
+             "test_recovery.py::test_what_is_not_recovered_is_refused"),
             ("`--restarts` under torchrun", "refused: `--max-restarts` does the same",
              "test_restarts.py::test_refused"),
             ("Checkpoints from steady state, hysteresis 2, a loss function with parameters", "likewise",

@@ -146,7 +146,9 @@ class _Run:
         metrics.line(f"metrics and loss plot: {self._arguments.output_dir}")
 
     def _load(self) -> None:
-        """Go on from a checkpoint, or take its weights, as the command line says."""
+        """Go on from states in memory or from a checkpoint, or take its weights, as the command line says."""
+        if isinstance(self._engine, ds_vpipe.VPipeEngine) and self._engine.recover():
+            return  # of the same command, in which a rank has failed
         resumed, weights = self._arguments.resume_from_checkpoint, self._arguments.initial_checkpoint
         if weights is not None:
             options = {"load_optimizer_states": False, "load_lr_scheduler_states": False}

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 KEPT = "DS_VPIPE_KEPT"
-"""Environment variable of a rank: the socket to its supervisor, then names and descriptors of the kept files."""
+"""Environment variable of a rank: its process, the socket to its supervisor, names and descriptors of kept files."""
 HAND_OVER_S = 30.0  # in which a supervisor takes a file
 
 
@@ -38,7 +38,7 @@ class KeptMemory:
         if self._mine is not None and self._its is not None:
             self._mine.close()
             files = (f"{name}={file}" for name, file in self._files.items())
-            environment[KEPT] = ";".join([str(self._its.detach()), *files])
+            environment[KEPT] = ";".join([str(os.getpid()), str(self._its.detach()), *files])
 
     def in_parent(self) -> None:
         """Close the child's end."""
@@ -63,7 +63,7 @@ class KeptMemory:
                 self._mine.close()
                 self._mine = None
                 return
-            if kind == "drop" or (kind == "keep" and files):
+            if kind in ("drop", "keep"):  # without a file if there is no descriptor left
                 with suppress(KeyError):
                     os.close(self._files.pop(name))
             for file in files:
@@ -85,10 +85,11 @@ class KeptFiles:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> KeptFiles | None:
-        """Those of this process; None if nobody keeps anything for it."""
-        connection, *files = environment.get(KEPT, "").split(";")
-        if not connection:
+        """Those of this process; None if nobody keeps anything for it, as for one that a rank has started."""
+        process, *rest = environment.get(KEPT, "").split(";")
+        if process != str(os.getpid()):
             return None
+        connection, *files = rest
         named = (file.rpartition("=") for file in files)
         return cls(socket.socket(fileno=os.dup(int(connection))), {name: int(number) for name, _, number in named})
 

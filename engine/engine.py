@@ -114,8 +114,8 @@ class VPipeEngine(PatchedPipelineEngine):
             rest = self.stage, self.history, self.failures, self.set_depths, self.repartition
             self.replanning = Replanning(self.balance, *rest)
             self.executor.watchers += [] if self.history.replays else [self.balance]
-        kept = KeptFiles.of(os.environ)
-        self.recovery = recovery_of(self, self.stage, prepared.config.recovery.every, kept)
+        every = prepared.config.recovery.every
+        self.recovery = recovery_of(self, self.stage, every, KeptFiles.of(os.environ) if every else None)
         self.executor.watchers += [] if self.recovery is None else [self.recovery]
         for group in collective_groups(self.grid, self.module):
             self.stage.groups.failures.breaks(group)
@@ -167,8 +167,6 @@ class VPipeEngine(PatchedPipelineEngine):
         try:
             begin = time.perf_counter()
             with self.failures.aborting(), training_by_list(self.module, self.switched_modules):
-                if self.recovery is not None:
-                    self.recovery.keep()
                 loss: torch.Tensor = super().train_batch(data_iter)
                 self.observation.publish()
             self.observation.after_batch(begin)
@@ -179,6 +177,8 @@ class VPipeEngine(PatchedPipelineEngine):
             return loss
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()
+            if self.recovery is not None:
+                self.recovery.withdraw()
             raise
 
     def eval_batch(self, data_iter: Iterator[Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -218,6 +218,8 @@ class VPipeEngine(PatchedPipelineEngine):
         self.stage.action = "QUIESCE"
         with self.failures.aborting():
             quiesce(self.stage, self.moves)
+        if self.recovery is not None:
+            self.recovery.emptied()
         self.history.event("emptied", self.global_steps)
 
     def move_layer(self, move: Move) -> None:
@@ -312,17 +314,21 @@ class VPipeEngine(PatchedPipelineEngine):
         """Go on from the states that ``"recovery"`` has kept before this start; all ranks call it, before they train.
 
         The caller's iterator has to begin at :attr:`consumed_micro_batches`, as after :meth:`load_checkpoint`, which is
-        to be called if this returns False: nothing is kept, or not by all ranks.
+        to be called if this returns False: nothing is kept, not by all ranks, or of other sizes.
 
         Raises:
-            VPipeError: batch size or depths are not those of the states, or the engine has trained.
+            VPipeError: the engine has trained.
             PipelinePeerError: another rank failed, is lost, or did not answer in time.
         """
         if self.recovery is None:
             return False
         self.failures.refuse("recover()")
+        self._refuse_training()
         if self.global_steps or self.stage.in_flight:
-            raise VPipeError(f"recover(): got an engine after {self.global_steps} updates, allowed is a new one")
+            raise VPipeError(
+                f"recover(): got an engine whose count of updates is {self.global_steps}, allowed is 0; call it before "
+                f"train_batch() and load_checkpoint()"
+            )
         with self.failures.aborting():
             return self.recovery.recover()
 
@@ -413,6 +419,8 @@ class VPipeEngine(PatchedPipelineEngine):
                     custom_load_fn=custom_load_fn,
                 )
         finally:
+            if self.recovery is not None:
+                self.recovery.forget()
             self._measure_anew()
             self.history.event("loaded", self.global_steps)
 
@@ -537,6 +545,8 @@ class VPipeEngine(PatchedPipelineEngine):
         self._refuse_training()
         data = or_no_data(self.data_iterator, self.batch_fn) if stage.is_first or stage.is_last else None
         with self.failures.aborting():
+            if self.recovery is not None:
+                self.recovery.keep()
             stage.feed.next_call(data)
             self.executor.train_batch()
 

@@ -70,6 +70,7 @@ def test_files_outlive_children_and_leave_nothing() -> None:
 def test_a_rank_without_a_supervisor_has_none() -> None:
     assert KeptFiles.of({}) is None
     assert KeptFiles.of({KEPT: ""}) is None
+    assert KeptFiles.of({KEPT: f"{os.getppid()};99;state=98"}) is None  # as in a program that a rank has started
 
 
 def test_a_supervisor_that_is_gone_is_no_hang() -> None:

@@ -307,10 +307,14 @@ class VPipeConfig(Settings):
     def _check_recovery(self) -> Self:
         for name, there, why in (
             ("replan", self.replan.every > 0, "layers and depths are then not those of the JSON"),
-            ("record", self.record is not None, "a record has no place for it"),
+            ("record", self.record is not None, "a replay cannot recover"),
             ("virtual_stages", self.virtual_stages > 1, "states are those of stages with one part"),
             ("weight_sync", self.weight_sync == "none", "old weights, which passes would need again, are not kept"),
-            ("gradient_clipping_scope", self.gradient_clipping_scope != "stage", "norms on their way are not kept"),
+            (
+                "gradient_clipping_scope",
+                self.gradient_clipping_scope != "stage",
+                "norms of other stages are not in the states",
+            ),
         ):
             if self.recovery.every and there:
                 refuse(self.recovery.every, key="recovery.every", reason=why, remedy=f"write 0, or remove {name}")

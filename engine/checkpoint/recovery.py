@@ -1,15 +1,14 @@
 """States in host memory from which a run goes on after a rank has failed, as if nothing had happened.
 
 A checkpoint is taken in an empty pipeline; a state is taken while micro-batches are in flight, and empties nothing. All
-ranks keep theirs for the same updates, each when its call of ``train_batch()`` after the update begins, with what the
-script has done in between. At that moment stage s has run the forward passes of W_s later micro-batches, with the
-versions of :func:`ds_vpipe.schedules.one_f_one_b.version_used`. So a state holds
+ranks keep theirs at the same calls of ``train_batch()``, each when the call begins, with what the script has done since
+the call before. At that moment stage s has run the forward passes of W_s later micro-batches, with the versions of
+:func:`ds_vpipe.schedules.one_f_one_b.version_used`. So a state holds
 
 * weights: those versions and the newest, each in a file of its own, written once;
-* the rest: optimizer, learning rates, counts; buffers as they were before the first of those passes, and the random
-  states before each of them.
+* the rest: optimizer, learning rates, counts; buffers and random states, before each of those passes and now.
 
-After a restart all ranks take the newest update that all have kept. The first stage admits the micro-batches in flight
+After a restart all ranks take the newest state that all have kept. The first stage admits the micro-batches in flight
 again, every stage runs their forward passes again with the versions, random states and buffers of the first time, and
 from there on nothing differs from a run without a failure.
 
@@ -20,37 +19,41 @@ Stages are up to ceil((W_0 + 1) / M) updates apart, for which states are kept ba
 from __future__ import annotations
 
 import time
-from dataclasses import astuple
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed.utils import logger
+from torch import nn
 
 from ds_vpipe.engine.checkpoint.rank_state import random_of, restore_random
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.stage import Stage
-from ds_vpipe.errors import Refusal, VPipeConfigError, VPipeError
+from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Progress, version_used
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_SMALL_BYTES = 4096  # of buffers that are copied whether they have changed or not
+_SKIPPED_IN_A_ROW = 3
 
 
 class Cut(NamedTuple):
-    """A moment at which all ranks keep their state: after an update, with the refill that versions follow from."""
+    """A moment at which all ranks keep their state: before a call of ``train_batch()``, after an update."""
 
     update: int
-    refill: int
+    call: int  # of train_batch(), from 1; more than updates where data have ended
 
 
-class _Before(NamedTuple):
-    """What a forward pass has found."""
+class _Found(NamedTuple):
+    """What a forward pass has found, or the next will."""
 
     random: dict[str, Any]
+    buffers: dict[str, torch.Tensor]
     offset: int  # forward passes so far, which seed layers
-    buffers: dict[str, torch.Tensor]  # where the first pass of a batch is; else empty
 
 
 class Recovery:
@@ -66,69 +69,132 @@ class Recovery:
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, kept: KeptFiles, every: int) -> None:
         self._engine, self._stage, self._kept, self._every = engine, stage, kept, every
         self._prefix = f"{stage.groups.name}/"
-        self._before: dict[int, _Before] = {}  # by micro-batch in flight
-        self._again: dict[int, dict[str, Any]] = {}  # random states before passes that are to be run again
-        self._now: dict[str, Any] | None = None  # and after them
-        self._recovered = False  # and no batch has begun since
+        self._call = 0
+        self._found: dict[int, _Found] = {}  # by micro-batch in flight
+        # With the count of changes, of large ones, and a copy.
+        self._buffers: dict[str, tuple[torch.Tensor, int | None, torch.Tensor]] = {}
         self._versions: dict[int, str] = {}  # files of weights
-        self._frozen: tuple[tuple[tuple[int, int], ...], str] = (), ""
+        self._frozen: tuple[object, str] = (), ""  # marks of parameters that are not trained, and their file
         self._cuts: dict[Cut, set[str]] = {}  # files of every state
-        self._begun = False
+        self._begun = self._told = False
+        self._skipped = 0
+        self._again: dict[int, _Found] = {}  # what passes that are to be run again have found
+        self._now: _Found | None = None  # and what comes after them
+        self._recovered = False  # and no batch has begun since
 
     # Watching
 
     def before(self, action: Action) -> None:
         """Note what a forward pass finds; give one that is run again what it has found at first."""
         if action.kind is Kind.FORWARD:
-            stage, index = self._stage, action.index
-            if index in self._again:
-                restore_random(stage, self._again.pop(index))
-            buffers = {} if index % stage.pipeline.micro_batches else self._buffers()
-            self._before[index] = _Before(random_of(stage), stage.module.micro_offset, buffers)
+            if action.index in self._again:
+                self._put(self._again.pop(action.index))
+            self._found[action.index] = self._find()
 
     def after(self, action: Action) -> None:
-        """Go on from the random states of the state's moment, after the last pass that is run again."""
-        if action.kind is Kind.FORWARD and action.index + 1 == self._stage.again and self._now is not None:
-            restore_random(self._stage, self._now)
-            self._now = None
+        """Go on from the moment of the state, after the last pass that is run again.
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        return {name: buffer.clone() for name, buffer in self._stage.module.named_buffers()}
+        Raises:
+            VPipeError: a pass has changed parameters that are not trained, and has done it twice now.
+        """
+        if action.kind is Kind.FORWARD and action.index + 1 == self._stage.again and self._now is not None:
+            self._put(self._now)
+            self._now = None
+            if self._marks() != self._frozen[0]:
+                raise VPipeError(
+                    "recover(): got layers whose forward passes change parameters that are not trained, allowed are "
+                    "buffers; register them with register_buffer()"
+                )
+
+    def _find(self) -> _Found:
+        found = {}
+        for name, buffer in self._stage.module.named_buffers():
+            seen = self._buffers.get(name)
+            count = None if buffer.is_inference() or _is_small(buffer) else buffer._version
+            if seen is None or count is None or seen[0] is not buffer or seen[1] != count:
+                seen = self._buffers[name] = buffer, count, buffer.detach().clone()
+            found[name] = seen[2]
+        return _Found(random_of(self._stage), found, self._stage.module.micro_offset)
+
+    def _put(self, found: _Found) -> None:
+        restore_random(self._stage, found.random)
+        self._stage.module.micro_offset = found.offset
+        for name, buffer in list(self._stage.module.named_buffers()):
+            if not torch.equal(buffer, found.buffers[name]):  # an earlier pass may need the tensor as it is
+                holder, _, key = name.rpartition(".")
+                self._stage.module.get_submodule(holder)._buffers[key] = found.buffers[name].clone()
 
     # Keeping
 
     def keep(self) -> None:
-        """Keep the state of this moment, between two batches, if it is one that is to be kept.
+        """Keep the state of this moment, at the start of a call of ``train_batch()``, if it is one to be kept.
 
         Raises:
             VPipeError: there is no memory for it.
         """
-        if self._recovered:  # the state of this moment is kept already, and it has passes in flight that are to come
+        self._call += 1
+        if self._recovered:  # the state of this moment is kept already, and has passes in flight that are to come
             self._recovered = False
             if self._now is not None and not self._again:
-                restore_random(self._stage, self._now)
+                self._put(self._now)
                 self._now = None
             return
-        if not self._begun:
-            self._begin(None)
         stage, update = self._stage, self._engine.global_steps
         at = update * stage.pipeline.micro_batches
         if stage.data_end is not None and stage.progress.limit == at:
-            return  # the script's next iterator says what comes next, and may be another one after a restart
-        begin = time.perf_counter()
+            self._skip()  # the script's next iterator says what comes next, and may be another one after a restart
+            return
+        self._skipped, begin = 0, time.perf_counter()
         try:
+            if not self._begun:
+                self._begin(set())
             size = self._write(update, at)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch's of a full disk, which this is to it
             raise VPipeError(
                 f"vpipe.recovery.every: got {self._every}, but {stage.links.me} could not keep its state of update "
                 f"{update} ({error}); free memory, write a larger number, or remove the key"
             ) from error
-        if size and len(self._cuts) == 1 and self._engine.global_rank == 0:
-            states, seconds = self._kept_back // self._every + 2, time.perf_counter() - begin
+        if update and update % self._every == 0 and not self._told and self._engine.global_rank == 0:
+            self._told, seconds = True, time.perf_counter() - begin
             print(
-                f"ds_vpipe: recovery: {stage.links.me} keeps up to {states} states in host memory, the first of "
-                f"{size / 1e6:.1f} MB, in {seconds:.3f} s",
+                f"ds_vpipe: recovery: {stage.links.me} keeps up to {-(-self._kept_back // self._every) + 2} states in "
+                f"host memory; that of update {update} is {size / 1e6:.1f} MB and took {seconds:.3f} s",
                 flush=True,
+            )
+
+    def withdraw(self) -> None:
+        """Give up the states of this update: the data have ended, and the script may do something about it."""
+        update = self._engine.global_steps
+        self._keep_only(cut for cut in self._cuts if cut.update != update)
+
+    def forget(self) -> None:
+        """Give up all states: the script goes on from elsewhere."""
+        if not self._begun:
+            return  # those of attempts before may still be taken
+        self._emptied()
+        self._cuts, self._versions, self._frozen = {}, {}, ((), "")
+        self._begin(set())
+
+    def emptied(self) -> None:
+        """The pipeline has been emptied: what was to be run again will be run as if for the first time."""
+        if self._recovered:
+            self._call += 1  # the next state is another one than that which is kept
+        self._emptied()
+
+    def _emptied(self) -> None:
+        if self._now is not None:
+            self._put(self._now)
+        self._again.clear()
+        self._now, self._recovered, self._stage.again = None, False, 0
+        if not self._stage.pipeline.vertical:
+            self._stage.weights.keep_from(None)
+
+    def _skip(self) -> None:
+        self._skipped += 1
+        if self._skipped == _SKIPPED_IN_A_ROW and self._engine.global_rank == 0:
+            logger.warning(
+                f"ds_vpipe: recovery: no state has been kept before {self._skipped} batches in a row, at which data "
+                f"ended; pass one iterator over the whole data set, the same object in every call"
             )
 
     @property
@@ -138,43 +204,47 @@ class Recovery:
         return -(-(pipeline.depths[0] + 1) // pipeline.micro_batches)
 
     def _write(self, update: int, at: int) -> int:
-        stage, every = self._stage, self._every
-        refill = at if stage.progress.limit == at or stage.pipeline.synchronous else stage.progress.refill
+        stage, every, size = self._stage, self._every, 0
         lag = -(-self._depth // stage.pipeline.micro_batches)
-        size = 0
         if (update + lag) // every * every >= update:  # a state that is to be kept will need them
-            name = f"{self._prefix}weights {update} {refill}"
-            size += self._save(name, self._trained())
+            name = f"{self._prefix}weights {update} {self._call}"
+            size += self._save(name, {name: p.detach() for name, p in self._parameters(trained=True)})
             self._versions[update] = name
-        if update % every == 0:
-            size += self._write_state(Cut(update, refill), at)
         oldest = (update - self._kept_back) // every * every - every
-        self._cuts = {cut: files for cut, files in self._cuts.items() if cut.update >= oldest}
-        self._versions = {version: name for version, name in self._versions.items() if version >= update - lag}
+        self._versions = {v: name for v, name in self._versions.items() if update - lag <= v <= update}
+        if update % every == 0:
+            size += self._write_state(Cut(update, self._call), at)
+        self._keep_only(cut for cut in self._cuts if oldest <= cut.update <= update)
+        self._found = {index: found for index, found in self._found.items() if index >= at}
+        return size
+
+    def _keep_only(self, cuts: Iterable[Cut]) -> None:
+        self._cuts = {cut: self._cuts[cut] for cut in list(cuts)}
         needed = {*self._versions.values(), *(name for files in self._cuts.values() for name in files)}
         self._kept.drop(lambda name: name.startswith(self._prefix) and name not in needed)
-        self._before = {index: before for index, before in self._before.items() if index >= at}
-        return size
 
     def _write_state(self, cut: Cut, at: int) -> int:
         engine, stage = self._engine, self._stage
-        before = [self._before[index] for index in range(at, stage.progress.forwarded)]
-        oldest = version_used(at, self._depth, stage.pipeline.micro_batches, cut.refill)
+        refill = at if stage.progress.limit == at or stage.pipeline.synchronous else stage.progress.refill
+        # Passes of an incomplete batch at the end of the data have been undone, and will be run and undone again.
+        undone = 0 if stage.data_end is None else len(stage.data_end.left_over)
+        passes = range(at, stage.progress.forwarded + undone)
+        oldest = version_used(at, self._depth, stage.pipeline.micro_batches, refill)
         versions = {version: self._versions[version] for version in range(oldest, cut.update + 1)}
         size = self._save_frozen()
         state = {
-            "pipeline": astuple(stage.pipeline),
+            "fits": self._form(),
+            "refill": refill,
             "counts": {name: getattr(engine, name) for name in _COUNTS},
             "optimizer": engine.optimizer.state_dict(),
             "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
-            "buffers": before[0].buffers if before else self._buffers(),
-            "offset": before[0].offset if before else stage.module.micro_offset,
-            "random": [*(one.random for one in before), random_of(stage)],
+            "found": [tuple(self._found[index]) for index in passes],
+            "now": tuple(self._find()),
             "versions": versions,
             "frozen": self._frozen[1],
             "tied": stage.ties.known,
         }
-        name = f"{self._prefix}state {cut.update} {cut.refill}"
+        name = f"{self._prefix}state {cut.update} {cut.call}"
         size += self._save(name, state)
         self._cuts[cut] = {name, self._frozen[1], *versions.values()}
         return size
@@ -184,18 +254,20 @@ class Recovery:
 
     def _save_frozen(self) -> int:
         """Keep the parameters that are not trained, once more if one has been changed or another is not trained."""
-        trained = {id(parameter) for parameter in self._stage.weights.versions.trained}
-        found = {name: p.detach() for name, p in self._stage.module.named_parameters() if id(p) not in trained}
-        marks = tuple((value.untyped_storage()._cdata, value._version) for value in found.values())
+        marks = self._marks()
         if self._frozen[1] and marks == self._frozen[0]:
             return 0
-        name = f"{self._prefix}frozen {self._engine.global_steps}"
+        name = f"{self._prefix}frozen {self._engine.global_steps} {self._call}"
         self._frozen = marks, name
-        return self._save(name, found)
+        return self._save(name, {name: p.detach() for name, p in self._parameters(trained=False)})
 
-    def _trained(self) -> dict[str, torch.Tensor]:
-        trained = {id(parameter) for parameter in self._stage.weights.versions.trained}
-        return {name: p.detach() for name, p in self._stage.module.named_parameters() if id(p) in trained}
+    def _marks(self) -> object:
+        """Names and sums of the bytes of parameters that are not trained, since not all changes of them are counted."""
+        return [(name, _sum(parameter)) for name, parameter in self._parameters(trained=False)]
+
+    def _parameters(self, *, trained: bool) -> Iterator[tuple[str, nn.Parameter]]:
+        mine = {id(parameter) for parameter in self._stage.weights.versions.trained}
+        return ((n, p) for n, p in self._stage.module.named_parameters() if (id(p) in mine) is trained)
 
     @property
     def _depth(self) -> int:
@@ -203,36 +275,52 @@ class Recovery:
         pipeline = self._stage.pipeline
         return 0 if pipeline.synchronous else pipeline.depths[0 if pipeline.vertical else self._stage.number]
 
+    def _form(self) -> dict[str, object]:
+        """What has to be as it was for a state to fit."""
+        module = self._stage.module
+        return {
+            **asdict(self._stage.pipeline),
+            "parameters": [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()],
+            "buffers": [(name, tuple(buffer.shape)) for name, buffer in module.named_buffers()],
+        }
+
     # Recovery
 
     def recover(self) -> bool:
-        """Take the newest state that all ranks have, on all ranks; False if there is none.
+        """Take the newest state that all ranks have, on all ranks; False if there is none that fits.
 
         Raises:
-            VPipeError: sizes or the split are others than the state's.
-            PipelinePeerError: this happened on another rank, or a rank is lost or did not answer in time.
+            PipelinePeerError: it could not be taken on another rank, or one is lost or did not answer in time.
         """
         words = (name.removeprefix(self._prefix).split() for name in self._kept.found if name.startswith(self._prefix))
-        states = {Cut(int(update), int(refill)) for kind, update, refill in (w for w in words if w[0] == "state")}
-        found = self._stage.consensus.of_all(states, "all ranks in recover()")
+        states = {Cut(int(update), int(call)) for kind, update, call in (w for w in words if w[0] == "state")}
+        consensus, what = self._stage.consensus, "all ranks in recover()"
+        found = consensus.of_all(states, what)
         common = set.intersection(*found)
-        if not common:
-            if any(found) and self._engine.global_rank == 0:
-                logger.warning("ds_vpipe: recover(): no state that all ranks have; load a checkpoint, or begin anew")
-            self._begin(None)
+        cut = max(common, default=None)
+        state: dict[str, Any] = {}
+        unfit = "a rank has failed before all had kept one" if any(found) else None
+        if cut is not None:
+            with consensus.all_or_none("recover()"):
+                state = self._load(f"{self._prefix}state {cut.update} {cut.call}")
+            differ = next((key for key, value in self._form().items() if state["fits"][key] != value), None)
+            unfit = next(filter(None, consensus.of_all(differ, what)), None)
+        if cut is None or unfit is not None:
+            if unfit is not None and self._engine.global_rank == 0:
+                why = unfit if cut is None else f"that of update {cut.update} had other {unfit}"
+                logger.warning(f"ds_vpipe: recover(): no state fits, {why}; load a checkpoint, or begin anew")
+            self._begin(set())
             return False
-        cut = max(common)
-        with self._stage.consensus.all_or_none("recover()"), torch.no_grad():
-            received = self._restore(cut)
-        known = self._stage.consensus.of_stages(received, "all stages in recover()")
+        with consensus.all_or_none("recover()"), torch.no_grad():
+            self._restore(cut, state)
+        known = consensus.of_stages(state["tied"], "all stages in recover()")
         self._stage.ties.resume(cut.update, known, self._stage.weights.versions.point_to)
         if self._engine.global_rank == 0:
             print(f"ds_vpipe: recover(): on from update {cut.update}, kept in host memory", flush=True)
         return True
 
-    def _begin(self, cut: Cut | None) -> None:
-        """Give up what attempts before have left, but for one state."""
-        needed = set() if cut is None else self._cuts[cut]
+    def _begin(self, needed: set[str]) -> None:
+        """Give up what attempts before have left, but for the files of one state."""
         self._kept.drop(lambda name: name.startswith(self._prefix) and name not in needed)
         self._begun = True
 
@@ -240,48 +328,50 @@ class Recovery:
         with self._kept.open(name) as file:  # a rank of this run has written it
             return torch.load(file, weights_only=False)
 
-    def _restore(self, cut: Cut) -> dict[int, int]:
-        """Take a state; returns what copies of tied weights had received."""
-        engine, stage = self._engine, self._stage
-        module, pipeline = stage.module, stage.pipeline
-        name = f"{self._prefix}state {cut.update} {cut.refill}"
-        state = self._load(name)
-        if state["pipeline"] != astuple(pipeline):
-            raise VPipeError(
-                f"recover(): got a state of {state['pipeline']}, allowed is one of this pipeline, {astuple(pipeline)}; "
-                f"set batch size and depths before the call as they were"
-            )
-        parameters, versions = dict(module.named_parameters()), sorted(state["versions"])
-        for file in (state["frozen"], state["versions"][versions[0]]):
-            _copy(parameters, self._load(file))
-        _copy(dict(module.named_buffers()), state["buffers"])
+    def _restore(self, cut: Cut, state: dict[str, Any]) -> None:
+        engine, stage, versions = self._engine, self._stage, sorted(state["versions"])
+        for name in (state["frozen"], state["versions"][versions[0]]):
+            _copy(stage.module.named_parameters(), self._load(name))
         stage.weights.restart(versions[0])
         if len(versions) > 1:
             stage.weights.keep_from(versions[0])
         for version in versions[1:]:
             with stage.weights.update():
-                _copy(parameters, self._load(state["versions"][version]))
+                _copy(stage.module.named_parameters(), self._load(state["versions"][version]))
         engine.optimizer.load_state_dict(state["optimizer"])
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(state["scheduler"])
         for count, value in state["counts"].items():
             setattr(engine, count, value)
-        at = cut.update * pipeline.micro_batches
-        module.micro_offset = state["offset"]
-        stage.progress = Progress(at, at, None, refill=cut.refill)
-        *again, self._now = state["random"]
-        stage.again, self._again = at + len(again), dict(enumerate(again, at))
-        self._versions, self._frozen = dict(state["versions"]), ((), "")
-        self._cuts = {cut: {name, state["frozen"], *state["versions"].values()}}
-        self._recovered = True
-        self._begin(cut)
-        tied: dict[int, int] = state["tied"]
-        return tied
+        at = cut.update * stage.pipeline.micro_batches
+        stage.progress = Progress(at, at, None, refill=state["refill"])
+        self._again = {index: _Found(*found) for index, found in enumerate(state["found"], at)}
+        stage.again, self._now = at + len(self._again), _Found(*state["now"])
+        first = self._again.get(at, self._now)
+        self._put(
+            self._now._replace(buffers=first.buffers, offset=first.offset)
+        )  # scripts draw and save before a batch
+        self._call, self._recovered = cut.call - 1, True
+        self._versions, self._frozen = dict(state["versions"]), (self._marks(), state["frozen"])
+        self._cuts = {cut: {f"{self._prefix}state {cut.update} {cut.call}", state["frozen"], *self._versions.values()}}
+        self._begin(self._cuts[cut])
 
 
-def _copy(into: dict[str, Any], values: dict[str, torch.Tensor]) -> None:
-    for name, value in values.items():
-        into[name].data.copy_(value)
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+
+
+def _copy(into: Iterable[tuple[str, torch.Tensor]], values: dict[str, torch.Tensor]) -> None:
+    for name, tensor in into:
+        if name in values:
+            tensor.data.copy_(values[name])
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    """Sum of the bytes, in words where there are whole ones."""
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    words = content.view(torch.int32) if content.numel() % 4 == 0 else content
+    return int(words.sum(dtype=torch.int64))
 
 
 def recovery_of(engine: PatchedPipelineEngine, stage: Stage, every: int, kept: KeptFiles | None) -> Recovery | None:
@@ -292,16 +382,16 @@ def recovery_of(engine: PatchedPipelineEngine, stage: Stage, every: int, kept: K
     """
     if not every:
         return None
-    for wrong, there, allowed in (
-        (stage.device.type != "cpu", f"stages on {stage.device}", "the CPU"),
-        (engine.grid.get_slice_parallel_world_size() > 1, "tensor slices", "none"),
+    for wrong, why, fix in (
+        (kept is None, "nothing outlives this rank", "start with ds_vpipe.run --restarts N"),
+        (stage.device.type != "cpu", f"the stage computes on {stage.device}, and states are the CPU's", ""),
+        (engine.grid.get_slice_parallel_world_size() > 1, "a stage has tensor slices, whose states are not kept", ""),
+        (engine.training_dataloader is not None, "training_data would begin anew", "pass an iterator to train_batch()"),
     ):
         if wrong:
-            line = f"vpipe.recovery.every: got {every} and {there}, allowed next to it: {allowed}; write 0"
-            raise VPipeConfigError(line)
-    if kept is None:
-        why, fix = "nothing outlives this rank", "start with ds_vpipe.run --restarts N, or write 0"
-        raise Refusal("vpipe.recovery.every", every, "a rank with a supervisor", fix, why).error()
+            remedy = f"{fix}, or write 0" if fix else "write 0"
+            raise Refusal("vpipe.recovery.every", every, "0 here", remedy, why).error()
+    assert kept is not None
     return Recovery(engine, stage, kept, every)
 
 

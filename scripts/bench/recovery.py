@@ -26,7 +26,7 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     for every in (0, 10, 1):
         memory = KeptMemory()
         memory.connect()
-        with mock.patch.dict(os.environ, {KEPT: str(memory._its.fileno())}):
+        with mock.patch.dict(os.environ, {KEPT: f"{os.getpid()};{memory._its.fileno()}"}):
             config = ds_config(MICRO_BATCHES, {"recovery": {"every": every}}, BATCH, "AdamW", torch_adam=True)
             engine = engine_for(layers, STAGES, config)
         train_batch = trainer_of(engine, batch)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,17 +33,18 @@ UPDATES = 12
 
 
 class Running(nn.Module):
-    """Layer with a buffer that every forward pass changes, and a parameter that is not trained."""
+    """Layer with a buffer that passes change, one that the script replaces, and a parameter that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("temperature", torch.ones(()))
         self.factor = nn.Parameter(torch.tensor(0.5), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
-        return (x - self.mean) * (1 + self.factor)
+        return (x - self.mean) * (1 + self.factor) * self.temperature
 
 
 def specs() -> list[Any]:
@@ -61,39 +64,58 @@ class Runs:
         self.weights: dict[str, torch.Tensor] = {}
         self.recovered: int | None = None
 
-    def attempt(self, until: int, seed: int) -> None:
-        """Train from a recovery, if there is one, to an update, and leave the engine with what is in flight."""
+    @contextmanager
+    def engine(self, seed: int) -> Iterator[Any]:
+        """A new attempt's engine, which is left with what is in flight."""
         torch.manual_seed(seed)
         random.seed(seed)
         self.memory.connect()
         assert self.memory._its is not None
         files = [f"{name}={os.dup(file)}" for name, file in self.memory._files.items()]
-        with mock.patch.dict(os.environ, {KEPT: ";".join([str(self.memory._its.fileno()), *files])}):
+        with mock.patch.dict(os.environ, {KEPT: ";".join([str(os.getpid()), str(self.memory._its.fileno()), *files])}):
             engine = cases.engine(self._ds_config, self._stages, **self._model)
         engine.recovery._prefix = "engine 1/"  # it is the first of its process where that is a new one
         if seed > 1:  # nothing but what was kept may count
             for parameter in engine.module.parameters():
                 parameter.data.add_(1.0)
+        yield engine
+        self.memory.receive()
+        engine.destroy()
+        cases.close_groups()
+
+    def attempt(self, until: int, seed: int) -> None:
+        """Train from a recovery, if there is one, to an update."""
+        with self.engine(seed) as engine:
+            self._train(engine, until)
+
+    def _train(self, engine: Any, until: int) -> None:
         self.recovered = engine.global_steps if engine.recover() else None
+        running = [layer for layer in engine.module.forward_funcs if isinstance(layer, Running)]
         iterator = self._data(engine)
         while engine.global_steps < until:
             update = engine.global_steps
             torch.rand(update + engine.stage_id)  # as a script draws between two calls
+            for layer in running:
+                layer.temperature = torch.tensor(1 + 0.01 * update)
             try:
                 self.losses[update] = float(engine.train_batch(iterator)).hex()
             except StopIteration:
                 iterator = self._data(engine)
-                self.memory.receive()  # the first stage had known of the end: what comes next is the script's to say
-                assert engine.stage_id > 0 or not any(f"/state {update} " in name for name in self.memory._files)
+                for group in engine.optimizer.param_groups:  # an end of an epoch, which is to come once
+                    group["lr"] *= 0.8
+                self.memory.receive()
+                assert not any(f"/state {update} " in name for name in self.memory._files)
             self.memory.receive()
-            if update % 5 == 2:
+            depth = engine.depth if engine.vpipe_config.weight_sync == "stash" else engine.pipeline.depths[0]
+            assert engine.stashing_optimizer.num_versions <= 1 - (-depth // engine.micro_batches)
+            if update % 5 == 2 and engine.global_steps > update:
                 engine.eval_batch(toy.data(10_002, 10_000), num_micro_batches=2)
-            if update == 3:
+            if update == 3 and engine.global_steps > update:
                 engine.quiesce()
+                for layer in running:
+                    layer.factor.data.mul_(0.9)
         self.weights = cases.parameters(engine)
         self.weights |= {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
-        engine.destroy()
-        cases.close_groups()
 
     def _data(self, engine: Any) -> Iterator[Any]:
         done, length, replica = engine.consumed_micro_batches, self._data_end, engine.grid.data_parallel_id
@@ -137,6 +159,9 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any],
     "host": (2, 2, SGD, {"link": "host"}, {}, None),
     "epochs": (3, 2, ADAMW, {}, {}, 6),
     "epochs, batches left over": (3, 2, SGD, {}, {}, 7),
+    "epochs, deep": (2, 2, SGD, {"stage_to_depth_map": [4, 0]}, {}, 7),
+    "epochs, synchronous": (2, 2, ADAMW, {"sync_mode": "bsp"}, {}, 7),
+    "epochs, one stage": (1, 2, SGD, {}, {}, 6),
     "replicas": (2, 2, ADAMW, {}, {}, None),
     "tied": (3, 1, ADAMW, {}, {}, None),
     "tied, epochs": (3, 2, SGD, {}, {}, 6),
@@ -160,11 +185,12 @@ def test_a_recovered_run_is_one_without_a_failure(worlds: Worlds, name: str) -> 
     every = ds_config["vpipe"]["recovery"]["every"]
     behind, ranks = -(-stages // (micro_batches * every)), stages * (1 + (name == "replicas"))
     for ends, lost in (
-        ([6, 6, 10], [0] * stages),
-        ([5, 9], [behind, *[0] * (stages - 1)]),
-        ([8], [*[0] * (stages - 1), 1]),
-        ([4, 7], [0, 1, *[0] * (stages - 2)]),
+        ([6, 6, 10], [0, 0, 0]),
+        ([5, 9], [behind, 0, 0]),
+        ([5, 8], [0, *([1] if stages == 2 else [0, 1])]),
+        ([4, 7], [0, 1, 0]),
     ):
+        lost = lost[:stages]
         for losses, weights, recovered_losses, recovered_weights, recovered in worlds.run(
             ranks, run, ds_config, stages, ends, lost, data_end, name.startswith("tied")
         ):
@@ -184,7 +210,7 @@ def refusals() -> list[str]:
     with pytest.raises(VPipeConfigError) as refusal:
         cases.engine(ds_config, 2)
     said.append(str(refusal.value))
-    with mock.patch.dict(os.environ, {KEPT: str(memory._its.fileno())}):
+    with mock.patch.dict(os.environ, {KEPT: f"{os.getpid()};{memory._its.fileno()}"}):
         engine = cases.engine(ds_config, 2)
         with pytest.raises(VPipeConfigError) as refusal:
             loops.engine(cases.config(2, SGD, ds_config["vpipe"]), 2)
@@ -206,7 +232,7 @@ def refusals() -> list[str]:
 def test_what_is_not_recovered_is_refused(worlds: Worlds) -> None:
     for said in worlds.run(2, refusals):
         assert said == [
-            "vpipe.recovery.every: got 1; nothing outlives this rank; allowed: a rank with a supervisor; start with "
+            "vpipe.recovery.every: got 1; nothing outlives this rank; allowed: 0 here; start with "
             "ds_vpipe.run --restarts N, or write 0",
             "vpipe.recovery.every: got 1; the module is called micro-batch by micro-batch; allowed: 0 here; write 0, "
             "or call train_batch()",
@@ -214,21 +240,53 @@ def test_what_is_not_recovered_is_refused(worlds: Worlds) -> None:
             "allowed: no such call next to vpipe.recovery; remove one of the two",
             "repartition(): got [4, 6]; states are those of one split; allowed: no such call next to vpipe.recovery; "
             "remove one of the two",
-            "recover(): got an engine after 1 updates, allowed is a new one",
+            "recover(): got an engine whose count of updates is 1, allowed is 0; call it before train_batch() and "
+            "load_checkpoint()",
         ]
 
 
-def other_sizes() -> str:
+def other_sizes() -> tuple[int | None, int | None]:
     ds_config = cases.config(2, SGD, {"partition": "uniform", "recovery": {"every": 1}})
     runs = Runs(ds_config, 2, None, tied=False)
     runs.attempt(3, seed=1)
     ds_config["gradient_accumulation_steps"] = 4
-    with pytest.raises(VPipeError) as refusal:
-        runs.attempt(4, seed=2)
-    return str(refusal.value)
+    runs.attempt(4, seed=2)
+    first = runs.recovered
+    runs.attempt(5, seed=3)
+    return first, runs.recovered
 
 
-def test_states_of_other_sizes_are_refused(worlds: Worlds) -> None:
-    for line in worlds.run(2, other_sizes):
-        assert line.startswith("recover(): got a state of "), line
-        assert "set batch size and depths before the call as they were" in line
+def test_states_of_other_sizes_are_not_taken(worlds: Worlds) -> None:
+    assert worlds.run(2, other_sizes) == [(None, 3), (None, 3)]
+
+
+def from_elsewhere(folder: str) -> list[Any]:
+    """Go back to a checkpoint, fail, recover and empty the pipeline before the first batch, fail again."""
+    ds_config = cases.config(1, SGD, {"partition": "uniform", "recovery": {"every": 1}})
+    runs, found = Runs(ds_config, 3, None, tied=False), []
+    with runs.engine(1) as engine:
+        iterator = toy.data()
+        for update in range(9):
+            engine.train_batch(iterator)
+            if update == 2:
+                engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder)
+        runs.memory.receive()
+        found.append(len(runs.memory._files))
+        iterator = toy.data(None, 3)
+        for _ in range(2):
+            engine.train_batch(iterator)
+    with runs.engine(2) as engine:
+        found += [engine.recover(), engine.global_steps]
+        engine.quiesce()
+        iterator = toy.data(None, engine.consumed_micro_batches)
+        for _ in range(6):
+            engine.train_batch(iterator)
+            assert engine.stashing_optimizer.num_versions <= 1 + engine.depth
+    with runs.engine(3) as engine:
+        found += [engine.recover(), engine.global_steps]
+    return found
+
+
+def test_a_checkpoint_that_was_loaded_counts(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(3, from_elsewhere, str(tmp_path)) == 3 * [[0, True, 4, True, 9]]

@@ -193,8 +193,10 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("`recovery` and `engine.recover()`: asp, vertical and bsp; M, depths, dropout, buffers, ties, replicas, "
              "`synchronous_updates`, data that end; killed anywhere", "bit-identical to a run without a failure",
              "test_recovery.py::test_a_recovered_run_is_one_without_a_failure"),
-            ("Likewise without a supervisor, in loops, with `move_layer()`, `repartition()`, other sizes", "refused",
+            ("Likewise without a supervisor, in loops, with `move_layer()`, `repartition()`", "refused",
              "test_recovery.py::test_what_is_not_recovered_is_refused"),
+            ("Likewise with other sizes than those of the state", "a line, and no recovery: the checkpoint counts",
+             "test_recovery.py::test_states_of_other_sizes_are_not_taken"),
             ("`--restarts` under torchrun", "refused: `--max-restarts` does the same",
              "test_restarts.py::test_refused"),
             ("Checkpoints from steady state, hysteresis 2, a loss function with parameters", "likewise",

@@ -211,10 +211,10 @@ class Recovery:
             size += self._save(name, {name: p.detach() for name, p in self._parameters(trained=True)})
             self._versions[update] = name
         oldest = (update - self._kept_back) // every * every - every
-        self._versions = {v: name for v, name in self._versions.items() if update - lag <= v <= update}
+        self._versions = {v: name for v, name in self._versions.items() if v >= update - lag}
         if update % every == 0:
             size += self._write_state(Cut(update, self._call), at)
-        self._keep_only(cut for cut in self._cuts if oldest <= cut.update <= update)
+        self._keep_only(cut for cut in self._cuts if cut.update >= oldest)
         self._found = {index: found for index, found in self._found.items() if index >= at}
         return size
 

@@ -177,8 +177,6 @@ class VPipeEngine(PatchedPipelineEngine):
             return loss
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()
-            if self.recovery is not None:
-                self.recovery.withdraw()
             raise
 
     def eval_batch(self, data_iter: Iterator[Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -548,7 +546,12 @@ class VPipeEngine(PatchedPipelineEngine):
             if self.recovery is not None:
                 self.recovery.keep()
             stage.feed.next_call(data)
-            self.executor.train_batch()
+            try:
+                self.executor.train_batch()
+            except StopIteration:
+                if self.recovery is not None:
+                    self.recovery.withdraw()
+                raise
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         with self.executor.updating():

@@ -6,7 +6,8 @@ the call before. At that moment stage s has run the forward passes of W_s later 
 :func:`ds_vpipe.schedules.one_f_one_b.version_used`. So a state holds
 
 * weights: those versions and the newest, each in a file of its own, written once;
-* the rest: optimizer, learning rates, counts; buffers and random states, before each of those passes and now.
+* optimizer, learning rates and counts;
+* random states, buffers and numbers of layers, as they are and as each of those passes has found them.
 
 After a restart all ranks take the newest state that all have kept. The first stage admits the micro-batches in flight
 again, every stage runs their forward passes again with the versions, random states and buffers of the first time, and
@@ -20,9 +21,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from deepspeed.utils import logger
@@ -37,7 +40,7 @@ from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Progress, version_used
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-_SMALL_BYTES = 4096  # of buffers that are copied whether they have changed or not
+_BLOCK = 256  # words, whose sum stands for them
 _SKIPPED_IN_A_ROW = 3
 
 
@@ -53,6 +56,7 @@ class _Found(NamedTuple):
 
     random: dict[str, Any]
     buffers: dict[str, torch.Tensor]
+    numbers: dict[tuple[str, str], float]  # attributes of layers, such as counters; by the names of layer and attribute
     offset: int  # forward passes so far, which seed layers
 
 
@@ -71,8 +75,7 @@ class Recovery:
         self._prefix = f"{stage.groups.name}/"
         self._call = 0
         self._found: dict[int, _Found] = {}  # by micro-batch in flight
-        # With the count of changes, of large ones, and a copy.
-        self._buffers: dict[str, tuple[torch.Tensor, int | None, torch.Tensor]] = {}
+        self._buffers: dict[str, torch.Tensor] = {}  # the latest copies
         self._versions: dict[int, str] = {}  # files of weights
         self._frozen: tuple[object, str] = (), ""  # marks of parameters that are not trained, and their file
         self._cuts: dict[Cut, set[str]] = {}  # files of every state
@@ -107,22 +110,34 @@ class Recovery:
                 )
 
     def _find(self) -> _Found:
-        found = {}
-        for name, buffer in self._stage.module.named_buffers():
-            seen = self._buffers.get(name)
-            count = None if buffer.is_inference() or _is_small(buffer) else buffer._version
-            if seen is None or count is None or seen[0] is not buffer or seen[1] != count:
-                seen = self._buffers[name] = buffer, count, buffer.detach().clone()
-            found[name] = seen[2]
-        return _Found(random_of(self._stage), found, self._stage.module.micro_offset)
+        module, found = self._stage.module, dict[str, torch.Tensor]()
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            copy = self._buffers.get(name)  # changes are not always counted, such as those of normalisations
+            if copy is None or copy.dtype != buffer.dtype or not torch.equal(copy, buffer):
+                copy = self._buffers[name] = buffer.detach().clone()
+            found[name] = copy
+        numbers = {
+            (name, key): value
+            for name, part in module.named_modules()
+            if name  # else it is the pipeline module, whose numbers are DeepSpeed's
+            for key, value in vars(part).items()
+            if isinstance(value, (int, float)) and key != "training"
+        }
+        return _Found(random_of(self._stage), found, numbers, module.micro_offset)
 
     def _put(self, found: _Found) -> None:
+        module, shared = self._stage.module, dict[int, torch.Tensor]()
         restore_random(self._stage, found.random)
-        self._stage.module.micro_offset = found.offset
-        for name, buffer in list(self._stage.module.named_buffers()):
-            if not torch.equal(buffer, found.buffers[name]):  # an earlier pass may need the tensor as it is
-                holder, _, key = name.rpartition(".")
-                self._stage.module.get_submodule(holder)._buffers[key] = found.buffers[name].clone()
+        module.micro_offset = found.offset
+        present = dict(module.named_buffers(remove_duplicate=False))
+        for name, value in found.buffers.items():
+            buffer, (holder, _, key) = present.get(name), name.rpartition(".")
+            if buffer is None or buffer.dtype != value.dtype or not torch.equal(buffer, value):
+                # Another one, since an earlier pass may need the tensor as it is.
+                new = shared.setdefault(id(buffer), value.clone()) if buffer is not None else value.clone()
+                module.get_submodule(holder)._buffers[key] = new
+        for (holder, key), number in found.numbers.items():
+            vars(module.get_submodule(holder))[key] = number
 
     # Keeping
 
@@ -140,21 +155,12 @@ class Recovery:
                 self._now = None
             return
         stage, update = self._stage, self._engine.global_steps
-        at = update * stage.pipeline.micro_batches
-        if stage.data_end is not None and stage.progress.limit == at:
-            self._skip()  # the script's next iterator says what comes next, and may be another one after a restart
-            return
-        self._skipped, begin = 0, time.perf_counter()
-        try:
+        begin = time.perf_counter()
+        with self._handing_over():
             if not self._begun:
                 self._begin(set())
-            size = self._write(update, at)
-        except (OSError, RuntimeError) as error:  # torch's of a full disk, which this is to it
-            raise VPipeError(
-                f"vpipe.recovery.every: got {self._every}, but {stage.links.me} could not keep its state of update "
-                f"{update} ({error}); free memory, write a larger number, or remove the key"
-            ) from error
-        if update and update % self._every == 0 and not self._told and self._engine.global_rank == 0:
+            size = self._write(update)
+        if update and size and update % self._every == 0 and not self._told and self._engine.global_rank == 0:
             self._told, seconds = True, time.perf_counter() - begin
             print(
                 f"ds_vpipe: recovery: {stage.links.me} keeps up to {-(-self._kept_back // self._every) + 2} states in "
@@ -165,7 +171,8 @@ class Recovery:
     def withdraw(self) -> None:
         """Give up the states of this update: the data have ended, and the script may do something about it."""
         update = self._engine.global_steps
-        self._keep_only(cut for cut in self._cuts if cut.update != update)
+        with self._handing_over():
+            self._keep_only(cut for cut in self._cuts if cut.update != update)
 
     def forget(self) -> None:
         """Give up all states: the script goes on from elsewhere."""
@@ -173,7 +180,18 @@ class Recovery:
             return  # those of attempts before may still be taken
         self._emptied()
         self._cuts, self._versions, self._frozen = {}, {}, ((), "")
-        self._begin(set())
+        with self._handing_over():
+            self._begin(set())
+
+    @contextmanager
+    def _handing_over(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # the latter is torch's, of a file that cannot be written
+            raise VPipeError(
+                f"vpipe.recovery.every: got {self._every}, but {self._stage.links.me} could not keep its state of "
+                f"update {self._engine.global_steps} ({error}); free memory, write a larger number, or remove the key"
+            ) from error
 
     def emptied(self) -> None:
         """The pipeline has been emptied: what was to be run again will be run as if for the first time."""
@@ -193,8 +211,9 @@ class Recovery:
         self._skipped += 1
         if self._skipped == _SKIPPED_IN_A_ROW and self._engine.global_rank == 0:
             logger.warning(
-                f"ds_vpipe: recovery: no state has been kept before {self._skipped} batches in a row, at which data "
-                f"ended; pass one iterator over the whole data set, the same object in every call"
+                f"ds_vpipe: recovery: {self._skipped} states in a row have not been kept, because data ended there; "
+                f"pass one iterator over the whole data set, the same object in every call, or write another number "
+                f"for vpipe.recovery.every"
             )
 
     @property
@@ -203,8 +222,9 @@ class Recovery:
         pipeline = self._stage.pipeline
         return -(-(pipeline.depths[0] + 1) // pipeline.micro_batches)
 
-    def _write(self, update: int, at: int) -> int:
+    def _write(self, update: int) -> int:
         stage, every, size = self._stage, self._every, 0
+        at = update * stage.pipeline.micro_batches
         lag = -(-self._depth // stage.pipeline.micro_batches)
         if (update + lag) // every * every >= update:  # a state that is to be kept will need them
             name = f"{self._prefix}weights {update} {self._call}"
@@ -213,7 +233,11 @@ class Recovery:
         oldest = (update - self._kept_back) // every * every - every
         self._versions = {v: name for v, name in self._versions.items() if v >= update - lag}
         if update % every == 0:
-            size += self._write_state(Cut(update, self._call), at)
+            if stage.data_end is not None and stage.progress.limit == at:
+                self._skip()  # the script's next iterator says what comes next, and may be another after a restart
+            else:
+                self._skipped = 0
+                size += self._write_state(Cut(update, self._call), at)
         self._keep_only(cut for cut in self._cuts if cut.update >= oldest)
         self._found = {index: found for index, found in self._found.items() if index >= at}
         return size
@@ -281,7 +305,6 @@ class Recovery:
         return {
             **asdict(self._stage.pipeline),
             "parameters": [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()],
-            "buffers": [(name, tuple(buffer.shape)) for name, buffer in module.named_buffers()],
         }
 
     # Recovery
@@ -309,7 +332,8 @@ class Recovery:
             if unfit is not None and self._engine.global_rank == 0:
                 why = unfit if cut is None else f"that of update {cut.update} had other {unfit}"
                 logger.warning(f"ds_vpipe: recover(): no state fits, {why}; load a checkpoint, or begin anew")
-            self._begin(set())
+            with self._handing_over():
+                self._begin(set())
             return False
         with consensus.all_or_none("recover()"), torch.no_grad():
             self._restore(cut, state)
@@ -347,18 +371,11 @@ class Recovery:
         stage.progress = Progress(at, at, None, refill=state["refill"])
         self._again = {index: _Found(*found) for index, found in enumerate(state["found"], at)}
         stage.again, self._now = at + len(self._again), _Found(*state["now"])
-        first = self._again.get(at, self._now)
-        self._put(
-            self._now._replace(buffers=first.buffers, offset=first.offset)
-        )  # scripts draw and save before a batch
+        self._put(self._now)  # for what the script does before the first batch
         self._call, self._recovered = cut.call - 1, True
         self._versions, self._frozen = dict(state["versions"]), (self._marks(), state["frozen"])
         self._cuts = {cut: {f"{self._prefix}state {cut.update} {cut.call}", state["frozen"], *self._versions.values()}}
         self._begin(self._cuts[cut])
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() <= _SMALL_BYTES
 
 
 def _copy(into: Iterable[tuple[str, torch.Tensor]], values: dict[str, torch.Tensor]) -> None:
@@ -368,10 +385,12 @@ def _copy(into: Iterable[tuple[str, torch.Tensor]], values: dict[str, torch.Tens
 
 
 def _sum(tensor: torch.Tensor) -> int:
-    """Sum of the bytes, in words where there are whole ones."""
-    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    words = content.view(torch.int32) if content.numel() % 4 == 0 else content
-    return int(words.sum(dtype=torch.int64))
+    """Checksum of the bytes: of the sums of their blocks, which takes a fraction of the time of one of the bytes."""
+    content = tensor.detach().clone() if tensor.storage_offset() % 4 else tensor.detach().contiguous()
+    whole = content.view(-1).view(torch.uint8)
+    words = whole[: len(whole) - len(whole) % (4 * _BLOCK)].view(torch.int32).view(-1, _BLOCK)
+    blocks = words.sum(dim=1, dtype=torch.int64)
+    return crc32(whole[words.numel() * 4 :].numpy().tobytes(), crc32(blocks.numpy().tobytes()))
 
 
 def recovery_of(engine: PatchedPipelineEngine, stage: Stage, every: int, kept: KeptFiles | None) -> Recovery | None:

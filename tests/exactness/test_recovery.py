@@ -39,12 +39,16 @@ class Running(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("codes", torch.zeros(2048))
+        self.passes = 0
         self.factor = nn.Parameter(torch.tensor(0.5), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
-        return (x - self.mean) * (1 + self.factor) * self.temperature
+            self.codes.data.add_(x.detach().mean())  # which is not counted, as in a normalisation
+            self.passes += 1
+        return (x - self.mean) * (1 + self.factor) * self.temperature + self.codes[-1] + 0.1 * (self.passes % 3)
 
 
 def specs() -> list[Any]:
@@ -312,3 +316,27 @@ def late_at_an_end() -> int | None:
 
 def test_states_before_and_after_an_end_of_data_are_not_mixed(worlds: Worlds) -> None:
     assert worlds.run(2, late_at_an_end) == [2, 2]
+
+
+def iterators_that_are_left() -> tuple[Any, ...]:
+    """An iterator for every epoch, in which the script asks for no more batches than there are."""
+    ds_config = cases.config(2, SGD, {"partition": "uniform", "recovery": {"every": 1}})
+    whole, parts, recovered = Runs(ds_config, 2, None, tied=False), Runs(ds_config, 2, None, tied=False), []
+    for runs, ends in ((whole, (9,)), (parts, (3, 5, 7, 9))):
+        for seed, end in enumerate(ends, 1):
+            with runs.engine(seed) as engine:
+                recovered.append(engine.recover() and engine.global_steps)
+                iterator = None
+                while engine.global_steps < end:
+                    update, done = engine.global_steps, engine.consumed_micro_batches
+                    if update % 3 == 0 or iterator is None:
+                        iterator = toy.data(done - done % 6 + 6, done)
+                    runs.losses[update] = float(engine.train_batch(iterator)).hex()
+                    runs.memory.receive()
+    return whole.losses, parts.losses, recovered
+
+
+def test_iterators_that_are_left_before_they_have_ended(worlds: Worlds) -> None:
+    for whole, parts, recovered in worlds.run(2, iterators_that_are_left):
+        assert whole == parts
+        assert recovered == [False, False, 2, 4, 5]  # none of update 6, at which an iterator ends

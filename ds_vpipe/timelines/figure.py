@@ -159,7 +159,7 @@ def draw(to: Path | str | io.StringIO, panels: dict[str, list[Curve]], x: str, y
         grid = list(figure.subplots(height, columns, sharey=True, squeeze=False).flat)
         for axes, (title, curves) in zip(grid, panels.items(), strict=False):
             for curve in curves:
-                place = labels.index(curve.label) if common else curves.index(curve)
+                place = labels.index(curve.label) if len(labels) <= 10 else curves.index(curve)  # there are ten colours
                 style = {"color": f"C{place}", "linewidth": 2.5 if curve.bold else 1.2}
                 style |= {
                     "linestyle": "--" if curve.dashed else "-",

@@ -82,4 +82,4 @@ def test_a_supervisor_that_is_gone_is_no_hang() -> None:
     assert kept is not None
     with pytest.raises(OSError, match="Broken pipe"):
         kept.keep("state", text("state"))
-    os.close(int(environment[KEPT]))
+    os.close(int(environment[KEPT].split(";")[1]))

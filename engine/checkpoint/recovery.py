@@ -244,7 +244,7 @@ class Recovery:
 
     def _keep_only(self, cuts: Iterable[Cut]) -> None:
         self._cuts = {cut: self._cuts[cut] for cut in list(cuts)}
-        needed = {*self._versions.values(), *(name for files in self._cuts.values() for name in files)}
+        needed = {self._frozen[1], *self._versions.values(), *(n for files in self._cuts.values() for n in files)}
         self._kept.drop(lambda name: name.startswith(self._prefix) and name not in needed)
 
     def _write_state(self, cut: Cut, at: int) -> int:

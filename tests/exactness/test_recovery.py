@@ -30,6 +30,9 @@ pytestmark = pytest.mark.mp
 
 SGD, ADAMW = OPTIMIZERS["SGD"][0], OPTIMIZERS["AdamW"][0]
 UPDATES = 12
+RANDOM_RUNS = int(os.environ.get("DS_VPIPE_RANDOM_RECOVERIES", "8"))
+"""How many runs are drawn at random; those of a number are always the same."""
+RANDOM_FIRST = int(os.environ.get("DS_VPIPE_RANDOM_FIRST", "0"))
 
 
 class Running(nn.Module):
@@ -71,17 +74,19 @@ class Runs:
     @contextmanager
     def engine(self, seed: int) -> Iterator[Any]:
         """A new attempt's engine, which is left with what is in flight."""
-        torch.manual_seed(seed)
-        random.seed(seed)
+        torch.manual_seed(1)
+        random.seed(1)
         self.memory.connect()
         assert self.memory._its is not None
         files = [f"{name}={os.dup(file)}" for name, file in self.memory._files.items()]
         with mock.patch.dict(os.environ, {KEPT: ";".join([str(os.getpid()), str(self.memory._its.fileno()), *files])}):
             engine = cases.engine(self._ds_config, self._stages, **self._model)
         engine.recovery._prefix = "engine 1/"  # it is the first of its process where that is a new one
-        if seed > 1:  # nothing but what was kept may count
-            for parameter in engine.module.parameters():
-                parameter.data.add_(1.0)
+        self._first = torch.get_rng_state(), random.getstate(), cases.parameters(engine)
+        torch.manual_seed(seed)  # from the second on nothing but what was kept may count
+        random.seed(seed)
+        for parameter in engine.module.parameters():
+            parameter.data.add_(seed - 1)
         yield engine
         self.memory.receive()
         engine.destroy()
@@ -94,6 +99,11 @@ class Runs:
 
     def _train(self, engine: Any, until: int) -> None:
         self.recovered = engine.global_steps if engine.recover() else None
+        if self.recovered is None:  # the run begins anew, as at first
+            torch.set_rng_state(self._first[0])
+            random.setstate(self._first[1])
+            for name, parameter in engine.module.named_parameters():
+                parameter.data.copy_(self._first[2][name if name[0].isdigit() else f"other.{name}"])
         running = [layer for layer in engine.module.forward_funcs if isinstance(layer, Running)]
         iterator = self._data(engine)
         while engine.global_steps < until:
@@ -204,6 +214,37 @@ def test_a_recovered_run_is_one_without_a_failure(worlds: Worlds, name: str) -> 
             assert recovered_losses == losses
             assert weights.keys() == recovered_weights.keys()
             assert all(torch.equal(weights[key], recovered_weights[key]) for key in weights)
+
+
+def drawn(number: int) -> tuple[int, tuple[Any, ...]]:
+    """Ranks, and arguments of :func:`run`."""
+    draw = random.Random(number)
+    stages, micro_batches = draw.choice([1, 2, 2, 3, 3, 4]), draw.randint(1, 5)
+    block: dict[str, Any] = {"partition": "uniform", "recovery": {"every": draw.choice([1, 1, 2, 3])}}
+    if draw.random() < 0.2:
+        block["sync_mode"] = "bsp"
+    else:
+        block["weight_sync"] = draw.choice(["stash", "stash", "vertical"])
+        if draw.random() < 0.5:
+            block["stage_to_depth_map"] = [*sorted((draw.randint(0, 7) for _ in range(stages - 1)), reverse=True), 0]
+        if draw.random() < 0.3:
+            block["staleness"] = {"synchronous_updates": draw.randint(1, 6)}
+    block |= {"recompute_ratio": draw.choice([0, 0, 0.5]), "link": draw.choice(["auto", "auto", "host"])}
+    data_end = draw.choice([None, draw.randint(micro_batches, 6 * micro_batches + 3)])
+    ends = sorted(draw.sample(range(1, UPDATES), draw.randint(1, 3)))
+    lost = [0] * stages
+    lost[draw.randrange(stages)] = draw.randint(0, 1)
+    tied = stages > 1 and draw.random() < 0.4
+    ds_config = cases.config(micro_batches, draw.choice([SGD, ADAMW]), block, gradient_clipping=draw.choice([0.0, 0.5]))
+    return stages * draw.choice([1, 1, 1, 2 if stages < 3 else 1]), (ds_config, stages, ends, lost, data_end, tied)
+
+
+@pytest.mark.parametrize("number", range(RANDOM_FIRST, RANDOM_FIRST + RANDOM_RUNS))
+def test_recoveries_drawn_at_random(worlds: Worlds, number: int) -> None:
+    ranks, arguments = drawn(number)
+    for losses, weights, recovered_losses, recovered_weights, recovered in worlds.run(ranks, run, *arguments):
+        assert recovered_losses == losses, (arguments, recovered)
+        assert all(torch.equal(weights[key], recovered_weights[key]) for key in weights), (arguments, recovered)
 
 
 def refusals() -> list[str]:

@@ -13,8 +13,8 @@ After a restart all ranks take the newest state that all have kept. The first st
 again, every stage runs their forward passes again with the versions, random states and buffers of the first time, and
 from there on nothing differs from a run without a failure.
 
-A rank's supervisor has the files (:mod:`ds_vpipe.kept_memory`), so that they outlive the rank and no supervisor.
-Stages are up to ceil((W_0 + 1) / M) updates apart, for which states are kept back.
+A rank's supervisor has the files (:mod:`ds_vpipe.kept_memory`): they outlive the rank, and end with the supervisor.
+Stages are up to ceil((W_0 + 1) / M) updates apart, so the states of as many updates are kept.
 """
 
 from __future__ import annotations

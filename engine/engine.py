@@ -292,7 +292,7 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeConfigError: the counts do not fit, or layers cannot move in this configuration.
             PipelinePeerError: another rank failed, is lost, or did not answer in time.
         """
-        refuse_with_recovery(self.recovery, "repartition()", list(counts))
+        refuse_with_recovery(self.recovery, "repartition()", counts)
         refuse_moves(self, self.stage, "repartition()")
         found, ratios = checked_split(self.stage, counts, recompute_ratio)
         with self.failures.aborting():

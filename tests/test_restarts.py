@@ -48,6 +48,11 @@ sys.exit(attempt == 0)
 """
 
 
+def heed_interrupts() -> None:
+    """Processes of a shell's background ignore SIGINT, and so would those that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Run:
     """Supervisors of a few ranks, in a folder in which each start of a rank leaves its process and its port."""
 
@@ -62,7 +67,12 @@ class Run:
             names = {"RANK": rank, "WORLD_SIZE": self.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
             environment = {**os.environ, "PYTHONPATH": str(ROOT), **{name: str(value) for name, value in names.items()}}
             self.processes[rank] = subprocess.Popen(
-                command, cwd=self.folder, env=environment, stderr=subprocess.PIPE, text=True
+                command,
+                cwd=self.folder,
+                env=environment,
+                stderr=subprocess.PIPE,
+                text=True,
+                preexec_fn=heed_interrupts,
             )
         return self
 

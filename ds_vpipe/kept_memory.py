@@ -27,7 +27,9 @@ class KeptMemory:
         self._its: socket.socket | None = None
 
     def connect(self) -> None:
-        """Make the sockets between this process and a child that is about to be forked."""
+        """Make the sockets between this process and a child that is about to be forked; only Linux has such files."""
+        if not hasattr(os, "memfd_create"):
+            return
         if self._mine is not None:  # what the child before has left running may still have the other end
             self._mine.close()
         self._mine, self._its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

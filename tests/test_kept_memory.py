@@ -73,6 +73,17 @@ def test_a_rank_without_a_supervisor_has_none() -> None:
     assert KeptFiles.of({KEPT: f"{os.getppid()};99;state=98"}) is None  # as in a program that a rank has started
 
 
+def test_systems_without_such_files_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    memory, environment = KeptMemory(), dict[str, str]()
+    memory.connect()
+    memory.in_parent()
+    memory.in_child(environment)
+    memory.receive()
+    assert memory.fileno() == -1
+    assert KeptFiles.of(environment) is None
+
+
 def test_a_supervisor_that_is_gone_is_no_hang() -> None:
     memory = KeptMemory()
     memory.connect()

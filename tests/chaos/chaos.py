@@ -352,7 +352,10 @@ def drive(options: argparse.Namespace) -> int:
     import training
 
     record = json.loads(options.record) if options.record else None
-    chaos.measure([record["shape"]] if record else {row[0] for row in FEW} if options.few else options.shapes)
+    chosen = options.shapes or list(training.SHAPES)
+    if not set(chosen) <= set(training.SHAPES):
+        sys.exit(f"--shapes: got {chosen}; allowed: {', '.join(training.SHAPES)}")
+    chaos.measure([record["shape"]] if record else {row[0] for row in FEW} if options.few else chosen)
     end = time.monotonic() + 60 * options.minutes
     recovering = {name for name, shape in training.SHAPES.items() if shape.recovers}
     events = drawn(options.seed, chaos.counts, recovering, options.restarted, options.kinds)
@@ -376,7 +379,7 @@ def main() -> int:
         "--restarted", type=float, default=0.3, help="share of failures after which --restarts restarts"
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of events; default: all")
-    parser.add_argument("--shapes", nargs="+", default=["moves", "replicas", "host", "recovery"], help="of runs")
+    parser.add_argument("--shapes", nargs="+", help="of runs, as training.py has them; default: all")
     parser.add_argument("--few", action="store_true", help="the events that are part of the tests")
     parser.add_argument("--record", help="a line of a log of events: that event alone comes again")
     parser.add_argument("--folder", help="of the runs and of the log of all events; default: a new one")

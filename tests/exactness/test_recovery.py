@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,8 +22,10 @@ from test_exactness import OPTIMIZERS
 from torch import nn
 from worlds import Worlds
 
+from ds_vpipe.engine.checkpoint import recovery
+from ds_vpipe.engine.checkpoint.recovery import recovery_of
 from ds_vpipe.errors import VPipeConfigError, VPipeError
-from ds_vpipe.kept_memory import KEPT, KeptMemory
+from ds_vpipe.kept_memory import KEPT, KeptFiles, KeptMemory
 from ds_vpipe.schedules.moves import Move
 
 pytestmark = pytest.mark.mp
@@ -260,6 +262,10 @@ def refusals() -> list[str]:
         with pytest.raises(VPipeConfigError) as refusal:
             loops.engine(cases.config(2, SGD, ds_config["vpipe"]), 2)
     said.append(str(refusal.value))
+    # As if initialize() had been given training_data, which begins anew in a new process.
+    with mock.patch.object(engine, "training_dataloader", object()), pytest.raises(VPipeConfigError) as refusal:
+        recovery_of(engine, engine.stage, 1, KeptFiles.of({KEPT: f"{os.getpid()};{memory._its.fileno()}"}))
+    said.append(str(refusal.value))
     assert not engine.recover()
     engine.train_batch(toy.data())
     for kind, call in (
@@ -281,6 +287,8 @@ def test_what_is_not_recovered_is_refused(worlds: Worlds) -> None:
             "ds_vpipe.run --restarts N, or write 0",
             "vpipe.recovery.every: got 1; the module is called micro-batch by micro-batch; allowed: 0 here; write 0, "
             "or call train_batch()",
+            "vpipe.recovery.every: got 1; training_data would begin anew; allowed: 0 here; pass an iterator to "
+            "train_batch(), or write 0",
             'move_layer(): got "layer 4 from stage 0 to 1 at micro-batch 6"; states are those of one split; '
             "allowed: no such call next to vpipe.recovery; remove one of the two",
             "repartition(): got [4, 6]; states are those of one split; allowed: no such call next to vpipe.recovery; "
@@ -288,6 +296,73 @@ def test_what_is_not_recovered_is_refused(worlds: Worlds) -> None:
             "recover(): got an engine whose count of updates is 1, allowed is 0; call it before train_batch() and "
             "load_checkpoint()",
         ]
+
+
+class Codebook(nn.Linear):
+    """Layer whose forward passes change a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(toy.HIDDEN, toy.HIDDEN)
+        self.code = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.code.data.mul_(0.99)
+        return super().forward(x) * self.code
+
+
+def codebook_specs() -> list[Any]:
+    from deepspeed.pipe import LayerSpec
+
+    layers = toy.layer_specs()
+    return [*layers[:2], LayerSpec(Codebook), *layers[2:]]
+
+
+def changed_by_passes() -> str:
+    runs = Runs(cases.config(1, SGD, {"partition": "uniform", "recovery": {"every": 1}}), 2, None, tied=False)
+    runs._model = {"specs": codebook_specs}
+    runs.attempt(4, seed=1)
+    with pytest.raises(VPipeError) as refusal:
+        runs.attempt(6, seed=2)
+    return str(refusal.value)
+
+
+def test_frozen_parameters_that_passes_change_end_a_recovery(worlds: Worlds) -> None:
+    for line in worlds.run(2, changed_by_passes):
+        assert "got layers whose forward passes change parameters that are not trained" in line
+
+
+def train_on(engine: Any, iterator: Iterator[Any]) -> None:
+    for _ in range(3):
+        engine.train_batch(iterator)
+
+
+def without_memory() -> list[str]:
+    """No memory is left for the state of one stage; then a data end before every batch."""
+    runs, said = Runs(cases.config(2, SGD, {"partition": "uniform", "recovery": {"every": 1}}), 2, None, tied=False), []
+    with runs.engine(1) as engine:
+        iterator = toy.data()
+        engine.train_batch(iterator)
+        full = mock.patch("os.memfd_create", side_effect=OSError(28, "No space left on device"))
+        with full if engine.stage_id == 1 else nullcontext(), pytest.raises(VPipeError) as refusal:
+            train_on(engine, iterator)
+        said.append(str(refusal.value))
+    with runs.engine(1) as engine, mock.patch.object(recovery.logger, "warning") as warning:
+        for number in range(5):
+            engine.train_batch(toy.data(2 * number + 2, 2 * number))
+            runs.memory.receive()
+        said += [call.args[0] for call in warning.call_args_list if "recovery" in call.args[0]]
+    return said
+
+
+def test_what_cannot_be_kept_is_said(worlds: Worlds) -> None:
+    first, second = worlds.run(2, without_memory)
+    line = "vpipe.recovery.every: got 1, but stage 1 (rank 1) could not keep its state of update 1 ([Errno 28] No space"
+    assert second[0].startswith(line)
+    assert line in first[0]
+    assert first[1].startswith("ds_vpipe: recovery: 3 states in a row have not been kept, because data ended there")
+    assert len(first) == 2
+    assert len(second) == 1
 
 
 def other_sizes() -> tuple[int | None, int | None]:

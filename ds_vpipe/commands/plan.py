@@ -19,9 +19,13 @@ from dataclasses import replace
 
 from ds_vpipe.commands.arguments import Answer, add_profile_arguments, read_costs, read_pipeline
 from ds_vpipe.errors import Refusal
+from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.pace import micro_batches_for
+from ds_vpipe.planning.plan import Plan
 from ds_vpipe.planning.planner import configured_partition, configured_plan, plan
+from ds_vpipe.schedules.counts import kept_states
 from ds_vpipe.staleness.automatic import settled
+from ds_vpipe.tables import show_bytes
 
 _IDLE = 0.1  # share of time that a synchronous pipeline may idle, for the suggestion
 
@@ -78,6 +82,10 @@ def run(arguments: argparse.Namespace) -> Answer:
     lines = [f"{price}: {fewest} micro-batches per batch or more"]
     if found.depths and found.depths != bare.depths:
         lines.append(f'depths are not in split files; for the JSON: "stage_to_depth_map": {list(found.depths)}')
+    every = config.recovery.every
+    if every:
+        kept = ", ".join(show_bytes(size) for size in _kept_bytes(found, profile, every))
+        lines.append(f"recovery, a state every {every} updates: at most {kept} of host memory, a number for each stage")
     _, choice = settled(config, found.pipeline, ds_config)
     if choice.settings is not None and choice.line:
         lines.append(choice.line)
@@ -97,3 +105,13 @@ def _check_choice(arguments: argparse.Namespace) -> None:
     if ignored:
         allowed = "--current without the others, and one of --checkpoint and --keep recompute_ratio"
         raise Refusal("options of plan", " ".join(ignored), allowed, "leave one of them out").error()
+
+
+def _kept_bytes(found: Plan, profile: ModelProfile, every: int) -> list[int]:
+    """Most that the states of each stage take."""
+    sizes = []
+    for number, stage in enumerate(found.stages):
+        states, versions = kept_states(found.pipeline, number, every)
+        frozen = sum(layer.frozen_bytes for layer in profile.layers[stage.start : stage.stop])
+        sizes.append(states * stage.memory.optimizer + versions * (stage.memory.weights - frozen) + frozen)
+    return sizes

@@ -47,6 +47,20 @@ class RankCounts:
     moments: frozenset[tuple[int, ...]]  # micro-batches in flight at the same time, before a backward pass
 
 
+def kept_states(pipeline: Pipeline, stage: int, every: int) -> tuple[int, int]:
+    """Most states for restarts, and weight versions that they need, of a stage that keeps one ``every`` updates."""
+    depth = 0 if pipeline.synchronous else pipeline.depths[0 if pipeline.vertical else stage]
+    old = -(-depth // pipeline.micro_batches)
+    apart = updates_apart(pipeline)
+    states = -(-apart // every) + 2
+    return states, min(states * (old + 1), apart + 2 * every) + old
+
+
+def updates_apart(pipeline: Pipeline) -> int:
+    """Most updates by which stages of a pipeline are apart."""
+    return -(-(pipeline.depths[0] + 1) // pipeline.micro_batches)
+
+
 def stage_loads(
     pipeline: Pipeline, host_transfers: bool = False, packed_on_device: bool = False
 ) -> tuple[StageLoad, ...]:

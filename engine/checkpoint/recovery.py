@@ -37,6 +37,7 @@ from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.kept_memory import KeptFiles
 from ds_vpipe.schedules.actions import Action, Kind
+from ds_vpipe.schedules.counts import kept_states, updates_apart
 from ds_vpipe.schedules.one_f_one_b import Progress, version_used
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -162,8 +163,9 @@ class Recovery:
             size = self._write(update)
         if update and size and update % self._every == 0 and not self._told and self._engine.global_rank == 0:
             self._told, seconds = True, time.perf_counter() - begin
+            states, _ = kept_states(stage.pipeline, stage.number, self._every)
             print(
-                f"ds_vpipe: recovery: {stage.links.me} keeps up to {-(-self._kept_back // self._every) + 2} states in "
+                f"ds_vpipe: recovery: {stage.links.me} keeps up to {states} states in "
                 f"host memory; that of update {update} is {size / 1e6:.1f} MB and took {seconds:.3f} s",
                 flush=True,
             )
@@ -216,12 +218,6 @@ class Recovery:
                 f"for vpipe.recovery.every"
             )
 
-    @property
-    def _kept_back(self) -> int:
-        """Updates for which other stages may be behind this one."""
-        pipeline = self._stage.pipeline
-        return -(-(pipeline.depths[0] + 1) // pipeline.micro_batches)
-
     def _write(self, update: int) -> int:
         stage, every, size = self._stage, self._every, 0
         at = update * stage.pipeline.micro_batches
@@ -230,7 +226,7 @@ class Recovery:
             name = f"{self._prefix}weights {update} {self._call}"
             size += self._save(name, {name: p.detach() for name, p in self._parameters(trained=True)})
             self._versions[update] = name
-        oldest = (update - self._kept_back) // every * every - every
+        oldest = (update - updates_apart(stage.pipeline)) // every * every - every
         self._versions = {v: name for v, name in self._versions.items() if v >= update - lag}
         if update % every == 0:
             if stage.data_end is not None and stage.progress.limit == at:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import random
 import re
@@ -73,7 +74,7 @@ def attempt(
 ) -> Attempt:
     """Start a run and wait for its end, as a launcher does, with an event, or with counts of calls."""
     found, port, begin = Attempt(), free_port(), time.monotonic()
-    for path in (*folder.glob("result.*"), *folder.glob("place"), *folder.glob("begun.*")):
+    for path in (*folder.glob("result.*"), *folder.glob("place"), *folder.glob("process"), *folder.glob("begun.*")):
         path.unlink()
     restarts = ["--restarts", "1"] if recovers or (event is not None and event.restarted) else []
     arguments = [*restarts, str(HERE / "training.py"), shape, str(folder)]
@@ -86,21 +87,21 @@ def attempt(
         pid, output = fork(next(iter(alive), 0), environment, arguments)
         alive[pid], logs[rank] = rank, (output, bytearray())
     group = next(iter(alive))
-    goes_on_at: dict[int, float] = {}
+    lasts = event.seconds if event is not None and event.kind in ("stop", "hang") and not event.restarted else 0.0
+    stopped, goes_on_at = 0, math.inf
     deadline = begin + LIMIT_S * (1 + len(restarts) // 2)
     while alive:
-        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        pid, status = os.waitpid(-1, os.WNOHANG)
         now = time.monotonic()
-        if pid in alive and os.WIFSTOPPED(status):
-            assert event is not None
-            goes_on_at[pid] = now + event.seconds
-        elif pid in alive:
+        if pid in alive:
             rank = alive.pop(pid)
             found.statuses[rank] = os.waitstatus_to_exitcode(status)
             if found.statuses[rank]:
                 deadline = min(deadline, now + GRACE_S + (event.seconds if event is not None else 0))
-        for stopped in [pid for pid, at in goes_on_at.items() if now > at]:
-            del goes_on_at[stopped]
+        if lasts and not stopped and (process := folder / "process").exists() and (told := process.read_text()):
+            stopped, goes_on_at = int(told), now + lasts  # a child of the supervisor's, where there is one
+        if now > goes_on_at:
+            goes_on_at = math.inf
             with suppress(ProcessLookupError):
                 os.kill(stopped, signal.SIGCONT)
         if alive and now > deadline:

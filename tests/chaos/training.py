@@ -120,6 +120,7 @@ class Injector:
                 shutil.rmtree(path, ignore_errors=True)
         numbers = {"kill": signal.SIGKILL, "interrupt": signal.SIGINT, "stop": signal.SIGSTOP, "hang": signal.SIGSTOP}
         if event.kind in numbers:
+            (self._folder / "process").write_text(str(os.getpid()))
             os.kill(os.getpid(), numbers[event.kind])
 
     def save(self, engine: Any, folder: str) -> None:

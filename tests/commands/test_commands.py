@@ -20,6 +20,9 @@ from ds_vpipe.commands.profile import setting
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.schedules.check import ScheduleFault
+from ds_vpipe.schedules.counts import kept_states
+from ds_vpipe.schedules.pipeline import Pipeline
+from ds_vpipe.tables import show_bytes
 from ds_vpipe.timelines.timeline import Recording, Timeline
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
@@ -372,6 +375,22 @@ def test_plan_respects_memory(config: str, profile: str, capsys: pytest.CaptureF
     assert max(stage["memory"]["total"] for stage in tight["stages"]) < need
     assert "too many" in refused(capsys, "plan", config, "--profile", profile, "--memory", "1MB")
     assert "--profile: got null" in refused(capsys, "plan", config)
+
+
+def test_plan_says_what_states_for_restarts_take(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "recovery" not in printed(capsys, "plan", config, "--profile", profile)
+    content = {**CONFIG, "optimizer": {"type": "AdamW"}, "vpipe": {"partition": [2] * 4, "recovery": {"every": 2}}}
+    Path(config).write_text(json.dumps(content), encoding="utf-8")
+    planned = printed_json(capsys, "plan", config, "--profile", profile)
+    optimizers, weights = ([stage["memory"][key] for stage in planned["stages"]] for key in ("optimizer", "weights"))
+    kept = [kept_states(Pipeline("asp", 4, planned["micro_batches"]), stage, 2) for stage in range(4)]
+    sizes = [
+        show_bytes(states * optimizer + versions * weight)
+        for (states, versions), optimizer, weight in zip(kept, optimizers, weights, strict=True)
+    ]
+    assert optimizers[0] > 0
+    line = f"recovery, a state every 2 updates: at most {', '.join(sizes)} of host memory, a number for each stage"
+    assert line in printed(capsys, "plan", config, "--profile", profile)
 
 
 def test_plan_keeps_what_it_is_told(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from operator import le
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +27,9 @@ from ds_vpipe.engine.checkpoint import recovery
 from ds_vpipe.engine.checkpoint.recovery import recovery_of
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.kept_memory import KEPT, KeptFiles, KeptMemory
+from ds_vpipe.schedules.counts import kept_states
 from ds_vpipe.schedules.moves import Move
+from ds_vpipe.schedules.pipeline import Pipeline
 
 pytestmark = pytest.mark.mp
 
@@ -72,6 +75,7 @@ class Runs:
         self.losses: dict[int, str] = {}
         self.weights: dict[str, torch.Tensor] = {}
         self.recovered: int | None = None
+        self.kept = [0, 0]  # most states and versions
 
     @contextmanager
     def engine(self, seed: int) -> Iterator[Any]:
@@ -97,9 +101,9 @@ class Runs:
     def attempt(self, until: int, seed: int) -> None:
         """Train from a recovery, if there is one, to an update."""
         with self.engine(seed) as engine:
-            self._train(engine, until)
+            self._train(engine, until, seed)
 
-    def _train(self, engine: Any, until: int) -> None:
+    def _train(self, engine: Any, until: int, seed: int) -> None:
         self.recovered = engine.global_steps if engine.recover() else None
         if self.recovered is None:  # the run begins anew, as at first
             torch.set_rng_state(self._first[0])
@@ -124,6 +128,11 @@ class Runs:
             self.memory.receive()
             depth = engine.depth if engine.vpipe_config.weight_sync == "stash" else engine.pipeline.depths[0]
             assert engine.stashing_optimizer.num_versions <= 1 - (-depth // engine.micro_batches)
+            most = kept_states(engine.pipeline, engine.stage_id, engine.vpipe_config.recovery.every)
+            kept = [sum(f"/{kind} " in name for name in self.memory._files) for kind in ("state", "weights")]
+            self.kept = [max(pair) for pair in zip(self.kept, kept, strict=True)]
+            if seed == 1:  # after a restart those of the attempt before are there too, until new ones replace them
+                assert all(map(le, kept, most)), (kept, most)
             if update % 5 == 2 and engine.global_steps > update:
                 engine.eval_batch(toy.data(10_002, 10_000), num_micro_batches=2)
             if update == 3 and engine.global_steps > update:
@@ -216,6 +225,27 @@ def test_a_recovered_run_is_one_without_a_failure(worlds: Worlds, name: str) -> 
             assert recovered_losses == losses
             assert weights.keys() == recovered_weights.keys()
             assert all(torch.equal(weights[key], recovered_weights[key]) for key in weights)
+
+
+def most_kept(every: int, micro_batches: int) -> Any:
+    ds_config = cases.config(micro_batches, SGD, {"partition": "uniform", "recovery": {"every": every}})
+    whole = Runs(ds_config, 3, None, tied=False)
+    whole.attempt(20, seed=1)
+    return whole.kept
+
+
+@pytest.mark.parametrize(
+    ("every", "micro_batches", "states", "versions"),
+    [(1, 1, 5, [7, 6, 5]), (2, 1, 4, [9, 8, 4]), (4, 1, 3, [11, 7, 3]), (1, 2, 4, [5, 5, 4])],
+)
+def test_states_and_versions_that_are_kept(
+    worlds: Worlds, every: int, micro_batches: int, states: int, versions: list[int]
+) -> None:
+    pipeline = Pipeline("asp", 3, micro_batches)
+    kept = worlds.run(3, most_kept, every, micro_batches)
+    assert [kept_states(pipeline, stage, every) for stage in range(3)] == [(states, most) for most in versions]
+    assert [found[0] for found in kept] == [states] * 3
+    assert all(most - 1 <= found[1] <= most for found, most in zip(kept, versions, strict=True))
 
 
 def drawn(number: int) -> tuple[int, tuple[Any, ...]]:

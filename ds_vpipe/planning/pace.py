@@ -9,7 +9,8 @@ and advances by W_s - W_t + 1 micro-batches:
     pace = max over s <= t of (compute_s + ... + compute_t + round_trip_s + ... + round_trip_(t-1)) / (W_s - W_t + 1)
 
 With s = t this is the slowest stage. With default depths the denominator is the number of stages in the cycle, so that
-transfers are on the way; every extra forward of depth hides some of them. (Cycle means of event graphs: Baccelli et
+transfers are on the way; every extra forward of depth hides some of them. A link carries one transfer at a time each
+way, so that half a round trip is the least, whatever the depths. (Cycle means of event graphs: Baccelli et
 al., Synchronization and Linearity, 1992, chapter 2.) A gpipe schedule has no such cycles within its batch but the
 stages themselves.
 """
@@ -52,12 +53,18 @@ def pace(compute: Sequence[float], round_trips: Sequence[float], depths: Sequenc
     slowest = max(compute)
     if depths is None:
         return slowest
+    slowest = max(slowest, _busiest_link(round_trips))
     for first in range(len(compute)):
         total = compute[first]
         for last in range(first + 1, len(compute)):
             total += round_trips[last - 1] + compute[last]
             slowest = max(slowest, total / (depths[first] - depths[last] + 1))
     return slowest
+
+
+def _busiest_link(round_trips: Sequence[float]) -> float:
+    """Seconds of the longest transfer one way."""
+    return max(round_trips, default=0.0) / 2
 
 
 def batch_seconds(
@@ -74,19 +81,20 @@ def batch_seconds(
     """
     through = sum(forward) + sum(backward) + sum(round_trips)
     if depths is None:
-        return through + (micro_batches - 1) * (max(forward) + max(backward))
+        link = _busiest_link(round_trips)
+        return through + (micro_batches - 1) * (max(link, *forward) + max(link, *backward))
     compute = [one + other for one, other in zip(forward, backward, strict=True)]
     return through + (micro_batches - 1) * pace(compute, round_trips, depths)
 
 
 def hiding_depths(compute: Sequence[float], round_trips: Sequence[float]) -> tuple[int, ...]:
-    """Smallest depths that hide all transfers: the pace is that of the slowest stage.
+    """Smallest depths that hide all transfers: the pace is that of the slowest stage, or of a link that is slower.
 
     From the last stage on, each stage runs ahead of the next by the fewest micro-batches, at least one, for which no
-    cycle that begins there is slower than the slowest stage. A deeper choice further back never saves more than it
+    cycle that begins there is slower than that. A deeper choice further back never saves more than it
     costs, so every depth is as small as it can be.
     """
-    limit = max(compute)
+    limit = max(_busiest_link(round_trips), *compute)
     depths, reach = [0], compute[-1]
     for stage in range(len(compute) - 2, -1, -1):
         excess = reach + round_trips[stage] + compute[stage] - limit

@@ -213,7 +213,8 @@ def _split_within(costs: SplitCosts, limit: float, even: bool = False) -> tuple[
         if costs.depths is not None and stage < num_stages - 1 and np.isfinite(limit):
             advance = costs.depths[stage] - costs.depths[stage + 1]
             more = reach[possible] + costs.round_trips[possible] - limit * advance
-            carried[possible] = np.maximum(0.0, more)
+            carries = costs.round_trips[possible] / 2 <= limit  # a link that is slower makes no split of this pace
+            carried[possible] = np.where(carries, np.maximum(0.0, more), np.inf)
     if not np.isfinite(reach[-1]):
         return None
     counts, stop = [], size - 1

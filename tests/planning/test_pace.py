@@ -17,9 +17,11 @@ eighths = st.integers(1, 24).map(lambda n: n / 8)
 def walk(
     forward: list[float], backward: list[float], trips: list[float], depths: list[int], count: int
 ) -> list[list[float]]:
-    """When each stage ends its first ``count`` backward passes, from the order of passes alone."""
+    """When each stage ends its first ``count`` backward passes, from the order of passes and transfers alone."""
     stages = len(forward)
     ends: dict[tuple[str, int, int], float] = {}
+    arrives: dict[tuple[str, int, int], float] = {}
+    link_free = dict.fromkeys(product("FB", range(stages)), 0.0)
 
     def order(stage: int) -> list[tuple[str, int]]:
         passes = [("F", j) for j in range(depths[stage])]
@@ -36,9 +38,11 @@ def walk(
                 if 0 <= there < stages:
                     if (kind, there, index) not in ends:
                         break
-                    ready = ends[kind, there, index] + trips[min(stage, there)] / 2
+                    ready = arrives[kind, there, index]
                 free[stage] = max(free[stage], ready) + (forward if kind == "F" else backward)[stage]
                 ends[kind, stage, index] = free[stage]
+                trip = trips[min(stage, stage + 1 if kind == "F" else stage - 1)] / 2
+                arrives[kind, stage, index] = link_free[kind, stage] = max(free[stage], link_free[kind, stage]) + trip
                 queues[stage].pop(0)
     return [[ends["B", stage, index] for index in range(count)] for stage in range(stages)]
 
@@ -48,6 +52,7 @@ def walk(
 def test_pace_is_that_of_the_schedule(data: st.DataObject, stages: int) -> None:
     some = st.lists(eighths, min_size=stages, max_size=stages)
     forward, backward, trips = data.draw(some), data.draw(some), data.draw(some)
+    trips = [data.draw(st.sampled_from([1, 1, 8])) * trip for trip in trips]
     ahead = data.draw(st.lists(st.integers(0, 3), min_size=stages - 1, max_size=stages - 1))
     check_pace(forward, backward, trips, [sum(ahead[stage:]) for stage in range(stages)])
 
@@ -90,14 +95,19 @@ def test_bubble(stages: int, micro_batches: int, bubble: float) -> None:
 def test_gpipe_batches_are_two_flow_shops() -> None:
     # M = 3. Forward passes take 1 and 3: 1 + 3 x 3. Then backward passes, which take 1 and 2: 1 + 3 x 2.
     assert batch_seconds([1, 3], [2, 1], [0], None, 3) == (1 + 3 * 3) + (1 + 3 * 2)
+    # Between them transfers of 4, one after the other: 1 + 3 x 4 + 3, and 1 + 3 x 4 + 2.
+    assert batch_seconds([1, 3], [2, 1], [8], None, 3) == (1 + 3 * 4 + 3) + (1 + 3 * 4 + 2)
 
 
 @given(data=st.data(), stages=st.integers(1, 4))
 def test_hiding_depths_are_smallest(data: st.DataObject, stages: int) -> None:
     compute = data.draw(st.lists(eighths, min_size=stages, max_size=stages))
     trips = data.draw(st.lists(st.integers(0, 24).map(lambda n: n / 8), min_size=stages - 1, max_size=stages - 1))
-    limit = max(max(compute), (sum(compute) + sum(trips)) / 6)
+    limit = max(*compute, (sum(compute) + sum(trips)) / 6, *(trip / 2 for trip in trips))
     compute[data.draw(st.integers(0, stages - 1))] = limit
+    if trips and data.draw(st.booleans()):  # a link that is slower than every stage
+        limit *= 1.25
+        trips[0] = 2 * limit
     depths = hiding_depths(compute, trips)
     assert pace(compute, trips, depths) == pytest.approx(limit)
     for ahead in product(range(1, 8), repeat=stages - 1):

@@ -62,6 +62,8 @@ class StalenessMitigation:
         self._optimizer = optimizer
         self._settings = settings
         self._nadam = None if settings.nadam is None else NAdamStep(optimizer, settings.nadam)
+        # With the hooks that a script has registered on steps, as torch's own step runs them.
+        self._nadam_step = torch.optim.Optimizer.profile_hook_step(lambda optimizer: self._nadam and self._nadam())
         base = optimizer.step
 
         @functools.wraps(base)
@@ -78,7 +80,7 @@ class StalenessMitigation:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         before = [p.detach().clone() for p in parameters] if feedback is not None else []
         with self._rescheduled():
-            result = base(*args, **kwargs) if self._nadam is None else self._nadam()
+            result = base(*args, **kwargs) if self._nadam is None else self._nadam_step(self._optimizer)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers of torch warn
         if feedback is not None and parameters:
             self._extrapolate(parameters, before, feedback.scale)

@@ -18,6 +18,7 @@ _ADAM = {"lr", "betas", "eps", "weight_decay"}
 _ADAM_FORMS = {"amsgrad", "bias_correction", "decoupled_weight_decay", "maximize"}
 _IMPLEMENTATIONS = {"capturable", "differentiable", "foreach", "fused"}
 _TRUST_RATIO = {"min_coeff", "max_coeff"}
+_NOTHING = 1e-17  # less changes nothing in 1 - x
 
 
 def momentum(beta: float, decay: float, step: int) -> float:
@@ -49,24 +50,35 @@ class NAdamStep:
                 f"vpipe.staleness.nadam: got an optimizer of type {type(optimizer).__name__}, allowed are Adam, AdamW "
                 f"and LAMB, whose moments it needs; remove the key or change the optimizer"
             )
-        for key in ("amsgrad", "maximize", "max_grad_norm"):
-            if any(group.get(key) for group in optimizer.param_groups):
+        for key, allowed in (("bias_correction", True), ("amsgrad", False), ("maximize", False), ("max_grad_norm", 0)):
+            given = [
+                group[key] for group in optimizer.param_groups if bool(group.get(key, allowed)) is not bool(allowed)
+            ]
+            if given:
                 raise VPipeConfigError(
-                    f"vpipe.staleness.nadam: got an optimizer with {key}, allowed is one without; remove one of the two"
+                    f"vpipe.staleness.nadam: got an optimizer with {key} {given[0]}, allowed is {allowed}; remove one "
+                    f"of the two"
                 )
 
     @torch.no_grad()
     def __call__(self) -> None:
         """One update of all parameters that have a gradient."""
         for group in self._optimizer.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
-                self._update(parameters, group)
+            for step, parameters in self._by_step([p for p in group["params"] if p.grad is not None]).items():
+                self._update(parameters, group, step)
 
-    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _by_step(self, parameters: list[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        """Parameters by the number of the update that is theirs; those unfrozen later have had fewer."""
+        done = {p: int(state["step"]) for p in parameters if "exp_avg" in (state := self._optimizer.state[p])}
+        most, found = max(done.values(), default=0), dict[int, list[torch.Tensor]]()
+        for parameter in parameters:
+            # Some fused optimizers count the updates of a group in one of its parameters.
+            step = (done[parameter] or most) if parameter in done else 0
+            found.setdefault(step + 1, []).append(parameter)
+        return found
+
+    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any], step: int) -> None:
         states = [self._state(parameter) for parameter in parameters]
-        # Some fused optimizers count the updates of a group in one of its parameters.
-        step = 1 + max(int(state["step"]) for state in states)
         for state in states:
             state["step"] = torch.full_like(state["step"], step) if torch.is_tensor(state["step"]) else step
         beta1, beta2 = self._settings.betas
@@ -109,6 +121,8 @@ class NAdamStep:
         """Product of the momenta of all updates up to ``step``, which alone decides it: no checkpoint needs it."""
         at, product = self._product if self._product[0] <= step else (0, 1.0)
         for number in range(at + 1, step + 1):
+            if product < _NOTHING:
+                break
             product *= self._momentum(number)
         self._product = (step, product)
         return product

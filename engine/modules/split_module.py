@@ -117,7 +117,7 @@ class SplitModule(VPipeModule):
         for number in numbers:
             self.fwd_map[str(number)] = len(self.forward_funcs)
             self.forward_funcs.append(pieces[number])
-            self.add_module(str(number), pieces[number])
+            self._modules[str(number)] = pieces[number]  # the user's module may have attributes of these names
         for parameter in self.parameters():
             parameter.ds_pipe_replicated = False
 

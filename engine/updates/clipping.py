@@ -74,7 +74,9 @@ class GradientClipping:
         return total.pow(0.5)
 
     def _norm_to_clip_by(self, norm: Any) -> Any:
-        """Norm for a mixed-precision optimizer, from its own; both times the loss scale."""
+        """Norm for a mixed-precision optimizer, from its own; both times the loss scale. None if it computes none."""
+        if norm is None:
+            return None
         optimizer = self._engine.optimizer
         if isinstance(optimizer, FP16_UnfusedOptimizer) and (self._tied_anywhere or self._engine.is_model_parallel):
             norm = float(self._norm())  # its own counts weights that ranks share once for each

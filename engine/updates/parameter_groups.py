@@ -95,12 +95,17 @@ def trainable(model_parameters: Sequence[Any], placeholder: Placeholder, *, each
 
 
 def listed(model_parameters: Any) -> list[Any] | None:
-    """Parameters, or groups of them, as lists, which a split of the model does not change."""
+    """Parameters, or groups of them, as lists without names, which a split of the model does not change."""
     if model_parameters is None:
         return None
     given = [model_parameters] if isinstance(model_parameters, dict) else list(model_parameters)
-    return [{**item, "params": _list(item["params"])} if isinstance(item, dict) else item for item in given]
+    return [{**item, "params": _list(item["params"])} if isinstance(item, dict) else _unnamed(item) for item in given]
 
 
 def _list(parameters: Any) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(map(_unnamed, parameters))
+
+
+def _unnamed(parameter: Any) -> Any:
+    """A parameter, also of a pair with its name, as ``named_parameters()`` gives it."""
+    return parameter[1] if isinstance(parameter, tuple) else parameter

@@ -32,20 +32,38 @@ _PREFETCH = 1
 
 
 @dataclass(slots=True)
-class _Copies:
+class _Linked:
+    """Weights that two stages have, frozen ones included."""
+
+    linked: list[torch.nn.Parameter]
+
+    @property
+    def weights(self) -> list[torch.nn.Parameter]:
+        """Those that are trained now; a script may freeze and unfreeze some while nothing is in flight."""
+        return [weight for weight in self.linked if weight.requires_grad]
+
+    def check(self, found: Sequence[Any], other: int) -> None:
+        """Refuse a message of stage ``other`` about other weights than those that are trained here."""
+        if len(found) != len(self.weights):
+            raise VPipeError(
+                f"tied weights: got {len(self.weights)} that require gradients here and {len(found)} on stage {other}, "
+                f"allowed is the same on both; set requires_grad on every stage that has the weight"
+            )
+
+
+@dataclass(slots=True)
+class _Copies(_Linked):
     """Weights at their owner, and the links to one stage with copies."""
 
     stage: int
-    weights: list[torch.nn.Parameter]
     gradients_in: Receiver
     weights_out: Sender
 
 
 @dataclass(slots=True)
-class _Owned:
+class _Owned(_Linked):
     """Copies of one owner's weights, with the values that are due in the next update, and later ones."""
 
-    weights: list[torch.nn.Parameter]
     gradients_out: Sender
     weights_in: Receiver
     owner: int
@@ -111,16 +129,16 @@ class TiedWeights:
         for (owner, other), keys in sorted(pairs.items()):
             if stage not in (owner, other):
                 continue
-            weights = [weight for key in keys for weight in _linked(module, key) if weight.requires_grad]
+            linked = [weight for key in keys for weight in _linked(module, key)]
             peer = Peer(other if stage == owner else owner, grid.stage_to_global(other if stage == owner else owner))
             if stage == owner:
                 weights_out = wiring.sender("tied weights", peer, _PREFETCH)
                 gradients_in = wiring.receiver("tied gradients", peer, _PREFETCH)
-                self._copies.append(_Copies(other, weights, gradients_in, weights_out))
+                self._copies.append(_Copies(linked, other, gradients_in, weights_out))
             else:
                 weights_in = wiring.receiver("tied weights", peer, _PREFETCH)
                 gradients_out = wiring.sender("tied gradients", peer, _PREFETCH)
-                self._owned.append(_Owned(weights, gradients_out, weights_in, owner))
+                self._owned.append(_Owned(linked, gradients_out, weights_in, owner))
         self.weights_in = [owned.weights_in for owned in self._owned]  # links from the owners
         self.weights_out = [copies.weights_out for copies in self._copies]  # links to the copies
         self.gradients_in = [copies.gradients_in for copies in self._copies]  # links from the copies
@@ -135,6 +153,7 @@ class TiedWeights:
         """Add the copies' gradients of ``batch`` to the owner's."""
         for copies in self._copies:
             message = copies.gradients_in.receive(f"RECV_TIED_GRAD{batch}")
+            copies.check(message.tree, copies.stage)
             for weight, gradient in zip(copies.weights, message.tree, strict=True):
                 if gradient is not None:
                     add(weight, self._arrived(gradient.detach()))
@@ -266,6 +285,7 @@ class TiedWeights:
     def _receive(self, owned: _Owned, version: int, what: str) -> None:
         while owned.version < version:
             values = owned.ahead.popleft() if owned.ahead else list(owned.weights_in.receive(what).tree)
+            owned.check(values, owned.owner)
             owned.values = self._arrived(values)
             owned.version += 1
 

@@ -149,6 +149,7 @@ class WeightVersions:
         if version != self._pointed:
             held = self._held.pop(version)
             self._own.exchange(held)
+            torch.clear_autocast_cache()  # of casts by parameter, within a script's autocast
             self._held[self._pointed] = held
             self._pointed = version
 
@@ -167,6 +168,7 @@ class WeightVersions:
         """Count an update of the newest weights. Without a :meth:`fork` before it, the previous version is gone."""
         self._latest += 1
         self._pointed = self._latest
+        torch.clear_autocast_cache()
 
     def keep_only(self, versions: set[int]) -> None:
         """Recycle all versions but ``versions`` and the newest; parameters never point to one that is recycled."""

@@ -133,6 +133,7 @@ class LRSchedule(WarmupLR):
         Raises:
             VPipeError: the state of a schedule that does not count updates.
         """
+        state = state or {}  # a checkpoint of a training without a schedule has None
         last = state.get("last_batch_iteration")
         if not isinstance(last, int):
             given = ", ".join(map(str, state)) or "nothing"

@@ -162,11 +162,16 @@ def first_not_finite(losses: Mapping[int, float]) -> int | None:
 
 
 def first_jump(losses: Mapping[int, float], factor: float) -> int | None:
-    """The first update whose loss is above ``factor`` times the median of up to 50 before it, or no number."""
+    """The first update whose loss jumps, or is no number.
+
+    A loss jumps if it is above the median of up to 50 before it by more than ``factor - 1`` times the median's size.
+    """
     before: list[float] = []
     for update, loss in losses.items():
-        if len(before) >= _LEAST_BEFORE and not loss <= factor * median(before[-_MOST_BEFORE:]):
-            return update
+        if len(before) >= _LEAST_BEFORE:
+            middle = median(before[-_MOST_BEFORE:])
+            if not loss <= middle + (factor - 1) * abs(middle):
+                return update
         before.append(loss)
     return None
 

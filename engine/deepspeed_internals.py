@@ -22,7 +22,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
-from ds_vpipe.engine.updates.optimizers import OWN_OPTIMIZERS, Lamb, own_optimizer
+from ds_vpipe.engine.updates.optimizers import OWN_OPTIMIZERS, Lamb, as_spelled, own_optimizer
 from ds_vpipe.engine.updates.parameter_groups import listed, trainable
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.staleness.soap import SOAP
@@ -195,7 +195,7 @@ class PatchedPipelineEngine(PipelineEngine):
         return found
 
     def _is_supported_optimizer(self, optimizer_name: str) -> bool:
-        return optimizer_name in OWN_OPTIMIZERS or bool(super()._is_supported_optimizer(optimizer_name))
+        return as_spelled(optimizer_name) in OWN_OPTIMIZERS or bool(super()._is_supported_optimizer(optimizer_name))
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         if not isinstance(client_optimizer, torch.optim.Optimizer):

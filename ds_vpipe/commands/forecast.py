@@ -19,6 +19,7 @@ examples:
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -183,12 +184,13 @@ def _rows(found: list[_Training]) -> list[dict[str, Any]]:
 
     updates = len(found[0].losses)
     window = max(1, updates // _WINDOW)
-    level = min(last_loss(one.losses, window) for one in found if one.stages == 1)
+    ends = [last_loss(one.losses, window) for one in found if one.stages == 1]
+    level = min(filter(math.isfinite, ends), default=math.nan)
     rows = []
     for one in found:
         loss = last_loss(one.losses, window)
         row: dict[str, Any] = {"settings": one.name, "stages": one.stages, "late by": one.delay, "updates": updates}
-        row |= {"loss": loss, "gap": loss / level - 1, "update": None, "time": None}
+        row |= {"loss": loss, "gap": (loss - level) / abs(level) if level else None, "update": None, "time": None}
         reached = updates_to(one.losses, level, window)
         if one.late is not None:
             pace, config, _ = one.late
@@ -202,10 +204,13 @@ def _text(rows: list[dict[str, Any]]) -> str:
     def share(value: float | None) -> str:
         return "" if value is None else f"{value:.0%}"
 
+    def gap(value: float | None) -> str:
+        return "" if value is None else f"{value:+.2%}"
+
     shown = [
         row
         | {"stages": "synchronous" if row["stages"] == 1 else row["stages"], "loss": f"{row['loss']:.4f}"}
-        | {"gap": f"{row['gap']:+.2%}", "update": share(row["update"]), "time": share(row["time"])}
+        | {"gap": gap(row["gap"]), "update": share(row["update"]), "time": share(row["time"])}
         for row in rows
     ]
     lines = [aligned(shown)]
@@ -216,7 +221,8 @@ def _text(rows: list[dict[str, Any]]) -> str:
             best = min(timed, key=lambda row: float(row["time"]))
             line = f"{best['settings']}, to the synchronous loss in {share(best['time'])} of the time"
         else:
-            best = min(here, key=lambda row: float(row["loss"]))
-            line = f"{best['settings']}, {best['gap']:+.2%}; none came to the synchronous loss, see docs/convergence.md"
+            best = min(here, key=lambda row: (not math.isfinite(row["loss"]), float(row["loss"])))
+            line = ", ".join(filter(None, (best["settings"], gap(best["gap"]))))
+            line += "; none came to the synchronous loss, see docs/convergence.md"
         lines.append(f"{stages} stages: {line}")
     return "\n".join(lines)

@@ -47,7 +47,7 @@ def _zero(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     why = "ZeRO-3 splits weights, of which micro-batches in flight use older versions"
     yield f"{zero}.stage", (json.zero_stage or 0) > 2, "0 or 1", why, "use stage 1"
     why = "ZeRO hands optimizers one flat vector, and SOAP rotates matrices"
-    rotates = json.zero_stage == 1 and json.optimizer == "SOAP"
+    rotates = json.zero_stage == 1 and (json.optimizer or "").lower() == "soap"
     yield f"{zero}.stage", rotates, '0 next to optimizer.type "SOAP"', why, "use stage 0, or another optimizer"
     # DeepSpeed also reads the two deprecated flags.
     for name, flag, here in (("offload_param", "cpu_offload_param", True), ("offload_optimizer", "cpu_offload", asp)):

@@ -101,9 +101,15 @@ def replay_of(
     Raises:
         VPipeConfigError: the JSON asks for an optimizer or a schedule that the forecast does not know.
     """
+    if config.gradient_clipping_scope == "delayed_global":
+        given, fix = config.gradient_clipping_scope, "forecast with the default, which clips each stage by its own norm"
+        raise Refusal("vpipe.gradient_clipping_scope", given, '"stage" in a forecast', fix).error()
     layers = [ForecastLayer(spec) for spec in example["layers"]]
     late: dict[str, Any] = {}
     clip = json.get("gradient_clipping")
+    clip = 1.0 if clip is None else clip  # DeepSpeed's default
+    if not isinstance(clip, (int, float)):
+        raise Refusal("gradient_clipping", clip, "a number", "write one, 1.0 is the default").error()
     if pipeline is not None:
         late = {"depths": pipeline.depths, "weight_sync": pipeline.weight_sync, "staleness": config.staleness}
     return Replay(
@@ -112,7 +118,7 @@ def replay_of(
         micro_batches,
         _optimizer(json),
         lambda outputs, labels: _first(example["loss_fn"](outputs, labels)),
-        clip=1.0 if clip is None else float(clip),  # DeepSpeed's default
+        clip=clip,
         factor=_factor(json),
         **late,
     )
@@ -153,7 +159,7 @@ def last_loss(losses: Sequence[float], window: int) -> float:
 def _optimizer(json: DeepSpeedJson) -> MakeOptimizer:
     name, params = json.optimizer, dict(json.optimizer_params)
     kind = _OPTIMIZERS.get((name or "").lower())
-    if kind is torch.optim.AdamW and params.get("adam_w_mode") is False:
+    if (name or "").lower() == "adam" and params.get("adam_w_mode") is False:
         kind = torch.optim.Adam
     if kind is None:
         allowed, fix = "Adam, AdamW, SGD, SOAP", "forecast with one of them"
@@ -179,6 +185,9 @@ def _factor(json: DeepSpeedJson) -> Callable[[int], float] | None:
         return None
     if name not in lr_schedules.VALID_LR_SCHEDULES:
         raise Refusal("scheduler.type", name, "a schedule of DeepSpeed or of ds_vpipe", "correct the name").error()
+    if name == "OneCycle" and json.get("scheduler.params.cycle_momentum") is not False:
+        given, fix = json.get("scheduler.params.cycle_momentum"), "write false, to forecast the learning rate alone"
+        raise Refusal("scheduler.params.cycle_momentum", given, "false in a forecast", fix).error()
     base = float(json.get("optimizer.params.lr") or 1e-3)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], base)
     logger.disabled = True  # it warns of what every start of a schedule does

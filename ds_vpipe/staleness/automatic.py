@@ -176,4 +176,5 @@ def _optimizer(ds_config: DeepSpeedJson) -> str:
         return OF_SCRIPT
     decays_otherwise = name.lower() == "adam" and params.get("adam_w_mode") is False and params.get("weight_decay")
     odd = [key for key in ("amsgrad", "maximize") if params.get(key)] + ["adam_w_mode false"] * bool(decays_otherwise)
+    odd += ["bias_correction false"] * (params.get("bias_correction") is False)
     return f"{name} with {odd[0]}" if odd else name

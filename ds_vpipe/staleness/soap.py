@@ -7,7 +7,8 @@ basis of the weights, the second one in the rotated basis. New is Nesterov's mom
 ``torch.optim.NAdam``, which gives the newest gradient more weight.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,19 @@ from ds_vpipe.staleness.nadam import momentum
 
 Bases = tuple[torch.Tensor | None, torch.Tensor | None]
 """Orthogonal matrices for the rows and for the columns of a gradient; None leaves that side as it is."""
+
+
+def check_adam(lr: float | torch.Tensor, betas: Sequence[float], eps: float, weight_decay: float) -> None:
+    """Check the numbers that optimizers share with Adam.
+
+    Raises:
+        ValueError: one of them is outside its range.
+    """
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas: got {betas}, allowed are two numbers in [0, 1)")
+    for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}: got {value}, allowed is a number >= 0")
 
 
 class SOAP(torch.optim.Optimizer):
@@ -52,11 +66,15 @@ class SOAP(torch.optim.Optimizer):
         precondition_frequency: int = 10,
         max_precond_dim: int = 10000,
     ) -> None:
-        for name, value in {"betas[0]": betas[0], "betas[1]": betas[1], "shampoo_beta": shampoo_beta}.items():
-            if not 0 <= value < 1:
-                raise ValueError(f"{name}: got {value}, allowed is a number in [0, 1)")
-        if precondition_frequency < 1:
-            raise ValueError(f"precondition_frequency: got {precondition_frequency}, allowed is an int >= 1")
+        check_adam(lr, betas, eps, weight_decay)
+        if not 0 <= shampoo_beta < 1:
+            raise ValueError(f"shampoo_beta: got {shampoo_beta}, allowed is a number in [0, 1)")
+        for name, value in {
+            "precondition_frequency": precondition_frequency,
+            "max_precond_dim": max_precond_dim,
+        }.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: got {value}, allowed is an int >= 1")
         moments = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         bases = {"shampoo_beta": shampoo_beta, "precondition_frequency": precondition_frequency}
         options = {**moments, "momentum_decay": momentum_decay, **bases, "max_precond_dim": max_precond_dim}

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import LAMB_OPTIMIZER
 
 from ds_vpipe.errors import VPipeConfigError
-from ds_vpipe.staleness.soap import SOAP
+from ds_vpipe.staleness.soap import SOAP, check_adam
 
 APEX_OPTIMIZERS = ("FusedLAMB", "FusedAdam")
 """Optimizers of NVIDIA's apex that a JSON may name, as apex spells them."""
@@ -29,6 +29,7 @@ def own_optimizer(
         VPipeConfigError: the optimizer is not installed, or does not take the parameters.
     """
     kind: Any
+    name = as_spelled(name)
     if name in APEX_OPTIMIZERS:
         if not _apex_installed():
             raise VPipeConfigError(
@@ -51,6 +52,11 @@ def own_optimizer(
         return kind(model_parameters, **params)
     except (TypeError, ValueError) as error:
         raise VPipeConfigError(f"optimizer.params: got {params}, allowed are {name}'s own: {error}") from None
+
+
+def as_spelled(name: str | None) -> str | None:
+    """Name of an optimizer as it is written here; case does not count, as in DeepSpeed."""
+    return next((own for own in OWN_OPTIMIZERS if name is not None and own.lower() == name.lower()), name)
 
 
 def _apex_installed() -> bool:
@@ -78,7 +84,7 @@ class Lamb(torch.optim.Optimizer):
         amsgrad: not part of LAMB.
 
     Raises:
-        ValueError: ``amsgrad`` is set.
+        ValueError: ``amsgrad`` is set, or a number is outside its range.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Lamb(torch.optim.Optimizer):
     ) -> None:
         if amsgrad:
             raise ValueError("optimizer.params.amsgrad: got true, allowed is false; LAMB has no AMSGrad variant")
+        check_adam(lr, betas, eps, weight_decay)
         self._eps_inside_sqrt = eps_inside_sqrt
         self._ratios: list[torch.Tensor] = []
         moments = {"bias_correction": bias_correction, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}

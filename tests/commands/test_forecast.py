@@ -17,7 +17,10 @@ from torch import nn
 from worlds import Worlds
 
 from ds_vpipe.__main__ import main
+from ds_vpipe.commands.forecast import _rows, _text, _Training
+from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.staleness import Staleness
+from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.simulation.forecast import Pace, updates_to
 
 UPDATES, STAGES = 8, 4
@@ -109,6 +112,18 @@ def test_several_settings(config: Callable[..., str], capsys: pytest.CaptureFixt
         ({"vpipe": {"sync_mode": "bsp"}}, [], 'vpipe.sync_mode: got "bsp"'),
         ({"optimizer": {"type": "Lamb", "params": {}}}, [], 'optimizer.type: got "Lamb"'),
         ({"optimizer": {"type": "Adam", "params": {"rate": 1}}}, [], "optimizer.params: got"),
+        (
+            {"vpipe": {"gradient_clipping_scope": "delayed_global"}},
+            [],
+            'vpipe.gradient_clipping_scope: got "delayed_gl',
+        ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}},
+            [],
+            "cycle_momentum",
+        ),
+        ({"gradient_clipping": "auto"}, [], 'gradient_clipping: got "auto"'),
+        ({"optimizer": {"type": "SOAP", "params": {"lr": "auto"}}}, [], "optimizer.params: got"),
         ({"scheduler": {"type": "Cosine"}}, [], 'scheduler.type: got "Cosine"'),
         ({}, ["--set", "end=3"], '"data": got 3'),
     ],
@@ -128,6 +143,27 @@ def test_settings_of_other_batch_sizes_are_refused(
 ) -> None:
     assert main(["forecast", config(1), config(2), "--model", "test_forecast:training"]) == 2
     assert "batch size: got [2, 4]" in capsys.readouterr().err
+
+
+def trained(name: str, stages: int, loss: float) -> _Training:
+    late = None if stages == 1 else (Pace(0.25, 0.75), VPipeConfig.parse({}), Pipeline("asp", stages, 1))
+    return _Training(name, stages, [loss] * 10, 0 if stages == 1 else stages - 1, late)
+
+
+def test_losses_that_are_no_numbers_or_negative() -> None:
+    """Whatever the order of the JSONs, what diverges is not the best, and better is less."""
+    nan = float("nan")
+    good = [trained("good", 1, 2.0), trained("good", 4, 2.0)]
+    bad = [trained("bad", 1, nan), trained("bad", 4, nan)]
+    for found in ([*good, *bad], [*bad, *good]):
+        rows = _rows(found)
+        assert [row["gap"] for row in rows if row["settings"] == "good"] == [0, 0]
+        assert "4 stages: good, to the synchronous loss in" in _text(rows)
+    worse = _rows([trained("one", 1, -4.0), trained("one", 4, -3.0)])
+    assert worse[1]["gap"] == 0.25
+    assert "+25.00%" in _text(worse)
+    assert _rows([trained("one", 1, 0.0), trained("one", 4, 1.0)])[1]["gap"] is None
+    assert "4 stages: one, ; none" not in _text(_rows([trained("one", 1, 0.0), trained("one", 4, 1.0)]))
 
 
 def test_time_counts_drains() -> None:

@@ -359,6 +359,8 @@ def test_where_losses_go_wrong() -> None:
     assert first_jump(losses, 2.0) == 6
     assert first_jump(losses, 2.2) == 8
     assert first_jump(dict(enumerate([3.0, 9.0, 3.0, 3.0, 4.0], 1)), 2.0) is None
+    assert first_jump(dict.fromkeys(range(20), -1.0), 2.0) is None
+    assert first_jump({**dict.fromkeys(range(20), -1.0), 20: 0.5}, 2.0) == 20
 
 
 def test_the_first_fault_is_that_of_the_smallest_micro_batch_and_the_earliest_pass() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import cases
@@ -10,8 +11,10 @@ import pytest
 import torch
 from script_losses import loss_known
 from test_exactness import OPTIMIZERS, difference
+from torch import nn
 from worlds import Worlds
 
+import ds_vpipe
 from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.one_f_one_b import Progress, default_depths, update_delay
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -65,6 +68,49 @@ def test_variants_are_those_of_the_reference(worlds: Worlds, variant: str) -> No
         block["recompute_ratio"] = 0.5
     ranks = worlds.run(3, loops.train, cases.config(2, OPTIMIZERS["SGD"][0], block), 3, ROUNDS)
     assert difference(cases.merged(ranks), replayed(3, 2, "SGD", **options).parameters()) == 0
+
+
+class Size(nn.Module):
+    """Mean square of what it gets."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value.pow(2).mean()
+
+
+def sequential(named: bool) -> Any:
+    """A plain Sequential, trained synchronously, with the weights that one process has."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2), Size())
+    whole = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    ds_config = {**cases.config(1, OPTIMIZERS["SGD"][0], {"sync_mode": "bsp"}), "pipeline": {"stages": 2}}
+    ds_config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    given = list(model.named_parameters()) if named else model.parameters()
+    engine = ds_vpipe.initialize(model=model, model_parameters=given, config=ds_config)[0]
+    for number in range(5):
+        value = torch.randn(2, 4, generator=torch.Generator().manual_seed(number))
+        loss = engine(value)
+        engine.backward(loss)
+        engine.step()
+        optimizer.zero_grad()
+        whole(value).backward()
+        optimizer.step()
+    engine.drain()
+    trained = {name: p.detach().clone() for name, p in engine.module.user_module.named_parameters() if not p.is_meta}
+    engine.destroy()
+    cases.close_groups()
+    return trained, {name: p.detach() for name, p in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_sequential_and_named_parameters(worlds: Worlds, named: bool) -> None:
+    seen: set[str] = set()
+    for trained, wanted in worlds.run(2, sequential, named):
+        for name, value in wanted.items():
+            if name in trained:
+                assert torch.equal(trained[name], value)
+                seen.add(name)
+    assert seen == set(wanted)
 
 
 def test_newest_weights_would_be_noticed() -> None:

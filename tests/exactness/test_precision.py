@@ -151,3 +151,19 @@ def test_fp16_with_static_loss_scale(worlds: Worlds) -> None:
     wanted = replayed(4, 2, sgd, dtype=torch.float16, scaler=reference.Scaler(128.0, dynamic=False))
     for position, extra in enumerate(extras):
         assert difference(cases.merged([r[position] for r in reports]), wanted.parameters()) <= 2e-3, extra
+
+
+@pytest.mark.parametrize("block", [{}, {"sync_mode": "bsp"}])
+def test_without_norms_of_gradients(worlds: Worlds, block: dict[str, Any]) -> None:
+    """ZeRO-1 that computes none trains the same, where nothing is clipped."""
+    zero = [{"stage": 1, "compute_grad_norm": computes} for computes in (True, False)]
+    configs = [
+        cases.config(
+            1, OPTIMIZERS["AdamW"][0], {"partition": "uniform", **block}, bf16={"enabled": True}, gradient_clipping=0.0,
+            zero_optimization=stage,
+        )
+        for stage in zero
+    ]  # fmt: skip
+    for with_norm, without in worlds.run(2, cases.train_each, configs, 2, 4):
+        assert with_norm["losses"] == without["losses"]
+        assert difference(with_norm["parameters"], without["parameters"]) == 0

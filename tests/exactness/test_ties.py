@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import cases
+import deepspeed
 import pytest
 import reference
 import torch
@@ -13,6 +14,8 @@ import toy
 from test_exactness import OPTIMIZERS, adamw, difference
 from worlds import Worlds
 
+import ds_vpipe
+from ds_vpipe.errors import VPipeError
 from ds_vpipe.schedules.one_f_one_b import default_depths
 
 pytestmark = pytest.mark.mp
@@ -125,3 +128,44 @@ def test_copies_are_the_owners_newest_after_data_that_end_in_a_batch(
         got = {name: value for rank in ranks for name, value in rank[position].items()}
         expected = wanted.parameters()
         assert difference(got, {name: expected[name] for name in got}) <= 1e-5, ends[position]
+
+
+def unfrozen(late: bool) -> tuple[list[float], dict[str, torch.Tensor], str]:
+    """Ties that a script has frozen until after initialize(); then one that it trains on one stage alone."""
+    torch.manual_seed(1)
+    net = deepspeed.pipe.PipelineModule(toy.tied_specs(), num_stages=2, loss_fn=toy.mean_over_positions)
+    shared = [p for module in net.tied_modules.values() for p in module.parameters()]
+    for parameter in shared:
+        parameter.requires_grad_(not late)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ds_config = {**cases.config(1, {}, {"partition": list(STAGES[2])})}
+    del ds_config["optimizer"]
+    engine = ds_vpipe.initialize(model=net, optimizer=optimizer, config=ds_config)[0]
+    shared = [p for module in engine.module.tied_modules.values() for p in module.parameters()]
+    for parameter in shared:
+        parameter.requires_grad_(True)
+    iterator, losses, line = toy.data(), list[float](), ""
+    for _ in range(6):
+        losses.append(float(engine.train_batch(iterator)))
+    engine.quiesce()
+    weights = cases.parameters(engine)
+    if engine.stage_id == 1:
+        for parameter in shared:
+            parameter.requires_grad_(False)
+    try:
+        for _ in range(4):
+            engine.train_batch(iterator)
+    except VPipeError as error:
+        line = str(error)
+    engine.destroy()
+    cases.close_groups()
+    return losses, weights, line
+
+
+def test_ties_that_are_trained_later(worlds: Worlds) -> None:
+    for (losses, weights, _), (late_losses, late_weights, line) in zip(
+        worlds.run(2, unfrozen, False), worlds.run(2, unfrozen, True), strict=True
+    ):
+        assert losses == late_losses
+        assert all(torch.equal(weights[name], late_weights[name]) for name in weights)
+        assert "that require gradients here and" in line

@@ -176,8 +176,16 @@ def test_without_gradient_nothing_changes() -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"betas": (1.0, 0.999)}, "betas[0]"),
-        ({"betas": (0.9, -1.0)}, "betas[1]"),
+        ({"betas": (1.0, 0.999)}, "betas"),
+        ({"betas": (0.9, -1.0)}, "betas"),
+        ({"betas": [0.9]}, "betas"),
+        ({"betas": (0.9, 0.9, 0.9)}, "betas"),
+        ({"lr": -1.0}, "lr"),
+        ({"lr": float("nan")}, "lr"),
+        ({"eps": -1.0}, "eps"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+        ({"precondition_frequency": 1.5}, "precondition_frequency"),
+        ({"max_precond_dim": "x"}, "max_precond_dim"),
         ({"shampoo_beta": 1.5}, "shampoo_beta"),
         ({"precondition_frequency": 0}, "precondition_frequency"),
     ],

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from ds_vpipe.config.staleness import Staleness, refuse_delays
+from ds_vpipe.config.staleness import NAdam, Staleness, refuse_delays
 from ds_vpipe.engine.updates.optimizers import Lamb
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.schedules.one_f_one_b import update_delay, update_delays
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.mitigation import PREVIOUS_CHANGE, StalenessMitigation
+from ds_vpipe.staleness.nadam import NAdamStep, momentum
 
 LR = 0.125  # with gradients and weights that are small multiples of powers of two nothing is rounded
 
@@ -215,9 +216,53 @@ def test_nadam_needs_adams_moments(optimizer: Callable[..., torch.optim.Optimize
 
 def test_nadam_refuses_what_it_has_no_form_for() -> None:
     for option in ("amsgrad", "maximize"):
-        base = torch.optim.AdamW([weight(1.0)], **{option: True})
-        with pytest.raises(VPipeConfigError, match=f"got an optimizer with {option}"):
+        base: torch.optim.Optimizer = torch.optim.AdamW([weight(1.0)], **{option: True})
+        with pytest.raises(VPipeConfigError, match=f"got an optimizer with {option} True, allowed is False"):
             StalenessMitigation(base, settings_of(nadam=True), 1)
+    base = Lamb([weight(1.0)], bias_correction=False)
+    with pytest.raises(VPipeConfigError, match="got an optimizer with bias_correction False, allowed is True"):
+        StalenessMitigation(base, settings_of(nadam=True), 1)
+
+
+@pytest.mark.parametrize("before", [0, 1, 50, 5000])
+def test_a_parameter_that_is_trained_later_begins_anew(before: int) -> None:
+    """It has the first steps of a group of its own, whatever the others of its group have had."""
+    early, late, alone = weight(1.0), weight(1.0), weight(1.0)
+    together, apart = adamw([early, late]), adamw([alone])
+    for optimizer in (together, apart):
+        StalenessMitigation(optimizer, settings_of(nadam=True), 1)
+    early.grad = torch.ones(1)
+    for _ in range(before):
+        together.step()
+    for gradient in (0.5, -0.25, 2.0):
+        late.grad = torch.full((1,), gradient)
+        alone.grad = late.grad.clone()
+        together.step()
+        apart.step()
+        assert torch.equal(late, alone)
+    assert int(together.state[late]["step"]) == 3
+    assert int(together.state[early]["step"]) == before + 3
+
+
+def test_groups_with_other_counts_are_quick() -> None:
+    """The product of all momenta does not begin anew in every update of a long run."""
+    step = NAdamStep(torch.optim.AdamW([weight(1.0)]), NAdam())
+    wanted = 1.0
+    for number in range(1, 300):
+        wanted *= momentum(0.99, 4e-3, number)
+        assert 1 - step._momenta(number) == 1 - wanted
+    assert 1 - step._momenta(10**9) == 1  # which would take minutes one by one
+
+
+def test_hooks_of_steps_are_called() -> None:
+    parameter, called = weight(1.0), list[str]()
+    optimizer = adamw([parameter])
+    StalenessMitigation(optimizer, settings_of(nadam=True), 1)
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append(f"after {parameter.item() != 1}"))
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    assert called == ["before", "after True"]
 
 
 @pytest.mark.parametrize(("depth", "micro_batches", "delay"), [(0, 1, 0), (3, 1, 3), (3, 2, 2), (3, 4, 1), (8, 4, 2)])

@@ -182,6 +182,12 @@ def test_closure_and_betas_from_json() -> None:
     assert parameter.grad is not None
 
 
+@pytest.mark.parametrize("options", [{"betas": [0.9]}, {"lr": -1.0}, {"eps": float("inf")}, {"weight_decay": -1.0}])
+def test_numbers_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^{next(iter(options))}: got "):
+        Lamb([torch.nn.Parameter(torch.ones(1))], **options)
+
+
 def test_amsgrad_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^optimizer\.params\.amsgrad: got true, allowed is false"):
         Lamb([torch.nn.Parameter(torch.ones(1))], amsgrad=True)

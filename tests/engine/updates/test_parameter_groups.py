@@ -62,3 +62,10 @@ def test_iterators_are_read_before_the_split() -> None:
     assert (ids(group["params"]), group["lr"]) == (ids([model.weight]), 0.1)
     (group,) = listed([{"params": model.weight}]) or []
     assert ids(group["params"]) == ids([model.weight])
+
+
+def test_named_parameters_are_parameters() -> None:
+    model = nn.Linear(2, 2)
+    assert ids(listed(model.named_parameters()) or []) == ids(model.parameters())
+    (group,) = listed([{"params": model.named_parameters(), "lr": 0.1}]) or []
+    assert (ids(group["params"]), group["lr"]) == (ids(model.parameters()), 0.1)

@@ -331,6 +331,8 @@ def replayed(run: Run, done: list[tuple[int, str, Any]], newest: bool = False) -
     refills, left_over, moves, changes = {0}, dict[int, int](), list[Any](), list[Any]()
     if block.get("sync_mode") == "bsp":  # whose pipeline is empty before every batch
         refills |= {update * size for update in range(run.updates + 1)}
+    if run.loop:  # which ends with a drain
+        refills.add(run.updates * size)
     for end in run.ends[:-1]:
         refills.add(end // size * size)
         left_over[end // size * size] = end % size

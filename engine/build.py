@@ -135,7 +135,7 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
         plan = _planned(config, pipeline, json, devices, model)
         pipeline = plan.pipeline
         config = config.settled(pipeline)
-    method = config.partition or ("uniform" if config.virtual_stages > 1 else _own_counts(model))
+    method = config.partition_or_default(_own_counts(model))
     pipeline = replace(pipeline, partition=stage_counts(model, method, config.virtual_stages))
     parameters = _split(model, pipeline, optimizer, parameters, consensus)
     if isinstance(model, SplitModule):
@@ -334,7 +334,7 @@ def _planned(
 ) -> Plan:
     from ds_vpipe.planning.planner import configured_plan, read_profile
 
-    profile = read_profile(config, json, model._num_layers)
+    profile = read_profile(config.profile, json, model._num_layers)
     plan = configured_plan(config, pipeline, devices, profile, _own_counts(model))
     if model.global_rank == 0:
         print(f"ds_vpipe: planned from {config.profile}\n{plan.table()}", flush=True)

@@ -236,21 +236,40 @@ def read_costs(
     """The profile that is named, and the devices that training plans for by the JSON.
 
     Raises:
-        VPipeConfigError: none is named, or the file is not a profile.
+        VPipeConfigError: none is named, the file is not a profile, or not one of what the JSON trains.
     """
-    path = arguments.profile or config.profile
-    if path is None:
-        remedy = "make one with the command profile, and name it"
-        raise Refusal("--profile", None, "a file, here or as profile in the vpipe block", remedy).error()
-    profile = ModelProfile.load(path)
-    given = {
-        "memory_budget": arguments.memory,
-        "link_bandwidth": arguments.bandwidth,
-        "host_bandwidth": arguments.host_bandwidth,
-    }
-    config = config.model_copy(update={key: value for key, value in given.items() if value is not None})
-    options = {"replicas": arguments.replicas, "host_transfers": profile.on_host, "latency_s": arguments.latency}
-    return profile, Devices.of(config, ds_config, **options)
+    from ds_vpipe.planning.planner import read_profile  # only where it is asked for: it takes numpy's time
+
+    options = vars(arguments)  # of commands that plan; others take everything from the JSON
+    profile = read_profile(options.get("profile") or config.profile, ds_config if ds_config.content else None)
+    names = {"memory_budget": "memory", "link_bandwidth": "bandwidth", "host_bandwidth": "host_bandwidth"}
+    given = {key: options[name] for key, name in names.items() if options.get(name) is not None}
+    replicas, latency_s = arguments.replicas, options.get("latency", 0.0)
+    devices = Devices.of(
+        config.model_copy(update=given),
+        ds_config,
+        replicas=replicas,
+        host_transfers=profile.on_host,
+        latency_s=latency_s,
+    )
+    return profile, devices
+
+
+def with_planned_depths(
+    arguments: argparse.Namespace, config: VPipeConfig, ds_config: DeepSpeedJson, pipeline: Pipeline
+) -> Pipeline:
+    """The pipeline with the depths that a start plans, where the block leaves anything to the planner.
+
+    Raises:
+        VPipeConfigError: the start would be refused for want of a profile or of memory, or for what it finds in them.
+    """
+    if not config.leaves_to_planner:
+        return pipeline
+    from ds_vpipe.planning.planner import configured_plan
+
+    profile, devices = read_costs(arguments, config, ds_config)
+    configured = config.pipeline(pipeline.num_stages, pipeline.micro_batches)
+    return replace(pipeline, depth_map=configured_plan(config, configured, devices, profile).depths or None)
 
 
 # Timelines
@@ -321,7 +340,9 @@ def summaries(timelines: Sequence[Timeline]) -> list[dict[str, object]]:
 
 
 def _planned(arguments: argparse.Namespace, config: str | None) -> Timeline:
-    _, _, pipeline = read_pipeline(arguments, config)
+    block, ds_config, pipeline = read_pipeline(arguments, config)
+    if block.stage_to_depth_map == "auto":
+        pipeline = with_planned_depths(arguments, block, ds_config, pipeline)
     workload = workload_from(arguments, pipeline, 1 if pipeline.synchronous else 4)
     timeline = planned_timeline(pipeline, workload, arguments.backward, arguments.transfer, arguments.update)
     return entitled(timeline, config, arguments.split)

@@ -15,7 +15,7 @@ exit status: 0 sound, 1 the schedule has a fault, 2 the configuration is wrong
 import argparse
 from dataclasses import asdict
 
-from ds_vpipe.commands.arguments import Answer, add_config_arguments, check_size, read_pipeline
+from ds_vpipe.commands.arguments import Answer, add_config_arguments, check_size, read_pipeline, with_planned_depths
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.schedules.check import check_programs, typical_workload
@@ -31,8 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     config, ds_config, pipeline = read_pipeline(arguments, arguments.config)
     refuse_unsupported(ds_config, config, pipeline.num_stages)
-    if arguments.schedule is None and arguments.virtual_stages is None:  # else it is not the block's pipeline
+    own = arguments.schedule is None and arguments.virtual_stages is None  # else it is not the block's pipeline
+    if own:
         config.check_sizes(pipeline.num_stages)
+    if own or config.stage_to_depth_map == "auto":
+        pipeline = with_planned_depths(arguments, config, ds_config, pipeline)
     delays = update_delays(pipeline.depths, pipeline.micro_batches, pipeline.vertical)
     config, choice = settled(config, pipeline, ds_config)
     refuse_delays(config.staleness, delays)

@@ -81,7 +81,12 @@ def run(arguments: argparse.Namespace) -> Answer:
     for one in settings:
         profile = _profile(arguments, one)
         paces = [
-            planned_pace(profile, one.config.pipeline(stages, one.micro_batches), one.devices)
+            planned_pace(
+                profile,
+                one.config.pipeline(stages, one.micro_batches),
+                one.devices,
+                hide_transfers=one.config.stage_to_depth_map == "auto",
+            )
             for stages in arguments.stages
         ]
         losses = _train(arguments, one, one.config, None, updates, budget)

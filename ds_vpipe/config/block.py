@@ -353,6 +353,14 @@ class VPipeConfig(Settings):
         """True if depths are to follow the times of passes while training runs."""
         return self.stage_to_depth_map == "auto" and self.replan.every > 0
 
+    def partition_or_default(self, own_counts: Sequence[int] | None = None) -> str | Sequence[int]:
+        """:attr:`partition`, or what counts without one.
+
+        That is ``own_counts``, layers per stage as the module was built, or even parameters, as DeepSpeed has them.
+        Virtual stages, which no module was built with, get layers evenly.
+        """
+        return self.partition or ("uniform" if self.virtual_stages > 1 else own_counts or "parameters")
+
     def _left_to_planner(self) -> list[str]:
         """Keys that the planner is to fill in at the start; depths that follow need no profile to begin with."""
         left = [name for name, word in _LEFT_TO_PLANNER.items() if getattr(self, name) == word]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson
 from ds_vpipe.errors import Refusal, VPipeConfigError, show
 from ds_vpipe.partition import bounds, check_size, checked_counts, resolve_partition
 from ds_vpipe.planning.devices import Devices
@@ -57,30 +57,37 @@ def configured_partition(
     Raises:
         VPipeConfigError: the counts do not fit the profile.
     """
-    method = config.partition or own_counts or "parameters"
+    method = config.partition_or_default(own_counts)
     if method == "profile":
         return None
     weights = [layer.parameter_bytes - layer.frozen_bytes for layer in profile.layers]  # as DeepSpeed counts them
     return resolve_partition(method, lambda: weights, [layer.name for layer in profile.layers], pipeline.num_parts)
 
 
-def read_profile(config: VPipeConfig, json: DeepSpeedJson, num_layers: int) -> ModelProfile:
-    """The profile that a block names.
+def read_profile(path: str | None, json: DeepSpeedJson | None, num_layers: int | None = None) -> ModelProfile:
+    """The profile in a file, checked against a JSON.
+
+    ``num_layers`` is None where the model is not known, ``json`` where there is none.
 
     Raises:
-        VPipeConfigError: it is of another model, or of another precision than the JSON trains in.
+        VPipeConfigError: none is named, the file is not a profile, or it is of another model, or of another precision
+            or size of micro-batches than the JSON trains with.
     """
-    if config.profile is None:
-        raise Refusal("vpipe.profile", None, "a file", 'make one with "python -m ds_vpipe profile"').error()
-    profile = ModelProfile.load(config.profile)
-    fix, reason = "make the profile anew with: python -m ds_vpipe profile", ""
-    if len(profile) != num_layers:
+    if path is None:
+        allowed = 'a file, as "profile" in the vpipe block or, for a command, --profile'
+        raise Refusal("profile", None, allowed, "make one with: python -m ds_vpipe profile").error()
+    profile = ModelProfile.load(path)
+    fix, reason, size = "make the profile anew with: python -m ds_vpipe profile", "", json.whole(MICRO) if json else 0
+    if num_layers is not None and len(profile) != num_layers:
         allowed, reason = "a profile of this model", f"it has {len(profile)} layers but the model has {num_layers}"
-    elif profile.dtype != json.dtype:
+    elif json is not None and profile.dtype != json.dtype:
         allowed, reason = f"a profile in {json.dtype}", f"it is of {profile.dtype} and the JSON trains in {json.dtype}"
         fix += f", and layers in {json.dtype}"
+    elif size >= 1 and profile.micro_batch_size != size:
+        allowed = f"a profile of micro-batches of {size}, which is {MICRO}"
+        reason = f"it is of micro-batches of {profile.micro_batch_size}"
     if reason:
-        raise Refusal("vpipe.profile", config.profile, allowed, fix, reason).error()
+        raise Refusal("profile", path, allowed, fix, reason).error()
     return profile
 
 

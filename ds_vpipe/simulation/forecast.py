@@ -61,15 +61,19 @@ class Pace:
         return updates * self.update + drains * self.drain
 
 
-def planned_pace(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> tuple[Pipeline, Pace]:
+def planned_pace(
+    profile: ModelProfile, pipeline: Pipeline, devices: Devices, *, hide_transfers: bool = False
+) -> tuple[Pipeline, Pace]:
     """The asynchronous ``pipeline`` in the planner's split, and its pace beside a synchronous one in its own.
+
+    To ``hide_transfers`` it also gets the planner's depths.
 
     Raises:
         VPipeConfigError: nothing fits.
     """
 
     def seconds(wanted: Pipeline) -> tuple[Pipeline, float]:
-        found = plan(profile, wanted, devices)
+        found = plan(profile, wanted, devices, hide_transfers=hide_transfers)
         depth = 0 if wanted.synchronous else found.pipeline.depths[0]
         workload = Workload(_BEYOND + update_delay(depth, wanted.micro_batches))
         costs = planned_costs(found, devices.loads(found.pipeline))

@@ -240,6 +240,21 @@ def test_check_refuses_what_training_would(tmp_path: Path, capsys: pytest.Captur
     assert "stage 0 is 2 updates behind" in refused(capsys, "check", str(path), "--stages", "3")
 
 
+def test_depths_are_those_that_training_plans(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "auto.json"
+    vpipe = {"partition": [4, 4], "stage_to_depth_map": "auto", "profile": profile, "link_bandwidth": 1e8}
+    vpipe["staleness"] = {"error_feedback": True}  # for one update
+    content = {**CONFIG, "gradient_accumulation_steps": 1, "vpipe": vpipe}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert "stage 0 is 2 updates behind" in refused(capsys, "check", str(path))
+    assert printed(capsys, "show", str(path)).splitlines()[1].startswith("stage 0 |F0 F1 F2 ")
+    assert printed(capsys, "show", str(path), "--depth", "1,0").splitlines()[1].startswith("stage 0 |F0 F1 . ")
+    path.write_text(json.dumps({**content, "vpipe": {**vpipe, "profile": "gone.json"}}), encoding="utf-8")
+    for command in ("check", "show"):
+        assert 'profile: got "gone.json"; the file cannot be read' in refused(capsys, command, str(path))
+        printed(capsys, command, str(path), "--depth", "1,0")
+
+
 @pytest.mark.parametrize(
     ("vpipe", "stages"),
     [
@@ -343,6 +358,25 @@ def test_simulate_refuses_costs_that_do_not_fit(config: str, capsys: pytest.Capt
     assert "1 or 4 numbers" in refused(capsys, "simulate", config, "--forward", "1,2")
 
 
+def test_a_profile_of_another_training_is_refused(
+    config: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vpipe = {"partition": [2, 2, 2, 2]}
+    for changed, message in (
+        (
+            {"train_micro_batch_size_per_gpu": 8},
+            "it is of micro-batches of 4; allowed: a profile of micro-batches of 8",
+        ),
+        ({"bf16": {"enabled": True}}, "it is of float32 and the JSON trains in bfloat16"),
+    ):
+        Path(config).write_text(json.dumps({**CONFIG, **changed, "vpipe": vpipe}), encoding="utf-8")
+        for command in ("plan", "simulate"):
+            assert message in refused(capsys, command, config, "--profile", profile)
+    found = replace(ModelProfile.load(profile), dtype="bfloat16")
+    found.save(profile)
+    printed(capsys, "plan", "--stages", "2", "--micro-batches", "2", "--profile", profile)  # with no JSON to compare
+
+
 # plan
 
 
@@ -374,7 +408,7 @@ def test_plan_respects_memory(config: str, profile: str, capsys: pytest.CaptureF
     tight = printed_json(capsys, "plan", config, "--profile", profile, "--memory", budget)
     assert max(stage["memory"]["total"] for stage in tight["stages"]) < need
     assert "too many" in refused(capsys, "plan", config, "--profile", profile, "--memory", "1MB")
-    assert "--profile: got null" in refused(capsys, "plan", config)
+    assert "profile: got null" in refused(capsys, "plan", config)
 
 
 def test_plan_says_what_states_for_restarts_take(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:

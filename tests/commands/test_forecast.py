@@ -106,6 +106,13 @@ def test_several_settings(config: Callable[..., str], capsys: pytest.CaptureFixt
     assert streams.err.count("updates, loss") == 6
 
 
+def test_auto_depths_are_the_planners(config: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Slow links ask for deeper ones than K - 1 - s."""
+    block = {"stage_to_depth_map": "auto", "link_bandwidth": 1e3, "replan": {"every": 5}}
+    words = ["--model", "test_forecast:training", "--stages", "2", "--updates", "2"]
+    assert rows(capsys, config(vpipe=block), *words)[1]["late by"] > 1
+
+
 @pytest.mark.parametrize(
     ("settings", "words", "wanted"),
     [

@@ -27,7 +27,7 @@ def profile_file(folder: Path, seconds: list[float]) -> str:
     """Layers of 1 MB of weights that keep 4 MB and hand on 0.1 MB."""
     layers = tuple(LayerProfile(f"L{i}", s, 2 * s, MB, 4 * MB, MB // 10) for i, s in enumerate(seconds))
     path = folder / "profile.json"
-    ModelProfile(layers, MB // 10, 4, "cpu", "float32", "measured").save(path)
+    ModelProfile(layers, MB // 10, toy.MICRO_BATCH, "cpu", "float32", "measured").save(path)
     return str(path)
 
 
@@ -43,7 +43,7 @@ def settle(
 def planned(block: dict[str, Any], ds_config: dict[str, Any], own: list[int], **options: Any) -> Any:
     """The block with numbers, and the plan, as the engine prepares them."""
     config, json = VPipeConfig.parse(block), DeepSpeedJson(ds_config)
-    profile = read_profile(config, json, sum(own))
+    profile = read_profile(config.profile, json, sum(own))
     pipeline = config.pipeline(len(own), json.micro_batches(1))
     plan = configured_plan(config, pipeline, Devices.of(config, json, **options), profile, own)
     return config.settled(plan.pipeline), plan
@@ -120,9 +120,16 @@ def test_a_profile_in_another_type_is_refused(tmp_path: Path) -> None:
         planned(block, ds_config, [2, 2])
 
 
+def test_a_profile_of_other_micro_batches_is_refused(tmp_path: Path) -> None:
+    block = {"partition": "profile", "profile": profile_file(tmp_path, [1e-3] * 4)}
+    ds_config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1, "vpipe": block}
+    with pytest.raises(VPipeConfigError, match="it is of micro-batches of 2; allowed: a profile of micro-batches of 3"):
+        planned(block, ds_config, [2, 2])
+
+
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     block = {**ALL, "profile": profile_file(tmp_path, [1e-3] * 6)}
-    with pytest.raises(VPipeConfigError, match=r"vpipe.profile: got .*it has 6 layers but the model has 8"):
+    with pytest.raises(VPipeConfigError, match=r"^profile: got .*it has 6 layers but the model has 8"):
         planned(block, {"vpipe": block}, [4, 4])
 
 
@@ -173,3 +180,14 @@ def test_parameters_are_counted_as_the_engine_counts_them(tmp_path: Path) -> Non
     pipeline = VPipeConfig.parse({}).pipeline(3, 1)
     profile = ModelProfile(layers, MB, 4, "cpu", "float32", "measured")
     assert configured_partition(VPipeConfig.parse({"partition": "parameters"}), pipeline, profile) == (2, 1, 2)
+
+
+def test_parts_without_a_partition_are_even(tmp_path: Path) -> None:
+    """In engine and commands alike: no module was built with as many parts."""
+    block = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}
+    config, plan = settle(tmp_path, {**block, "recompute_ratio": "auto"}, [1e-3] * 6)
+    assert config.partition == plan.pipeline.partition == (2, 2, 1, 1)
+    layers = tuple(LayerProfile(f"L{i}", 1e-3, 2e-3, size * MB, MB, MB) for i, size in enumerate([9, 1, 1, 1, 1, 1]))
+    config = VPipeConfig.parse(block)
+    profile = ModelProfile(layers, MB, 4, "cpu", "float32", "measured")
+    assert configured_partition(config, config.pipeline(2, 1), profile) == (2, 2, 1, 1)

@@ -14,7 +14,7 @@ from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import Refusal, read_json
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
-from ds_vpipe.schedules.moves import Move, check_move
+from ds_vpipe.schedules.moves import Move, check_move, moved
 from ds_vpipe.schedules.one_f_one_b import update_delay
 from ds_vpipe.schedules.pipeline import SCHEDULES, Pipeline
 from ds_vpipe.schedules.program import Workload
@@ -174,8 +174,10 @@ def workload_from(arguments: argparse.Namespace, pipeline: Pipeline, beyond: int
     """The batches asked for, or those that fill the pipeline and ``beyond`` more."""
     filling = 0 if pipeline.synchronous else update_delay(pipeline.depths[0], pipeline.micro_batches)
     moves: list[Move] = getattr(arguments, "move", [])
+    partition = pipeline.partition
     for earlier, later in zip([None, *moves], moves, strict=False):
-        check_move(pipeline, None, later, 0, earlier)
+        check_move(pipeline, partition, later, 0, earlier)
+        partition = partition and moved(partition, later)
     enough = max([filling, *(one.settled_batch(pipeline) for one in moves)]) + beyond
     workload = Workload(arguments.batches or enough, (), tuple(moves))
     check_size(pipeline, workload)

@@ -63,6 +63,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         if arguments.checkpoint is not None:
             every, last = _CHECKPOINT[arguments.checkpoint]
             ratios = (every,) * (bare.num_parts - 1) + (last,)
+        if arguments.hide_transfers and bare.schedule != "asp":
+            why = f'schedule "{bare.schedule}" has no depths to choose'
+            raise Refusal("--hide-transfers", True, 'the option with schedule "asp"', "leave it out", why).error()
         hide = arguments.hide_transfers or config.stage_to_depth_map == "auto"
         swap = config.pipeline(bare.num_stages, bare.micro_batches).swap_ratio if config.swaps else bare.swap_ratio
         if arguments.swap:
@@ -92,7 +95,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(
         data=lambda: {**found.to_json(), "suggested_micro_batches": fewest},
         text=lambda: "\n".join([found.table(), *lines]),
-        status=1 if any(stage.budget and stage.memory.total > stage.budget for stage in found.stages) else 0,
+        status=0 if found.fits else 1,
     )
 
 

@@ -16,6 +16,8 @@ examples:
 """
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ds_vpipe.commands.arguments import (
@@ -39,11 +41,12 @@ from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.plan import Plan
+from ds_vpipe.schedules.moves import Move, moved
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.schedules.program import Workload
 from ds_vpipe.simulation.costs import StageCost, planned_costs, recorded_costs
 from ds_vpipe.simulation.replanning import Freezing, Slowdown
-from ds_vpipe.simulation.simulator import Simulation, simulate
+from ds_vpipe.simulation.simulator import Phase, Simulation, simulate
 from ds_vpipe.tables import aligned, show_bytes
 from ds_vpipe.timelines.merge import merge, read_recordings
 
@@ -108,14 +111,17 @@ def run(arguments: argparse.Namespace) -> Answer:
         return _replan(arguments, config, ds_config, pipeline, given[0])
     if arguments.slow or arguments.freeze or arguments.every:
         raise Refusal("--replan", None, "the option, with --slow, --freeze and --every", "add it").error()
+    profile: ModelProfile | None = None
     if given[0] == "--forward":
         costs = _given(arguments, pipeline.num_parts)
     elif given[0] == "--recording":
         costs = recorded_costs(merge(read_recordings(arguments.recording)), pipeline.num_parts)
     else:
-        plan, devices, _ = _planned(arguments, config, ds_config, pipeline)
+        plan, devices, profile = _planned(arguments, config, ds_config, pipeline)
         pipeline, costs = plan.pipeline, planned_costs(plan, devices.loads(plan.pipeline), _update_s(arguments))
-    simulation = simulate(pipeline, costs, workload_from(arguments, pipeline, _BEYOND))
+    workload = workload_from(arguments, pipeline, _BEYOND)
+    later = _after_moves(workload.moves, pipeline, profile, devices, _update_s(arguments)) if profile else []
+    simulation = simulate(pipeline, costs, workload, later)
     if arguments.output is not None:
         entitled(simulation.timeline, arguments.config, arguments.split).save(arguments.output)
     return Answer(lambda: _numbers(simulation), lambda: _table(simulation))
@@ -129,6 +135,20 @@ def _planned(
     profile, devices = read_costs(arguments, config, ds_config)
     configured = config.pipeline(pipeline.num_stages, pipeline.micro_batches)
     return configured_plan(config, configured, devices, profile), devices, profile
+
+
+def _after_moves(
+    moves: Sequence[Move], pipeline: Pipeline, profile: ModelProfile, devices: Devices, update_s: float
+) -> list[Phase]:
+    """Costs of the stages from each cut-over on."""
+    from ds_vpipe.planning.planner import predict
+
+    phases = []
+    for one in moves:
+        pipeline = replace(pipeline, partition=moved(pipeline.partition or (), one))
+        costs = planned_costs(predict(profile, pipeline, devices), devices.loads(pipeline), update_s)
+        phases.append(Phase(one.micro_batch, costs))
+    return phases
 
 
 def _update_s(arguments: argparse.Namespace) -> float:

@@ -170,7 +170,8 @@ class DepthChoice:
         for target in sorted({deepest, 3 * deepest // 2, 2 * deepest, _MOST * deepest, limit}):
             depths = tuple((target * depth + deepest // 2) // deepest for depth in self.first)
             near = all(one - two <= self.most_apart for one, two in pairwise(depths))
-            if near and depths not in (pipeline.depths, *self.useless) and self.may_be(depths, pipeline.micro_batches):
-                stages = predict(work.profile, replace(pipeline, depth_map=depths), devices).stages
-                if all(stage.budget is None or stage.memory.total <= stage.budget for stage in stages):
-                    yield depths
+            new = near and depths not in (pipeline.depths, *self.useless)
+            if not new or not self.may_be(depths, pipeline.micro_batches):
+                continue
+            if predict(work.profile, replace(pipeline, depth_map=depths), devices).fits:
+                yield depths

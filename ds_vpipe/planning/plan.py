@@ -84,6 +84,16 @@ class Plan:
             workspace=working.workspace,
         )
 
+    def fits_on(self, rank: int) -> bool:
+        """Whether a rank's memory is within its budget, that of all its virtual stages."""
+        budgets = [budget for part in self.pipeline.parts_of(rank) if (budget := self.stages[part].budget) is not None]
+        return not budgets or self.rank_memory()[rank].total <= sum(budgets)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's memory is within its budget."""
+        return all(map(self.fits_on, range(self.pipeline.num_stages)))
+
     def split(self) -> dict[str, Any]:
         """Content of a partition file, see :mod:`ds_vpipe.config.partition_file`."""
         pipeline = self.pipeline

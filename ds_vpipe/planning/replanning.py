@@ -202,16 +202,15 @@ def decide(
         better_seconds=best.seconds_per_micro_batch,
     )
     saved = found.seconds - found.better_seconds
-    fits = all(stage.budget is None or stage.memory.total <= stage.budget for stage in now.stages)
     if (found.better_partition, found.better_ratio) == (partition, ratios):
         return replace(found, stays="no split is faster")
     if found.better_partition in left:
         threshold = max(threshold, _BACK)
-    if fits and found.gain <= threshold:
+    if now.fits and found.gain <= threshold:
         return replace(found, stays=f"it would save {found.gain:.1%}, threshold {threshold:.1%}")
     # To fill the pipeline again takes about one micro-batch through all stages.
     cost = (_UNKNOWN_MOVE_S if move_s is None else move_s) + sum(stage.compute_s for stage in best.stages)
-    if fits and saved * pipeline.micro_batches * every * _LOOKS_TO_PAY <= cost:
+    if now.fits and saved * pipeline.micro_batches * every * _LOOKS_TO_PAY <= cost:
         return replace(found, stays=f"a move of {cost:.2f} s would not pay within {_LOOKS_TO_PAY * every} updates")
     return found
 
@@ -231,7 +230,8 @@ def in_steps(decision: Decision, work: Work, pipeline: Pipeline, devices: Device
         possible = []
         for move in _towards(partition, goal):
             after = predict(work.profile, replace(pipeline, partition=moved(partition, move)), devices)
-            if _fits(now, move.source) and _fits(after, move.target) and _trains(work.profile, after, move.source):
+            fits = now.fits_on(move.source) and after.fits_on(move.target)
+            if fits and _trains(work.profile, after, move.source):
                 possible.append((sorted((stage.compute_s for stage in after.stages), reverse=True), move.layer, move))
         if not possible:
             reason = f"from {list(partition)} no layer can go on by itself, with its memory on two stages"
@@ -249,11 +249,6 @@ def _towards(partition: Sequence[int], goal: Sequence[int]) -> Iterable[Move]:
         source, target = (stage - 1, stage) if edge > wanted else (stage, stage - 1)
         if edge != wanted and partition[source] > 1:
             yield Move(edge - 1 if edge > wanted else edge, source, target, 0)
-
-
-def _fits(split: Plan, stage: int) -> bool:
-    found = split.stages[stage]
-    return found.budget is None or found.memory.total <= found.budget
 
 
 def _trains(profile: ModelProfile, split: Plan, stage: int) -> bool:

@@ -348,6 +348,15 @@ def test_simulate_a_profile(config: str, profile: str, capsys: pytest.CaptureFix
     assert result["peak_bytes"] == pytest.approx(peaks, rel=0.02)
 
 
+def test_moves_change_the_seconds_of_a_profile(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["simulate", config, "--profile", profile, "--batches", "40"]
+    slower = printed_json(capsys, *argv, "--move", "1:0:1:10")
+    assert slower["throughput"] == pytest.approx(1 / 9e-3)  # three layers of 3 ms on stage 1
+    back = printed_json(capsys, *argv, "--move", "1:0:1:10", "--move", "1:1:0:20")
+    assert back["throughput"] == pytest.approx(1 / 6e-3)
+    assert "allowed: layer 1, the last of two or more" in refused(capsys, *argv, "--move", "0:0:1:10")
+
+
 def test_transfers_slow_a_simulation_down(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     slow = printed_json(capsys, "simulate", config, "--profile", profile, "--bandwidth", "100MB")
     assert slow["throughput"] < 0.95 / 6e-3  # 1 ms for every activation and gradient
@@ -450,6 +459,9 @@ def test_plan_refuses_options_without_effect(config: str, profile: str, capsys: 
     argv = ["plan", config, "--profile", profile]
     for more in (["--current", "--hide-transfers"], ["--checkpoint", "never", "--keep", "recompute_ratio"]):
         assert "leave one of them out" in refused(capsys, *argv, *more)
+    assert '--hide-transfers: got true; schedule "1f1b"' in refused(
+        capsys, *argv, "--schedule", "1f1b", "--hide-transfers"
+    )
     simulated = ["simulate", config, "--profile", profile]
     assert "--backward: got [1.0]; --profile has the seconds" in refused(capsys, *simulated, "--backward", "1")
 
@@ -518,6 +530,18 @@ def test_a_plan_of_parts_is_what_training_takes(
     found = printed_json(capsys, "plan", str(path), "--stages", "2", "--profile", profile, "--keep", "recompute_ratio")
     assert found["recompute_ratio"] == [0.5, 1.0, 0.5, 1.0]
     assert "give --stages" in refused(capsys, "show", str(path))
+
+
+def test_parts_fit_if_their_rank_does(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vpipe = {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2, "partition": [3, 1, 1, 3]}
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({**CONFIG, "vpipe": vpipe}), encoding="utf-8")
+    argv = ["plan", str(path), "--profile", profile, "--current"]
+    parts = [part["memory"]["total"] for part in printed_json(capsys, *argv)["stages"]]
+    most = max(parts[0] + parts[2], parts[1] + parts[3])
+    assert most < 2 * max(parts)
+    printed(capsys, *argv, "--memory", str(most))
+    printed(capsys, *argv, "--memory", str(min(parts)), status=1)
 
 
 # profile

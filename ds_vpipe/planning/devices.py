@@ -92,8 +92,9 @@ def optimizer_bytes(
     share = replicas if zero_stage else 1
     held = Fraction(_MASTER * (1 + values), size * share)
     # Gradients are copied to fp32 for the update: each of them and then all in one vector, or with ZeRO the partition
-    # in one vector and then as fp32.
-    update = Fraction(size + _MASTER, size * share) if zero_stage else Fraction(2 * _MASTER, size)
+    # in one vector and then as fp32. Then the optimizer needs its temporaries for all of that vector at once.
+    copies = size + _MASTER if zero_stage else 2 * _MASTER
+    update = Fraction(max(copies, _MASTER * (1 + temporary)), size * share)
     return OptimizerBytes(held=held, update=update, bucket_bytes=bucket_elements * size if zero_stage else 0)
 
 

@@ -229,28 +229,30 @@ def _nothing_fits(
     excess = [int(table.excess[part, edges[part + 1], count - 1]) for part, count in enumerate(counts)]
     part = max(range(len(counts)), key=lambda index: excess[index])
     start, stop, load, ratios = edges[part], edges[part + 1], devices.loads(pipeline)[part], pipeline.recompute_ratio
-    options = range(stop - start + 1) if ratios is None else [int(ratios[part] * (stop - start))]
+    count = stop - start
     most = 0.0 if not may_swap(pipeline)[part] else pipeline.swap_ratio[part] if pipeline.swap_ratio else 1.0
     most = most if pipeline.swap_ratio or devices.host_bandwidth else 0.0
-    memories = (
+    memories = [
         stage_memory(profile, start, stop, load, devices.optimizer, last, min(int(most * count), count - last))
-        for count in (stop - start,)
-        for last in options
-    )
-    least = min(memories, key=lambda memory: memory.total)
+        for last in range(count + 1)
+    ]
+    possible = min(memories, key=lambda memory: memory.total)
+    least = possible if ratios is None else memories[int(ratios[part] * count)]
     budget = devices.budgets(pipeline)[part]
     lacking = f"{excess[part]} bytes ({show_bytes(excess[part])}) too many"
     return VPipeConfigError(
         f"memory budget: got {show(budget)} bytes for stage {part}; nothing fits: the split that comes closest, "
         f"{show(counts)}, needs {least.total} bytes there (layers {start}-{stop - 1}), {lacking}; "
-        f"allowed: at least {least.total} bytes; {_remedy(pipeline, least)}"
+        f"allowed: at least {least.total} bytes; {_remedy(pipeline, least, possible)}"
     )
 
 
-def _remedy(pipeline: Pipeline, memory: StageMemory) -> str:
-    """Advice against the largest use of memory."""
+def _remedy(pipeline: Pipeline, memory: StageMemory, possible: StageMemory) -> str:
+    """Advice against the largest use of memory; ``possible`` is the least with recomputation."""
     moving = memory.activations + memory.recompute + memory.workspace
     remedies, depth = [], pipeline.depths[0]
+    if possible.total < memory.total:
+        remedies.append('leave recomputation to the planner ("recompute_ratio": "auto")')
     if pipeline.schedule == "asp" and pipeline.weight_sync != "none" and pipeline.micro_batches < depth:
         steps = f"raise gradient_accumulation_steps to {depth}"
         remedies.append(f"{steps}, so that no stage stashes more than one version of its weights")

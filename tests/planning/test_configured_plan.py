@@ -71,6 +71,11 @@ def test_a_budget_brings_recomputation_where_it_is_needed(tmp_path: Path) -> Non
     with pytest.raises(VPipeConfigError, match="MB") as error:
         settle(tmp_path, {**block, "memory_budget": 4 * MB}, [1e-3] * 6)
     assert "\n" not in str(error.value)
+    assert "recompute_ratio" not in str(error.value), "it is the planner's already"
+    with pytest.raises(
+        VPipeConfigError, match=r'nothing fits.*; leave recomputation to the planner \("recompute_ratio"'
+    ):
+        settle(tmp_path, {"partition": "profile", "memory_budget": 20 * MB}, [1e-3] * 6)
 
 
 def test_whichever_of_swap_and_recomputation_costs_less(tmp_path: Path) -> None:

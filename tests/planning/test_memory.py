@@ -262,6 +262,18 @@ def test_gpt3_weights() -> None:
             Fraction(1, 2),
             40,
         ),
+        # A gradient in fp32 and two temporaries, for all weights at once.
+        (
+            {
+                "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 1},
+            },
+            Fraction(3, 2),
+            Fraction(3, 2),
+            1_000_000_000,
+        ),
+        ({"optimizer": {"type": "Lamb"}, "fp16": {"enabled": True}}, 6, 6, 0),
     ],
 )
 def test_optimizer_bytes(config: dict[str, object], held: Fraction, update: Fraction, bucket: int) -> None:

@@ -29,6 +29,7 @@ _SIZE = re.compile(r"([0-9.]+)\s*(|[kmgt]i?)b?")
 _MOST_PASSES = 2_000_000  # some tens of seconds
 _MOST_PARTS = 100_000
 _MOST = 1e9
+_BARE = {"partition": None, "recompute_ratio": 0.0, "swap_ratio": 0.0, "memory_budget": None}
 _OBJECTS = ("optimizer", "zero_optimization", "fp16", "bf16")
 
 
@@ -83,6 +84,8 @@ def ends(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, Any]]:
     return parse
 
 
+factor = checked(float, lambda value: 1e-3 <= value <= 1e3, "a number from 0.001 to 1000")
+port = checked(int, lambda value: 1 <= value <= 65535, "a whole number from 1 to 65535")
 count = checked(int, lambda value: value >= 1, "a whole number >= 1")
 whole = checked(int, lambda value: value >= 0, "a whole number >= 0")
 seconds = checked(float, lambda value: 0 <= value <= _MOST, "a number from 0 to 1e9")
@@ -151,14 +154,21 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     elif options.get("sync_mode") == "bsp":
         options |= {"stage_to_depth_map": "default", "weight_sync": "stash"}
     config = config.model_copy(update=options)
-    bare = config.model_copy(update={"partition": None, "recompute_ratio": 0.0, "swap_ratio": 0.0})
+    bare = config.model_copy(update=_BARE)
     num_stages = arguments.stages or _num_stages(config)
     parts = num_stages * config.virtual_stages
     if parts > _MOST_PARTS:
         name = "number of stages, virtual ones counted"
         raise Refusal(name, parts, f"at most {_MOST_PARTS}", "give fewer --stages or --virtual-stages").error()
     micro_batches = arguments.micro_batches or ds_config.micro_batches(arguments.replicas)
-    return config, ds_config, bare.pipeline(num_stages, micro_batches)
+    pipeline = bare.pipeline(num_stages, micro_batches)
+    check_size(pipeline, Workload(1 + _filling(pipeline)))
+    return config, ds_config, pipeline
+
+
+def _filling(pipeline: Pipeline) -> int:
+    """Batches that an asynchronous pipeline is filled with."""
+    return 0 if pipeline.synchronous else update_delay(pipeline.depths[0], pipeline.micro_batches)
 
 
 def _num_stages(config: VPipeConfig) -> int:
@@ -172,13 +182,12 @@ def _num_stages(config: VPipeConfig) -> int:
 
 def workload_from(arguments: argparse.Namespace, pipeline: Pipeline, beyond: int) -> Workload:
     """The batches asked for, or those that fill the pipeline and ``beyond`` more."""
-    filling = 0 if pipeline.synchronous else update_delay(pipeline.depths[0], pipeline.micro_batches)
     moves: list[Move] = getattr(arguments, "move", [])
     partition = pipeline.partition
     for earlier, later in zip([None, *moves], moves, strict=False):
         check_move(pipeline, partition, later, 0, earlier)
         partition = partition and moved(partition, later)
-    enough = max([filling, *(one.settled_batch(pipeline) for one in moves)]) + beyond
+    enough = max([_filling(pipeline), *(one.settled_batch(pipeline) for one in moves)]) + beyond
     workload = Workload(arguments.batches or enough, (), tuple(moves))
     check_size(pipeline, workload)
     return workload

@@ -35,7 +35,9 @@ class TimelineConfig(Settings):
     """The ``"timeline"`` object: recording of the actions of every rank."""
 
     enabled: bool = key(False, "true or false", "Record every rank's actions.", True)
-    path: str = key("timeline", "a path, as a string", "Folder of the recording, with one file per rank.", "timeline")
+    path: str = key(
+        "timeline", "a path, as a string", "Folder of the recording, with one file per rank.", "timeline", min_length=1
+    )
 
 
 class Recovery(Settings):
@@ -131,6 +133,7 @@ class VPipeConfig(Settings):
         'Costs of every layer, for the planner: a file that "python -m ds_vpipe profile" writes. The plan with its '
         "predicted bytes is printed at start, and at the end every stage's measured peak beside it.",
         "profile.json",
+        min_length=1,
     )
     memory_budget: int | tuple[int, ...] | None = key(
         None,
@@ -274,6 +277,9 @@ class VPipeConfig(Settings):
         if self.replan.every and self.virtual_stages > 1:
             why = "virtual_stages is above 1, and layers move between stages with one part each"
             refuse(self.replan.every, key="replan.every", reason=why, remedy="write 0, or another schedule")
+        if self.replan.every and self.swaps and self.swap_ratio != "auto":
+            why = "swap_ratio is above 0, and swapped layers do not move"
+            refuse(self.replan.every, key="replan.every", reason=why, remedy="write 0, or remove swap_ratio")
         most_late, feedback = self.replan.max_staleness, self.staleness and self.staleness.error_feedback
         if most_late is not None and not self.follows_depths:
             why, fix = "depths do not follow", 'write "stage_to_depth_map": "auto" and "every", or remove the key'
@@ -413,6 +419,7 @@ class VPipeConfig(Settings):
             ("recompute_ratio", (num_stages, parts)),
             ("swap_ratio", (num_stages, parts)),
             ("stage_to_depth_map", (num_stages,)),
+            ("memory_budget", (num_stages,)),
         ):
             values = getattr(self, name)
             if isinstance(values, tuple) and len(values) not in lengths:

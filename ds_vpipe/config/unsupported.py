@@ -150,6 +150,9 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     yield path, interval and recomputes and not virtual, "0 next to recompute_ratio", why, fix
     why, fix = "vpipe.swap_ratio keeps what it would compute again", "write 0 here, or remove vpipe.swap_ratio"
     yield path, interval and block.swaps and not (virtual or recomputes), "0 next to swap_ratio", why, fix
+    planned = block.leaves_to_planner and not (virtual or recomputes or block.swaps)
+    why, fix = "the planner does not know what it computes again", "write 0 here and use vpipe.recompute_ratio"
+    yield path, interval and planned, "0 where vpipe leaves something to the planner", why, fix
     path = "checkpoint.writer.decoupled"
     yield path, json.on(path), "false", _RENAMED, "write false or remove checkpoint.writer"
     path = "datastates_ckpt"

@@ -238,6 +238,12 @@ def test_check_refuses_what_training_would(tmp_path: Path, capsys: pytest.Captur
     late = {"gradient_accumulation_steps": 1, "vpipe": {"staleness": {"error_feedback": True}}}
     path.write_text(json.dumps(late), encoding="utf-8")
     assert "stage 0 is 2 updates behind" in refused(capsys, "check", str(path), "--stages", "3")
+    for block, message in (
+        ({"partition": "profile", "profile": "gone.json"}, 'profile: got "gone.json"; the file cannot be read'),
+        ({"memory_budget": [1, 2]}, "vpipe.memory_budget: got [1, 2]; it has 2 entries"),
+    ):
+        path.write_text(json.dumps({**CONFIG, "vpipe": block}), encoding="utf-8")
+        assert message in refused(capsys, "check", str(path), "--stages", "3")
 
 
 def test_depths_are_those_that_training_plans(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -588,6 +594,21 @@ def test_profile_measures_and_computes(
         assert '--device: got "cuda"; no GPU' in refused(capsys, *base, "--device", "cuda")
 
 
+def test_profile_casts_as_training_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cast_model.py").write_text(MODEL, encoding="utf-8")
+    (tmp_path / "ds.json").write_text(json.dumps({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    argv = ["profile", "ds.json", "--model", "cast_model:example", "--micro-batch-size", "4", "--repeat", "2"]
+    printed(capsys, *argv)
+    found = ModelProfile.load("profile.json")
+    assert [layer.boundary_bytes for layer in found.layers[:2]] == [4 * 8 * 2] * 2
+    assert (found.dtype, found.layers[0].parameter_bytes) == ("float32", 4 * 9 * 8)
+    assert "torch_autocast.enabled: got true; --analytic" in refused(capsys, *argv, "--analytic")
+
+
 # trace and report
 
 
@@ -657,6 +678,12 @@ SHOW = ("show", "--stages", "4", "--micro-batches", "2")
         ((*SHOW, "--window", "0:inf"), "argument --window: got"),
         ((*SHOW, "--batches", "1000000"), "schedule: got 16000000; passes of 4 parts"),
         (("check", "--stages", "100000", "--micro-batches", "2"), "at most 2000000 passes to look at"),
+        (("plan", "--stages", "4", "--micro-batches", "100000000"), "at most 2000000 passes to look at"),
+        (("plan", "--stages", "4", "--micro-batches", "1", "--depth", "100000000,0,0,0"), "at most 2000000 passes"),
+        (("plan", "--stages", "4", "--micro-batches", "1", "-o", "split.txt"), '--output: got "split.txt"'),
+        ((*SIMULATE, "--replan", "--slow", "1:1e18:2"), "argument --slow: got"),
+        (("doctor", "--port=-5"), 'argument --port: got "-5"; allowed: a whole number from 1 to 65535'),
+        (("doctor", "--ssh-port", "99999999"), "argument --ssh-port: got"),
         (("profile", "--model", "a:b", "--repeat", "0"), "argument --repeat: got"),
         (("profile", "--model", "a:b", "--analytic", "--flops", "0"), "argument --flops: got"),
         (("profile", "--model", "a:b", "--device", "tpu"), "argument --device: invalid choice"),

@@ -96,6 +96,9 @@ WRONG: list[tuple[object, str, object, str, str]] = [
     ({"stage_to_depth_map": [1.0, 0]}, "vpipe.stage_to_depth_map[0]", 1.0, "an int >= 0", ""),
     ({"stage_to_depth_map": 3}, "vpipe.stage_to_depth_map", 3, '"default"', ""),
     ({"stage_to_depth_map": "auto"}, "vpipe.profile", None, "the path of a profile", "stage_to_depth_map is 'auto'"),
+    ({"replan": {"every": 5}, "swap_ratio": [0, 0.5]}, "vpipe.replan.every", 5, "an int >= 0", "swapped layers do not"),
+    ({"timeline": {"path": ""}}, "vpipe.timeline.path", "", "a path", ""),
+    ({"profile": ""}, "vpipe.profile", "", "the path of a profile", ""),
     ({"replan": {"every": 5, "max_staleness": 2}}, "vpipe.replan.max_staleness", 2, "an int >= 1", "do not follow"),
     *(
         ({"recovery": {"every": 2}, **block}, "vpipe.recovery.every", 2, "an int >= 0", f"remove {key}")
@@ -355,6 +358,7 @@ def test_pipeline_spreads_a_number_and_keeps_lists() -> None:
         ({"partition": [24, 25]}, 4, 49, ["vpipe.partition", "[24, 25]", "2 entries", "4 for 4 stages"]),
         ({"recompute_ratio": [0.5]}, 2, 49, ["vpipe.recompute_ratio", "[0.5]", "1 entries", "2 for 2 stages"]),
         ({"swap_ratio": [0.5]}, 2, 49, ["vpipe.swap_ratio", "[0.5]", "1 entries", "2 for 2 stages"]),
+        ({"memory_budget": [1, 2]}, 4, 49, ["vpipe.memory_budget", "[1, 2]", "2 entries", "4 for 4 stages"]),
         ({"stage_to_depth_map": [2, 1, 0]}, 4, 49, ["vpipe.stage_to_depth_map", "[2, 1, 0]", "3 entries"]),
         ({"partition": "uniform"}, 4, 3, ["number of stages", "got 4", "the model has 3 layers"]),
         ({"partition": [1], "recompute_ratio": [0]}, 2, 2, ["vpipe.partition", "(and 1 more)"]),
@@ -574,6 +578,13 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
     ({"zero_optimization": {"stage": 1}}, RECOVERY, "zero_optimization.stage", 1, "remove vpipe.recovery"),
     (CHECKPOINTS, {"recompute_ratio": [0, 0.1]}, "pipeline.activation_checkpoint_interval", 1, "recompute_ratio"),
     (CHECKPOINTS, {"swap_ratio": [0, 0.1]}, "pipeline.activation_checkpoint_interval", 1, "swap_ratio"),
+    (
+        CHECKPOINTS,
+        {"partition": "profile", "profile": "p.json"},
+        "pipeline.activation_checkpoint_interval",
+        1,
+        "the planner does not know",
+    ),
     ({"checkpoint": {"writer": {"decoupled": True}}}, {}, "checkpoint.writer.decoupled", True, "write false"),
     (
         {"zero_optimization": {"stage": 1}, "optimizer": {"type": "SOAP"}},

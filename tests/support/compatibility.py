@@ -335,6 +335,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"pipeline": {"pipe_partitioned": True}}, {}),
     ({"pipeline": {"activation_checkpoint_interval": 1}}, {"recompute_ratio": 0.5}),
     ({"pipeline": {"activation_checkpoint_interval": 1}}, {"swap_ratio": 0.5}),
+    ({"pipeline": {"activation_checkpoint_interval": 1}}, {"partition": "profile", "profile": "profile.json"}),
     (
         {"pipeline": {"activation_checkpoint_interval": 1}},
         {"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2},

@@ -186,7 +186,7 @@ def refused(block: dict[str, Any], extra: dict[str, Any], specs: Callable[[], li
     [
         ({"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}, {}, None, "vpipe.replan.every: got 5"),
         ({}, {"pipeline": {"activation_checkpoint_interval": 1}}, None, "activation_checkpoint_interval is not 0"),
-        ({"swap_ratio": 0.5}, {}, None, "vpipe.replan.every: got 5: layers cannot move: swap_ratio is not 0"),
+        ({"swap_ratio": 0.5}, {}, None, "vpipe.replan.every: got 5; swap_ratio is above 0"),
         ({}, {}, toy.tied_specs, "layer 2 is tied ('scale'), allowed are ties of the first and the last layer"),
     ],
 )

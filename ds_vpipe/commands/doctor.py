@@ -16,7 +16,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from ds_vpipe.commands.arguments import Answer, checked
+from ds_vpipe.commands.arguments import Answer, checked, port
 from ds_vpipe.doctor.checks import diagnose
 from ds_vpipe.doctor.gather import gather
 
@@ -25,8 +25,8 @@ _limit = checked(float, lambda value: 0 < value <= 600, "seconds, up to 600")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hostfile", type=Path, metavar="FILE", help="DeepSpeed's hostfile")
-    parser.add_argument("--port", type=int, metavar="N", help="where ranks will meet; default MASTER_PORT or 29500")
-    parser.add_argument("--ssh-port", type=int, metavar="N", help="of the hosts, as the launcher's --ssh_port")
+    parser.add_argument("--port", type=port, metavar="N", help="where ranks will meet; default MASTER_PORT or 29500")
+    parser.add_argument("--ssh-port", type=port, metavar="N", help="of the hosts, as the launcher's --ssh_port")
     parser.add_argument("--limit", type=_limit, default=10.0, metavar="S", help="seconds per command; default 10")
     parser.add_argument("--problems", action="store_true", help="leave out what is ok")
 

@@ -18,6 +18,7 @@ import argparse
 from dataclasses import replace
 
 from ds_vpipe.commands.arguments import Answer, add_profile_arguments, read_costs, read_pipeline
+from ds_vpipe.config.partition_file import is_partition_file
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.layer_profile import ModelProfile
 from ds_vpipe.planning.pace import micro_batches_for
@@ -48,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
+    if arguments.output is not None and not is_partition_file(arguments.output):
+        why = "a partition is read from such a file only"
+        raise Refusal("--output", arguments.output, "a name that ends in .json", "rename it", why).error()
     config, ds_config, bare = read_pipeline(arguments, arguments.config)
     _check_choice(arguments)
     profile, devices = read_costs(arguments, config, ds_config)

@@ -109,7 +109,14 @@ def _profile(made: dict[str, Any], arguments: argparse.Namespace, size: int, ds_
     if arguments.device == "cuda" and not (arguments.analytic or torch.cuda.is_available()):
         raise Refusal("--device", "cuda", "cpu here", "use a machine with a GPU, or --analytic", "no GPU").error()
     options: dict[str, Any] = {"micro_batch_size": size, "device": arguments.device}
-    dtype = DeepSpeedJson(ds_config).dtype
+    dtype, autocast = DeepSpeedJson(ds_config).dtype, DeepSpeedJson(ds_config).is_set("torch_autocast.enabled")
+    if autocast and arguments.analytic:
+        why = "--analytic does not know what is cast"
+        raise Refusal(
+            "torch_autocast.enabled", True, "false with --analytic", "measure, without --analytic", why
+        ).error()
+    if autocast:
+        options["autocast"] = torch.bfloat16  # the only type that training takes
     if dtype != "float32":
         options["dtype"] = getattr(torch, dtype)
     if arguments.analytic:

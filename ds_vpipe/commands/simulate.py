@@ -27,8 +27,8 @@ from ds_vpipe.commands.arguments import (
     check_size,
     count,
     entitled,
+    factor,
     numbers,
-    rate,
     read_costs,
     read_pipeline,
     seconds,
@@ -85,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def slowdown(text: str) -> Slowdown:
     """A device that slows down, from its numbers."""
-    stage, factor, update = text.split(":")
-    return Slowdown(whole(stage), rate(factor), whole(update))
+    stage, times, update = text.split(":")
+    return Slowdown(whole(stage), factor(times), whole(update))
 
 
 def freezing(text: str) -> Freezing:

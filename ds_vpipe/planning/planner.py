@@ -189,9 +189,13 @@ def _plan_for(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Pl
         for layers in (table.recomputed, table.swapped)
     )
     ratios, swap_ratios = pipeline.recompute_ratio or ratios, pipeline.swap_ratio or swap_ratios
-    return predict(
+    found = predict(
         profile, replace(pipeline, partition=counts, recompute_ratio=ratios, swap_ratio=swap_ratios), devices
     )
+    if pipeline.partition is not None or pipeline.schedule not in ("1f1b", "gpipe"):
+        return found
+    note = f"{pipeline.schedule}: the split is the one with the best pace, not the one with the shortest batch"
+    return replace(found, notes=(*found.notes, note))
 
 
 def _depths_that_count(pipeline: Pipeline) -> tuple[int, ...] | None:

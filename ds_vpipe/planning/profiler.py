@@ -36,6 +36,7 @@ def profile_layers(
     device: torch.device | str = "cpu",
     roofline: Roofline | None = None,
     dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
     loss_fn: Any = None,
     labels: Tree = None,
     micro_batches: int = 5,
@@ -51,6 +52,7 @@ def profile_layers(
         device: to measure on.
         roofline: of the device to compute for; None to measure.
         dtype: of parameters that are floating-point; None leaves them.
+        autocast: type that passes are autocast to; to measure only.
         loss_fn: ``loss_fn(outputs, labels)``, if the model's last layer is among ``layers``; a part of that one then.
         labels: for ``loss_fn``.
         micro_batches: passes to take the median of, after ``warm_up`` passes.
@@ -76,6 +78,8 @@ def profile_layers(
         run = layer
         if loss_fn is not None and position + 1 == len(layers):
             run = functools.partial(_scored, layer, loss_fn, labels)
+        if autocast is not None:
+            run = functools.partial(_cast, run, device.type, autocast)
         with meta, _training(run):
             seconds = None if roofline is not None else _timed(run, value, device, micro_batches, warm_up)
             costs, value = _counted(run, name, value, roofline)
@@ -144,6 +148,11 @@ def _on_meta(layer: Layer) -> Layer:
 
 def _scored(layer: Layer, loss_fn: Any, labels: Tree, inputs: Tree) -> Any:
     return loss_fn(layer(inputs), labels)
+
+
+def _cast(run: Layer, device_type: str, dtype: torch.dtype, inputs: Tree) -> Any:
+    with torch.autocast(device_type, dtype):  # anew for every pass, as in training, which casts weights in each
+        return run(inputs)
 
 
 # Trees of tensors

@@ -152,7 +152,7 @@ def test_plans_are_optimal_and_fit(problem: Problem) -> None:
     for stage in found.stages:
         assert stage.budget is None or stage.memory.total <= stage.budget
     profile, _, devices = problem
-    assert predict(profile, found.pipeline, devices) == found
+    assert replace(predict(profile, found.pipeline, devices), notes=found.notes) == found
 
 
 @settings(max_examples=60)
@@ -307,6 +307,15 @@ def test_interleaved_parts_fit_their_rank() -> None:
     # 2 x 16 bytes of weights, as many of gradients, twice as many of optimizer state.
     assert [memory.total for memory in found.rank_memory()] == [5 * 40 + 4 * 32, 3 * 40 + 4 * 32]
     assert found.stages[0].memory.activations == 4 * 40
+
+
+def test_what_a_synchronous_split_is_the_best_of() -> None:
+    profile = model(*[layer()] * 4)
+    for schedule in ("1f1b", "gpipe"):
+        pipeline = Pipeline(schedule, 2, 4)
+        assert plan(profile, pipeline, Devices()).notes[0].startswith(f"{schedule}: the split is the one with the best")
+        assert plan(profile, replace(pipeline, partition=(2, 2)), Devices()).notes == ()
+    assert plan(profile, asp(2, 1), Devices()).notes == ()
 
 
 def test_synchronous_seconds() -> None:

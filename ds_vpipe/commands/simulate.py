@@ -33,6 +33,7 @@ from ds_vpipe.commands.arguments import (
     read_pipeline,
     seconds,
     whole,
+    with_planned_depths,
     workload_from,
 )
 from ds_vpipe.config import VPipeConfig
@@ -112,6 +113,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.slow or arguments.freeze or arguments.every:
         raise Refusal("--replan", None, "the option, with --slow, --freeze and --every", "add it").error()
     profile: ModelProfile | None = None
+    if given[0] != "--profile" and config.stage_to_depth_map == "auto":
+        pipeline = with_planned_depths(arguments, config, ds_config, pipeline)
     if given[0] == "--forward":
         costs = _given(arguments, pipeline.num_parts)
     elif given[0] == "--recording":

@@ -130,8 +130,9 @@ class VPipeConfig(Settings):
     profile: str | None = key(
         None,
         'the path of a profile of the model\'s layers, for "profile" and "auto"',
-        'Costs of every layer, for the planner: a file that "python -m ds_vpipe profile" writes. The plan with its '
-        "predicted bytes is printed at start, and at the end every stage's measured peak beside it.",
+        'Costs of every layer, for the planner: a file that "python -m ds_vpipe profile" writes, in the precision and '
+        "with the micro-batches of this JSON. The plan with its predicted bytes is printed at start, and at the end "
+        "every stage's measured peak beside it.",
         "profile.json",
         min_length=1,
     )

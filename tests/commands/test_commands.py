@@ -255,6 +255,7 @@ def test_depths_are_those_that_training_plans(profile: str, tmp_path: Path, caps
     assert "stage 0 is 2 updates behind" in refused(capsys, "check", str(path))
     assert printed(capsys, "show", str(path)).splitlines()[1].startswith("stage 0 |F0 F1 F2 ")
     assert printed(capsys, "show", str(path), "--depth", "1,0").splitlines()[1].startswith("stage 0 |F0 F1 . ")
+    assert printed_json(capsys, "simulate", str(path), "--forward", "1")["in_flight"] == [3, 1]
     path.write_text(json.dumps({**content, "vpipe": {**vpipe, "profile": "gone.json"}}), encoding="utf-8")
     for command in ("check", "show"):
         assert 'profile: got "gone.json"; the file cannot be read' in refused(capsys, command, str(path))

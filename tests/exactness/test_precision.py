@@ -15,6 +15,7 @@ from test_exactness import LAYERS, MICRO_BATCHES, OPTIMIZERS, adamw, difference,
 from torch import nn
 from worlds import Worlds
 
+import ds_vpipe
 from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.one_f_one_b import default_depths
 
@@ -167,3 +168,75 @@ def test_without_norms_of_gradients(worlds: Worlds, block: dict[str, Any]) -> No
     for with_norm, without in worlds.run(2, cases.train_each, configs, 2, 4):
         assert with_norm["losses"] == without["losses"]
         assert difference(with_norm["parameters"], without["parameters"]) == 0
+
+
+def within_autocast(ds_configs: list[dict[str, Any]], stages: int) -> list[dict[str, torch.Tensor]]:
+    """Weights after training in which the script has autocast around each batch."""
+    found = []
+    for ds_config in ds_configs:
+        engine = cases.engine(ds_config, stages)
+        iterator = toy.data()
+        for _ in range(6):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                engine.train_batch(iterator)
+        found.append(cases.parameters(engine))
+        engine.destroy()
+        cases.close_groups()
+    return found
+
+
+def test_autocast_around_batches_casts_the_version_of_each_pass(worlds: Worlds) -> None:
+    """What is recomputed casts the same weights as its forward pass, and no pass those of another version."""
+    kinds = [(sync, micro_batches) for sync in ("stash", "vertical") for micro_batches in (1, 2)]
+    blocks = [{"weight_sync": sync, "recompute_ratio": ratio} for sync, _ in kinds for ratio in (0, 1)]
+    counts = [micro_batches for _, micro_batches in kinds for _ in range(2)]
+    configs = [
+        cases.config(micro_batches, OPTIMIZERS["SGD"][0], {"partition": "uniform", **block})
+        for block, micro_batches in zip(blocks, counts, strict=True)
+    ]
+    ranks = worlds.run(2, within_autocast, configs, 2)
+    for at, kind in enumerate(kinds):
+        for rank in ranks:
+            kept, recomputed = rank[2 * at : 2 * at + 2]
+            assert all(torch.equal(kept[name], recomputed[name]) for name in kept), kind
+
+
+class Chain(nn.Module):
+    """Layers of which autocast casts the weights, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(toy.VOCABULARY, toy.HIDDEN), nn.Linear(toy.HIDDEN, toy.CLASSES)
+        self.layers = nn.ModuleList([nn.Linear(toy.HIDDEN, toy.HIDDEN) for _ in range(4)])
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens).mean(1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def evaluated_within_autocast(ratio: float) -> list[float]:
+    """Two evaluations of one batch, each in an autocast of its own, after a few rounds of training."""
+    block = {"recompute_ratio": ratio}
+    ds_config = cases.config(1, {"type": "SGD", "params": {"lr": 1.0}}, block, pipeline={"stages": 3})
+    model = toy.seeded(7, Chain)
+    engine = ds_vpipe.initialize(model=model, config=ds_config)[0]
+    for number in range(6):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = engine(*toy.micro_batch(number))
+        engine.backward(loss)
+        engine.step()
+    engine.eval()
+    losses = []
+    for _ in range(2):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            losses.append(float(engine(*toy.micro_batch(50))))
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_evaluations_within_autocast_have_the_same_weights(worlds: Worlds, ratio: float) -> None:
+    for first, again in worlds.run(3, evaluated_within_autocast, ratio):
+        assert first == again

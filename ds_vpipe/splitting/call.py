@@ -75,11 +75,14 @@ class CallForms:
     def __init__(self) -> None:
         self._known: dict[int, CallForm] = {}
 
-    def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Packed, CallForm]:
+    def pack(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, for_training: bool = False
+    ) -> tuple[Packed, CallForm]:
         """The tuple that travels, and its form.
 
         Raises:
-            SplitError: an argument is neither a tensor nor a plain value nor a dict, list or tuple of those.
+            SplitError: an argument is neither a tensor nor a plain value nor a dict, list or tuple of those, or it is
+                ``for_training`` and would need a gradient, which does not come back from the stages.
         """
         leaves, spec = tree_flatten((_plain(list(args)), dict(sorted(_plain(kwargs).items()))))
         for leaf in leaves:
@@ -87,6 +90,12 @@ class CallForms:
                 raise SplitError(
                     f"forward: got an argument of type {type(leaf).__name__}, allowed are tensors, numbers, strings, "
                     f"None, and dicts, lists and tuples of them; pass what the model needs of it as tensors"
+                )
+            if for_training and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                raise SplitError(
+                    f"forward: got an argument of shape {list(leaf.shape)} with requires_grad=True, allowed in "
+                    f"training are tensors without, as no gradient comes back to the script; compute it inside the "
+                    f"model's forward, or pass its .detach()"
                 )
         places = [_place(leaf) for leaf in leaves]
         form = CallForm(spec, places)

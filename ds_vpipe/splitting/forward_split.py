@@ -24,7 +24,7 @@ from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError, ValueNeededErr
 from ds_vpipe.splitting.output_specs import OutputSpecs, RetryError
 from ds_vpipe.splitting.parameter_slots import ParameterSlot
 
-Mode = tuple[int, bool, bool]
+Mode = tuple[int, bool, bool, Any]
 _set_class = object.__dict__["__class__"].__set__  # also where a class has a ``__class__`` of its own
 
 
@@ -129,8 +129,8 @@ class ForwardSplit:
     # Passes
 
     def mode(self, form: CallForm) -> Mode:
-        """Identifies a dry run: the forward may ask whether it trains, and whether there are gradients."""
-        return form.fingerprint, self.model.training, torch.is_grad_enabled()
+        """Identifies a dry run: the forward may ask whether it trains, for gradients, and for autocast."""
+        return form.fingerprint, self.model.training, torch.is_grad_enabled(), guards.autocast()
 
     def try_out(self, form: CallForm, call: Call, *, to_the_end: bool = True) -> DryRun:
         """Dry run of a call: which values cross, and which pieces use what.
@@ -258,6 +258,8 @@ class ForwardSplit:
             if slot.follow():
                 self.specs.forget()
             slot.stand_in()
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # which evaluates with nested tensors
         self._handler, self.running = handler, True
         own_classes = [(block, type(block)) for block in self.blocks]
         try:
@@ -268,6 +270,7 @@ class ForwardSplit:
             for block, own in own_classes:
                 _set_class(block, own)
             self._handler, self.running = None, False
+            torch.backends.mha.set_fastpath_enabled(fast)
             for slot in hidden:
                 slot.restore()
 

@@ -12,6 +12,7 @@ from torch import nn
 
 Where = tuple[int, str]
 """A buffer: ``id`` of its module, and its name there."""
+_CASTING = ("cpu", "cuda")
 
 
 def random_states() -> tuple[Any, ...]:
@@ -78,6 +79,11 @@ def own_numbers(model: nn.Module) -> Iterator[None]:
     finally:
         for module, before in kept:
             module.__dict__.update(before)
+
+
+def autocast() -> tuple[Any, ...]:
+    """Devices on which operations cast here, and to which types."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in _CASTING if torch.is_autocast_enabled(kind))
 
 
 @contextmanager

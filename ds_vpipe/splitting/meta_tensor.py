@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
@@ -179,6 +180,14 @@ class MetaTensor(torch.Tensor):
             self.guess = zeros
         return zeros
 
+    def reshape_in_place(self, func: Any, args: Any, kwargs: Any) -> MetaTensor:
+        """What ``func``, such as ``transpose_``, does to this tensor."""
+        self.bare = self.bare.detach()  # the old one is others', too
+        func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
+        with no_dispatch():
+            func(*args, **kwargs)
+        return self
+
     @classmethod
     def drawn(cls, values: Any, log: AccessLog, func: Any) -> Any:
         """Stand for values that ``func`` has drawn."""
@@ -204,6 +213,8 @@ class MetaTensor(torch.Tensor):
             return torch.zeros(first.shape, dtype=torch.bool, device=device)  # as where layers are dropped at rate 0
         target = written(func, args, kwargs)
         log.note(func, absent, target, len(absent) < len(tensors))
+        if torch.Tag.inplace_view in func.tags and isinstance(target, MetaTensor):
+            return target.reshape_in_place(func, args, kwargs)
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
         kwargs.pop("pin_memory", None)

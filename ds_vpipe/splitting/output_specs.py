@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ds_vpipe.splitting.guards import Where, own_buffers, untouched_generators
+from ds_vpipe.splitting.guards import Where, autocast, own_buffers, untouched_generators
 from ds_vpipe.splitting.meta_tensor import AccessLog, MetaTensor, SplitError, ValueNeededError, place, renewed, written
 
 _MOST_KNOWN = 4096
@@ -55,6 +55,8 @@ class MadeUpValues(TorchDispatchMode):
         found = [leaf.guessed() if isinstance(leaf, MetaTensor) else leaf for leaf in leaves]
         found_args, found_kwargs = tree_unflatten(found, spec)
         result = func(*found_args, **found_kwargs)
+        if isinstance(target, MetaTensor) and torch.Tag.inplace_view in func.tags:
+            return target.reshape_in_place(func, args, kwargs or {})
         return target if target is not None else tree_map_only(torch.Tensor, self._hidden, result)
 
     def _hidden(self, value: torch.Tensor) -> MetaTensor:
@@ -112,7 +114,7 @@ class OutputSpecs:
         code that collects all attention weights, which would else miss entries without noticing; or if told ``again``.
         """
         leaves, spec = _flattened(args, kwargs)
-        key = (id(block), block.training, torch.is_grad_enabled(), spec, *map(_shape_of, leaves))
+        key = (id(block), block.training, torch.is_grad_enabled(), autocast(), spec, *map(_shape_of, leaves))
         if not again and id(block) not in self._remembering and key in self._known and not self._watched(block):
             kept, out_spec = self._known[key]
             made = renewed(kept, name)

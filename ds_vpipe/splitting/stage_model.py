@@ -265,7 +265,8 @@ class StageModel:
             SplitError: the call cannot be run in pieces.
         """
         self._follow()
-        packed, form = self._forms.pack(args, kwargs)
+        trains = self.model.training and torch.is_grad_enabled()
+        packed, form = self._forms.pack(args, kwargs, for_training=trains)
         if self._split.mode(form) not in self._tried:
             self._try_out(form, packed[1:])
         return packed

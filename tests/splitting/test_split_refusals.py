@@ -179,6 +179,26 @@ def test_arguments_that_do_not_travel() -> None:
         Stages(OldBert(), (2, 4)).forward(list(BATCH), chunks=object())
 
 
+@pytest.mark.parametrize("leaf", [True, False])
+def test_arguments_that_would_need_a_gradient(leaf: bool) -> None:
+    """As of a prompt encoder outside the model; in evaluation and without gradients nothing is lost."""
+
+    class Prompted(Small):
+        def forward(self, prompt: Tensor, labels: Tensor) -> Any:
+            for block in self.blocks:
+                prompt = block(prompt)
+            return nn.functional.cross_entropy(self.head(prompt.mean(1)), labels)
+
+    prompt = torch.zeros(3, 5, 8, requires_grad=True)
+    arguments = prompt if leaf else 2 * prompt, tokens(2, 3, (3,), 0)
+    split = Stages(Prompted(), (2, 3), example=((prompt.detach(), arguments[1]), {}))
+    with refusal("[3, 5, 8] with requires_grad=True", "compute it inside the model's forward"):
+        split.forward(*arguments)
+    with torch.no_grad():
+        split.forward(*arguments)
+    split.forward(prompt.detach(), arguments[1])
+
+
 def test_other_calls_on_other_ranks() -> None:
     split = Stages(Small(), (2, 3))
     arguments = tokens(1), tokens(2, 3, (3,), 0)

@@ -276,6 +276,92 @@ class Reversed(torch.autograd.Function):
         return -gradients[0]
 
 
+class Reshaping(nn.Module):
+    """Operations that change a tensor's shape in place, as recurrent layers use outside the blocks or inside."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.head, self.way = nn.Embedding(83, 8), nn.Linear(8, 3), way
+        self.before = nn.GRU(8, 8, batch_first=True)
+        self.blocks = nn.ModuleList([Recurrent(way) for _ in range(4)])
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(ids)
+        if self.way == "outside":
+            x = self.before(x)[0]
+        elif self.way == "pooled":
+            x = x.mean(1)
+            x.unsqueeze_(1)
+            x = x.expand(-1, ids.shape[1], -1)
+        elif self.way == "several":
+            first = (2 * x[:, :1]).transpose_(0, 1).squeeze_(0).t_()
+            x = x + first.t().reshape(first.shape[1], 1, first.shape[0])
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(8, 8)
+        self.layer = nn.RNN(8, 8, batch_first=True) if way in ("inside", "looks at values") else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "looks at values" and x.sum() > 1e9:
+            return x
+        made = self.layer(x)
+        return x + torch.tanh(self.linear(made if isinstance(made, Tensor) else made[0]))
+
+
+@pytest.mark.parametrize("way", ["outside", "inside", "looks at values", "pooled", "several"])
+def test_shapes_that_change_in_place(way: str) -> None:
+    check(lambda: Reshaping(way), call(), {})
+
+
+class Padded(nn.Module):
+    """torch's encoder with a mask of padding, for which it has a fast path in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.words, self.encoder, self.head = nn.Embedding(83, 8), nn.TransformerEncoder(layer, 4), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        x = self.encoder(self.words(ids), src_key_padding_mask=mask == 0)
+        return nn.functional.cross_entropy(self.head(x[:, 0]), labels)
+
+
+def evaluated(split: Stages, *arguments: Tensor) -> Any:
+    """Loss of an evaluation."""
+    for stage in split.models:
+        stage.model.eval()
+    with torch.no_grad():
+        loss = split.forward(*arguments)
+    for stage in split.models:
+        stage.model.train()
+    return loss
+
+
+def test_an_encoder_that_has_a_fast_path_in_evaluation() -> None:
+    model = built(Padded)
+    split = Stages(model, parts(copy.deepcopy(model), 3))
+    split.backward(split.forward(*call()))
+    torch.testing.assert_close(evaluated(split, *call()), model.eval()(*call()).detach())
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_evaluations_with_and_without_autocast() -> None:
+    model = built(lambda: Flexible("plain"))
+    split = Stages(model, (2, 2, 2))
+    for casts in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            assert torch.equal(evaluated(split, *call()), model.eval()(*call()).detach())
+            loss = split.forward(*call())
+            assert torch.equal(loss, model.train()(*call()))
+        split.backward(loss)
+
+
 class Free(nn.Module):
     """Layers without a list, and a forward with what a traced graph of it would lose."""
 

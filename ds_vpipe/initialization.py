@@ -18,7 +18,7 @@ from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.build import Prepared, prepare
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.loop.engine import VPipeLoopEngine
-from ds_vpipe.engine.modules.split_module import pipeline_from_module
+from ds_vpipe.engine.modules.split_module import CalledModule, pipeline_from_module
 from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.errors import VPipeConfigError
@@ -75,7 +75,7 @@ def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any,
             f"divides the ranks into stages and replicas itself; leave it out, and ask engine.mpu for groups"
         )
     config = VPipeConfig.parse(json.block)  # errors in it are reported before there are process groups
-    if isinstance(model, PipelineModule) and not hasattr(model, "pack"):
+    if isinstance(model, PipelineModule) and not isinstance(model, CalledModule):
         prepared = prepare(model, json, config, given.get("optimizer"), given.get("model_parameters"))
         given["model_parameters"] = prepared.model_parameters
         kind: type[VPipeEngine] = VPipeEngine

@@ -541,11 +541,11 @@ class VPipeEngine(PatchedPipelineEngine):
         if type(pipe_schedule) is not ds_schedule.TrainSchedule or pipe_schedule.micro_batches != size:
             raise own_schedule(pipe_schedule, size)
         self._refuse_training()
-        data = or_no_data(self.data_iterator, self.batch_fn) if stage.is_first or stage.is_last else None
+        data = or_no_data(self.data_iterator, self.batch_fn)
         with self.failures.aborting():
             if self.recovery is not None:
                 self.recovery.keep()
-            stage.feed.next_call(data)
+            stage.feed.next_call(data if stage.is_first or stage.is_last else None)
             try:
                 self.executor.train_batch()
             except StopIteration:

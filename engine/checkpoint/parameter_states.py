@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from ds_vpipe.checkpoints.optimizer_states import Form, ParameterState, carry_scale, form_of, pack, unpack
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER, StageLayout
 from ds_vpipe.engine.modules.recompute import layer_numbers
+from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.updates.tied import TiedWeights, tied_parameters
 from ds_vpipe.errors import VPipeError
 
@@ -56,7 +57,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
         ties=ties,
         aliases={name: own for name, own in aliases.items() if name != own and name not in untied},
         untied={own: name for name, own in untied.items()},
-        copies=module.copies() if hasattr(module, "copies") else None,
+        copies=module.copies() if isinstance(module, SplitModule) else None,
     )
 
 

@@ -125,7 +125,13 @@ class MicroBatchFeed:
                 "micro-batch: got None, allowed is (inputs, labels); pass an iterator of those, or let the function "
                 "given to set_batch_fn() return them for None"
             )
-        inputs, labels = (own_copy(item[at], self._copies) if used else None for at, used in enumerate(self._uses))
+        try:
+            used = [item[at] if used else None for at, used in enumerate(self._uses)]
+        except (TypeError, LookupError) as error:
+            raise VPipeError(
+                f"micro-batch: got {type(item).__name__}, allowed is (inputs, labels); let the iterator return pairs"
+            ) from error
+        inputs, labels = (own_copy(part, self._copies) for part in used)
         return inputs, labels
 
     def read_again(self, items: Iterable[tuple[int, MicroBatch | None]]) -> None:
@@ -193,7 +199,16 @@ class MicroBatchFeed:
 
 
 def or_no_data(iterator: Iterator[Item] | None, batch_fn: Callable[..., Any] | None) -> Iterator[Item] | None:
-    """An iterator, also where the script gives none but a ``batch_fn`` that makes micro-batches of None."""
+    """An iterator, also where the script gives none but a ``batch_fn`` that makes micro-batches of None.
+
+    Raises:
+        VPipeError: it is something else, such as a list, of which every call would read the first micro-batches.
+    """
+    if iterator is not None and not hasattr(iterator, "__next__"):
+        kind = type(iterator).__name__
+        raise VPipeError(
+            f"data_iter: got {kind}, allowed: an iterator; pass iter(...) of it, the same one in every call"
+        )
     return NO_DATA if iterator is None and batch_fn is not None else iterator
 
 

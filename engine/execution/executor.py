@@ -388,4 +388,4 @@ class Executor:
 def choose_part(stage: Stage, part: int) -> None:
     """Select the layers of ``part`` in a module that has several parts."""
     if isinstance(stage.module, InterleavedMixin):
-        stage.module.chunk = part // stage.pipeline.num_stages
+        stage.module._vpipe_chunk = part // stage.pipeline.num_stages

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from ds_vpipe.engine.links.tensor_bytes import Stored, TensorBytes, aligned, fill, placed
+from ds_vpipe.errors import VPipeError
 
 Tree = Any  # None, a tensor, or a tuple or list of trees
 
@@ -105,7 +106,7 @@ def leaves(tree: Tree) -> Iterator[torch.Tensor | None]:
         for item in tree:
             yield from leaves(item)
     else:
-        raise TypeError(
+        raise VPipeError(
             f"stage boundary: got {type(tree).__name__}, allowed are tensors, None and tuples or lists of them; "
             f"pass other values as tensors"
         )
@@ -134,12 +135,15 @@ def _describe(tree: Tree, words: list[int]) -> None:
     (leaf,) = leaves(tree)
     if leaf is None:
         words.append(_NONE)
+    elif leaf.layout is not torch.strided:
+        kind = str(leaf.layout).removeprefix("torch.")
+        raise VPipeError(f"stage boundary: got a tensor of layout {kind}, allowed is strided; pass its .to_dense()")
     elif leaf.dtype in _DTYPE_CODE:
         flags = _REQUIRES_GRAD * leaf.requires_grad + _ELSEWHERE * leaf.is_meta
         words += (_DTYPE_CODE[leaf.dtype], flags, leaf.dim(), *leaf.shape, *leaf.stride())
     else:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise TypeError(f"stage boundary: got a tensor of dtype {leaf.dtype}, allowed are {names}")
+        raise VPipeError(f"stage boundary: got a tensor of dtype {leaf.dtype}, allowed are {names}; cast it before")
 
 
 def host_memory(size: int) -> torch.Tensor:
@@ -222,7 +226,7 @@ class Packer:
         """Layout of a message of ``tree``.
 
         Raises:
-            TypeError: the tree holds a value that is neither a tensor nor None, or an unknown dtype.
+            VPipeError: the tree holds a value that is neither a tensor nor None, or an unknown dtype.
         """
         described: list[int] = []
         _describe(tree, described)

@@ -29,8 +29,8 @@ from ds_vpipe.schedules.moves import Move
 class VPipeLoopEngine(VPipeEngine):
     """DeepSpeed's engine of a plain module, as a pipeline.
 
-    Built by :func:`ds_vpipe.initialize` from a module that is no ``PipelineModule``. The pipeline module has
-    ``pack(args, kwargs)``, which gives the first stage's input, and a loss as its last layer's output. It may have
+    Built by :func:`ds_vpipe.initialize` from a module that is no ``PipelineModule``. The pipeline module is a
+    :class:`.CalledModule`, with a loss as its last layer's output. It may have
     ``own_parameters(given)``, which gives of the whole model's parameters the stage's own, and ``take_output()``, which
     gives on the last stage everything that the module's ``forward`` has returned in an evaluation.
 

@@ -17,27 +17,31 @@ from ds_vpipe.errors import VPipeConfigError
 
 
 class InterleavedMixin(PipelineModule):
-    """Module with several parts, made by :func:`interleave`."""
+    """Module with several parts, made by :func:`interleave`.
 
-    numbers: list[int]  # numbers in the model of this rank's layers
-    chunk: int  # which of this rank's parts forward() runs, from 0
-    _ends: list[int]
-    _segments: list[Segment]
-    _offsets: list[int]
+    It was the user's module, which may have attributes of any name.
+    """
+
+    _vpipe_numbers: list[int]  # numbers in the model of this rank's layers
+    _vpipe_chunk: int  # which of this rank's parts forward() runs, from 0
+    _vpipe_ends: list[int]
+    _vpipe_segments: list[Segment]
+    _vpipe_offsets: list[int]
 
     @property
     def micro_offset(self) -> int:
         """Forward passes of every part so far, which seed layers. Read while nothing is in flight."""
-        return self._offsets[0]
+        return self._vpipe_offsets[0]
 
     @micro_offset.setter
     def micro_offset(self, value: int) -> None:
-        self._offsets = [value] * len(self._ends)
+        self._vpipe_offsets = [value] * len(self._vpipe_ends)
 
     def forward(self, forward_input: Any) -> Any:
-        """Run the layers of part :attr:`chunk`."""
-        self._offsets[self.chunk] += 1
-        return self._segments[self.chunk].run_part(self, forward_input, self._offsets[self.chunk] + 1)
+        """Run the layers of part :attr:`_vpipe_chunk`."""
+        chunk, offsets = self._vpipe_chunk, self._vpipe_offsets
+        offsets[chunk] += 1
+        return self._vpipe_segments[chunk].run_part(self, forward_input, offsets[chunk] + 1)
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Refused: virtual stages run their layers themselves.
@@ -57,11 +61,11 @@ class InterleavedMixin(PipelineModule):
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """The layer's file, by its number in the model."""
-        return str(super().ckpt_layer_path(ckpt_dir, self.numbers[local_layer_idx]))
+        return str(super().ckpt_layer_path(ckpt_dir, self._vpipe_numbers[local_layer_idx]))
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         """The layer's files, by its number in the model."""
-        return list(super().ckpt_layer_path_list(ckpt_dir, self.numbers[local_layer_idx]))
+        return list(super().ckpt_layer_path_list(ckpt_dir, self._vpipe_numbers[local_layer_idx]))
 
 
 def interleave(module: PipelineModule, numbers: Sequence[int], ends: Sequence[int]) -> None:
@@ -72,7 +76,7 @@ def interleave(module: PipelineModule, numbers: Sequence[int], ends: Sequence[in
     kind = type(module)
     offset = module.__dict__.pop("micro_offset", 0)
     module.__class__ = type(f"Interleaved{kind.__name__}", (InterleavedMixin, kind), {})
-    module.numbers, module._ends, module.chunk = list(numbers), list(ends), 0
+    module._vpipe_numbers, module._vpipe_ends, module._vpipe_chunk = list(numbers), list(ends), 0
     module.micro_offset = offset
     module._local_start = 0  # DeepSpeed adds it to positions
 
@@ -85,7 +89,8 @@ def recompute_parts(
     swap: Swap | None,
 ) -> None:
     """Set up recomputation and swap of each part, by its own ratios."""
-    module._segments = [
+    ends = module._vpipe_ends
+    module._vpipe_segments = [
         Segment(start, end, ratio, random_states, swapped, swap)
-        for ratio, swapped, start, end in zip(ratios, swap_ratios, [0, *module._ends[:-1]], module._ends, strict=True)
+        for ratio, swapped, start, end in zip(ratios, swap_ratios, [0, *ends[:-1]], ends, strict=True)
     ]

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin, interleave
-from ds_vpipe.engine.modules.recompute import layer_numbers
+from ds_vpipe.engine.modules.recompute import PieceModule, layer_numbers
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds, resolve_partition
 from ds_vpipe.splitting.stage_model import Piece
@@ -106,7 +106,7 @@ def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: i
     runs = [range(new[part], new[part + 1]) for part in range(stage, len(counts), stages)]
     numbers = list(chain(*runs))
     device = get_accelerator().device_name(module.local_rank)
-    if hasattr(module, "hold_layers"):  # it still has all layers of the model here
+    if isinstance(module, PieceModule):  # it still has all layers of the model here
         module._set_bounds(start=runs[0].start, stop=runs[0].stop)
         module.hold_layers(numbers)
         module.to(device)
@@ -141,7 +141,7 @@ def hold(module: PipelineModule, counts: Sequence[int]) -> None:
         module._modules.pop(name, None)
     module.forward_funcs, module.fwd_map, module.parts = [], {}, bounds(counts)
     module._set_bounds(start=module.parts[stage], stop=module.parts[stage + 1])
-    if hasattr(module, "take_layers"):
+    if isinstance(module, PieceModule):
         module.take_layers(range(module._local_start, module._local_stop))
         return
     specs = list(module._layer_specs)

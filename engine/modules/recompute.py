@@ -30,8 +30,29 @@ from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import VPipeError
 
-TIMED = "run_timed"
+TIMED = "_vpipe_timed"
 """Name of a module's attribute, which is a :class:`Timed` while the time of its layers is taken."""
+
+
+class PieceModule(PipelineModule):
+    """A pipeline module whose layers are pieces of one forward: :class:`.SplitModule`."""
+
+    @property
+    def user_module(self) -> torch.nn.Module:
+        """The module that has this forward."""
+        raise NotImplementedError
+
+    def run_several(self, start: int, stop: int, value: Any) -> Any:
+        """Run layers ``start`` to ``stop - 1`` of ``forward_funcs``."""
+        raise NotImplementedError
+
+    def hold_layers(self, numbers: Sequence[int]) -> None:
+        """Hold these layers while all layers are here."""
+        raise NotImplementedError
+
+    def take_layers(self, numbers: Sequence[int]) -> None:
+        """Hold these layers afterwards. New ones have no values."""
+        raise NotImplementedError
 
 
 class Timed(NamedTuple):
@@ -97,7 +118,7 @@ class Segment:
 
         if self._memory is None:
             self._memory = _ModuleMemory(self._modules(module))
-            self._knows_modules = not hasattr(module, "run_several")
+            self._knows_modules = not isinstance(module, PieceModule)
         states, remembered = self._random_states.read(), self._memory.read()
         check = self._check_of_first(module)
         with nullcontext() if check is None else set_checkpoint_early_stop(False):
@@ -127,7 +148,7 @@ class Segment:
                     place[key] = value
 
     def _modules(self, module: PipelineModule) -> list[torch.nn.Module]:
-        if hasattr(module, "run_several"):
+        if isinstance(module, PieceModule):
             return list(module.user_module.modules())
         layers = module.forward_funcs[self.first : self.stop]
         return [part for layer in layers if isinstance(layer, torch.nn.Module) for part in layer.modules()]
@@ -351,7 +372,7 @@ def alias_free(value: Any) -> Any:
 
 
 def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value: Any) -> Any:
-    if hasattr(module, "run_several") and start < stop:  # at less cost than one by one
+    if isinstance(module, PieceModule) and start < stop:  # at less cost than one by one
         return module.run_several(start, stop, value)
     numbers, attributes = layer_numbers(module), vars(module)
     timed = attributes.get(TIMED)
@@ -366,7 +387,7 @@ def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value:
 
 def layer_numbers(module: PipelineModule) -> Sequence[int]:
     """Numbers in the model of the layers in ``module.forward_funcs``."""
-    several: Sequence[int] | None = vars(module).get("numbers")  # a split module has all attributes of the user's model
+    several: Sequence[int] | None = vars(module).get("_vpipe_numbers")
     return range(module._local_start, module._local_start + len(module.forward_funcs)) if several is None else several
 
 

@@ -19,7 +19,7 @@ from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.links.groups import use_local_device
 from ds_vpipe.engine.modules.partitioned import VPipeModule
-from ds_vpipe.engine.modules.recompute import TIMED
+from ds_vpipe.engine.modules.recompute import TIMED, PieceModule
 from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.splitting.call import Call, Packed
 from ds_vpipe.splitting.meta_tensor import SplitError
@@ -27,7 +27,15 @@ from ds_vpipe.splitting.split import from_data, split_in_process
 from ds_vpipe.splitting.stage_model import Piece, StageModel
 
 
-class SplitModule(VPipeModule):
+class CalledModule(PipelineModule):
+    """A pipeline module for :class:`.VPipeLoopEngine`, which gives the loss of a call that has been packed."""
+
+    def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
+        """The input of the first layer for a call of the whole model."""
+        raise NotImplementedError
+
+
+class SplitModule(VPipeModule, PieceModule, CalledModule):
     """A ``PipelineModule`` whose layers are the pieces of a plain module. Made by :func:`split_model`.
 
     Its input is what :meth:`pack` returns, its output on the last stage the loss. It has no ``loss_fn``: the user's

@@ -25,6 +25,7 @@ from ds_vpipe.engine.links.groups import Peer
 from ds_vpipe.engine.links.link import Receiver, Sender
 from ds_vpipe.engine.links.message import Message, Tree
 from ds_vpipe.engine.links.wiring import Wiring
+from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.schedules.one_f_one_b import peer_delay, updates_known
 
@@ -74,7 +75,7 @@ class _Owned(_Linked):
 
 def tied_parameters(module: PipelineModule, key: str) -> list[torch.nn.Parameter]:
     """Tied parameters among those of the layers of ``key``, which this stage has."""
-    if hasattr(module, "tied_layers"):  # a module that was split, whose layers are no TiedLayerSpec
+    if isinstance(module, SplitModule):  # a module that was split, whose layers are no TiedLayerSpec
         return _linked(module, key)
     names: list[str] = []
     for spec in module._layer_specs:
@@ -87,7 +88,7 @@ def tied_parameters(module: PipelineModule, key: str) -> list[torch.nn.Parameter
 def tied_stages(module: PipelineModule) -> dict[str, tuple[int, ...]]:
     """Stages of every tied key that spans more than one, owner first; the same on all ranks."""
     stages: dict[str, set[int]] = {}
-    if hasattr(module, "tied_layers"):
+    if isinstance(module, SplitModule):
         stages = {key: {module.stage_owner(index) for index in layers} for key, layers in module.tied_layers().items()}
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):

@@ -151,7 +151,7 @@ def test_iterator_that_starts_over(worlds: Worlds) -> None:
 
 def recomputed(ds_config: dict[str, Any]) -> list[int]:
     engine = cases.engine(ds_config, 2)
-    found = [segment.stop - segment.first for segment in engine.module._segments]
+    found = [segment.stop - segment.first for segment in engine.module._vpipe_segments]
     engine.destroy()
     return found
 

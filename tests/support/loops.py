@@ -55,9 +55,9 @@ class Whole(nn.Module):
 
 def split_by_hand(whole: Whole, stages: int) -> Any:
     """A pipeline module of ``whole`` that keeps its parameters."""
-    from deepspeed.pipe import PipelineModule
+    from ds_vpipe.engine.modules.split_module import CalledModule
 
-    class Split(PipelineModule):
+    class Split(CalledModule):
         def pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
             given = dict(zip(("tokens", "labels"), args, strict=False)) | kwargs
             return given["tokens"], given["labels"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_vpipe.engine.execution.data import NO_DATA, MicroBatchFeed, own_copy, to_device
+from ds_vpipe.engine.execution.data import NO_DATA, MicroBatchFeed, or_no_data, own_copy, to_device
 from ds_vpipe.errors import VPipeError
 
 
@@ -86,6 +86,20 @@ def test_batch_fn_without_an_iterator() -> None:
     assert feed.take(feed.read(1), lambda item: (item, 5)) == (None, 5)
     with pytest.raises(VPipeError, match=r"^micro-batch: got None, allowed is \(inputs, labels\); pass an"):
         feed.take(None, lambda item: item)
+
+
+@pytest.mark.parametrize(("item", "name"), [({"x": 1}, "dict"), (3, "int"), ((1,), "tuple")])
+def test_items_that_are_no_pairs(item: Any, name: str) -> None:
+    words = rf"^micro-batch: got {name}, allowed is \(inputs, labels\); let the iterator return pairs$"
+    with pytest.raises(VPipeError, match=words):
+        feed_of(iter([item])).take(item, None)
+
+
+def test_lists_are_no_iterators() -> None:
+    for given in (None, iter([]), NO_DATA):
+        assert or_no_data(given, None) is given
+    with pytest.raises(VPipeError, match=r"^data_iter: got list, allowed: an iterator; pass iter\(\.\.\.\) of it"):
+        or_no_data([1, 2], None)  # type: ignore[arg-type]
 
 
 def ends_early(item: Any) -> Any:

@@ -14,6 +14,8 @@ import toy
 from torch import nn
 from worlds import Worlds
 
+import ds_vpipe
+
 pytestmark = pytest.mark.mp
 
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
@@ -207,8 +209,6 @@ def evaluate_without_loss() -> dict[str, Any]:
     """Means, outputs and refusals of a module that has no loss function and returns a tree."""
     import deepspeed
 
-    import ds_vpipe
-
     net = deepspeed.pipe.PipelineModule(specs_with_signs(), num_stages=2, partition_method="uniform")
     trained = ds_vpipe.initialize(model=net, config=cases.config(MICRO_BATCHES, ADAMW, {}))[0]
     report = {"mean": trained.eval_batch(toy.data()), "all": trained.eval_batch(toy.data(), reduce_output=None)}
@@ -238,3 +238,24 @@ def test_module_without_loss_function(worlds: Worlds) -> None:
         assert report["refused"][1].startswith("eval_batch(reduce_output): got 'sum', allowed are 'avg' and None")
     assert "got outputs with shapes [(2, 3), (3, 3)], allowed are equal ones" in reports[1]["refused"][2]
     assert "failed in evaluation" in reports[0]["refused"][2]
+
+
+def refused_list(call: str, ranks: tuple[int, ...]) -> str:
+    """The refusal of data in a list on some ranks, and in an iterator on others."""
+    trained = cases.engine(cases.config(MICRO_BATCHES, ADAMW, {}), 3)
+    items = [toy.micro_batch(index) for index in range(9)]
+    with pytest.raises(ds_vpipe.VPipeError) as caught:
+        getattr(trained, call)(items if trained.global_rank in ranks else iter(items))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
+def test_lists_are_refused_on_every_rank(worlds: Worlds, call: str) -> None:
+    """Of a list every call would use the first micro-batches."""
+    wanted = "data_iter: got list, allowed: an iterator; pass iter(...)"
+    first, middle, last = worlds.run(3, refused_list, call, (0, 1, 2))
+    assert first.startswith(wanted)
+    assert last.startswith(wanted)
+    assert "\n" not in first + middle + last
+    texts = worlds.run(3, refused_list, call, (2,))
+    assert texts[2].startswith(wanted)

@@ -282,3 +282,42 @@ def test_workers_of_deepspeeds_loader_end(curriculum: bool) -> None:
     (worker,) = set(mp.active_children()) - set(before)
     end_workers(repeated)
     assert not worker.is_alive()
+
+
+# Modules of a class of the script's own
+
+
+def with_names() -> dict[str, dict[str, Any]]:
+    """Training of a module that has attributes named as ours, and of one that has not."""
+    import deepspeed
+
+    class Named(deepspeed.pipe.PipelineModule):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.numbers, self.run_timed, self.chunk = [1, 2, 3], "no", 5
+
+        def pack(self) -> None: ...
+
+        run_several = hold_layers = take_layers = tied_layers = copies = own_parameters = take_output = pack
+
+    interleaved = {"schedule": "interleaved", "sync_mode": "bsp", "virtual_stages": 2}
+    blocks: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "recompute": {"recompute_ratio": 0.5},
+        "other partition": {"partition": [4, 6]},
+        "virtual stages": {"partition": [3, 3, 2, 2], **interleaved},
+    }
+    reports = {}
+    for name, block in blocks.items():
+        for kind in (Named, deepspeed.pipe.PipelineModule):
+            given = {"loss_fn": nn.CrossEntropyLoss(), "partition_method": "uniform", "seed_layers": True}
+            net = kind(toy.layer_specs(0.3), num_stages=STAGES, **given)
+            trained = build(cases.config(2, SGD, block), net)
+            reports[f"{name}, {kind.__name__}"] = train(trained, toy.data(), 4)
+    return reports
+
+
+def test_modules_may_have_attributes_of_any_name(worlds: Worlds) -> None:
+    ranks = worlds.run(STAGES, with_names)
+    for name in ("plain", "recompute", "other partition", "virtual stages"):
+        assert_same(*([rank[f"{name}, {kind}"] for rank in ranks] for kind in ("Named", "PipelineModule")))

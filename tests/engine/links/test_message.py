@@ -21,6 +21,7 @@ from ds_vpipe.engine.links.message import (
     leaves,
     unpack,
 )
+from ds_vpipe.errors import VPipeError
 
 FLOATING = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 OTHERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool]
@@ -207,13 +208,14 @@ def test_buffers_of_another_layout_are_not_used_again(other: Any) -> None:
         ((sample(torch.float32, 2), 3), "got int, allowed are tensors, None and tuples or lists of them"),
         ({"a": sample(torch.float32, 2)}, "got dict, allowed are tensors"),
         ("text", "got str"),
+        (torch.eye(2).to_sparse(), r"got a tensor of layout sparse_coo, allowed is strided; pass its \.to_dense\(\)"),
         (torch.zeros(2, dtype=torch.uint16), r"got a tensor of dtype torch\.uint16, allowed are float32, .*bool"),
     ],
 )
 def test_refused_values(tree: Any, words: str) -> None:
     packer = Packer()
     good = packer.pack(Message.ACTIVATION, 0, sample(torch.float32, 2))
-    with pytest.raises(TypeError, match=f"^stage boundary: {words}") as error:
+    with pytest.raises(VPipeError, match=f"^stage boundary: {words}") as error:
         packer.pack(Message.ACTIVATION, 1, tree)
     assert "\n" not in str(error.value)
     packer.release(good)

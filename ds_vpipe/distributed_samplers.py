@@ -16,6 +16,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ds_vpipe.accelerators import replaced
 
+_SHARE = {"num_replicas", "rank", "num_samples", "total_size"}
+
 
 class DistributedSamplers:
     """Samplers that are made while it is watching, with their arguments.
@@ -34,7 +36,7 @@ class DistributedSamplers:
         @functools.wraps(original)
         def make(sampler: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *args: Any, **kw: Any) -> None:
             original(sampler, dataset, num_replicas, rank, *args, **kw)
-            self._made[sampler] = (original, dataset, args, kw)
+            self._made[sampler] = (original, dataset, args, kw, _length(sampler))
             self._deal(sampler)
 
         return replaced(DistributedSampler, "__init__", make)
@@ -49,13 +51,25 @@ class DistributedSamplers:
         place, world = self._place, dist.get_world_size() if dist.is_initialized() else 1
         if place is None or place[0] == world or (sampler.num_replicas, sampler.rank) != (world, dist.get_rank()):
             return
-        make, dataset, args, kwargs = self._made[sampler]
-        epoch, samples = sampler.epoch, sampler.num_samples
+        make, dataset, args, kwargs, length = self._made[sampler]
+        if _length(sampler) != length:
+            if dist.get_rank() == 0:
+                logger.warning(
+                    f"ds_vpipe: {type(sampler).__name__}(num_replicas={world}): got {sampler.num_samples} samples an "
+                    f"epoch, which the script has set itself, so that it keeps them and reads 1/{world} of the data; "
+                    f"make it after initialize(), or with num_replicas={place[0]} and its rank among these"
+                )
+            return
+        samples, kept = sampler.num_samples, {key: vars(sampler)[key] for key in vars(sampler).keys() - _SHARE}
         make(sampler, dataset, *place, *args, **kwargs)
-        sampler.epoch = epoch
+        vars(sampler).update(kept)
         if dist.get_rank() == 0:
             logger.warning(
                 f"ds_vpipe: DistributedSampler(num_replicas={world}): {world} ranks are {place[0]} pipelines, and all "
                 f"ranks of one read the same data; num_replicas={place[0]} is used, with {sampler.num_samples} samples "
                 f"an epoch where they were {samples}{remark}"
             )
+
+
+def _length(sampler: DistributedSampler[Any]) -> tuple[int, int]:
+    return sampler.num_samples, sampler.total_size

@@ -26,6 +26,15 @@ class Named(DistributedSampler[Any]):
         self.name, self.share = name, self.num_samples
 
 
+class Skipping(DistributedSampler[Any]):
+    """As scripts have them that go on in the middle of an epoch."""
+
+    def __init__(self, data: Any, skipped: int) -> None:
+        super().__init__(data, shuffle=False)
+        self.skipped = skipped
+        self.num_samples -= skipped
+
+
 @pytest.fixture
 def samplers() -> Iterator[DistributedSamplers]:
     made = DistributedSamplers()
@@ -92,3 +101,24 @@ def test_schedules_made_of_an_earlier_length_are_named(samplers: DistributedSamp
         assert remark in warning.call_args.args[0]
         assert len(earlier) == len(DistributedSampler(DATA)) == 12
         assert remark not in warning.call_args.args[0]
+
+
+def test_what_a_script_has_set_itself_is_kept(samplers: DistributedSamplers) -> None:
+    """A length of its own cannot be carried over; such a sampler stays as it is, and a line says what to do."""
+    plain, named, skipping = DistributedSampler(DATA), Named("mine", DATA), Skipping(DATA, 2)
+    plain.shuffle, plain.seed, named.extra = False, 7, 5
+    with (
+        mock.patch("torch.distributed.get_rank", return_value=0),
+        mock.patch.object(distributed_samplers.logger, "warning") as warning,
+    ):
+        for sampler in (plain, named, skipping):
+            sampler.rank = 0
+        samplers.deal(REPLICAS, 0)
+        lines = [call.args[0] for call in warning.call_args_list]
+    assert (plain.shuffle, plain.seed, list(plain)) == (False, 7, list(range(0, 24, 2)))
+    assert (named.extra, named.name, len(named)) == (5, "mine", 12)
+    assert (skipping.num_replicas, len(skipping)) == (WORLD, 4)
+    assert [("Skipping(num_replicas=4): got 4 samples" in line, "after initialize()" in line) for line in lines].count(
+        (True, True)
+    ) == 1
+    assert len(Skipping(DATA, 2)) == 10

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
 
@@ -29,12 +32,14 @@ class ScriptRates:
         if not self._waiting:
             yield
             return
-        given = _options(groups)
+        given, values = [dict(group) for group in groups], _options(groups)
         _set(groups, self._waiting.popleft())
         try:
             yield
         finally:
-            _set(groups, given)
+            for group, before in zip(groups, given, strict=True):
+                group.update({key: before[key] for key in _SCHEDULED if key in before})
+            _set(groups, values)
 
     def forget(self) -> None:
         """The batches handed in so far have no update any more."""
@@ -42,9 +47,21 @@ class ScriptRates:
 
 
 def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: group[key] for key in _SCHEDULED if key in group} for group in groups]
+    """What the groups hold now: schedulers write into rates that are tensors."""
+    return [
+        {key: tree_map_only(Tensor, Tensor.clone, group[key]) for key in _SCHEDULED if key in group} for group in groups
+    ]
 
 
 def _set(groups: list[dict[str, Any]], options: list[dict[str, Any]]) -> None:
+    """Give the groups these values. Tensors stay the ones that the script and the optimizer know."""
     for group, found in zip(groups, options, strict=True):
-        group.update(found)
+        group.update({key: _written(group.get(key), value) for key, value in found.items()})
+
+
+def _written(there: Any, value: Any) -> Any:
+    if isinstance(there, Tensor) and isinstance(value, Tensor):
+        return there.copy_(value)
+    if isinstance(there, tuple) and isinstance(value, tuple):
+        return tuple(map(_written, there, value))
+    return value

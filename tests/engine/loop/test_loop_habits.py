@@ -433,6 +433,26 @@ def test_rates_wait_for_their_batch() -> None:
         assert groups[0]["lr"] == 4.0
 
 
+def test_rates_in_tensors_wait_for_their_batch() -> None:
+    """Schedulers write into them; the script, the optimizer and compiled updates know the tensors."""
+    rate, beta = torch.tensor(1.0), torch.tensor(0.5)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    (group,), rates, seen = optimizer.param_groups, ScriptRates(), []
+    group["betas"] = (beta, 0.9)
+    optimizer.step()
+    for _ in range(3):
+        rates.queue([group])
+        scheduler.step()
+        beta.mul_(0.5)
+    for _ in range(4):
+        with rates.of_next_update([group]):
+            seen.append((float(group["lr"]), float(group["betas"][0])))
+    assert seen == [(1.0, 0.5), (0.5, 0.25), (0.25, 0.125), (0.125, 0.0625)]
+    assert group["lr"] is rate
+    assert group["betas"][0] is beta
+
+
 def evaluated_in_flight(ds_config: dict[str, Any], checkpoints: bool) -> dict[str, Any]:
     """Train with an evaluation in between, before which micro-batches are in flight; one block is never trained."""
     import ds_vpipe

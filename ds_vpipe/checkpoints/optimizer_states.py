@@ -7,8 +7,9 @@ such entries back into the form of the receiving optimizer, so that states can m
 numbers of replicas, and wrappers.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -32,6 +33,7 @@ class Form:
     masters: str | None = None  # key of the fp32 master weights per group; None if the weights themselves are trained
     flat: bool = False  # parameters of a group are one vector, master weights and state alike
     partitioned: bool = False  # the vectors are cut into equal partitions, one per replica
+    padded: bool = False  # partitions of master weights are saved with their padding, as by BF16_Optimizer
     scale: tuple[str, ...] = ()  # keys that belong to training rather than to a parameter: loss scale, clipping
 
     def inner(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -39,16 +41,18 @@ class Form:
         return saved if self.base is None else saved[self.base]
 
     def vector_size(self, saved: Mapping[str, Any], index: int) -> int:
-        """Elements of a flat form's state vectors. Partitioned master weights are saved without their padding."""
+        """Elements of a flat form's state vectors. ZeRO-1's master weights are saved without their padding."""
         assert self.masters is not None
-        padding = saved["group_paddings"][index] if self.partitioned else 0
+        padding = saved["group_paddings"][index] if self.partitioned and not self.padded else 0
         return int(saved[self.masters][index].numel() + padding)
 
 
 _SCALE = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 _ZERO_SCALE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+_PARTITIONS = Form("base_optimizer_state", "single_partition_of_fp32_groups", flat=True, partitioned=True)
 _FORMS = (
-    Form("base_optimizer_state", "single_partition_of_fp32_groups", flat=True, partitioned=True, scale=_ZERO_SCALE),
+    replace(_PARTITIONS, padded=True, scale=("clip_grad",)),
+    replace(_PARTITIONS, scale=_ZERO_SCALE),
     Form("optimizer_state_dict", "fp32_groups_flat", flat=True, scale=(*_SCALE, "clip_grad")),
     Form("optimizer_state_dict", "fp32_groups", scale=_SCALE),
     Form(),
@@ -64,19 +68,29 @@ def form_of(saved: Mapping[str, Any]) -> Form:
     for form in _FORMS:
         base = saved if form.base is None else saved.get(form.base)
         known = isinstance(base, Mapping) and "param_groups" in base and "state" in base
-        if known and (form.masters is None or form.masters in saved):
+        padded = form.partitioned and "zero_stage" not in saved
+        if known and (form.masters is None or form.masters in saved) and form.padded == padded:
             return form
     raise VPipeError(
         f"optimizer state: got keys {sorted(map(str, saved))}, allowed are those of a torch optimizer, "
-        f"FP16_Optimizer, FP16_UnfusedOptimizer or ZeRO-1 (without elastic_checkpoint); save it from one of these"
+        f"FP16_Optimizer, FP16_UnfusedOptimizer, BF16_Optimizer or ZeRO-1 (without elastic_checkpoint); save it from "
+        f"one of these"
     )
 
 
 def carry_scale(target: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Copy loss scale and clipping from ``saved``, if of the same form."""
+    """Copy loss scale and clipping from ``saved``; of another form the state of a dynamic scale."""
     form = form_of(target)
     if form_of(saved) == form:
         target.update({key: saved[key] for key in form.scale if key in saved})
+    elif saved.get("dynamic_loss_scale") and target.get("dynamic_loss_scale"):
+        values = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
+        known = {key: values[key] for key in _SCALE if key in values}
+        if "loss_scaler" in target:
+            target["loss_scaler"] = copy.copy(target["loss_scaler"])
+            vars(target["loss_scaler"]).update({k: v for k, v in known.items() if k in vars(target["loss_scaler"])})
+        else:
+            target.update(known)
 
 
 @dataclass(frozen=True)
@@ -187,6 +201,8 @@ def _cut(
         return [whole[at : at + _numel(s)].view(tuple(s)) for at, (_, s) in zip(offsets, members, strict=False)]
 
     found = sum(flat.numel() for flat in flats)
+    if form.padded:
+        found -= sum(replica["group_paddings"][index] for replica in saved)
     if found != offsets[-1]:
         raise _misfit(f"master weights with {found} elements in group {index}", f"{offsets[-1]}")
     masters = parameters(flats[0] if len(flats) == 1 else torch.cat(flats))

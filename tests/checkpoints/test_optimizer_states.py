@@ -86,8 +86,10 @@ def test_states_move_between_stages_and_forms(source: str, target: str, monkeypa
     assert steps == {float(states["0.bias"].state["step"]) + 1}
 
 
-def partitions(saved: dict[str, Any], replicas: int, paddings: list[list[int]]) -> list[dict[str, Any]]:
-    """The state dict of FP16_Optimizer as ZeRO-1 with ``replicas`` ranks would have cut and padded it."""
+def partitions(
+    saved: dict[str, Any], replicas: int, paddings: list[list[int]], padded: bool = False
+) -> list[dict[str, Any]]:
+    """The state dict of FP16_Optimizer as ZeRO-1, or BF16_Optimizer, with ``replicas`` ranks would have cut it."""
     base = saved["optimizer_state_dict"]
     result: list[dict[str, Any]] = []
 
@@ -104,8 +106,8 @@ def partitions(saved: dict[str, Any], replicas: int, paddings: list[list[int]]) 
             size = -(-whole.numel() // (2 * replicas)) * 2
             start = min(rank * size, whole.numel())
             lean = whole[start : start + size]
-            masters.append(lean)
             lost.append(size - lean.numel())
+            masters.append(torch.cat([lean, torch.full((lost[-1],), 3.0)]) if padded else lean)
             inner = dict(base["state"][group])
             for key in ("exp_avg", "exp_avg_sq"):
                 values = spread(inner[key], shapes, paddings[group])
@@ -118,24 +120,30 @@ def partitions(saved: dict[str, Any], replicas: int, paddings: list[list[int]]) 
                 "single_partition_of_fp32_groups": masters,
                 "group_paddings": lost,
                 "param_alignment_paddings": paddings,
-                "loss_scaler": f"scaler of rank {rank}",
+                **({} if padded else {"loss_scaler": f"scaler of rank {rank}", "zero_stage": 1}),
             }
         )
     return result
 
 
-@pytest.mark.parametrize("paddings", [[[0, 0], [0]], [[4, 0], [0]]], ids=["dense", "aligned"])
+@pytest.mark.parametrize(
+    ("paddings", "padded"),
+    [([[0, 0], [0]], False), ([[4, 0], [0]], False), ([[0, 0], [0]], True)],
+    ids=["dense", "aligned", "padded"],
+)
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
-def test_partitions_of_any_number_of_replicas(replicas: int, paddings: list[list[int]], monkeypatch: Any) -> None:
+def test_partitions_of_any_number_of_replicas(
+    replicas: int, paddings: list[list[int]], padded: bool, monkeypatch: Any
+) -> None:
     names = members(STAGES[0])
     saved = optimizer("flat", STAGES[0], 0, 3, monkeypatch).state_dict()
     states = unpack([saved], names)
-    cut = partitions(saved, replicas, paddings)
+    cut = partitions(saved, replicas, paddings, padded)
     joined = unpack(cut, names)
     for name, state in states.items():
         equal(state, joined[name])
     other = optimizer("flat", STAGES[0], 5, 1, monkeypatch).state_dict()
-    packed = [pack(t, states, names, rank) for rank, t in enumerate(partitions(other, replicas, paddings))]
+    packed = [pack(t, states, names, rank) for rank, t in enumerate(partitions(other, replicas, paddings, padded))]
     for one, expected in zip(packed, cut, strict=True):
         sizes = [master.numel() for master in expected["single_partition_of_fp32_groups"]]
         assert [master.numel() for master in one["single_partition_of_fp32_groups"]] == sizes
@@ -206,7 +214,7 @@ def test_states_that_cannot_be_cut_are_refused(monkeypatch: Any) -> None:
         form_of({"base_optimizer_state": [{}], "single_partition_of_fp32_groups": []})
 
 
-def test_loss_scale_is_taken_over_between_the_same_wrappers(monkeypatch: Any) -> None:
+def test_loss_scale_is_taken_over(monkeypatch: Any) -> None:
     saved = optimizer("flat", [["0.weight"]], 0, 1, monkeypatch)
     saved.loss_scale = 1024.0
     target = optimizer("flat", [["0.bias"]], 0, 1, monkeypatch)
@@ -216,9 +224,12 @@ def test_loss_scale_is_taken_over_between_the_same_wrappers(monkeypatch: Any) ->
     assert target.loss_scale == 1024.0
     assert target.fp32_groups_flat[0].numel() == 3
     other = optimizer("list", [["0.bias"]], 0, 1, monkeypatch).state_dict()
-    before = dict(other)
     carry_scale(other, saved.state_dict())
-    assert other == before
+    assert other["cur_scale"] == 1024.0
+    other["dynamic_loss_scale"] = False  # the scale is the configuration's
+    other["cur_scale"] = 2.0
+    carry_scale(other, saved.state_dict())
+    assert other["cur_scale"] == 2.0
 
 
 def test_updates_that_are_counted_in_the_last_parameter_alone() -> None:

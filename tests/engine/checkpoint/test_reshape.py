@@ -218,6 +218,50 @@ def test_checkpoints_of_the_stock_engine(worlds: Worlds, tmp_path: Path) -> None
         same(union(ranks, first + 1, "trained"), union(ranks, first + 2, "trained"), tolerance)
 
 
+def test_partitions_that_are_saved_with_their_padding(worlds: Worlds, tmp_path: Path) -> None:
+    """bf16 and ZeRO-1 with gradients in fp32, which DeepSpeed gives an optimizer wrapper of its own."""
+    padded, plain = str(tmp_path / "padded"), str(tmp_path / "plain")
+    fp32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+    ranks = worlds.run(
+        4,
+        sessions,
+        plan(BSP | {"partition": [3, 7]}, 2, BATCHES, fp32, save=padded),
+        plan(BSP | {"partition": [6, 4]}, 2, 2, fp32, load=padded),
+        plan(BSP | {"partition": [6, 4]}, 2, 1, BF16, load=padded, save=plain),
+        plan(BSP | {"partition": [3, 7]}, 2, 0, fp32, load=plain),
+    )
+    for saved, loaded in ((0, 1), (0, 2), (2, 3)):
+        same(exact(union(ranks, saved, "trained")), exact(union(ranks, loaded, "loaded")))
+
+
+def fp16_with_and_without_zero(folder: str) -> list[float]:
+    """Loss scales: of a run, and after loading its checkpoint with the other wrapper, in both directions."""
+    zero = {"zero_optimization": {"stage": 1}}
+    found = []
+    for number, (first, second) in enumerate((({}, zero), (zero, {}))):
+        for load in (False, True):
+            fp16 = {"fp16": {"enabled": True, "initial_scale_power": 5 if load else 24, "hysteresis": 1}}
+            extra = fp16 | (second if load else first)
+            engine = cases.engine(cases.config(2, ADAMW, ASP, **extra), 2, loss_fn=toy.float_cross_entropy)
+            if load:
+                engine.load_checkpoint(folder, tag=number)
+            else:
+                iterator = toy.data()
+                for _ in range(12):
+                    engine.train_batch(iterator)
+                engine.save_checkpoint(folder, tag=number)
+            found.append(engine.optimizer.loss_scale)
+            engine.destroy()
+            cases.close_groups()
+    return found
+
+
+def test_the_loss_scale_goes_on_with_and_without_zero(worlds: Worlds, tmp_path: Path) -> None:
+    for into_zero, in_zero, from_zero, plain in worlds.run(2, fp16_with_and_without_zero, str(tmp_path)):
+        assert into_zero == in_zero < 2**24
+        assert from_zero == plain < 2**24
+
+
 def fp16_states(folder: str, stages: int, load: bool) -> list[dict[str, Any]]:
     """States of the stock engine in fp16, which the CPU's accelerator has to be talked into, in both wrappers."""
     from deepspeed.accelerator import get_accelerator

@@ -395,6 +395,11 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeError: the checkpoint is of another model, or files are lost. Load another one before anything else.
             PipelinePeerError: this happened on another rank, or a rank is lost or did not answer in time.
         """
+        if custom_load_fn is not None:
+            raise Refusal(
+                "load_checkpoint(custom_load_fn)", custom_load_fn, "None, since every stage has layers of its own",
+                "leave it out and change the weights after loading",
+            ).error()  # fmt: skip
         tag = None if tag is None else str(tag)  # save_checkpoint() takes numbers, too
         if load_optimizer_states and not load_module_only:
             found = self.history.checkpoint(load_dir, tag)

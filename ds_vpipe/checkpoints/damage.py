@@ -50,6 +50,8 @@ def refuse_damage(files: Iterable[Path]) -> None:
 
 def _damage(file: Path) -> str:
     """What is wrong with an archive. Nothing is said of other files, which torch has to know."""
+    if file.stat().st_size == 0:
+        return "is empty"
     with file.open("rb") as opened:
         begins = opened.read(len(_ARCHIVE)) == _ARCHIVE
     if not begins and not zipfile.is_zipfile(file):

@@ -122,6 +122,9 @@ class PipelineCheckpoint:
             raise VPipeError(
                 f"checkpoint {str(folder)!r}: got stages {numbers}, allowed are all of them; files are lost"
             )
+        for layout in self.layouts or ():
+            for replica in range(layout.replicas):
+                self._refuse_lost(rank_file(layout.stage, replica, self._slice))
         self._numbers = numbers
         self.stages: list[dict[str, Any]] = [contents[number] for number in numbers]
         self._given_ties = dict(ties or {})
@@ -266,10 +269,13 @@ class PipelineCheckpoint:
         name = f"zero_pp_rank_{replica}_mp_rank_{self._numbers[stage]:02d}_optim_states.pt"
         return f"bf16_{name}" if (self.folder / f"bf16_{name}").is_file() else name
 
-    def _load(self, name: str) -> Any:
-        path = self.folder / name
-        if not path.is_file():
+    def _refuse_lost(self, name: str) -> None:
+        if not (self.folder / name).is_file():
             raise VPipeError(f"checkpoint {str(self.folder)!r}: got no file {name}, allowed are all; files are lost")
+
+    def _load(self, name: str) -> Any:
+        self._refuse_lost(name)
+        path = self.folder / name
         try:
             return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
         except (ImportError, AttributeError) as error:

@@ -59,8 +59,8 @@ def restore(engine: PatchedPipelineEngine, stage: Stage, folder: Path) -> None:
     """Restore this rank's file, but for weights.
 
     Replicas that the saving run did not have get everything but the random states from the first one: what
-    decides about updates must be the same on all replicas of a stage. Without a file, or with one of other
-    stages, this starts as in a new run.
+    decides about updates must be the same on all replicas of a stage. Without a file, as of DeepSpeed's engine, or
+    with one of other stages, this starts as in a new run.
     """
     engine.module.micro_offset = 0
     if stage.peers is not None:

@@ -11,36 +11,64 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import log_dist
 
 from ds_vpipe.checkpoints.optimizer_states import form_of
 from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpoint_folder
+from ds_vpipe.checkpoints.stage_layout import LAYOUT_KEY
 from ds_vpipe.engine.checkpoint.parameter_states import stage_layout, write_states
 from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.errors import VPipeError
 
-_RESTORED = ("module", "optimizer", "lr_scheduler", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
+OWN_KEYS = frozenset((
+    LAYOUT_KEY, "module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd", "buffer_names", "param_shapes",
+    "frozen_param_shapes", "frozen_param_fragments", "shared_params", "skipped_steps", "global_steps", "global_samples",
+    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+))  # fmt: skip
+"""Keys of an engine's own entries in an ``mp_rank`` file. Others are the script's ``client_state``."""
+
+
+def checked(engine: PipelineEngine, load_dir: str, tag: str | None, **options: Any) -> PipelineCheckpoint | None:
+    """The checkpoint that :func:`load` is to load, so far as this rank can tell without loading anything.
+
+    ``options`` are DeepSpeed's, see :func:`load_reshaped`. None if it is none of a pipeline's, or there is none.
+
+    Raises:
+        VPipeError: files are lost, or the checkpoint is of another model (number of layers or slices) or optimizer.
+    """
+    if (tag is None and not (Path(load_dir) / "latest").is_file()) or engine.load_universal_checkpoint():
+        return None
+    checkpoint = open_checkpoint(engine, checkpoint_folder(load_dir, tag))
+    _check(engine, checkpoint)
+    if options["load_optimizer_states"] and not options["load_module_only"] and engine.optimizer is not None:
+        _check_options(engine, checkpoint)
+    return checkpoint
 
 
 def load(
-    engine: PipelineEngine, deepspeed_load: Callable[..., Any], load_dir: str, tag: str | None, **options: Any
+    engine: PipelineEngine,
+    deepspeed_load: Callable[..., Any],
+    load_dir: str,
+    tag: str | None,
+    checkpoint: PipelineCheckpoint | None,
+    **options: Any,
 ) -> Any:
     """``load_checkpoint()`` by DeepSpeed, or by parameter for another split, number of stages or replicas.
 
-    ``options`` are DeepSpeed's, see :func:`load_reshaped`.
+    ``checkpoint`` is what :func:`checked` returns, and ``options`` are DeepSpeed's.
 
     Raises:
-        VPipeError: the checkpoint is of another model, or does not say which parameters its states are of.
+        VPipeError: states do not fit, or nothing says which parameters they are of.
     """
-    if (tag is None and not (Path(load_dir) / "latest").is_file()) or engine.load_universal_checkpoint():
-        return deepspeed_load(load_dir, tag, **options)
-    folder = checkpoint_folder(load_dir, tag)
-    checkpoint = open_checkpoint(engine, folder)
-    if same_layout(engine, checkpoint):
-        return deepspeed_load(load_dir, tag, **options)
-    log_dist(f"ds_vpipe: {folder} has other stages or replicas; loading by parameter", ranks=[0])
-    return str(folder), load_reshaped(engine, checkpoint, **options)
+    if checkpoint is not None and not same_layout(engine, checkpoint):
+        log_dist(f"ds_vpipe: {checkpoint.folder} has other stages or replicas; loading by parameter", ranks=[0])
+        return str(checkpoint.folder), load_reshaped(engine, checkpoint, **options)
+    if checkpoint is not None and checkpoint.stages[engine.stage_id].get("lr_scheduler") is None:
+        options["load_lr_scheduler_states"] = False  # a new one begins here
+    path, content = deepspeed_load(load_dir, tag, **options)
+    return path, None if content is None else _client_state(content)
 
 
 def open_checkpoint(engine: PipelineEngine, folder: Path) -> PipelineCheckpoint:
@@ -90,9 +118,8 @@ def load_reshaped(
         The client state: what was saved beyond DeepSpeed's own entries.
 
     Raises:
-        VPipeError: another number of layers or slices, or states that do not fit or are not there.
+        VPipeError: states that do not fit or are not there.
     """
-    _check(engine, checkpoint)
     engine._curr_ckpt_path = str(checkpoint.folder)
     engine.load_module_state_dict({"module": None}, strict=load_module_strict, custom_load_fn=custom_load_fn)
     trained = stage_layout(engine).names
@@ -107,7 +134,7 @@ def load_reshaped(
     content = checkpoint.stages[stage]
     if not load_module_only:
         take_counters(engine, content, load_lr_scheduler_states)
-    return {key: value for key, value in content.items() if key not in _RESTORED}
+    return _client_state(content)
 
 
 def take_counters(engine: PipelineEngine, content: Mapping[str, Any], with_lr_scheduler: bool) -> None:
@@ -139,8 +166,35 @@ def _check(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> None:
         )
     layers = zip(layer_numbers(engine.module), engine.module.forward_funcs, strict=True)
     lost = [index for index, layer in layers if hasattr(layer, "load_state_dict") and index not in checkpoint.layers]
-    if lost or (checkpoint.layouts is not None and checkpoint.layouts[0].bounds[-1] != live.bounds[-1]):
+    more = max(checkpoint.layers, default=0) >= live.bounds[-1]
+    if lost or more or (checkpoint.layouts is not None and checkpoint.layouts[0].bounds[-1] != live.bounds[-1]):
         raise VPipeError(
             f"{where}: got weights of layers {checkpoint.layers}, allowed are those of this model's "
             f"{live.bounds[-1]} layers; load it into the model that saved it"
         )
+
+
+def _check_options(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> None:
+    """Refuse states of another optimizer, whose options are not those that this one's updates need."""
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    saved = checkpoint.optimizer(min(engine.stage_id, len(checkpoint.stages) - 1))
+    if not saved or not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    # As load_state_dict() does it, in a copy: some optimizers add options that states of older versions lack.
+    # DeepSpeed's on the CPU would free its memory with the copy.
+    kind = type(type(optimizer).__name__, (type(optimizer),), {"__del__": lambda self: None})
+    for group in form_of(saved[0]).inner(saved[0])["param_groups"]:
+        loaded: Any = object.__new__(kind)
+        loaded.__dict__.update(optimizer.__dict__)
+        loaded.__setstate__({"state": {}, "param_groups": [dict(group)]})
+        if lost := sorted(optimizer.defaults.keys() - loaded.param_groups[0].keys()):
+            raise VPipeError(
+                f"checkpoint {str(checkpoint.folder)!r}: got states of an optimizer without {lost[0]}, allowed are "
+                f"those of {type(optimizer).__name__}; build the optimizer that was saved, or load with "
+                f"load_optimizer_states=False"
+            )
+
+
+def _client_state(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What the script has saved."""
+    return {key: value for key, value in content.items() if key not in OWN_KEYS}

@@ -147,6 +147,8 @@ class Checkpoints:
                 _recover(Path(load_dir, tag))
         if tag is not None:
             self._refuse_damage(Path(load_dir, tag), what)
+        with consensus.all_or_none(what):
+            checkpoint = reshape.checked(engine, load_dir, tag, **options)
         if follow is not None and tag is not None:
             with consensus.all_or_none(what):
                 mine = rank_state.saved_split(engine, Path(load_dir, tag))
@@ -155,7 +157,7 @@ class Checkpoints:
                 follow(*split)
         try:
             with consensus.all_or_none(what):
-                path, client_state = reshape.load(engine, deepspeed_load, load_dir, tag, **options)
+                path, client_state = reshape.load(engine, deepspeed_load, load_dir, tag, checkpoint, **options)
         except VPipeError:  # on every rank; some may have loaded their weights
             with suppress(PipelinePeerError):
                 stage.half_loaded = consensus.lowest(-int(stage.half_loaded), f"all ranks after {what}") < 0

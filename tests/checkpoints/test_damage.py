@@ -70,6 +70,11 @@ def test_a_file_that_is_cut_off_names_itself_and_the_other_checkpoints(file: Pat
         assert refusal(file).endswith("load another tag: ['step1']")
 
 
+def test_an_empty_file_is_named(file: Path) -> None:
+    file.write_bytes(b"")
+    assert refusal(file).startswith(f"checkpoint {str(file.parent)!r}: got {file.name}, which is empty; allowed")
+
+
 def test_what_has_no_checksums_is_left_to_torch(file: Path) -> None:
     torch.save(CONTENT, file, _use_new_zipfile_serialization=False)
     assert refusal(file) == ""

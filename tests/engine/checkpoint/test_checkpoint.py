@@ -117,6 +117,44 @@ def test_files_are_on_the_disk_before_they_have_their_names(worlds: Worlds, tmp_
     ]  # fmt: skip
 
 
+def go_on_with_what_was_loaded(directory: str) -> dict[str, Any]:
+    """As DeepSpeed's tutorial does it: a save of the client_state that was loaded, and a scheduler from then on."""
+    ds_config = cases.config(2, OPTIMIZERS["AdamW"][0], {"partition": "uniform"})
+    engine = cases.engine(ds_config, 2)
+    iterator = toy.data()
+    for _ in range(3):
+        engine.train_batch(iterator)
+    engine.save_checkpoint(directory, tag="one", client_state={"epoch": 1})
+    engine.destroy()
+    cases.close_groups()
+    found = {}
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 9}}
+    for name, partition in {"same split": "uniform", "other split": [4, 6]}.items():
+        ds_config = {**ds_config, "scheduler": warmup, "vpipe": {**ds_config["vpipe"], "partition": partition}}
+        engine = cases.engine(ds_config, 2)
+        _, client = engine.load_checkpoint(directory, tag="one")
+        iterator = toy.data(start=engine.consumed_micro_batches)
+        for _ in range(3):
+            engine.train_batch(iterator)
+        engine.save_checkpoint(directory, tag=name, client_state=client)
+        resumed = cases.engine(ds_config, 2)
+        _, again = resumed.load_checkpoint(directory, tag=name)
+        counts = [(one.global_steps, one.consumed_micro_batches, one.get_lr()) for one in (engine, resumed)]
+        found[name] = client, again, counts
+        engine.destroy()
+        resumed.destroy()
+        cases.close_groups()
+    return found
+
+
+def test_a_loaded_client_state_is_saved_again(worlds: Worlds, tmp_path: Path) -> None:
+    for rank in worlds.run(2, go_on_with_what_was_loaded, str(tmp_path)):
+        for client, again, (trained, resumed) in rank.values():
+            assert client == again == {"epoch": 1}
+            assert trained == resumed
+            assert trained[:2] == (6, 12)
+
+
 def save_universal(directory: str, ds_config: dict[str, Any]) -> Any:
     engine = cases.engine(ds_config, 2, loss_fn=toy.float_cross_entropy)
     iterator = toy.data(replica=engine.grid.data_parallel_id)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import resource
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cases
 import pytest
+import torch
 import toy
 from worlds import Worlds
 
@@ -50,8 +53,6 @@ def save_and_load(directory: str, ds_config: dict[str, Any], model: dict[str, An
         lines[name] += ",".join(path.name for path in Path(directory).glob(".*"))
     no_folder = Path(directory, "good", "mp_rank_00_model_states.pt")
     lines["no folder"] = line_of(engine.save_checkpoint, str(no_folder))
-    loaded = {"checkpoint_parallel_dimensions": {}}  # a client_state as load_checkpoint() returns it
-    lines["keys of DeepSpeed's"] = line_of(engine.save_checkpoint, directory, tag="bad", client_state=loaded)
     engine.save_checkpoint(directory, tag="good2")
     lines["missing tag"] = line_of(engine.load_checkpoint, directory, tag="nothing")
     lines["nothing loaded"] = line_of(engine.train_batch, iterator)
@@ -70,7 +71,7 @@ def save_and_load(directory: str, ds_config: dict[str, Any], model: dict[str, An
         if engine.stage_id == FAILS:
             next(Path(directory, "good").glob(f"*_mp_rank_{FAILS:02d}_optim_states.pt")).write_bytes(b"spoilt")
         lines["spoilt states"] = line_of(engine.load_checkpoint, directory, tag="good")
-        lines["half loaded states"] = line_of(engine.train_batch, toy.data())
+        lines["nothing loaded"] += line_of(engine.train_batch, toy.data())
         lines["good file"] += line_of(engine.load_checkpoint, directory)
     lines["training"] = line_of(engine.train_batch, toy.data(start=engine.consumed_micro_batches))
     engine.destroy()
@@ -108,12 +109,60 @@ def test_all_ranks_raise_and_may_go_on(worlds: Worlds, tmp_path: Path, setting: 
             assert "\n" not in lines[name]
         assert "unfinished" not in lines["full disk"] + lines["full disk for the rank's own file"], lines
         assert "Not a directory" in lines["no folder"]
-        assert "client_state contains reserved" in lines["keys of DeepSpeed's"]
-        assert "MiB" not in lines["keys of DeepSpeed's"]
         assert "load another tag: ['good2']" in lines["changed bit"]
         assert "nothing" in lines["missing tag"]
-        for name in {"half loaded", "half loaded states"} & lines.keys():
-            assert "train_batch() after load_checkpoint" in lines[name]
+        assert "train_batch() after load_checkpoint" in lines["half loaded"]
+        assert "spoilt states" not in lines or "optim_states.pt, which cannot be read" in lines["spoilt states"]
         assert lines["nothing loaded"] == lines["good file"] == lines["training"] == ""
     left = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".py")
     assert left == ["good", "good2", "latest"]
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+SPOILT: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "rank file": ("vpipe-stage_01-*.pt", Path.unlink, "got no file vpipe-stage_01-replica_00-slice_00.pt, allowed"),
+    "layer": ("layer_01-*.pt", Path.unlink, "got weights of layers [0, 2, 3,"),
+    "empty layer": ("layer_01-*.pt", emptied, "layer_01-model_states.pt, which is empty"),
+}
+
+
+def refused_loads(directory: str) -> dict[str, str]:
+    """Lines of loading, and of training on with nothing loaded."""
+    block, lines = {"partition": "uniform"}, {}
+    engine = cases.engine(cases.config(2, ADAM, block), 2)
+    engine.train_batch(toy.data())
+    engine.save_checkpoint(directory, tag="good")
+    for name, (pattern, change, _) in SPOILT.items():
+        if engine.global_rank == 0:
+            shutil.copytree(Path(directory, "good"), Path(directory, name))
+            change(next(Path(directory, name).glob(pattern)))
+        torch.distributed.barrier()
+        lines[name] = line_of(engine.load_checkpoint, directory, tag=name)
+    lines["custom_load_fn"] = line_of(engine.load_checkpoint, directory, tag="good", custom_load_fn=dict)
+    lines["training"] = line_of(engine.train_batch, toy.data(start=2))
+    engine.destroy()
+    cases.close_groups()
+    for name, partition in {"another optimizer": "uniform", "another optimizer and split": [4, 6]}.items():
+        sgd = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
+        engine = cases.engine(cases.config(2, sgd, {"partition": partition}), 2)
+        lines[name] = line_of(engine.load_checkpoint, directory, tag="good")
+        lines["training"] += line_of(engine.train_batch, toy.data())
+        lines["training"] += line_of(engine.load_checkpoint, directory, tag="good", load_optimizer_states=False)
+        lines["training"] += line_of(engine.train_batch, toy.data(start=2))
+        engine.destroy()
+        cases.close_groups()
+    return lines
+
+
+def test_refused_loads_change_nothing(worlds: Worlds, tmp_path: Path) -> None:
+    for lines in worlds.run(2, refused_loads, str(tmp_path)):
+        for name, (_, _, text) in SPOILT.items():
+            assert text in lines[name], name
+        assert lines["custom_load_fn"].startswith("load_checkpoint(custom_load_fn): got ")
+        for name in ("another optimizer", "another optimizer and split"):
+            assert "got states of an optimizer without dampening, allowed are those of SGD; build" in lines[name]
+        assert lines["training"] == ""
+        assert not any("\n" in line for line in lines.values())

@@ -14,6 +14,8 @@ from test_exactness import OPTIMIZERS
 from torch import nn
 from worlds import CaseFailed, Worlds
 
+from ds_vpipe.errors import VPipeError
+
 pytestmark = pytest.mark.mp
 
 ADAMW = OPTIMIZERS["AdamW"][0]
@@ -216,6 +218,24 @@ def test_checkpoints_of_the_stock_engine(worlds: Worlds, tmp_path: Path) -> None
     for first, tolerance in ((0, 0.0), (3, 1e-6)):
         same(union(ranks, first, "trained"), union(ranks, first + 2, "loaded"))
         same(union(ranks, first + 1, "trained"), union(ranks, first + 2, "trained"), tolerance)
+
+
+def more_layers(folder: str) -> str:
+    """Line of loading a checkpoint of the stock engine into fewer layers than it has."""
+    engine = cases.engine(cases.config(2, ADAMW, None), 2)
+    engine.train_batch(toy.data())
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    cases.close_groups()
+    engine = cases.engine(cases.config(2, ADAMW, {}), 2, specs=lambda: toy.layer_specs()[:7], loss_fn=torch.dist)
+    with pytest.raises(VPipeError) as error:
+        engine.load_checkpoint(folder)
+    return str(error.value)
+
+
+def test_a_larger_model_of_the_stock_engine_is_refused(worlds: Worlds, tmp_path: Path) -> None:
+    for line in worlds.run(2, more_layers, str(tmp_path)):
+        assert "got weights of layers [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], allowed are those of this model's 7" in line
 
 
 def test_partitions_that_are_saved_with_their_padding(worlds: Worlds, tmp_path: Path) -> None:

@@ -358,6 +358,8 @@ class VPipeEngine(PatchedPipelineEngine):
         only when it is complete. All ranks use the first rank's name: there may be the time in it.
 
         Raises:
+            VPipeConfigError: a tag that names no folder in ``save_dir``, tags that differ and ``tag_validation`` is
+                Fail, or a key of ``client_state`` that the engine has. Nothing is written.
             VPipeError: files cannot be written; the previous checkpoint is still there, and training may go on.
             PipelinePeerError: files cannot be written on another rank, or a rank is lost or did not answer in time.
         """
@@ -368,10 +370,9 @@ class VPipeEngine(PatchedPipelineEngine):
             return True
         self.quiesce("save_checkpoint()")
         with self.failures.aborting_if_lost("save_checkpoint()"):
-            self.checkpoints.save(
+            tag = self.checkpoints.save(
                 super().save_checkpoint, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             )
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self.history.event("saved", self.global_steps, folder=os.path.abspath(save_dir), tag=tag)
         return True
 

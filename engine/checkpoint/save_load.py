@@ -26,7 +26,10 @@ from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, overridde
 from ds_vpipe.engine.execution.drain import restart_at
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.tied import tied_stages
-from ds_vpipe.errors import PipelinePeerError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, Refusal, VPipeError
+
+# Written by an engine; other entries of a checkpoint's folder are the script's.
+_WRITTEN = ("layer_*.pt", "mp_rank_*.pt", "*zero_pp_rank_*.pt", "vpipe-stage_*.pt", "offloaded_tensors")
 
 
 class Checkpoints:
@@ -44,20 +47,29 @@ class Checkpoints:
         client_state: dict[str, Any] | None,
         save_latest: bool,
         exclude_frozen_parameters: bool,
-    ) -> None:
+    ) -> str:
         """Save by DeepSpeed's ``save_checkpoint()``, under another name until the folder is complete.
 
+        Returns:
+            The tag.
+
         Raises:
+            VPipeConfigError: a tag or a key of ``client_state`` that is refused. Nothing is written.
             VPipeError: files cannot be written; the checkpoint before is still there, and training may go on.
             PipelinePeerError: the same on another rank; or one is lost, or did not answer in time.
         """
         engine, stage, all_or_none = self._engine, self._stage, self._stage.consensus.all_or_none
         self._equalize_scale()
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        mine = str(save_dir), tag
+        with all_or_none(f"save_checkpoint({str(save_dir)!r})"):
+            mine = str(save_dir), _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
+            _refuse_own_keys(client_state or {})
         save_dir, tag = stage.consensus.of_first_rank(mine)
         folder = Path(save_dir, tag)
-        if mine != (save_dir, tag):
+        with all_or_none(f"save_checkpoint({str(folder)!r})"):
+            if mine[1] != tag and engine.checkpoint_tag_validation_fail():
+                allowed = f"the tag of rank 0, {tag!r}, as checkpoint.tag_validation is Fail"
+                raise Refusal("save_checkpoint(tag)", mine[1], allowed, "give all ranks the same").error()
+        if mine[0] != save_dir or (mine[1] != tag and engine.checkpoint_tag_validation_enabled()):
             logger.warning(
                 f"ds_vpipe: save_checkpoint: got the folder {str(Path(*mine))!r} on rank {engine.global_rank} and "
                 f"{str(folder)!r} on rank 0, which is used; allowed is one folder; give all ranks the same"
@@ -95,6 +107,7 @@ class Checkpoints:
         with all_or_none(what):
             if engine.local_rank == 0:
                 _clean(folder)
+        return tag
 
     def write(self, work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Write files. A failure is kept until all ranks are past DeepSpeed's barriers."""
@@ -207,11 +220,32 @@ class Checkpoints:
             stage.loss_scaling.restore(stage.consensus.of_pipeline(stage.loss_scaling.state(), last))
 
 
+def _checked(tag: str) -> str:
+    """The tag without what names no folder of its own, such as a slash at its end.
+
+    Raises:
+        VPipeConfigError: it would be another folder than one in the folder of checkpoints.
+    """
+    found = os.path.normpath(tag)
+    first = found.split(os.sep)[0]
+    if first in ("", ".", "latest") or first.startswith(".."):
+        allowed = "the name of a folder in save_dir"
+        raise Refusal("save_checkpoint(tag)", tag, allowed, "name one, or leave the tag out").error()
+    return found
+
+
+def _refuse_own_keys(client_state: dict[str, Any]) -> None:
+    """Refuse keys under which the engine saves its own state, which the script's value would replace."""
+    for key in sorted(reshape.OWN_KEYS.intersection(client_state)):
+        allowed = "keys under which the engine saves nothing"
+        raise Refusal("save_checkpoint(client_state)", key, allowed, "rename it").error()
+
+
 def _put_in_place(unfinished: Path, folder: Path, latest: Path | None) -> None:
     """Rename a complete checkpoint and let ``latest`` name it. One of the same name stays until then."""
     previous = previous_folder(folder)
     if folder.exists():
-        shutil.rmtree(previous, ignore_errors=True)
+        _remove(previous, folder)
         os.replace(folder, previous)
     os.replace(unfinished, folder)
     _sync(folder.parent)
@@ -255,10 +289,26 @@ def _put_own_in_place(unfinished: Path, folder: Path, latest: Path | None, rank:
 
 
 def _clean(folder: Path) -> None:
-    """Remove the checkpoint that ``folder`` has replaced, and folders of interrupted saves."""
-    shutil.rmtree(previous_folder(folder), ignore_errors=True)
+    """Remove checkpoints that were replaced, and folders of interrupted saves."""
+    for left in folder.parent.glob(".*.previous"):
+        replacing = left.with_name(left.name.removeprefix(".").removesuffix(".previous"))
+        if replacing.is_dir():
+            _remove(left, replacing)
     for left in folder.parent.glob(".*.unfinished"):
         shutil.rmtree(left, ignore_errors=True)
+
+
+def _remove(previous: Path, folder: Path) -> None:
+    """Remove a checkpoint that ``folder`` has replaced, which keeps what scripts have put there.
+
+    Several ranks may call it at the same time.
+    """
+    with suppress(FileNotFoundError):
+        for path in previous.iterdir():
+            if not any(map(path.match, _WRITTEN)) and not (folder / path.name).exists():
+                with suppress(FileNotFoundError):
+                    os.replace(path, folder / path.name)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def _recover(folder: Path) -> None:

@@ -91,8 +91,11 @@ class WholeModel:
                 path = Path(save_dir, save_filename)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 part = path.with_name(f".{path.name}.part")
-                torch.save(state_dict, part)
-                os.replace(part, path)
+                try:
+                    torch.save(state_dict, part)
+                    os.replace(part, path)
+                finally:
+                    part.unlink(missing_ok=True)  # what filled the disk should not stay there
 
     def full_state_dict(self, what: str, rank0_only: bool, exclude_frozen: bool) -> dict[str, torch.Tensor]:
         """A copy of the whole state dict in host memory. See ``VPipeEngine.full_state_dict()``."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import cases
 import pytest
+import torch
 import toy
 from test_exactness import OPTIMIZERS, difference
 from worlds import Worlds
@@ -153,6 +154,40 @@ def test_a_loaded_client_state_is_saved_again(worlds: Worlds, tmp_path: Path) ->
             assert client == again == {"epoch": 1}
             assert trained == resumed
             assert trained[:2] == (6, 12)
+
+
+def save_over(directory: str) -> list[list[str]]:
+    """Names in the folders after saves of one name, the second of which is killed before it cleans up."""
+    from ds_vpipe.engine.checkpoint import save_load
+
+    engine = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], {"partition": "uniform"}), 2)
+    iterator, tag = toy.data(), Path(directory, "best")
+    found = []
+    for killed in (False, True, False):
+        engine.train_batch(iterator)
+        with pytest.MonkeyPatch.context() as patch:
+            if killed:
+                patch.setattr(save_load, "_clean", lambda folder: None)
+            engine.save_checkpoint(directory, tag="other" if found else "best")
+            engine.save_checkpoint(directory, tag="best")
+        found.append(sorted(path.name for path in (*Path(directory).iterdir(), *tag.glob("[!lmv]*"))))
+        torch.distributed.barrier()
+        if engine.global_rank == 0 and len(found) == 1:
+            (tag / "tokenizer.json").write_text("{}")
+            (tag / "extra").mkdir()
+            (tag / "layer_77-model_states.pt").write_text("of a larger model")
+        torch.distributed.barrier()
+    engine.destroy()
+    cases.close_groups()
+    return found
+
+
+def test_a_save_keeps_what_scripts_have_put_there(worlds: Worlds, tmp_path: Path) -> None:
+    for first, killed, last in worlds.run(2, save_over, str(tmp_path)):
+        assert first == ["best", "latest"]
+        assert killed == [".best.previous", "best", "latest", "other"]
+        assert last == ["best", "extra", "latest", "other", "tokenizer.json"]
+    assert not (tmp_path / "best" / "layer_77-model_states.pt").exists()
 
 
 def save_universal(directory: str, ds_config: dict[str, Any]) -> Any:

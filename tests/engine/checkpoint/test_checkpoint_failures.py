@@ -118,6 +118,45 @@ def test_all_ranks_raise_and_may_go_on(worlds: Worlds, tmp_path: Path, setting: 
     assert left == ["good", "good2", "latest"]
 
 
+def refused_saves(directory: str) -> tuple[dict[str, str], set[str]]:
+    """Lines of saves that are refused, and keys of a checkpoint's file that are not said to be the engine's own."""
+    from ds_vpipe.engine.checkpoint.reshape import OWN_KEYS
+
+    ds_config = cases.config(2, ADAM, {"partition": "uniform"}, checkpoint={"tag_validation": "Fail"})
+    engine = cases.engine(ds_config, 2)
+    engine.train_batch(toy.data())
+    engine.save_checkpoint(directory, tag="good")
+    lines = {tag: line_of(engine.save_checkpoint, directory, tag=tag) for tag in BAD_TAGS}
+    for key in ("vpipe", "global_samples", "checkpoint_parallel_dimensions"):
+        lines[key] = line_of(engine.save_checkpoint, directory, tag="bad", client_state={key: 0})
+    lines["two tags"] = line_of(engine.save_checkpoint, directory, tag=f"of{engine.global_rank}")
+    assert engine.save_checkpoint(directory, tag="run//epoch1/")
+    keys = engine._common_checkpoint_state(None, False, False).keys()
+    engine.destroy()
+    cases.close_groups()
+    return lines, set(keys - OWN_KEYS)
+
+
+BAD_TAGS = ("", ".", "run/..", "..", "../other", "/tmp/other", "latest")
+
+
+def test_refused_saves_leave_everything(worlds: Worlds, tmp_path: Path) -> None:
+    for rank, (lines, unknown) in enumerate(worlds.run(2, refused_saves, str(tmp_path))):
+        for name, line in lines.items():
+            if name in BAD_TAGS:
+                assert line.startswith(f'save_checkpoint(tag): got "{name}"; allowed: the name of a folder'), name
+            elif name == "two tags":
+                text = "save_checkpoint(tag): got \"of1\"; allowed: the tag of rank 0, 'of0'"
+                assert line.startswith(text) if rank else text in line
+            else:
+                assert line.startswith(f'save_checkpoint(client_state): got "{name}"; allowed: keys'), line
+            assert "\n" not in line
+        assert not unknown
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("**/") if path != tmp_path)
+    assert left == ["good", "run", "run/epoch1"]
+    assert (tmp_path / "latest").read_text() == "run/epoch1"
+
+
 def emptied(path: Path) -> None:
     path.write_bytes(b"")
 

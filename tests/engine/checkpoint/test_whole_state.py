@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import time
@@ -196,6 +197,25 @@ def trained_only() -> dict[str, Any]:
     train(engine, 3, ROUNDS)
     engine.drain()
     return {"end": own(engine)}
+
+
+def full_disk(folder: Path) -> list[str]:
+    engine = built(adapted())
+    train(engine)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(VPipeError):
+            engine.save_16bit_model(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    torch.distributed.barrier()
+    return [path.name for path in folder.iterdir()]
+
+
+@pytest.mark.mp
+def test_a_full_disk_keeps_no_part_of_a_model(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(STAGES, full_disk, tmp_path) == [[], []]
 
 
 def of_hugging_face(folder: Path) -> dict[str, Any]:

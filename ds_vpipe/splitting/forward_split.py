@@ -44,6 +44,7 @@ class ForwardSplit:
         self._inside = set().union(*parts.values())
         self.outside = [slot for slot in slots if id(slot.module) not in self._inside]  # parameters outside the blocks
         self._modules = {id(module): module for module in model.modules()}
+        self._encoders = [module for module in self._modules.values() if isinstance(module, nn.TransformerEncoder)]
         self._by_name = {str(slot.meta.slot): slot for slot in reversed(slots)}
         # The blocks in the order in which they are called; None until the first dry run.
         self.sequence: list[nn.Module] | None = None
@@ -258,8 +259,9 @@ class ForwardSplit:
             if slot.follow():
                 self.specs.forget()
             slot.stand_in()
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # which evaluates with nested tensors
+        nesting = [encoder for encoder in self._encoders if vars(encoder).get("use_nested_tensor")]
+        for encoder in nesting:  # in evaluation, of padded values
+            encoder.use_nested_tensor = False
         self._handler, self.running = handler, True
         own_classes = [(block, type(block)) for block in self.blocks]
         try:
@@ -270,7 +272,8 @@ class ForwardSplit:
             for block, own in own_classes:
                 _set_class(block, own)
             self._handler, self.running = None, False
-            torch.backends.mha.set_fastpath_enabled(fast)
+            for encoder in nesting:
+                encoder.use_nested_tensor = True
             for slot in hidden:
                 slot.restore()
 

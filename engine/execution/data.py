@@ -128,9 +128,7 @@ class MicroBatchFeed:
         try:
             used = [item[at] if used else None for at, used in enumerate(self._uses)]
         except (TypeError, LookupError) as error:
-            raise VPipeError(
-                f"micro-batch: got {type(item).__name__}, allowed is (inputs, labels); let the iterator return pairs"
-            ) from error
+            raise _no_pair(item) from error
         inputs, labels = (own_copy(part, self._copies) for part in used)
         return inputs, labels
 
@@ -198,17 +196,21 @@ class MicroBatchFeed:
         return max((number for number in self._iterators if number <= call), default=None)
 
 
-def or_no_data(iterator: Iterator[Item] | None, batch_fn: Callable[..., Any] | None) -> Iterator[Item] | None:
-    """An iterator, also where the script gives none but a ``batch_fn`` that makes micro-batches of None.
+def _no_pair(item: object) -> VPipeError:
+    given = type(item).__name__
+    return VPipeError(f"micro-batch: got {given}, allowed is (inputs, labels); let the iterator return pairs")
 
-    Raises:
-        VPipeError: it is something else, such as a list, of which every call would read the first micro-batches.
-    """
+
+def _no_iterator(data: object) -> VPipeError:
+    """What is said of a list and the like, of which every call would read the first micro-batches."""
+    given, fix = type(data).__name__, "pass iter(...) of it, the same one in every call"
+    return VPipeError(f"data_iter: got {given}, allowed: an iterator; {fix}")
+
+
+def or_no_data(iterator: Iterator[Item] | None, batch_fn: Callable[..., Any] | None) -> Iterator[Item] | None:
+    """An iterator, also where the script gives none but a ``batch_fn`` that makes micro-batches of None."""
     if iterator is not None and not hasattr(iterator, "__next__"):
-        kind = type(iterator).__name__
-        raise VPipeError(
-            f"data_iter: got {kind}, allowed: an iterator; pass iter(...) of it, the same one in every call"
-        )
+        raise _no_iterator(iterator)
     return NO_DATA if iterator is None and batch_fn is not None else iterator
 
 

@@ -16,6 +16,7 @@
 #   convergence      mitigations of staleness, K = 4, 8, 16: hours, but only for runs that its file lacks
 #   convergence-k32  the recommended mitigation at K = 32
 #   convergence-soap the optimizers SOAP and Muon, and weight_sync none
+#   convergence-longer  SOAP with some more updates, against itself synchronous
 #   forecast         losses of the command forecast against those of four ranks
 #   convergence-summary  table and picture of docs/convergence.md, from the files of the three
 # PYTHON names another interpreter than that of .venv. Rows are added to the files in docs/data/, from which tables and pictures are drawn anew.
@@ -117,6 +118,13 @@ convergence-soap() {
     "${other[@]}" --stages 8 --methods muon --synchronous muon --methods-of-full-batches
     other+=(--stages 4 --methods --synchronous)
     "${other[@]}" --methods-of-half-batches nadam nadam+unstashed --methods-of-full-batches nadam+unstashed
+}
+
+convergence-longer() {
+    local soap=("$python" scripts/bench/convergence.py --output $data/convergence_longer.jsonl --seeds 1)
+    soap+=(--throughput $data/throughput_96ms.jsonl --rates 2.8e-3 --methods soap --methods-of-full-batches)
+    "${soap[@]}" --stages 16 --synchronous soap --longer-methods soap --longer 3900
+    "${soap[@]}" --stages 8 --synchronous --longer-methods soap --longer 3450
 }
 
 forecast() { "$python" scripts/bench/forecast.py; }

@@ -16,7 +16,7 @@
 #   convergence      mitigations of staleness, K = 4, 8, 16: hours, but only for runs that its file lacks
 #   convergence-k32  the recommended mitigation at K = 32
 #   convergence-soap the optimizers SOAP and Muon, and weight_sync none
-#   convergence-longer  SOAP with some more updates, against itself synchronous
+#   convergence-longer  SOAP with more updates, and at K = 32, against itself synchronous
 #   forecast         losses of the command forecast against those of four ranks
 #   convergence-summary  table and picture of docs/convergence.md, from the files of the three
 # PYTHON names another interpreter than that of .venv. Rows are added to the files in docs/data/, from which tables and pictures are drawn anew.
@@ -121,10 +121,12 @@ convergence-soap() {
 }
 
 convergence-longer() {
-    local soap=("$python" scripts/bench/convergence.py --output $data/convergence_longer.jsonl --seeds 1)
-    soap+=(--throughput $data/throughput_96ms.jsonl --rates 2.8e-3 --methods soap --methods-of-full-batches)
-    "${soap[@]}" --stages 16 --synchronous soap --longer-methods soap --longer 3900
-    "${soap[@]}" --stages 8 --synchronous --longer-methods soap --longer 3450
+    local soap=("$python" scripts/bench/convergence.py --seeds 1 --throughput $data/throughput_96ms.jsonl)
+    soap+=(--rates 2.8e-3 --methods soap --methods-of-full-batches)
+    local longer=(--output $data/convergence_longer.jsonl --longer-methods soap)
+    "${soap[@]}" "${longer[@]}" --stages 16 --synchronous soap --longer 3900
+    "${soap[@]}" "${longer[@]}" --stages 8 --synchronous --longer 3450
+    "${soap[@]}" --output $data/convergence_k32_soap.jsonl --layers 16 --stages 32 --synchronous soap
 }
 
 forecast() { "$python" scripts/bench/forecast.py; }

@@ -127,7 +127,7 @@ class LRSchedule(WarmupLR):
         factor = self._policy.factor(self.last_batch_iteration + 2)  # which is -1 before the first update
         return [base * factor for base in self.max_lrs]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue after the updates that a state counts.
 
         Raises:

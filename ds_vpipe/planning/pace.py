@@ -91,8 +91,8 @@ def hiding_depths(compute: Sequence[float], round_trips: Sequence[float]) -> tup
     """Smallest depths that hide all transfers: the pace is that of the slowest stage, or of a link that is slower.
 
     From the last stage on, each stage runs ahead of the next by the fewest micro-batches, at least one, for which no
-    cycle that begins there is slower than that. A deeper choice further back never saves more than it
-    costs, so every depth is as small as it can be.
+    cycle that begins there is slower than that. A deeper choice further back never saves more than it costs, so every
+    depth is as small as it can be.
     """
     limit = max(_busiest_link(round_trips), *compute)
     depths, reach = [0], compute[-1]

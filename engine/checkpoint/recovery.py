@@ -165,8 +165,8 @@ class Recovery:
             self._told, seconds = True, time.perf_counter() - begin
             states, _ = kept_states(stage.pipeline, stage.number, self._every)
             print(
-                f"ds_vpipe: recovery: {stage.links.me} keeps up to {states} states in "
-                f"host memory; that of update {update} is {size / 1e6:.1f} MB and took {seconds:.3f} s",
+                f"ds_vpipe: recovery: {stage.links.me} keeps up to {states} states in host memory; that "
+                f"of update {update} is {size / 1e6:.1f} MB and took {seconds:.3f} s",
                 flush=True,
             )
 

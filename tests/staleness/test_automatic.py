@@ -107,6 +107,7 @@ def test_soap_needs_nothing(stages: int) -> None:
         ({"type": "Lamb"}, {}, "Lamb"),
         (None, {}, "own"),
         ({**ADAMW, "params": {"amsgrad": True}}, {}, "AdamW with amsgrad"),
+        ({**ADAMW, "params": {"bias_correction": False}}, {}, "AdamW with bias_correction false"),
         ({"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, {}, "Adam with adam_w_mode false"),
         (ADAMW, {"weight_sync": "vertical"}, 'AdamW and weight_sync "vertical"'),
         (ADAMW, {"weight_sync": "none"}, 'AdamW and weight_sync "none"'),

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from ds_vpipe.engine.updates.optimizers import Lamb
+from ds_vpipe.config import VPipeConfig
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.unsupported import refuse_unsupported
+from ds_vpipe.engine.updates.optimizers import Lamb, as_spelled, own_optimizer
+from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.staleness.soap import SOAP
 
 SHAPES = [(3, 4), (5,), (2, 2, 2), ()]
 STEPS = 5
@@ -186,6 +191,17 @@ def test_closure_and_betas_from_json() -> None:
 def test_numbers_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"^{next(iter(options))}: got "):
         Lamb([torch.nn.Parameter(torch.ones(1))], **options)
+
+
+def test_names_of_optimizers_count_in_any_case() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2, 2))]
+    assert (
+        type(own_optimizer("soap", {"lr": 0.1}, weights)) is type(own_optimizer("SOAP", {"lr": 0.1}, weights)) is SOAP
+    )
+    assert (as_spelled("fusedADAM"), as_spelled("Adam"), as_spelled(None)) == ("FusedAdam", "Adam", None)
+    ds_config = {"optimizer": {"type": "soap"}, "zero_optimization": {"stage": 1}}
+    with pytest.raises(VPipeConfigError, match=r"^zero_optimization\.stage: got 1"):
+        refuse_unsupported(DeepSpeedJson(ds_config), VPipeConfig(), 2)
 
 
 def test_amsgrad_is_refused() -> None:

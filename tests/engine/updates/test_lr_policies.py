@@ -137,3 +137,5 @@ def test_schedules_of_deepspeed_go_on_from_a_state_and_the_other_way_round() -> 
     assert again.get_lr() == ours.get_lr()
     with pytest.raises(VPipeError, match="got a state with last_epoch; allowed: last_batch_iteration"):
         again.load_state_dict({"last_epoch": 3})
+    with pytest.raises(VPipeError, match="got a state with nothing; allowed: last_batch_iteration"):
+        again.load_state_dict(None)

@@ -1,8 +1,8 @@
 """Memory that outlives a rank: files without a name, which the rank's supervisor keeps for the next attempt.
 
-A rank writes a file in memory and hands it over when it is complete. The rank of the next attempt is a fork of the same
-supervisor and finds the files open. They have no name in any file system: when supervisor and rank have ended, however
-they end, their memory is free. Here is neither torch nor a thread, as in :mod:`ds_vpipe.restarts`.
+A rank writes a file in memory and hands it over when it is complete. When the supervisor starts the rank of the next
+attempt, it gives it all files. They have no name in any file system: when supervisor and rank have ended, however they
+end, their memory is free. Here is neither torch nor a thread, as in :mod:`ds_vpipe.restarts`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,33 @@ from typing import BinaryIO
 
 KEPT = "DS_VPIPE_KEPT"
 """Environment variable of a rank: its process, the socket to its supervisor, names and descriptors of kept files."""
-HAND_OVER_S = 30.0  # in which a supervisor takes a file
+HAND_OVER_S = 30.0  # in which supervisor and rank take each other's files
+_AVAILABLE = hasattr(os, "memfd_create")  # only Linux has such files
+
+
+def connection() -> tuple[socket.socket, socket.socket]:
+    """Sockets of a supervisor and of a process that it is about to fork, for files and the order to start."""
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if _AVAILABLE else socket.SOCK_DGRAM)
+    mine.setblocking(False)
+    return mine, its
+
+
+def await_start(supervisor: socket.socket, environment: MutableMapping[str, str]) -> list[str]:
+    """Wait for the order to start, and leave the files that come before it in the environment of this process.
+
+    Returns:
+        The words of the order; none if the supervisor has ended.
+    """
+    files: list[str] = []
+    while True:
+        message, descriptors, *_ = socket.recv_fds(supervisor, 256, 1)
+        kind, _, text = message.decode().partition(" ")
+        files += [f"{text}={descriptor}" for descriptor in descriptors]
+        if kind != "keep":
+            break
+    if _AVAILABLE:
+        environment[KEPT] = ";".join([str(os.getpid()), str(supervisor.detach()), *files])
+    return text.split()
 
 
 class KeptMemory:
@@ -23,53 +49,47 @@ class KeptMemory:
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
-        self._mine: socket.socket | None = None
-        self._its: socket.socket | None = None
 
-    def connect(self) -> None:
-        """Make the sockets between this process and a child that is about to be forked; only Linux has such files."""
-        if not hasattr(os, "memfd_create"):
-            return
-        if self._mine is not None:  # what the child before has left running may still have the other end
-            self._mine.close()
-        self._mine, self._its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._mine.setblocking(False)
+    def receive(self, rank: socket.socket) -> set[str]:
+        """Take what a rank has handed over so far.
 
-    def in_child(self, environment: MutableMapping[str, str]) -> None:
-        """Leave the child's end and all files in its environment."""
-        if self._mine is not None and self._its is not None:
-            self._mine.close()
-            files = (f"{name}={file}" for name, file in self._files.items())
-            environment[KEPT] = ";".join([str(os.getpid()), str(self._its.detach()), *files])
-
-    def in_parent(self) -> None:
-        """Close the child's end."""
-        if self._its is not None:
-            self._its.close()
-
-    def fileno(self) -> int:
-        """Descriptor that becomes readable when the rank hands something over; -1 if there is none."""
-        return -1 if self._mine is None else self._mine.fileno()
-
-    def receive(self) -> None:
-        """Take what the rank has handed over so far."""
-        while self._mine is not None:
+        Returns:
+            What it has done: ``keep``, ``drop``, and nothing for its end.
+        """
+        done: set[str] = set()
+        while "" not in done:
             try:
-                words, files, *_ = socket.recv_fds(self._mine, 256, 1)
+                words, files, *_ = socket.recv_fds(rank, 256, 1)
             except BlockingIOError:
-                return
+                break
             except OSError:
                 words, files = b"", []
             kind, _, name = words.decode().partition(" ")
-            if not kind:  # the rank has ended
-                self._mine.close()
-                self._mine = None
-                return
+            done.add(kind)
             if kind in ("drop", "keep"):  # without a file if there is no descriptor left
                 with suppress(KeyError):
                     os.close(self._files.pop(name))
             for file in files:
                 self._files[name] = file
+        return done
+
+    def start(self, rank: socket.socket, order: str) -> None:
+        """Give all files to a rank, and order it to start.
+
+        Raises:
+            OSError: it has ended, or does not take them in time.
+        """
+        rank.settimeout(HAND_OVER_S)
+        for name, file in self._files.items():
+            socket.send_fds(rank, [f"keep {name}".encode()], [file])
+        rank.send(f"start {order}".encode())
+        rank.setblocking(False)
+
+    def close(self) -> None:
+        """Close all files, in a process that has inherited them."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
 
 
 class KeptFiles:

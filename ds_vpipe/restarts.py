@@ -5,7 +5,9 @@ since launchers end all processes once one of theirs has ended with an error. Th
 ``MASTER_PORT``, which the launcher has found to be free; the others tell it how their children end. Once all of them
 have ended all are started again, or none is. The ranks themselves meet at another port of that host, which is kept from
 other use and told to all at each start. What a rank hands over for the next attempt (:mod:`ds_vpipe.kept_memory`) its
-supervisor keeps. Here is neither torch nor a thread: a child is a fork.
+supervisor keeps. Once a rank has done so there is a spare beside it: a child that has imported what ranks import, which
+takes longer than all else before the next batch, and goes on as the rank of the next attempt. Here is neither torch nor
+a thread: a child is a fork.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Protocol
 
 from ds_vpipe.errors import Refusal
-from ds_vpipe.kept_memory import KeptMemory
+from ds_vpipe.kept_memory import KeptMemory, await_start, connection
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GRACE_S = 30.0  # in which a rank ends by itself, after another has failed or a signal has come
@@ -49,8 +51,12 @@ def refusal(restarts: str, environment: Mapping[str, str]) -> Refusal | None:
     return None
 
 
-def supervise(restarts: int) -> int | None:
+def supervise(restarts: int, prepare: Callable[[], object]) -> int | None:
     """Run this rank in children, until the run ends.
+
+    Args:
+        restarts: after the first start, at most.
+        prepare: imports what ranks import, in a spare.
 
     Returns:
         The exit status of this process; None in a child, which has to go on as the rank.
@@ -67,11 +73,14 @@ def supervise(restarts: int) -> int | None:
     handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}  # as by nohup
     for number in handlers:
         signal.signal(number, lambda number, _: came.append(number))
-    child, status, leaving, deadline = 0, 1, False, time.monotonic() + MEETING_S + GRACE_S  # rank 0 says more
+    child: _Child | None = None
+    spare: _Child | None = None
+    status, leaving, deadline = 1, False, time.monotonic() + MEETING_S + GRACE_S  # rank 0 says more
     reports, kept = ["here"] if rank == 0 else [], KeptMemory()  # the others' greeting says it
     while child or reports or not leaving:
-        received = peers.receive(kept)
-        kept.receive()
+        received = peers.receive([child.connection] if child and child.connection.fileno() >= 0 else [])
+        if child:
+            child.receive(kept)
         if attempts is None:
             orders = [order for _, order in received]
             peers.send(reports)
@@ -83,43 +92,48 @@ def supervise(restarts: int) -> int | None:
             peers.send(orders)
         reports = []
         for order in orders:
-            kind, *values = order.split()
+            kind, _, values = order.partition(" ")
             if kind == "start" and not leaving:
-                kept.connect()
-                child, deadline = _fork(handlers), float("inf")
-                if child:
-                    kept.in_parent()
-                else:
-                    peers.close()
-                    kept.in_child(os.environ)
-                    os.environ.update(DS_VPIPE_RESTART=values[0], MASTER_PORT=values[1])
+                if spare and _ended(spare.process) is not None:  # for lack of memory, say
+                    spare = None
+                child, spare, deadline = spare or _fork(handlers, [peers, kept]), None, float("inf")
+                if child is None:
                     return None
+                child.start(kept, values)
             elif kind == "gone" and not leaving:
                 say(f"the supervisor of rank 0 is gone, from MASTER_ADDR {os.environ['MASTER_ADDR']}; no restart")
             if kind in ("limit", "gone"):
                 deadline = min(deadline, time.monotonic() + (GRACE_S if child else 3 * GRACE_S))
             leaving |= kind in ("exit", "gone")
+        if child and child.keeps and not (spare or leaving):
+            spare = _fork(handlers, [peers, kept, child.connection], prepare)
+            if spare is None:
+                return None
         while came:
             number = came.pop(0)
             if child:
-                os.kill(child, number)
+                os.kill(child.process, number)
             if number in _ENDING:
                 leaving, deadline = True, min(deadline, time.monotonic() + GRACE_S)
                 reports.append(f"signal {number}")
         if time.monotonic() > deadline:
             if child:
                 say(f"this rank had not ended {GRACE_S:g} s after a failure or a signal, and is killed")
-                os.kill(child, signal.SIGKILL)
+                os.kill(child.process, signal.SIGKILL)
             elif not leaving:
                 say(f"the supervisor of rank 0 has not answered from MASTER_ADDR {os.environ['MASTER_ADDR']}")
                 leaving = True
             deadline = float("inf")
-        if child and (ended := _ended(child)) is not None:
-            child, status = 0, ended
-            kept.receive()
+        if child and (ended := _ended(child.process)) is not None:
+            child.receive(kept)
+            child.connection.close()
+            child, status = None, ended
             reports.append(f"ended {status}")
             if status or deadline < float("inf"):  # now rank 0's supervisor has to answer, which waits for all ranks
                 deadline = time.monotonic() + 3 * GRACE_S
+    if spare:
+        os.kill(spare.process, signal.SIGKILL)
+        os.waitpid(spare.process, 0)
     peers.close()
     return status if status >= 0 else 128 - status
 
@@ -129,11 +143,44 @@ def say(text: str) -> None:
     print(f"[rank {os.environ['RANK']}] ds_vpipe: {text}", file=sys.stderr, flush=True)
 
 
-def _fork(handlers: Mapping[int, Any]) -> int:
-    """Fork a child that ends with this process.
+@dataclass
+class _Child:
+    """A process that is the rank, or a spare."""
+
+    process: int
+    connection: socket.socket
+    keeps: bool = False  # it has handed over a file
+
+    def start(self, kept: KeptMemory, values: str) -> None:
+        try:
+            kept.start(self.connection, values)
+        except OSError:  # so it has failed
+            with suppress(OSError):
+                os.kill(self.process, signal.SIGKILL)
+
+    def receive(self, kept: KeptMemory) -> None:
+        if self.connection.fileno() >= 0:
+            done = kept.receive(self.connection)
+            self.keeps |= "keep" in done
+            if "" in done:
+                self.connection.close()
+
+
+class _Closes(Protocol):
+    def close(self) -> object: ...
+
+
+def _fork(
+    handlers: Mapping[int, Any], inherited: Sequence[_Closes], prepare: Callable[[], object] = int
+) -> _Child | None:
+    """Fork a child that waits for its start, and ends with this process.
 
     It is in a process group of its own, which a terminal sends no signals.
+
+    Returns:
+        The child; None in the child, once it has to go on as the rank.
     """
+    mine, its = connection()
     signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # none is lost before the child has its own handlers
     parent, child = os.getpid(), os.fork()
     if child == 0:
@@ -146,7 +193,16 @@ def _fork(handlers: Mapping[int, Any]) -> int:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
-    return child
+    if child:
+        its.close()
+        return _Child(child, mine)
+    for one in (mine, *inherited):
+        one.close()
+    prepare()
+    if not (values := await_start(its, os.environ)):
+        os._exit(0)
+    os.environ.update(DS_VPIPE_RESTART=values[0], MASTER_PORT=values[1])
+    return None
 
 
 def _ended(child: int) -> int | None:
@@ -277,7 +333,7 @@ class Peers:
                 socket.create_server(("", port), family=self._family, backlog=ranks, dualstack_ipv6=both)
             )
 
-    def receive(self, beside: KeptMemory) -> list[tuple[int, str]]:
+    def receive(self, beside: Sequence[socket.socket]) -> list[tuple[int, str]]:
         """Lines of other supervisors, with their ranks; waits a moment for some, or until ``beside`` has something."""
         if self._rank and not self._links:
             try:
@@ -285,7 +341,7 @@ class Peers:
                 self._links[0].send([f"rank {self._rank}"])
             except OSError:
                 time.sleep(_LOOK_S)
-        waited: list[Any] = [*self._links.values(), *self._listeners, *([beside] if beside.fileno() >= 0 else [])]
+        waited: list[Any] = [*self._links.values(), *self._listeners, *beside]
         ready: list[Any] = wait(waited, _LOOK_S)
         received = []
         for rank, link in [(rank, link) for rank, link in self._links.items() if link in ready]:

@@ -12,6 +12,7 @@ where it is without ds_vpipe.
 """
 
 import functools
+import gc
 import importlib.util
 import os
 import runpy
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
         if (refused := refusal(restarts, os.environ)) is not None:
             print(f"ds_vpipe.run: {refused}", file=sys.stderr)
             return 2
-        if (status := supervise(int(restarts))) is not None:
+        if (status := supervise(int(restarts), _import)) is not None:
             return status
     as_module = named[0] == "-m"
     name, *arguments = (named[1:] or [""]) if as_module else named
@@ -90,8 +91,16 @@ def main(argv: list[str]) -> int:
                 runpy.run_path(name, run_name="__main__")
     except VPipeError as error:
         print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
+        gc.freeze()  # Python would look at a million objects once more, in a second or two, while others wait
         return 2 if isinstance(error, VPipeConfigError) else 1
     return 0
+
+
+def _import() -> None:
+    """Import what every rank imports before its script."""
+    import deepspeed  # noqa: F401
+
+    import ds_vpipe.engine.loop.engine  # noqa: F401
 
 
 @contextmanager

@@ -8,25 +8,30 @@ from typing import BinaryIO
 
 import pytest
 
-from ds_vpipe.kept_memory import KEPT, KeptFiles, KeptMemory
+from ds_vpipe import kept_memory
+from ds_vpipe.kept_memory import KEPT, KeptFiles, KeptMemory, await_start, connection
 
 
 def in_child(memory: KeptMemory, work: Callable[[KeptFiles], object]) -> int:
     """Exit status of a child that has ``memory``, and ends like one that is killed."""
-    memory.connect()
+    mine, its = connection()
     child = os.fork()
     if child == 0:
         status = 1
         try:
+            mine.close()
+            memory.close()
             environment: dict[str, str] = {}
-            memory.in_child(environment)
+            assert await_start(its, environment) == ["1", "29500"]
             kept = KeptFiles.of(environment)
             status = 0 if kept is not None and work(kept) in (None, True) else 2
         finally:
             os._exit(status)
-    memory.in_parent()
+    its.close()
+    memory.start(mine, "1 29500")
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    memory.receive()
+    memory.receive(mine)
+    mine.close()
     return status
 
 
@@ -74,23 +79,30 @@ def test_a_rank_without_a_supervisor_has_none() -> None:
 
 
 def test_systems_without_such_files_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
+    """But ranks start there."""
+    monkeypatch.setattr(kept_memory, "_AVAILABLE", False)
     memory, environment = KeptMemory(), dict[str, str]()
-    memory.connect()
-    memory.in_parent()
-    memory.in_child(environment)
-    memory.receive()
-    assert memory.fileno() == -1
+    mine, its = connection()
+    memory.start(mine, "0 29500")
+    assert await_start(its, environment) == ["0", "29500"]
+    assert memory.receive(mine) == set()
     assert KeptFiles.of(environment) is None
 
 
 def test_a_supervisor_that_is_gone_is_no_hang() -> None:
-    memory = KeptMemory()
-    memory.connect()
     environment: dict[str, str] = {}
-    memory.in_child(environment)
+    mine, its = connection()
+    KeptMemory().start(mine, "0 29500")
+    await_start(its, environment)
+    mine.close()
     kept = KeptFiles.of(environment)
     assert kept is not None
     with pytest.raises(OSError, match="Broken pipe"):
         kept.keep("state", text("state"))
     os.close(int(environment[KEPT].split(";")[1]))
+
+
+def test_a_child_whose_supervisor_ends_does_not_start() -> None:
+    mine, its = connection()
+    mine.close()
+    assert await_start(its, {}) == []

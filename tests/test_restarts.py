@@ -29,7 +29,8 @@ import os, signal, sys, time
 from pathlib import Path
 from ds_vpipe import restarts
 restarts.GRACE_S, restarts.MEETING_S = 2.0, 6.0
-if (status := restarts.supervise(int(sys.argv[1]))) is not None:
+def prepare(): Path(f"spare.{os.environ['RANK']}.{os.getpid()}").touch()
+if (status := restarts.supervise(int(sys.argv[1]), prepare)) is not None:
     sys.exit(status)
 rank, attempt = int(os.environ["RANK"]), int(os.environ["DS_VPIPE_RESTART"])
 Path(f"{attempt}.{rank}").write_text(f"{os.getpid()} {os.environ['MASTER_PORT']}")
@@ -39,6 +40,18 @@ def others_come():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 others_come()
+"""
+KEEPS = """
+from ds_vpipe.kept_memory import KeptFiles
+kept = KeptFiles.of(os.environ)
+found = {name: kept.open(name).read() for name in kept.found}
+if attempt < 2: kept.keep(f"state {attempt}", lambda file: file.write(b"of " + str(attempt).encode()))
+def spares():
+    deadline = time.monotonic() + 60
+    while len([*Path().glob(f"spare.{rank}.*")]) == attempt:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+if attempt < 2: spares()
 """
 HANGS = "sys.excepthook = lambda *_: None\ntime.sleep(300)"
 KILLED_AT_FIRST = """
@@ -93,11 +106,17 @@ class Run:
             assert time.monotonic() < deadline, f"only {found} of attempt {attempt}"
             time.sleep(0.02)
 
+    def spares(self, rank: int) -> list[int]:
+        """Processes that have prepared themselves to go on as a rank, the oldest first."""
+        paths = sorted(self.folder.glob(f"spare.{rank}.*"), key=lambda path: path.stat().st_mtime_ns)
+        return [int(path.suffix[1:]) for path in paths]
+
     def alive(self) -> list[int]:
         """Processes of ranks that have not ended, a moment after they should have."""
         deadline = time.monotonic() + 5
         while True:
             pids = [int(path.read_text().split()[0]) for path in self.folder.glob("[0-9].[0-9]")]
+            pids += [pid for rank in range(self.ranks) for pid in self.spares(rank)]
             found = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
             if not found or time.monotonic() > deadline:
                 return found
@@ -129,6 +148,42 @@ def test_all_ranks_start_again_at_another_port(killed: int, tmp_path: Path, runs
     assert len({port for _, port in first.values()}) == len({port for _, port in second.values()}) == 1
     assert run.port not in (first[0][1], second[0][1])
     assert not (tmp_path / "2.0").exists()
+
+
+@pytest.mark.mp
+def test_a_spare_goes_on_with_what_ranks_have_left(tmp_path: Path, runs: list[Run]) -> None:
+    """A spare is there once its rank has left something; the last rank leaves nothing."""
+    fails = (
+        "assert found == {f'state {n}': f'of {n}'.encode() for n in range(attempt)}, found\n"
+        "Path(f'{attempt}.{rank}.good').touch()\n"
+        "if attempt == 0 and rank == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(attempt == 0)\n"
+        "others_come() or time.sleep(0.5)\n"
+        "sys.exit(attempt < 2)"
+    )
+    run = Run(tmp_path, KEEPS + fails)
+    runs.append(run.start())
+    statuses, said = run.end()
+    assert statuses == [0, 0, 0], said
+    assert "restart 2 of 2" in said
+    assert len([*tmp_path.glob("[0-9].[0-9].good")]) == 3 * RANKS
+    for rank in range(RANKS):
+        assert run.spares(rank) == [run.started(attempt)[rank][0] for attempt in (1, 2)]
+
+
+@pytest.mark.mp
+def test_a_spare_that_is_lost(tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, KEEPS + "time.sleep(0 if attempt else 300)", ranks=1)
+    script = tmp_path / "train.py"
+    script.write_text(script.read_text().replace("if attempt < 2", "if attempt < 1"))
+    runs.append(run.start())
+    rank, _ = run.started(0)[0]
+    while not run.spares(0):
+        time.sleep(0.02)
+    os.kill(*run.spares(0), signal.SIGKILL)
+    os.kill(rank, signal.SIGKILL)
+    assert run.end() == ([0], "[rank 0] ds_vpipe: rank 0 ended by SIGKILL; restart 1 of 2\n")
+    assert run.started(1)[0][0] not in run.spares(0)
 
 
 @pytest.mark.mp
@@ -209,9 +264,11 @@ def test_other_signals_reach_the_rank(tmp_path: Path, runs: list[Run]) -> None:
 @pytest.mark.mp
 @pytest.mark.parametrize("lost", [0, 1])
 def test_no_rank_outlives_a_killed_supervisor(lost: int, tmp_path: Path, runs: list[Run]) -> None:
-    run = Run(tmp_path, HANGS)
+    """Nor does a spare."""
+    run = Run(tmp_path, KEEPS + HANGS)
     runs.append(run.start())
-    run.started(0)
+    while not all(run.spares(rank) for rank in range(RANKS)):
+        time.sleep(0.02)
     run.processes[lost].kill()
     statuses, said = run.end()
     assert statuses[lost] == -signal.SIGKILL
@@ -395,7 +452,7 @@ def test_refused(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(restarts, "supervise", lambda number: pytest.fail("it starts"))
+    monkeypatch.setattr(restarts, "supervise", lambda *_: pytest.fail("it starts"))
     assert main([*given, "train.py"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("ds_vpipe.run: --restarts: got ")
@@ -408,7 +465,7 @@ def test_the_script_of_a_child_gets_its_arguments(tmp_path: Path, monkeypatch: p
     script.write_text(
         "import sys\nfrom pathlib import Path\nPath(__file__).with_suffix('.txt').write_text(' '.join(sys.argv[1:]))"
     )
-    monkeypatch.setattr("ds_vpipe.run.supervise", lambda number: asked.append(number))
+    monkeypatch.setattr("ds_vpipe.run.supervise", lambda number, _: asked.append(number))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name, value in LAUNCHED.items():

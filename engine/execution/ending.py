@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ds_vpipe.engine.links.groups import is_of_collective, is_of_lost_rank
+from ds_vpipe.engine.links.groups import is_closed, is_of_collective, is_of_lost_rank
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import PipelinePeerError, VPipeError
@@ -74,7 +74,7 @@ class Failures:
             text = " ".join(str(error).split())
             reason = f"{me} failed in {stage.action}: {type(error).__name__}: {text}"
         stage.failure = reason
-        failures.publish(reason)
+        failures.publish(reason, by_lost=is_closed(error.__cause__))
         abort_all(stage.senders, reason)
         failures.wait_until_seen()
         if elsewhere is not None:

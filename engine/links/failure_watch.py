@@ -43,6 +43,7 @@ class _Shared:
     groups: list[Any] = field(default_factory=list)
     looks: list[weakref.WeakMethod[Look]] = field(default_factory=list)
     mine: str | None = None
+    by_lost: bool = False
     overdue: str | None = None
     reason: str | None = None
     failed_at: float | None = None
@@ -101,9 +102,14 @@ class FailureWatch:
         self._wait_until(lambda: shared.rounds >= after or shared.reason is not None)
         return shared.reason
 
-    def publish(self, reason: str) -> None:
-        """Publish a failure of this rank, unless another was first; does not wait."""
-        self._shared.mine = reason
+    def publish(self, reason: str, by_lost: bool = False) -> None:
+        """Publish a failure of this rank, unless another was first; does not wait.
+
+        Args:
+            reason: one line.
+            by_lost: its cause is a rank that is gone, which will not see it.
+        """
+        self._shared.mine, self._shared.by_lost = reason, by_lost
         self._shared.asked.set()
 
     def wait_until_seen(self) -> None:
@@ -154,7 +160,9 @@ def _look(shared: _Shared) -> None:
     if shared.reason is None:
         told = shared.mine or shared.overdue
         if told is not None:
-            store.compare_set(_FAILURE, "", told.encode()[:_BYTES].decode(errors="ignore"))
+            told = told.encode()[:_BYTES].decode(errors="ignore")
+            if store.compare_set(_FAILURE, "", told).decode() == told and shared.by_lost:
+                store.add(_SEEN, 1)  # in its place
         if not store.check([_FAILURE]):
             return
         shared.reason = store.get(_FAILURE).decode()

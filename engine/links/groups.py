@@ -324,9 +324,14 @@ def _cause(error: Exception, timeout_s: float | None, peer: str = "it") -> str:
             f"nothing came within {timeout_s:g} s; see that rank's log, or raise vpipe.peer_timeout_s "
             f"if a step may take that long"
         )
-    if "closed" in text or "reset" in text or "Broken pipe" in text:
+    if is_closed(error):
         return f"{peer} is gone (connection closed); see that rank's log for the cause"
     return text
+
+
+def is_closed(error: BaseException | None) -> bool:
+    """Whether an error says that a peer has closed its connections, as it does when it ends in any way."""
+    return any(word in str(error) for word in ("closed", "reset", "Broken pipe"))
 
 
 def is_of_collective(error: BaseException) -> bool:
@@ -337,5 +342,5 @@ def is_of_collective(error: BaseException) -> bool:
 
 def is_of_lost_rank(error: BaseException) -> bool:
     """Whether an error of a backend's collective says that a rank is gone, or did not come in time."""
-    words = ("closed", "reset", "Broken pipe", "Timed out", "timeout", "timed out")
-    return is_of_collective(error) and any(word in str(error) for word in words)
+    timed_out = any(word in str(error) for word in ("Timed out", "timeout", "timed out"))
+    return is_of_collective(error) and (timed_out or is_closed(error))

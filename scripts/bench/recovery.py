@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from common import Say, ds_config, engine_for, markdown, parser_of, run, seconds_of, trainer_of
 
-from ds_vpipe.kept_memory import KEPT, KeptMemory
+from ds_vpipe.kept_memory import KeptMemory, await_start, connection
 
 STAGES, MICRO_BATCHES, BATCH = 2, 4, 64
 
@@ -24,16 +24,18 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
     layers = [torch.nn.Linear(options.width, options.width) for _ in range(STAGES * options.layers)]
     arms = []
     for every in (0, 10, 1):
-        memory = KeptMemory()
-        memory.connect()
-        with mock.patch.dict(os.environ, {KEPT: f"{os.getpid()};{memory._its.fileno()}"}):
+        memory, environment = KeptMemory(), dict[str, str]()
+        supervisor, its = connection()
+        memory.start(supervisor, "0 0")
+        await_start(its, environment)
+        with mock.patch.dict(os.environ, environment):
             config = ds_config(MICRO_BATCHES, {"recovery": {"every": every}}, BATCH, "AdamW", torch_adam=True)
             engine = engine_for(layers, STAGES, config)
         train_batch = trainer_of(engine, batch)
 
-        def train_and_take(train_batch=train_batch, memory=memory) -> None:
+        def train_and_take(train_batch=train_batch, memory=memory, supervisor=supervisor) -> None:
             train_batch()
-            memory.receive()  # as the supervisor does
+            memory.receive(supervisor)  # as the supervisor does
 
         arms.append((every, engine, train_and_take, []))
     for repetition in range(options.repetitions + 1):

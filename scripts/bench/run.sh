@@ -12,7 +12,7 @@
 #   balance-plain    a plain model of Hugging Face's library that balances itself
 #   soak             what a long run holds: memory, files, threads (docs/training.md)
 #   recorder         the price of a timeline
-#   recovery         the price of states kept in host memory (docs/training.md)
+#   recovery         the price of states kept in host memory, and of a killed rank (docs/training.md)
 #   convergence      mitigations of staleness, K = 4, 8, 16: hours, but only for runs that its file lacks
 #   convergence-k32  the recommended mitigation at K = 32
 #   convergence-soap the optimizers SOAP and Muon, and weight_sync none
@@ -84,7 +84,10 @@ soak() { "$python" scripts/bench/soak.py; }
 
 recorder() { "$python" scripts/bench/recorder.py; }
 
-recovery() { "$python" scripts/bench/recovery.py; }
+recovery() {
+    "$python" scripts/bench/recovery.py
+    "$python" scripts/bench/restarts.py
+}
 
 convergence() {
     local to=(--output $data/convergence.jsonl --throughput $data/throughput_96ms.jsonl)

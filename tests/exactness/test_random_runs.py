@@ -374,7 +374,8 @@ def replayed(run: Run, done: list[tuple[int, str, Any]], newest: bool = False) -
         **tied,
         **PRECISIONS[run.precision][1],
     )  # fmt: skip
-    replay.left_over |= left_over
+    # Nothing is in flight where the run begins with late gradients step by step and is empty by itself.
+    replay.left_over |= {first: left for first, left in left_over.items() if first // size not in replay.drained}
     return replay.run(run.updates)
 
 

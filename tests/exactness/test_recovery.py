@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import le
@@ -26,7 +27,7 @@ from worlds import Worlds
 from ds_vpipe.engine.checkpoint import recovery
 from ds_vpipe.engine.checkpoint.recovery import recovery_of
 from ds_vpipe.errors import VPipeConfigError, VPipeError
-from ds_vpipe.kept_memory import KEPT, KeptFiles, KeptMemory
+from ds_vpipe.kept_memory import KeptFiles, KeptMemory, await_start, connection
 from ds_vpipe.schedules.counts import kept_states
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -66,6 +67,15 @@ def specs() -> list[Any]:
     return [*layers[:2], LayerSpec(Running), *layers[2:5], LayerSpec(Running), *layers[5:]]
 
 
+def started(memory: KeptMemory) -> tuple[socket.socket, dict[str, str]]:
+    """The supervisor's connection to a rank, here the same process, and what that finds in its environment."""
+    mine, its = connection()
+    environment: dict[str, str] = {}
+    memory.start(mine, "0 29500")
+    await_start(its, environment)
+    return mine, environment
+
+
 class Runs:
     """Attempts of a run in one process, with the supervisor's memory between them."""
 
@@ -82,10 +92,8 @@ class Runs:
         """A new attempt's engine, which is left with what is in flight."""
         torch.manual_seed(1)
         random.seed(1)
-        self.memory.connect()
-        assert self.memory._its is not None
-        files = [f"{name}={os.dup(file)}" for name, file in self.memory._files.items()]
-        with mock.patch.dict(os.environ, {KEPT: ";".join([str(os.getpid()), str(self.memory._its.fileno()), *files])}):
+        self._rank, environment = started(self.memory)
+        with mock.patch.dict(os.environ, environment):
             engine = cases.engine(self._ds_config, self._stages, **self._model)
         engine.recovery._prefix = "engine 1/"  # it is the first of its process where that is a new one
         self._first = torch.get_rng_state(), random.getstate(), cases.parameters(engine)
@@ -94,9 +102,13 @@ class Runs:
         for parameter in engine.module.parameters():
             parameter.data.add_(seed - 1)
         yield engine
-        self.memory.receive()
+        self.receive()
         engine.destroy()
         cases.close_groups()
+
+    def receive(self) -> None:
+        """Take what the rank has handed over."""
+        self.memory.receive(self._rank)
 
     def attempt(self, until: int, seed: int) -> None:
         """Train from a recovery, if there is one, to an update."""
@@ -123,9 +135,9 @@ class Runs:
                 iterator = self._data(engine)
                 for group in engine.optimizer.param_groups:  # an end of an epoch, which is to come once
                     group["lr"] *= 0.8
-                self.memory.receive()
+                self.receive()
                 assert not any(f"/state {update} " in name for name in self.memory._files)
-            self.memory.receive()
+            self.receive()
             depth = engine.depth if engine.vpipe_config.weight_sync == "stash" else engine.pipeline.depths[0]
             assert engine.stashing_optimizer.num_versions <= 1 - (-depth // engine.micro_batches)
             most = kept_states(engine.pipeline, engine.stage_id, engine.vpipe_config.recovery.every)
@@ -280,21 +292,19 @@ def test_recoveries_drawn_at_random(worlds: Worlds, number: int) -> None:
 
 
 def refusals() -> list[str]:
-    memory, said = KeptMemory(), []
-    memory.connect()
-    assert memory._its is not None
+    (_supervisor, environment), said = started(KeptMemory()), []
     ds_config = cases.config(2, SGD, {"partition": "uniform", "recovery": {"every": 1}})
     with pytest.raises(VPipeConfigError) as refusal:
         cases.engine(ds_config, 2)
     said.append(str(refusal.value))
-    with mock.patch.dict(os.environ, {KEPT: f"{os.getpid()};{memory._its.fileno()}"}):
+    with mock.patch.dict(os.environ, environment):
         engine = cases.engine(ds_config, 2)
         with pytest.raises(VPipeConfigError) as refusal:
             loops.engine(cases.config(2, SGD, ds_config["vpipe"]), 2)
     said.append(str(refusal.value))
     # As if initialize() had been given training_data, which begins anew in a new process.
     with mock.patch.object(engine, "training_dataloader", object()), pytest.raises(VPipeConfigError) as refusal:
-        recovery_of(engine, engine.stage, 1, KeptFiles.of({KEPT: f"{os.getpid()};{memory._its.fileno()}"}))
+        recovery_of(engine, engine.stage, 1, KeptFiles.of(environment))
     said.append(str(refusal.value))
     assert not engine.recover()
     engine.train_batch(toy.data())
@@ -380,7 +390,7 @@ def without_memory() -> list[str]:
     with runs.engine(1) as engine, mock.patch.object(recovery.logger, "warning") as warning:
         for number in range(5):
             engine.train_batch(toy.data(2 * number + 2, 2 * number))
-            runs.memory.receive()
+            runs.receive()
         said += [call.args[0] for call in warning.call_args_list if "recovery" in call.args[0]]
     return said
 
@@ -421,7 +431,7 @@ def from_elsewhere(folder: str) -> list[Any]:
             if update == 2:
                 engine.save_checkpoint(folder)
         engine.load_checkpoint(folder)
-        runs.memory.receive()
+        runs.receive()
         found.append(len(runs.memory._files))
         iterator = toy.data(None, 3)
         for _ in range(2):
@@ -449,7 +459,7 @@ def late_at_an_end() -> int | None:
         for _ in range(3):
             engine.train_batch(iterator)
         if engine.stage_id == 1:
-            engine.recovery.withdraw = runs.memory.receive
+            engine.recovery.withdraw = runs.receive
         with pytest.raises(StopIteration):
             engine.train_batch(iterator)
         kept = {name: os.dup(file) for name, file in runs.memory._files.items()}
@@ -478,7 +488,7 @@ def iterators_that_are_left() -> tuple[Any, ...]:
                     if update % 3 == 0 or iterator is None:
                         iterator = toy.data(done - done % 6 + 6, done)
                     runs.losses[update] = float(engine.train_batch(iterator)).hex()
-                    runs.memory.receive()
+                    runs.receive()
     return whole.losses, parts.losses, recovered
 
 

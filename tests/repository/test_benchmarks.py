@@ -49,6 +49,10 @@ SMALL = {
         "--width 8 --layers 1 --updates 3 --repetitions 1",
         [r"\| none \| [\d.]+ \| 1.00 \|", r"\| 1 \| [\d.]+ \| [\d.]+ \|"],
     ),
+    "restarts.py": (
+        "--kills 1 --seconds 1",
+        [r"\| states in host memory \| 1 \| [\d.]+ \|.* \| \d+ \|", r"\| a checkpoint every \d+ updates \| 1 \|"],
+    ),
     "memory.py": (
         "--stages 2 --hidden 64 --layers 4 --batch 1 --vocabulary 64 --cases asp 1f1b",
         [r"asp +M=1 .*predicted .*measured", r"largest difference: [\d.]+ %"],

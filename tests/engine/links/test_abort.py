@@ -134,7 +134,7 @@ def test_the_interfaces_that_gloo_is_given_are_used(monkeypatch: pytest.MonkeyPa
 
 def test_a_collective_whose_ranks_are_gone_with_the_store_ends_in_one_line() -> None:
     """As for a rank that was stopped for longer than all others waited."""
-    silent = SimpleNamespace(reason=lambda: None, publish=lambda reason: None, wait_until_seen=lambda: None)
+    silent = SimpleNamespace(reason=lambda: None, publish=lambda reason, by_lost: None, wait_until_seen=lambda: None)
     stage: Any = SimpleNamespace(
         groups=SimpleNamespace(failures=silent), links=SimpleNamespace(me=Peer(1, 2)), senders=[], action="evaluation"
     )

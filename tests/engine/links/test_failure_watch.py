@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -35,3 +36,18 @@ def test_store_that_has_been_gone_for_long_is_a_failure() -> None:
     watch.stop()
     assert reason is not None
     assert "store of the default process group is gone" in reason
+
+
+def test_a_rank_that_is_gone_has_its_failure_seen_for_it() -> None:
+    """Once, whoever of its neighbours finds it."""
+    store = dist.HashStore()
+    watches = [FailureWatch(store, 3, limit_s=100) for _ in range(2)]  # of ranks that are left
+    for rank, watch in enumerate(watches):
+        watch.publish(f"rank {rank} has lost rank 2", by_lost=True)
+    deadline = time.monotonic() + 20
+    while watches[0]._shared.seen_by < 3 and time.monotonic() < deadline:
+        watches[0].wait_until_seen()
+    assert len({watch.reason() for watch in watches}) == 1
+    for watch in watches:
+        watch.stop()
+    assert watches[0]._shared.seen_by == 3

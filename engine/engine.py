@@ -259,6 +259,22 @@ class VPipeEngine(PatchedPipelineEngine):
         restart_at(self.stage, self.stage.weights.latest_version)
         self._measure_anew()
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """As DeepSpeed's, where no micro-batch of the old size has been read ahead.
+
+        Raises:
+            VPipeConfigError: training has begun, and no data have ended since the last batch.
+        """
+        if self.global_steps and max(self.pipeline.depths) and self.stage.data_end is None:
+            raise Refusal(
+                "set_train_micro_batch_size()",
+                micro_batch_size,
+                "before the first batch, and where data have ended",
+                "write train_micro_batch_size_per_gpu in the JSON",
+                "micro-batches of the old size have been read ahead",
+            ).error()
+        super().set_train_micro_batch_size(micro_batch_size)
+
     def set_depths(self, depths: Sequence[int]) -> None:
         """Let stages run ahead by other numbers of forward passes; all ranks call it, between any two batches.
 

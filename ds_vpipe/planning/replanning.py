@@ -202,8 +202,8 @@ def decide(
         better_seconds=best.seconds_per_micro_batch,
     )
     saved = found.seconds - found.better_seconds
-    if (found.better_partition, found.better_ratio) == (partition, ratios):
-        return replace(found, stays="no split is faster")
+    if (found.better_partition, found.better_ratio) == (partition, ratios) or (now.fits and saved <= 0):
+        return replace(stay, stays="no split is faster")
     if found.better_partition in left:
         threshold = max(threshold, _BACK)
     if now.fits and found.gain <= threshold:

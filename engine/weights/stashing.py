@@ -79,8 +79,8 @@ class WeightStashingOptimizer:
     def _begin(self, version: int) -> None:
         self.moved.clear()
         self.versions = WeightVersions(self._parameters, version)
-        self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
-        self._checked = version
+        self._frozen: list[torch.nn.Parameter] = []  # in forward passes since the latest update
+        self._checked: int | None = None
         self._counts: tuple[tuple[torch.Tensor, ...], tuple[int, ...]] = (), ()
 
     @property
@@ -111,12 +111,7 @@ class WeightStashingOptimizer:
             VPipeError: parameters have been unfrozen, or put on other memory, while micro-batches are in flight that
                 have used them.
         """
-        if any(parameter.requires_grad for parameter in self._frozen):
-            self._take_in("requires_grad: got parameters that were unfrozen")
-        if self._checked != self.latest_version:  # once per update: there may be hundreds of parameters
-            if not all(versions.has_all() for versions in self._all_versions):
-                self._take_in("p.data = values: got parameters that were put on other memory")
-            self._checked = self.latest_version
+        self._check()
         version = self.versions.latest if version is None else version
         self.versions.point_to(version)
         for layer in self.moved:
@@ -128,6 +123,16 @@ class WeightStashingOptimizer:
             for layer in self.moved:
                 layer.end_forward(micro_batch)
         self._in_flight[micro_batch] = version
+
+    def _check(self) -> None:
+        """Take in what a script has changed about parameters since the last update, or refuse it."""
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._take_in("requires_grad: got parameters that were unfrozen")
+        if self._checked != self.latest_version:  # once per update: there may be hundreds of parameters
+            if not all(versions.has_all() for versions in self._all_versions):
+                self._take_in("p.data = values: got parameters that were put on other memory")
+            self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
+            self._checked = self.latest_version
 
     def _take_in(self, given: str) -> None:
         """Include changed parameters in the versions: updates would else change weights that are in use."""
@@ -153,7 +158,12 @@ class WeightStashingOptimizer:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Context of a call that ends with an update: nothing in flight uses what a script changes between two."""
+        """Context of a call that ends with an update: nothing in flight uses what a script changes between two.
+
+        Raises:
+            VPipeError: as in :meth:`forward`; a call may have backward passes alone.
+        """
+        self._check()
         torch._C._autograd._unsafe_set_version_counter(*self._counts)  # so that autograd does not count that
         try:
             yield

@@ -246,6 +246,7 @@ def test_recomputed_layers_may_count_in_evaluations(worlds: Worlds) -> None:
 REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "micro_batches: got 0; allowed: a whole number >= 1": ("set_train_batch_size", (0,), {}),
     "micro_batches: got 2.0; allowed: a whole number >= 1": ("set_train_batch_size", (2.0 * toy.MICRO_BATCH,), {}),
+    "set_train_micro_batch_size(): got 8; micro-batches of the": ("set_train_micro_batch_size", (8,), {}),
     "vpipe.partition: got 5; allowed: 3 counts >= 1 that sum to 10": ("repartition", (5,), {}),
     "vpipe.partition: got [4.0, 3, 3]; allowed: 3 counts >= 1": ("repartition", ([4.0, 3, 3],), {}),
     "recompute_ratio: got [0.5]; allowed: 3 numbers": ("repartition", ([4, 3, 3],), {"recompute_ratio": 0.5}),

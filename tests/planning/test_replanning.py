@@ -71,6 +71,15 @@ def test_layers_stay(counts: tuple[int, ...], options: dict[str, object], why: s
     assert f"stays: {why}" in decision.line()
 
 
+def test_a_split_that_only_has_a_better_pace_is_not_faster() -> None:
+    """Where every batch is waited for, the planner's split may have the longer batch."""
+    work = separated(profile([0.001, 0.02, 0.005, 0.001]), (1, 3), None)
+    pipeline = Pipeline("1f1b", 2, 1, partition=(1, 3), recompute_ratio=(0, 0))
+    options = {"update": 20, "every": 20, "threshold": 0.03, "chooses_ratio": False}
+    decision = decide(work, pipeline, Devices(), **options)  # type: ignore[arg-type]
+    assert (decision.stays, decision.better_partition) == ("no split is faster", (1, 3))
+
+
 def test_the_way_back_has_to_save_more() -> None:
     """Whatever the threshold: else two splits that are about as fast would alternate."""
     counts = (5, 4, 4, 3)

@@ -277,6 +277,39 @@ def test_a_failing_forward_pass_leaves_nothing_in_flight() -> None:
         optimizer.version_of(0)
 
 
+@pytest.mark.parametrize("updates", [0, 1])
+def test_parameters_that_are_frozen_for_a_while(updates: int) -> None:
+    """What is in flight by then has no gradients of them, whenever they were frozen."""
+    weight, scale = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(3.0))
+    optimizer = WeightStashingOptimizer(Silent([weight, scale], 1.0), [weight, scale])
+    for _ in range(updates):
+        with optimizer.call():
+            optimizer.step()
+    scale.requires_grad_(False)
+    with optimizer.call(), optimizer.forward(0):
+        weight * scale
+    scale.requires_grad_(True)
+    with pytest.raises(VPipeError, match="parameters that were unfrozen while"), optimizer.call():
+        pass
+    optimizer.release(0)
+    with optimizer.call(), optimizer.forward(1):
+        pass
+
+
+def test_other_memory_where_only_backward_passes_are_left() -> None:
+    weight, optimizer = counting()
+    for _ in range(2):
+        with optimizer.call(), optimizer.forward("last"):
+            pass
+        optimizer.step()
+    weight.data = weight.data * 2
+    with pytest.raises(VPipeError, match="other memory while"), optimizer.call():
+        optimizer.load_old_params("last")
+    optimizer.release("last")
+    with optimizer.call():
+        pass
+
+
 def test_unfrozen_parameters_have_versions_too() -> None:
     """Where nothing is in flight; an optimizer that does not tell autograd would change what is."""
     weight, scale = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(3.0), requires_grad=False)

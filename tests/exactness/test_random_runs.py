@@ -235,6 +235,8 @@ def train(run: Run, folder: str) -> dict[str, Any]:
             iterator = toy.data(stop, start=engine.consumed_micro_batches, replica=replica)
     if run.loop:
         engine.drain()
+    elif any(name == "move" for _, name, _ in done):  # a layer that is on its way has an update to come
+        engine.quiesce()
     report = {
         "stage": engine.stage_id,
         "parameters": loops.parameters(engine) if run.loop else cases.parameters(engine),

@@ -119,13 +119,6 @@ def _features(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     why, fix = "the schedule decides when a stage updates", "write true or remove the key"
     yield managed, managed in json.content and not json.is_set(managed), "true", why, fix
 
-    recovers, zero = block.recovery.every > 0, "zero_optimization.stage"
-    for path, dtype in (("bf16.enabled", "bfloat16"), ("fp16.enabled", "float16")):
-        why, fix = "vpipe.recovery keeps no master weights", "write false, or remove vpipe.recovery"
-        yield path, recovers and json.dtype == dtype, "false next to vpipe.recovery", why, fix
-    why, fix = "vpipe.recovery keeps no parts of states", "write 0, or remove vpipe.recovery"
-    yield zero, recovers and (json.zero_stage or 0) > 0, "0 next to vpipe.recovery", why, fix
-
 
 def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Iterator[Row]:
     silent = json.on("wall_clock_breakdown") and json.get("steps_per_print") is None

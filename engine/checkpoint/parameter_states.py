@@ -100,11 +100,7 @@ def write_states(
     packed = pack(template, states, groups, _replica(engine, form), warn=logger.warning)
     if scale is not None:
         carry_scale(packed, scale)
-    if form.partitioned:
-        partitions = [packed] * dist.get_world_size(group=optimizer.dp_process_group)
-        optimizer.load_state_dict(partitions, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
-        return
-    optimizer.load_state_dict(packed)
+    load_packed(optimizer, packed, masters=engine.zero_load_from_fp32_weights())
     if form.masters is None:
         with torch.no_grad():
             for members, named in zip(_parameters(optimizer), groups, strict=True):
@@ -112,6 +108,15 @@ def write_states(
                     master = states[name].master
                     if master is not None:
                         parameter.copy_(master)
+
+
+def load_packed(optimizer: Any, packed: Mapping[str, Any], *, masters: bool = True) -> None:
+    """Load a state dict that is this rank's, with or without the ``masters`` of a partitioned form."""
+    if form_of(packed).partitioned:  # DeepSpeed wants those of all replicas, and takes this one's alone
+        partitions = [packed] * dist.get_world_size(group=optimizer.dp_process_group)
+        optimizer.load_state_dict(partitions, load_from_fp32_weights=masters)
+    else:
+        optimizer.load_state_dict(packed)
 
 
 def with_owners_states(

@@ -6,8 +6,9 @@ the call before. At that moment stage s has run the forward passes of W_s later 
 :func:`ds_vpipe.schedules.one_f_one_b.version_used`. So a state holds
 
 * weights: those versions and the newest, each in a file of its own, written once;
-* optimizer, learning rates and counts;
-* random states, buffers and numbers of layers, as they are and as each of those passes has found them.
+* optimizer with master weights and loss scale, of ZeRO-1 this replica's part; learning rates and counts;
+* random states, buffers, numbers of layers and, of fp16, known overflows, as they are and as each of those passes has
+  found them.
 
 After a restart all ranks take the newest state that all have kept. The first stage admits the micro-batches in flight
 again, every stage runs their forward passes again with the versions, random states and buffers of the first time, and
@@ -20,7 +21,7 @@ Stages are up to ceil((W_0 + 1) / M) updates apart, so the states of as many upd
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -28,9 +29,11 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.utils import logger
 from torch import nn
 
+from ds_vpipe.engine.checkpoint.parameter_states import load_packed
 from ds_vpipe.engine.checkpoint.rank_state import random_of, restore_random
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.stage import Stage
@@ -59,6 +62,7 @@ class _Found(NamedTuple):
     buffers: dict[str, torch.Tensor]
     numbers: dict[tuple[str, str], float]  # attributes of layers, such as counters; by the names of layer and attribute
     offset: int  # forward passes so far, which seed layers
+    peers: dict[str, Any] | None  # known overflows, which are sent along; with a dynamic loss scale
 
 
 class Recovery:
@@ -85,6 +89,7 @@ class Recovery:
         self._again: dict[int, _Found] = {}  # what passes that are to be run again have found
         self._now: _Found | None = None  # and what comes after them
         self._recovered = False  # and no batch has begun since
+        self._forget_powers = _forgets_powers(engine)
 
     # Watching
 
@@ -94,6 +99,8 @@ class Recovery:
             if action.index in self._again:
                 self._put(self._again.pop(action.index))
             self._found[action.index] = self._find()
+        elif action.kind is Kind.STEP:
+            self._forget_powers()
 
     def after(self, action: Action) -> None:
         """Go on from the moment of the state, after the last pass that is run again.
@@ -101,7 +108,8 @@ class Recovery:
         Raises:
             VPipeError: a pass has changed parameters that are not trained, and has done it twice now.
         """
-        if action.kind is Kind.FORWARD and action.index + 1 == self._stage.again and self._now is not None:
+        last = Kind.FORWARD if self._stage.is_last else Kind.SEND_ACT  # of what a pass has found something is sent
+        if action.kind is last and action.index + 1 == self._stage.again and self._now is not None:
             self._put(self._now)
             self._now = None
             if self._marks() != self._frozen[0]:
@@ -124,7 +132,10 @@ class Recovery:
             for key, value in vars(part).items()
             if isinstance(value, (int, float)) and key != "training"
         }
-        return _Found(random_of(self._stage), found, numbers, module.micro_offset)
+        peers = self._stage.peers
+        return _Found(
+            random_of(self._stage), found, numbers, module.micro_offset, None if peers is None else peers.state()
+        )
 
     def _put(self, found: _Found) -> None:
         module, shared = self._stage.module, dict[int, torch.Tensor]()
@@ -139,6 +150,8 @@ class Recovery:
                 module.get_submodule(holder)._buffers[key] = new
         for (holder, key), number in found.numbers.items():
             vars(module.get_submodule(holder))[key] = number
+        if self._stage.peers is not None and found.peers is not None:
+            self._stage.peers.restore(found.peers)
 
     # Keeping
 
@@ -298,9 +311,11 @@ class Recovery:
     def _form(self) -> dict[str, object]:
         """What has to be as it was for a state to fit."""
         module = self._stage.module
+        optimizer = self._engine.optimizer, self._engine.basic_optimizer, self._stage.peers
         return {
             **asdict(self._stage.pipeline),
-            "parameters": [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()],
+            "parameters": [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()],
+            "optimizer": [type(part).__qualname__ for part in optimizer],
         }
 
     # Recovery
@@ -358,7 +373,7 @@ class Recovery:
         for version in versions[1:]:
             with stage.weights.update():
                 _copy(stage.module.named_parameters(), self._load(state["versions"][version]))
-        engine.optimizer.load_state_dict(state["optimizer"])
+        load_packed(engine.optimizer, state["optimizer"])
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(state["scheduler"])
         for count, value in state["counts"].items():
@@ -372,6 +387,23 @@ class Recovery:
         self._versions, self._frozen = dict(state["versions"]), (self._marks(), state["frozen"])
         self._cuts = {cut: {f"{self._prefix}state {cut.update} {cut.call}", state["frozen"], *self._versions.values()}}
         self._begin(self._cuts[cut])
+
+
+def _forgets_powers(engine: PatchedPipelineEngine) -> Callable[[], object]:
+    """Function after which DeepSpeed's own Adam computes powers of its betas, as it does in a new process.
+
+    Else it multiplies those of the update before, and the last bits are others. An update with other betas does it.
+    """
+    optimizer = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
+    optimizer = getattr(optimizer, "aux_optimizer", None) or optimizer  # Muon's, for what is no matrix
+    nothing = [torch.zeros(1) for _ in range(4)]
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        return partial(optimizer.ds_opt_adam.adam_update, optimizer.opt_id, 1, 0.0, 0.0, 0.0, 1.0, 0.0, True, *nothing)
+    if isinstance(optimizer, FusedAdam):  # all of a kind share one memory of powers
+        parameter = nn.Parameter(nothing[0])
+        parameter.grad = nothing[1]
+        return FusedAdam([parameter], betas=(0.0, 0.0), adam_w_mode=bool(optimizer.adam_w_mode)).step
+    return lambda: None
 
 
 def _copy(into: Iterable[tuple[str, torch.Tensor]], values: dict[str, torch.Tensor]) -> None:

@@ -460,7 +460,6 @@ def test_block_of_refuses(ds_config: dict[str, Any]) -> None:
 
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}
-RECOVERY = {"recovery": {"every": 1}}
 CHECKPOINTS = {"pipeline": {"activation_checkpoint_interval": 1}}
 CURRICULUM = {"data_sampling": {"curriculum_learning": {"enabled": True}}}
 
@@ -573,9 +572,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
     ({"pipeline": {"pipe_partitioned": True}}, {}, "pipeline.pipe_partitioned", True, "write false"),
     ({"pipeline": {"grad_partitioned": True}}, {}, "pipeline.grad_partitioned", True, "write false"),
     (CHECKPOINTS, INTERLEAVED, "pipeline.activation_checkpoint_interval", 1, "virtual_stages"),
-    ({"bf16": {"enabled": True}}, RECOVERY, "bf16.enabled", True, "remove vpipe.recovery"),
-    ({"fp16": {"enabled": True}}, RECOVERY, "fp16.enabled", True, "remove vpipe.recovery"),
-    ({"zero_optimization": {"stage": 1}}, RECOVERY, "zero_optimization.stage", 1, "remove vpipe.recovery"),
     (CHECKPOINTS, {"recompute_ratio": [0, 0.1]}, "pipeline.activation_checkpoint_interval", 1, "recompute_ratio"),
     (CHECKPOINTS, {"swap_ratio": [0, 0.1]}, "pipeline.activation_checkpoint_interval", 1, "swap_ratio"),
     (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import le
@@ -20,21 +21,25 @@ import loops
 import pytest
 import torch
 import toy
+from deepspeed.ops.adam import FusedAdam
 from test_exactness import OPTIMIZERS
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from worlds import Worlds
 
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.checkpoint import recovery
 from ds_vpipe.engine.checkpoint.recovery import recovery_of
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.kept_memory import KeptFiles, KeptMemory, await_start, connection
+from ds_vpipe.planning.devices import configured_optimizer_bytes
 from ds_vpipe.schedules.counts import kept_states
 from ds_vpipe.schedules.moves import Move
 from ds_vpipe.schedules.pipeline import Pipeline
 
 pytestmark = pytest.mark.mp
 
-SGD, ADAMW = OPTIMIZERS["SGD"][0], OPTIMIZERS["AdamW"][0]
+SGD, ADAMW, FUSED = (OPTIMIZERS[name][0] for name in ("SGD", "AdamW", "FusedAdam"))
 UPDATES = 12
 RANDOM_RUNS = int(os.environ.get("DS_VPIPE_RANDOM_RECOVERIES", "8"))
 """How many runs are drawn at random; those of a number are always the same."""
@@ -80,12 +85,16 @@ class Runs:
     """Attempts of a run in one process, with the supervisor's memory between them."""
 
     def __init__(self, ds_config: dict[str, Any], stages: int, data_end: int | None, tied: bool) -> None:
-        self._model = {"specs": toy.tied_specs, "loss_fn": toy.mean_over_positions} if tied else {"specs": specs}
+        # In fp16 a CPU has no cross-entropy.
+        self._model = {"specs": specs, "loss_fn": toy.float_cross_entropy if "fp16" in ds_config else None}
+        if tied:
+            self._model = {"specs": toy.tied_specs, "loss_fn": toy.mean_over_positions}
         self.memory, self._ds_config, self._stages, self._data_end = KeptMemory(), ds_config, stages, data_end
         self.losses: dict[int, str] = {}
         self.weights: dict[str, torch.Tensor] = {}
         self.recovered: int | None = None
         self.kept = [0, 0]  # most states and versions
+        self.sizes: list[tuple[int, float]] = []  # bytes of an optimizer's state and of weights, and those planned
 
     @contextmanager
     def engine(self, seed: int) -> Iterator[Any]:
@@ -153,6 +162,14 @@ class Runs:
                     layer.factor.data.mul_(0.9)
         self.weights = cases.parameters(engine)
         self.weights |= {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+        states = filter(torch.is_tensor, tree_leaves(engine.optimizer.state_dict()))
+        self.weights |= {f"state {number}": state.clone() for number, state in enumerate(states)}
+        scaling = engine.stage.loss_scaling
+        numbers = [engine.skipped_steps, *([] if scaling is None else scaling.state().values())]
+        self.weights["numbers"] = torch.tensor(numbers, dtype=torch.float64)
+        trained = sum(p.nbytes for p in engine.stage_parameters if p.requires_grad)
+        held = configured_optimizer_bytes(DeepSpeedJson(self._ds_config), engine.dp_world_size).held
+        self.sizes = [(self._size("state"), float(trained * held)), (self._size("weights"), trained)]
 
     def _data(self, engine: Any) -> Iterator[Any]:
         done, length, replica = engine.consumed_micro_batches, self._data_end, engine.grid.data_parallel_id
@@ -160,6 +177,17 @@ class Runs:
             return toy.data(None, done, replica)
         epoch, trained = divmod(done, length - length % engine.micro_batches)
         return toy.data((epoch + 1) * length, epoch * length + trained, replica)
+
+    def _size(self, kind: str) -> int:
+        """Bytes of an optimizer's tensors in the latest state, or of the latest weights."""
+        name = [name for name in self.memory._files if f"/{kind} " in name][-1]
+        with os.fdopen(os.dup(self.memory._files[name]), "rb") as file:
+            file.seek(0)
+            content = torch.load(file, weights_only=False)
+        tensors = filter(torch.is_tensor, tree_leaves(content["optimizer"] if kind == "state" else content))
+        return sum(
+            {storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors)}.values()
+        )
 
     def lose(self, states: int) -> None:
         """As if this rank had ended before it kept its last states."""
@@ -181,7 +209,7 @@ def run(
         recovered.append(parts.recovered)
         if end < UPDATES:
             parts.lose(lost[stage])
-    return whole.losses, whole.weights, parts.losses, parts.weights, recovered
+    return whole.losses, whole.weights, parts.losses, parts.weights, recovered, whole.sizes
 
 
 CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any], int | None]] = {
@@ -211,6 +239,55 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any],
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, None,
     ),
 }  # fmt: skip
+BF16, ZERO_1 = {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 3, "hysteresis": 1}}
+WRAPPED: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any], int | None]] = {
+    "bf16, ZeRO-1": (3, 2, FUSED, {"recompute_ratio": 0.5}, {**BF16, **ZERO_1, "gradient_clipping": 0.5}, None),
+    "bf16, ZeRO-1, replicas": (2, 2, ADAMW, {}, {**BF16, **ZERO_1}, 7),
+    "bf16, ZeRO-1, adds in fp32": (
+        2, 2, ADAMW, {}, {**BF16, **ZERO_1, "data_types": {"grad_accum_dtype": "fp32"}}, None,
+    ),
+    "tied, bf16, ZeRO-1": (3, 1, SGD, {}, {**BF16, **ZERO_1}, None),
+    "bf16, ZeRO-1, offloaded": (
+        2, 2, FUSED, {"sync_mode": "bsp"},
+        {**BF16, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, None,
+    ),
+    "fp32, ZeRO-1": (2, 1, ADAMW, {}, ZERO_1, None),
+    "bf16": (3, 2, FUSED, {"weight_sync": "vertical"}, BF16, None),
+    "fp16": (3, 1, FUSED, {}, FP16, 5),
+    "fp16, unfused": (3, 2, ADAMW, {}, FP16, None),
+    "fp16, ZeRO-1, replicas": (2, 1, ADAMW, {"stage_to_depth_map": [3, 0]}, {**FP16, **ZERO_1}, None),
+    "fp16, synchronous": (2, 2, ADAMW, {"sync_mode": "bsp"}, FP16, None),
+}  # fmt: skip
+"""Optimizers in wrappers of DeepSpeed's, with master weights and with parts of states."""
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_states_of_wrapped_optimizers(worlds: Worlds, name: str) -> None:
+    """With fp16 some updates are skipped, on one stage and not on another, and others know it later."""
+    stages, micro_batches, optimizer, block, extra, data_end = WRAPPED[name]
+    ds_config = cases.config(
+        micro_batches, optimizer, {"partition": "uniform", "recovery": {"every": 1}, **block}, **extra
+    )
+    ranks, lost = stages * (1 + name.endswith("replicas")), [2, 0, 1][:stages]
+    for losses, weights, recovered_losses, recovered_weights, recovered, sizes in worlds.run(
+        ranks, run, ds_config, stages, [3, 5, 8], lost, data_end, name.startswith("tied")
+    ):
+        assert recovered[0] is None
+        assert recovered_losses == losses
+        assert weights.keys() == recovered_weights.keys()
+        assert [key for key in weights if not torch.equal(weights[key], recovered_weights[key])] == []
+        assert all(planned <= kept <= 1.02 * planned for kept, planned in sizes), sizes  # more by gaps and counts
+
+
+def test_powers_within_another_optimizer() -> None:
+    """Muon has DeepSpeed's Adam for what is no matrix, and within a wrapper."""
+    fused = FusedAdam([nn.Parameter(torch.ones(1))])
+    for optimizer in (fused, Namespace(aux_optimizer=fused)):
+        reset = recovery._forgets_powers(Namespace(optimizer=Namespace(optimizer=optimizer), basic_optimizer=None))
+        assert isinstance(reset.__self__, FusedAdam)
+        assert reset.__self__ is not fused
+    assert recovery._forgets_powers(Namespace(optimizer=None, basic_optimizer=Namespace(aux_optimizer=None)))() is None
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -220,7 +297,7 @@ def test_a_recovered_run_is_one_without_a_failure(worlds: Worlds, name: str) -> 
         micro_batches, optimizer, {"partition": "uniform", "recovery": {"every": 1}, **block}, **extra
     )
     every = ds_config["vpipe"]["recovery"]["every"]
-    behind, ranks = -(-stages // (micro_batches * every)), stages * (1 + (name == "replicas"))
+    behind, ranks = -(-stages // (micro_batches * every)), stages * (1 + name.endswith("replicas"))
     for ends, lost in (
         ([6, 6, 10], [0, 0, 0]),
         ([5, 9], [behind, 0, 0]),
@@ -228,7 +305,7 @@ def test_a_recovered_run_is_one_without_a_failure(worlds: Worlds, name: str) -> 
         ([4, 7], [0, 1, 0]),
     ):
         lost = lost[:stages]
-        for losses, weights, recovered_losses, recovered_weights, recovered in worlds.run(
+        for losses, weights, recovered_losses, recovered_weights, recovered, _ in worlds.run(
             ranks, run, ds_config, stages, ends, lost, data_end, name.startswith("tied")
         ):
             assert recovered[0] is None
@@ -279,14 +356,17 @@ def drawn(number: int) -> tuple[int, tuple[Any, ...]]:
     lost = [0] * stages
     lost[draw.randrange(stages)] = draw.randint(0, 1)
     tied = stages > 1 and draw.random() < 0.4
-    ds_config = cases.config(micro_batches, draw.choice([SGD, ADAMW]), block, gradient_clipping=draw.choice([0.0, 0.5]))
-    return stages * draw.choice([1, 1, 1, 2 if stages < 3 else 1]), (ds_config, stages, ends, lost, data_end, tied)
+    optimizer, extra = draw.choice([SGD, ADAMW]), {"gradient_clipping": draw.choice([0.0, 0.5])}
+    ranks = stages * draw.choice([1, 1, 1, 2 if stages < 3 else 1])
+    extra |= draw.choice([{}, {}, BF16 | ZERO_1, BF16 | ZERO_1, BF16, FP16, FP16 | ZERO_1, ZERO_1])
+    ds_config = cases.config(micro_batches, optimizer, block, **extra)
+    return ranks, (ds_config, stages, ends, lost, data_end, tied)
 
 
 @pytest.mark.parametrize("number", range(RANDOM_FIRST, RANDOM_FIRST + RANDOM_RUNS))
 def test_recoveries_drawn_at_random(worlds: Worlds, number: int) -> None:
     ranks, arguments = drawn(number)
-    for losses, weights, recovered_losses, recovered_weights, recovered in worlds.run(ranks, run, *arguments):
+    for losses, weights, recovered_losses, recovered_weights, recovered, _ in worlds.run(ranks, run, *arguments):
         assert recovered_losses == losses, (arguments, recovered)
         assert all(torch.equal(weights[key], recovered_weights[key]) for key in weights), (arguments, recovered)
 
@@ -405,19 +485,21 @@ def test_what_cannot_be_kept_is_said(worlds: Worlds) -> None:
     assert len(second) == 1
 
 
-def other_sizes() -> tuple[int | None, int | None]:
+def other_sizes() -> list[int | None]:
     ds_config = cases.config(2, SGD, {"partition": "uniform", "recovery": {"every": 1}})
     runs = Runs(ds_config, 2, None, tied=False)
     runs.attempt(3, seed=1)
-    ds_config["gradient_accumulation_steps"] = 4
-    runs.attempt(4, seed=2)
-    first = runs.recovered
-    runs.attempt(5, seed=3)
-    return first, runs.recovered
+    found = []
+    bf16, fp32 = BF16 | ZERO_1, {"bf16": {"enabled": False}}
+    for seed, changed in enumerate(({"gradient_accumulation_steps": 4}, {"optimizer": ADAMW}, bf16, fp32, {}), 2):
+        ds_config |= changed
+        runs.attempt(seed + 2, seed)
+        found.append(runs.recovered)
+    return found
 
 
 def test_states_of_other_sizes_are_not_taken(worlds: Worlds) -> None:
-    assert worlds.run(2, other_sizes) == [(None, 3), (None, 3)]
+    assert worlds.run(2, other_sizes) == 2 * [[None, None, None, None, 6]]
 
 
 def from_elsewhere(folder: str) -> list[Any]:

@@ -193,6 +193,9 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
             ("`recovery` and `engine.recover()`: asp, vertical and bsp; M, depths, dropout, buffers, ties, replicas, "
              "`synchronous_updates`, data that end; killed anywhere", "bit-identical to a run without a failure",
              "test_recovery.py::test_a_recovered_run_is_one_without_a_failure"),
+            ("Likewise in bf16, in fp16 (dynamic loss scale, skipped updates) and with ZeRO-1, offload in bsp",
+             "likewise, with master weights and loss scale",
+             "test_recovery.py::test_states_of_wrapped_optimizers"),
             ("Likewise without a supervisor, in loops, with `move_layer()`, `repartition()`", "refused",
              "test_recovery.py::test_what_is_not_recovered_is_refused"),
             ("Likewise with other sizes than those of the state", "a line, and no recovery: the checkpoint counts",

@@ -401,6 +401,18 @@ def tolerance(run: Run) -> float:
     return 1e-4 if run.precision == "fp32" and run.optimizer == "AdamW" else off
 
 
+def without_rounding(run: Run, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters without the bias of attention's keys where Adam steps by gradients that are rounding alone."""
+    if run.optimizer != "AdamW" or run.precision == "fp32":
+        return parameters
+    queries_and_values = {
+        name: torch.cat([value.chunk(3)[0], value.chunk(3)[2]])
+        for name, value in parameters.items()
+        if name.endswith("in_proj_bias")
+    }
+    return {**parameters, **queries_and_values}
+
+
 def check(run: Run, reports: list[dict[str, Any]], seen: Counter[str]) -> None:
     """Ranks of a stage are neighbours."""
     lines = {report.get("refused") for report in reports}
@@ -422,7 +434,7 @@ def check(run: Run, reports: list[dict[str, Any]], seen: Counter[str]) -> None:
         found = by_layer(pipeline) if run.tied else cases.merged(pipeline)
         if run.tied and run.stages == 1:
             found |= {name.replace("0.", "9.", 1): value for name, value in found.items() if name.startswith("0.")}
-        off = difference(found, wanted.parameters())
+        off = difference(without_rounding(run, found), without_rounding(run, wanted.parameters()))
         assert off <= tolerance(run), f"parameters off by {off:.1e} after {done}: {run}"
         for report in pipeline:
             assert run.loop or report["losses"] == pytest.approx(wanted.losses, rel=max(1e-5, tolerance(run))), run

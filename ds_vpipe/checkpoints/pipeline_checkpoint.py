@@ -127,9 +127,22 @@ class PipelineCheckpoint:
                 self._refuse_lost(rank_file(layout.stage, replica, self._slice))
         self._numbers = numbers
         self.stages: list[dict[str, Any]] = [contents[number] for number in numbers]
+        for index in self._saved_layers() - self._layer_files.keys():
+            some = next(iter(self._layer_files.values()), Path("layer_00-model_states.pt")).name
+            self._refuse_lost(re.sub(r"\d+", f"{index:02d}", some, count=1))
         self._given_ties = dict(ties or {})
         self._layers: dict[int, Mapping[str, torch.Tensor]] = {}
         self._optimizers: dict[int, list[Mapping[str, Any]]] = {}
+
+    def _saved_layers(self) -> set[int]:
+        """Layers that had a file, as far as the stages' files say."""
+        named = [self.trained]
+        for stage in self.stages:
+            named += [stage.get("buffer_names") or (), *(stage.get("param_shapes") or ())]
+        heads = {name.partition(".")[0] for name in chain(*named)}
+        layouts = self.layouts or ()
+        tied = {index for layout in layouts for index in layout.ties}  # one that runs a forward_fn has no file
+        return ({int(head) for head in heads if head.isdecimal()} - tied).union(*(layout.files for layout in layouts))
 
     @cached_property
     def groups(self) -> list[Groups]:

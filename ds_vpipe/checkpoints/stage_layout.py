@@ -8,7 +8,7 @@ what is there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
@@ -41,6 +41,7 @@ class StageLayout:
     untied: Mapping[str, str]
     # Tied parameters of a plain module: from their names in later pieces to the first one's; None for a PipelineModule.
     copies: Mapping[str, str] | None = None
+    files: tuple[int, ...] = field(default=(), compare=False)  # layers with a file; former checkpoints do not say it
 
     @property
     def names(self) -> list[str]:
@@ -56,14 +57,14 @@ class StageLayout:
         """As a dict of numbers, strings, lists and dicts."""
         mappings = {name: dict(value) for name, value in vars(self).items() if isinstance(value, Mapping)}
         groups = [[[name, list(shape)] for name, shape in group] for group in self.groups]
-        return {**asdict(self), **mappings, "bounds": list(self.bounds), "groups": groups}
+        return {**asdict(self), **mappings, "bounds": list(self.bounds), "files": list(self.files), "groups": groups}
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> StageLayout:
-        """The inverse of :meth:`plain`. Other keys are ignored, and ``copies`` may be missing."""
-        values = {"untied": values.get("free"), **values}  # the key's former name
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values or name != "copies"}
-        known["bounds"] = tuple(known["bounds"])
+        """The inverse of :meth:`plain`. Other keys are ignored, and ``copies`` and ``files`` may be missing."""
+        values = {"untied": values.get("free"), "copies": None, "files": (), **values}  # "free": the key's former name
+        known = {name: values[name] for name in cls.__dataclass_fields__}
+        known["bounds"], known["files"] = tuple(known["bounds"]), tuple(known["files"])
         known["groups"] = [[(name, tuple(shape)) for name, shape in group] for group in known["groups"]]
         return cls(**known)
 

@@ -47,6 +47,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
         for name, own in untied.items():
             if name.startswith(f"tied_modules.{ties.get(index)}."):
                 aliases.setdefault(f"{index}.{own.partition('.')[2]}", aliases.get(name, own))
+    layers = zip(layer_numbers(module), module.forward_funcs, strict=True)
     return StageLayout(
         stage=engine.stage_id,
         bounds=tuple(module.parts),
@@ -58,6 +59,7 @@ def stage_layout(engine: PipelineEngine) -> StageLayout:
         aliases={name: own for name, own in aliases.items() if name != own and name not in untied},
         untied={own: name for name, own in untied.items()},
         copies=module.copies() if isinstance(module, SplitModule) else None,
+        files=tuple(index for index, layer in layers if hasattr(layer, "state_dict")),
     )
 
 

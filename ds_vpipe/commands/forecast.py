@@ -9,8 +9,8 @@ The model is named as for the command profile; the dict has "layers", "loss_fn" 
 
   loss    mean of the last tenth of the updates; "gap" is to the best synchronous training
   update  its time as a share of a synchronous pipeline's, of as many stages and micro-batches
-  time    to the loss at which the best synchronous training ends, as a share of the time that a synchronous pipeline of
-          as many stages takes for that training
+  time    until the loss stays where the best synchronous training ends, or below, as a share of the time that a
+          synchronous pipeline of as many stages takes for that training; none if it ends above
 
 examples:
   python -m ds_vpipe forecast adamw.json soap.json --model ds_vpipe.models.bert.example:training --stages 4 8
@@ -22,11 +22,11 @@ import itertools
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_vpipe.commands.arguments import Answer, count, rate, read_file
+from ds_vpipe.commands.arguments import Answer, checked, count, rate, read_file
 from ds_vpipe.commands.profile import example, setting
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson
@@ -45,11 +45,14 @@ _SEED = 1
 _WINDOW = 10  # part of the updates over which a loss is averaged
 
 
+several = checked(int, lambda value: value >= 2, "a whole number >= 2; synchronous training is always beside them")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("configs", nargs="+", metavar="DS_CONFIG", help="DeepSpeed JSONs with a vpipe block")
     parser.add_argument("--model", required=True, metavar="MODULE:FUNCTION", help="the function that makes the model")
     parser.add_argument("--set", action="append", type=setting, default=[], metavar="KEY=VALUE", help="argument of it")
-    parser.add_argument("--stages", type=count, nargs="+", default=[4, 8], metavar="K", help="default 4 8")
+    parser.add_argument("--stages", type=several, nargs="+", default=[4, 8], metavar="K", help="default 4 8")
     parser.add_argument("--minutes", type=rate, default=20.0, metavar="T", help="for all trainings; default 20")
     parser.add_argument("--updates", type=count, metavar="N", help="of each training, however long they take")
     parser.add_argument("--profile", metavar="FILE", help="of the layers on the device meant, from the command profile")
@@ -71,6 +74,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     from ds_vpipe.simulation.forecast import planned_pace
 
     settings = [_Settings.read(path) for path in arguments.configs]
+    if len({one.name for one in settings}) < len(settings):
+        settings = [replace(one, name=path) for one, path in zip(settings, arguments.configs, strict=True)]
     batch = {one.size * one.micro_batches for one in settings}
     if len(batch) > 1:
         allowed = "the same number of samples per update in all JSONs"
@@ -103,6 +108,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         lambda: "\n".join(
             [_text(rows), *(f"{one.stages} stages, {one.name}: {one.choice}" for one in found if one.choice)]
         ),
+        0 if any(row["stages"] == 1 and math.isfinite(row["loss"]) for row in rows) else 1,
     )
 
 
@@ -137,12 +143,16 @@ class _Settings:
 
 def _profile(arguments: argparse.Namespace, one: _Settings) -> ModelProfile:
     from ds_vpipe.planning.profiler import profile_layers
+    from ds_vpipe.simulation.forecast import ended
 
     path = arguments.profile or one.config.profile
     if path is not None:
         return ModelProfile.load(path)
     made = _made(arguments, one)
-    inputs, labels = next(iter(made["data"]))
+    first = next(iter(made["data"]), None)
+    if first is None:
+        raise ended(0, 0)
+    inputs, labels = first
     return profile_layers(
         made["layers"], inputs, loss_fn=made["loss_fn"], labels=labels, micro_batch_size=one.size, micro_batches=3
     )
@@ -197,6 +207,7 @@ def _rows(found: list[_Training]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"settings": one.name, "stages": one.stages, "late by": one.delay, "updates": updates}
         row |= {"loss": loss, "gap": (loss - level) / abs(level) if level else None, "update": None, "time": None}
         reached = updates_to(one.losses, level, window)
+        row["time"] = None if reached is None else reached / updates
         if one.late is not None:
             pace, config, _ = one.late
             row["update"] = pace.update
@@ -210,7 +221,7 @@ def _text(rows: list[dict[str, Any]]) -> str:
         return "" if value is None else f"{value:.0%}"
 
     def gap(value: float | None) -> str:
-        return "" if value is None else f"{value:+.2%}"
+        return "" if value is None else f"{value:+.2%}" if math.isfinite(value) else "diverged"
 
     shown = [
         row
@@ -219,6 +230,8 @@ def _text(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     lines = [aligned(shown)]
+    if not any(row["stages"] == 1 and math.isfinite(row["loss"]) for row in rows):
+        return f"{lines[0]}\nno synchronous training ended at a finite loss; lower the learning rate"
     for stages in dict.fromkeys(row["stages"] for row in rows if row["stages"] > 1):
         here = [row for row in rows if row["stages"] == stages]
         timed = [row for row in here if row["time"] is not None]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from deepspeed.utils import logger
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.config.staleness import Staleness
-from ds_vpipe.errors import Refusal
+from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.lr_policies import lr_policy
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
@@ -138,9 +137,13 @@ def losses_of(replay: Replay, data: Iterator[tuple[Any, Any]]) -> Iterator[float
         try:
             yield replay.train_batch(data)
         except StopIteration:
-            trained = replay.batches * replay.micro_batches
-            fix = "let the function yield more, or give --updates"
-            raise Refusal('"data"', trained, "micro-batches without an end", fix, "they ended").error() from None
+            raise ended(replay.batches * replay.micro_batches, replay.batches) from None
+
+
+def ended(micro_batches: int, updates: int) -> VPipeConfigError:
+    """Refusal of data that end."""
+    fix = "let the function yield more" + (f", or give --updates {updates}" if updates else "")
+    return Refusal('"data"', micro_batches, "micro-batches without an end", fix, "they ended").error()
 
 
 def smoothed(losses: Sequence[float], window: int) -> list[float]:
@@ -150,14 +153,18 @@ def smoothed(losses: Sequence[float], window: int) -> list[float]:
 
 
 def updates_to(losses: Sequence[float], level: float, window: int) -> int | None:
-    """Updates after which the smoothed loss has come down to ``level``; None if it never has."""
-    found = (count for count, loss in enumerate(smoothed(losses, window), window) if loss <= level)
-    return next(found, None)
+    """Updates after which the smoothed loss stays at ``level`` or below; None if it ends above.
+
+    What a noisy loss reaches once and leaves again is no result.
+    """
+    above = (count for count, loss in enumerate(smoothed(losses, window), window) if not loss <= level)
+    last = max(above, default=window - 1)
+    return None if last == len(losses) else last + 1
 
 
 def last_loss(losses: Sequence[float], window: int) -> float:
-    """Mean of the last ``window`` losses."""
-    return fmean(losses[-window:])
+    """Mean of the last ``window`` losses, as :func:`smoothed` has it."""
+    return smoothed(losses, window)[-1]
 
 
 def _optimizer(json: DeepSpeedJson) -> MakeOptimizer:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +133,17 @@ def test_auto_depths_are_the_planners(config: Callable[..., str], capsys: pytest
         ({"gradient_clipping": "auto"}, [], 'gradient_clipping: got "auto"'),
         ({"optimizer": {"type": "SOAP", "params": {"lr": "auto"}}}, [], "optimizer.params: got"),
         ({"scheduler": {"type": "Cosine"}}, [], 'scheduler.type: got "Cosine"'),
-        ({}, ["--set", "end=3"], '"data": got 3'),
+        ({}, ["--set", "end=3"], '"data": got 3; they ended; allowed: micro-batches without an end; let the function '),
+        ({}, ["--set", "end=3"], "yield more, or give --updates 3"),
+        ({}, ["--set", "end=0"], '"data": got 0; they ended'),
+        ({}, ["--stages", "1"], '--stages: got "1"; allowed: a whole number >= 2'),
     ],
 )
 def test_refusals(
     config: Callable[..., str], capsys: pytest.CaptureFixture[str], settings: Any, words: list[str], wanted: str
 ) -> None:
-    argv = ["forecast", config(**settings), "--model", "test_forecast:training", "--updates", "4", "--stages", "2"]
-    assert main([*argv, *words]) == 2
+    argv = ["forecast", config(**settings), "--model", "test_forecast:training", "--updates", "4"]
+    assert main([*argv, *(words if "--stages" in words else ["--stages", "2", *words])]) == 2
     error = capsys.readouterr().err
     assert wanted in error.splitlines()[-1]
     assert "Traceback" not in error
@@ -183,3 +187,33 @@ def test_time_counts_drains() -> None:
 def test_updates_to_a_loss() -> None:
     assert updates_to([4, 3, 2, 1], 2.5, 2) == 3
     assert updates_to([4, 3, 2, 1], 1, 2) is None
+    assert updates_to([4, 1, 4, 2, 1], 2, 1) == 4  # what only passes the level does not count
+    assert updates_to([4, 1, 4], 2, 1) is None
+    assert updates_to([1, 1, 1], 2, 2) == 2
+
+
+def test_a_loss_that_has_passed_the_level_and_ends_above_it_has_no_time() -> None:
+    synchronous = trained("one", 1, 2.0)
+    noisy = replace(trained("one", 4, 3.0), losses=[1.0, *[3.0] * 9])
+    rows = _rows([synchronous, noisy])
+    assert [row["time"] for row in rows] == [0.1, None]
+    assert _text(rows).splitlines()[-1] == (
+        "4 stages: one, +50.00%; none came to the synchronous loss, see docs/convergence.md"
+    )
+
+
+def test_losses_without_a_finite_end() -> None:
+    late = trained("late", 4, float("nan"))
+    assert _text(_rows([trained("one", 1, 2.0), late])).splitlines()[-1].startswith("4 stages: late, diverged; none")
+    text = _text(_rows([trained("one", 1, float("nan")), late]))
+    assert "+nan%" not in text
+    assert text.splitlines()[-1] == "no synchronous training ended at a finite loss; lower the learning rate"
+
+
+def test_files_with_equal_names_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ds.json").write_text(json.dumps(cases.config(1, OPTIMIZER, vpipe={})))
+    files = [str(tmp_path / folder / "ds.json") for folder in ("a", "b")]
+    found = rows(capsys, *files, "--model", "test_forecast:training", "--stages", "2", "--updates", "2")
+    assert [row["settings"] for row in found] == [files[0], files[0], files[1], files[1]]

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import deepspeed
 from deepspeed.utils import logger as deepspeed_logger
@@ -37,6 +37,8 @@ from ds_vpipe.extension_builds import extension_builds
 from ds_vpipe.run_record import PACKAGES, package_version
 
 START_LIMIT_S = 900.0  # of ranks for each other: one may have to collect and tokenise its text
+
+_OWN = "ds_vpipe: "  # begins what this package prints and warns of
 
 Result = TypeVar("Result")
 
@@ -171,9 +173,27 @@ def write_run_record(output: Path, ds_config: Mapping[str, Any], command: Sequen
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Keep back what DeepSpeed prints and warns of while it starts: every layer, and a scheduler not yet stepped."""
-    deepspeed_logger.setLevel(logging.ERROR)
+    deepspeed_logger.setLevel(logging.WARNING)
+    deepspeed_logger.addFilter(_is_shown)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(_OwnLines(sys.stdout)):
             yield
     finally:
-        deepspeed_logger.setLevel(logging.WARNING)
+        deepspeed_logger.removeFilter(_is_shown)
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or record.getMessage().startswith(_OWN)
+
+
+class _OwnLines(io.StringIO):
+    """Stream that keeps back all but what ds_vpipe prints, a call of ``print()`` at a time."""
+
+    def __init__(self, shown: TextIO) -> None:
+        super().__init__()
+        self._shown = shown
+
+    def write(self, text: str) -> int:
+        if text.startswith(_OWN):
+            print(text, file=self._shown, flush=True)
+        return len(text)

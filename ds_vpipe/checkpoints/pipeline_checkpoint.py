@@ -136,7 +136,7 @@ class PipelineCheckpoint:
 
     def _saved_layers(self) -> set[int]:
         """Layers that had a file, as far as the stages' files say."""
-        named = [self.trained]
+        named: list[Iterable[str]] = [self.trained]
         for stage in self.stages:
             named += [stage.get("buffer_names") or (), *(stage.get("param_shapes") or ())]
         heads = {name.partition(".")[0] for name in chain(*named)}

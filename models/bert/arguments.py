@@ -126,8 +126,12 @@ def check_masking(parsed: argparse.Namespace) -> None:
     parsed.max_predictions_per_seq = check_shape(
         parsed.max_seq_length, parsed.max_predictions_per_seq, parsed.mlm_probability
     )
-    if parsed.seed < 0:
-        raise VPipeConfigError(f"--seed {parsed.seed}: must not be negative")
+    _check_seed(parsed)
+
+
+def _check_seed(parsed: argparse.Namespace) -> None:
+    if not 0 <= parsed.seed < 2**32:
+        raise VPipeConfigError(f"--seed {parsed.seed}: must be at least 0 and less than 2^32")
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -165,8 +169,7 @@ def _check(parsed: argparse.Namespace) -> None:
         check_masking(parsed)
     elif parsed.max_seq_length is not None and parsed.max_predictions_per_seq is not None:
         check_shape(parsed.max_seq_length, parsed.max_predictions_per_seq)
-    if parsed.seed < 0:
-        raise VPipeConfigError(f"--seed {parsed.seed}: must not be negative")
+    _check_seed(parsed)
     if parsed.resume_from_checkpoint is not None and parsed.initial_checkpoint:
         raise VPipeConfigError(
             f"--resume_from_checkpoint and --model_name_or_path {parsed.initial_checkpoint} exclude each other: the one"

@@ -33,7 +33,7 @@ class Metrics:
 
     def __init__(self, folder: Path | None, total_steps: int, samples_per_step: int, every: int, done: int = 0) -> None:
         self._folder = folder
-        self._samples_per_step = samples_per_step
+        self._total_steps, self._samples_per_step = total_steps, samples_per_step
         self._every = every
         self._begin = self._since = time.monotonic()
         self._paused: float | None = None
@@ -51,13 +51,13 @@ class Metrics:
     def step(
         self, step: int, epoch: int, loss: Tensor, learning_rate: float, stages: Sequence[StageStatistics] = ()
     ) -> None:
-        """Add the loss of update `step` >= 1. Every few updates store the mean with the latest `stages`."""
+        """Add the loss of update `step` >= 1. Every few, and after the last, store the mean with the latest `stages`."""
         if self._folder is None:
             return
         # Reading a loss waits for the device: keep the tensors and read them once per record.
         self._losses.append(loss.detach())
         self._bar.update()
-        if step % self._every:
+        if step % self._every and step != self._total_steps:
             return
         now = time.monotonic()
         mean = sum(value.item() for value in self._losses) / len(self._losses)

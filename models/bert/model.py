@@ -50,7 +50,9 @@ def model_of(arguments: Namespace) -> Model:
         if arguments.tie_word_embeddings is not None:
             config.tie_word_embeddings = arguments.tie_word_embeddings
         layers = bert_layers(config, arguments.seed)
-        return Model(config, layers, f"new bert, {len(layers)} pipeline layers")
+        taken = arguments.initial_checkpoint or arguments.resume_from_checkpoint
+        begin = "new bert" if taken is None else f"bert with the weights of {taken}"
+        return Model(config, layers, f"{begin}, {len(layers)} pipeline layers")
     if arguments.vocab_size is not None:
         raise VPipeConfigError(
             f"--vocab_size {arguments.vocab_size} with --model_name_or_path: the vocabulary is that of the"

@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 import ds_vpipe
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.errors import VPipeConfigError, read_json, show
 from ds_vpipe.models.bert.arguments import CHECKPOINTS, parse_arguments
 from ds_vpipe.models.bert.data import TrainingData, micro_batches_of, prepare_on_readers
@@ -36,10 +37,7 @@ def _run(arguments: Namespace) -> None:
     model = model_of(arguments)
     rank, world = start_process_group()
     record_run(arguments.output_dir, ds_config)
-    # Taken out of the configuration: the engine's own progress lines would repeat those of the metrics.
-    every = ds_config.pop("steps_per_print", DEFAULT_STEPS_PER_PRINT)
-    if not isinstance(every, int) or every < 1:
-        raise VPipeConfigError(f"steps_per_print in {path}: {every!r} must be a positive integer")
+    every = take_steps_per_record(ds_config, path)
     stages: int = arguments.num_stages or world
     if world % stages:
         raise VPipeConfigError(f"--num_stages {stages}: must divide the number of ranks, {world}")
@@ -58,6 +56,22 @@ def _run(arguments: Namespace) -> None:
     _Run(engine, loss, arguments, data, model).train(every if rank == 0 else None)
     distributed.barrier()  # a rank that leaves early takes its connections with it
     distributed.destroy_process_group()
+
+
+def take_steps_per_record(ds_config: dict[str, Any], path: str) -> int:
+    """Updates between two records: ``steps_per_print``, which stays in the configuration for DeepSpeed's timers only.
+
+    The engine's own progress lines would repeat those of the metrics.
+
+    Raises:
+        VPipeConfigError: it is no positive integer.
+    """
+    every = ds_config.get("steps_per_print", DEFAULT_STEPS_PER_PRINT)
+    if not isinstance(every, int) or every < 1:
+        raise VPipeConfigError(f"steps_per_print in {path}: {every!r} must be a positive integer")
+    if not DeepSpeedJson(ds_config).on("wall_clock_breakdown"):
+        ds_config.pop("steps_per_print", None)
+    return every
 
 
 class _Run:

@@ -18,7 +18,8 @@ from worlds import Worlds, free_port
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.arguments import parse_arguments
 from ds_vpipe.models.bert.metrics import Metrics
-from ds_vpipe.models.bert.training import main
+from ds_vpipe.models.bert.model import model_of
+from ds_vpipe.models.bert.training import main, take_steps_per_record
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ["--deepspeed_config", "config.json"]
@@ -115,7 +116,8 @@ def test_the_script_starts_without_installation_and_reports_a_mistake_in_one_lin
             [*CONFIG, "--max_predictions_per_seq", "62"],
             "--max_predictions_per_seq 62: at most --max_seq_length - 3 = 61",
         ),
-        ([*CONFIG, "--seed", "-1"], "--seed -1: must not be negative"),
+        ([*CONFIG, "--seed", "-1"], "--seed -1: must be at least 0"),
+        ([*CONFIG, "--seed", str(2**32)], "--seed 4294967296: must be at least 0 and less than 2^32"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(arguments: list[str], says: str) -> None:
@@ -169,9 +171,25 @@ RESULT = {
 }
 
 
+def test_the_model_says_whose_weights_it_takes(tmp_path: Path) -> None:
+    (tmp_path / "latest").touch()
+    assert model_of(parse_arguments(CONFIG)).description == "new bert, 9 pipeline layers"
+    taken = model_of(parse_arguments([*CONFIG, "--model_name_or_path", str(tmp_path)]))
+    assert taken.description == f"bert with the weights of {tmp_path}, 9 pipeline layers"
+
+
+@pytest.mark.parametrize(("more", "left"), [({}, False), ({"wall_clock_breakdown": True}, True)])
+def test_deepspeeds_timers_keep_their_interval(more: dict[str, Any], left: bool) -> None:
+    ds_config = {"steps_per_print": 2, **more}
+    assert take_steps_per_record(ds_config, "ds.json") == 2
+    assert ("steps_per_print" in ds_config) == left
+    with pytest.raises(VPipeConfigError, match="steps_per_print in ds.json: 0 must be a positive integer"):
+        take_steps_per_record({"steps_per_print": 0}, "ds.json")
+
+
 def test_log_lines_hold_the_mean_since_the_last_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = Metrics(tmp_path / "new" / "folder", total_steps=4, samples_per_step=8, every=2)
-    for step, loss in enumerate([8.0, 9.0, 7.0, 6.0], start=1):
+    report = Metrics(tmp_path / "new" / "folder", total_steps=5, samples_per_step=8, every=2)
+    for step, loss in enumerate([8.0, 9.0, 7.0, 6.0, 5.0], start=1):
         report.step(step, step // 4, torch.tensor(loss), learning_rate=0.1)
         with report.pause():
             report.validation(step, RESULT)
@@ -180,6 +198,7 @@ def test_log_lines_hold_the_mean_since_the_last_one(tmp_path: Path, capsys: pyte
     assert [line.split(", ")[:3] for line in lines] == [
         ["Epoch 0", "Iteration 2", "Loss: 8.5000"],
         ["Epoch 1", "Iteration 4", "Loss: 6.5000"],
+        ["Epoch 1", "Iteration 5", "Loss: 5.0000"],
     ]
     assert all(re.search(r"\d samples/s$", line) for line in lines)
 

@@ -110,9 +110,13 @@ def sizes(text: str) -> int | tuple[int, ...]:
 def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that :func:`read_pipeline` reads."""
     group = parser.add_argument_group("the pipeline; what is not given comes from the DeepSpeed JSON")
-    group.add_argument("--stages", type=count, metavar="K", help="ranks of the pipeline; default: entries of partition")
+    group.add_argument(
+        "--stages", type=count, metavar="K", help="ranks of the pipeline; default: pipeline.stages or a list"
+    )
     group.add_argument("--micro-batches", type=count, metavar="M", help="per batch; default: what the batch sizes say")
-    group.add_argument("--replicas", type=count, default=1, metavar="N", help="data-parallel, sharing batch and ZeRO-1")
+    group.add_argument(
+        "--replicas", type=count, metavar="N", help="data-parallel; default: what the batch sizes say, or 1"
+    )
     group.add_argument("--schedule", choices=SCHEDULES, help="order of the passes")
     group.add_argument("--virtual-stages", type=count, metavar="V", help="parts of the model per rank, for interleaved")
     group.add_argument("--depth", type=numbers(int), metavar="W,W,...", help="warm-up depths, for asp, such as 3,2,1,0")
@@ -155,12 +159,17 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
         options |= {"stage_to_depth_map": "default", "weight_sync": "stash"}
     config = config.model_copy(update=options)
     bare = config.model_copy(update=_BARE)
-    num_stages = arguments.stages or _num_stages(config)
+    num_stages = arguments.stages or _num_stages(config, ds_config)
     parts = num_stages * config.virtual_stages
     if parts > _MOST_PARTS:
         name = "number of stages, virtual ones counted"
         raise Refusal(name, parts, f"at most {_MOST_PARTS}", "give fewer --stages or --virtual-stages").error()
-    micro_batches = arguments.micro_batches or ds_config.micro_batches(arguments.replicas)
+    replicas = replicas_of(arguments, ds_config)
+    if arguments.micro_batches is None:
+        ranks = replicas * num_stages
+        plain = ds_config.stages is not None  # the total of its script may count all ranks as replicas
+        (ds_config.corrected(ranks, num_stages)[0] if plain else ds_config).refuse_batch_sizes(ranks, num_stages)
+    micro_batches = arguments.micro_batches or ds_config.micro_batches(replicas)
     pipeline = bare.pipeline(num_stages, micro_batches)
     check_size(pipeline, Workload(1 + _filling(pipeline)))
     return config, ds_config, pipeline
@@ -171,13 +180,25 @@ def _filling(pipeline: Pipeline) -> int:
     return 0 if pipeline.synchronous else update_delay(pipeline.depths[0], pipeline.micro_batches)
 
 
-def _num_stages(config: VPipeConfig) -> int:
+def replicas_of(arguments: argparse.Namespace, ds_config: DeepSpeedJson) -> int:
+    """Data-parallel replicas: those given, or those that the JSON's batch sizes fit."""
+    return arguments.replicas or (1 if arguments.micro_batches else ds_config.replicas)
+
+
+def _num_stages(config: VPipeConfig, ds_config: DeepSpeedJson) -> int:
+    given = ds_config.stages
     ratios = config.recompute_ratio if config.virtual_stages == 1 else None  # of stages or of virtual stages
     for values, share in ((config.stage_to_depth_map, 1), (config.partition, config.virtual_stages), (ratios, 1)):
         if isinstance(values, tuple):
-            return len(values) // share
-    reason = "no list in the JSON says it"
-    raise Refusal("number of stages", None, "a whole number >= 1", "give --stages K", reason).error()
+            listed = len(values) // share
+            if given not in (None, listed):
+                reason = f"vpipe has a list for {listed}"
+                raise Refusal("pipeline.stages", given, str(listed), "correct one of the two", reason).error()
+            return listed
+    if given is None:
+        reason = "neither pipeline.stages nor a list in the JSON says it"
+        raise Refusal("number of stages", None, "a whole number >= 1", "give --stages K", reason).error()
+    return given
 
 
 def workload_from(arguments: argparse.Namespace, pipeline: Pipeline, beyond: int) -> Workload:
@@ -255,7 +276,7 @@ def read_costs(
     profile = read_profile(options.get("profile") or config.profile, ds_config if ds_config.content else None)
     names = {"memory_budget": "memory", "link_bandwidth": "bandwidth", "host_bandwidth": "host_bandwidth"}
     given = {key: options[name] for key, name in names.items() if options.get(name) is not None}
-    replicas, latency_s = arguments.replicas, options.get("latency", 0.0)
+    replicas, latency_s = replicas_of(arguments, ds_config), options.get("latency", 0.0)
     devices = Devices.of(
         config.model_copy(update=given),
         ds_config,

@@ -15,7 +15,14 @@ exit status: 0 sound, 1 the schedule has a fault, 2 the configuration is wrong
 import argparse
 from dataclasses import asdict
 
-from ds_vpipe.commands.arguments import Answer, add_config_arguments, check_size, read_pipeline, with_planned_depths
+from ds_vpipe.commands.arguments import (
+    Answer,
+    add_config_arguments,
+    check_size,
+    read_pipeline,
+    replicas_of,
+    with_planned_depths,
+)
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.schedules.check import check_programs, typical_workload
@@ -43,16 +50,18 @@ def run(arguments: argparse.Namespace) -> Answer:
     check_size(pipeline, workload)
     actions = programs(pipeline, workload)
     faults = check_programs(pipeline, actions, workload)
+    replicas = replicas_of(arguments, ds_config)
     count = sum(len(program) for program in actions)
 
     def text() -> str:
         if faults:
             return "\n".join(map(str, faults))
-        sizes = f"{pipeline.num_stages} stages, {pipeline.micro_batches} micro-batches per batch"
+        shared = f" of {replicas} replicas" if replicas > 1 else ""
+        sizes = f"{pipeline.num_stages} stages{shared}, {pipeline.micro_batches} micro-batches per batch"
         sound = f"sound: {pipeline.schedule}, {sizes}, {count} actions in {workload.batches} batches checked"
         return "\n".join(filter(None, (sound, choice.line)))
 
     rows = [{**asdict(fault), "action": fault.action and str(fault.action)} for fault in faults]
-    data = {"ok": not faults, "actions": count, "batches": workload.batches, "faults": rows}
+    data = {"ok": not faults, "replicas": replicas, "actions": count, "batches": workload.batches, "faults": rows}
     data |= {"staleness": config.to_dict()["staleness"], "staleness_line": choice.line}
     return Answer(lambda: data, text, 1 if faults else 0)

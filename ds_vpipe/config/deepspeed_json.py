@@ -26,6 +26,7 @@ TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 BLOCK = "vpipe"
+STAGES_REMEDY = 'write "pipeline": {"stages": 4} into the DeepSpeed JSON'
 _PARTS = (MICRO, STEPS)
 _BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size, in elements
 _SWITCH, _NUMBER = TypeAdapter(bool), TypeAdapter(int)  # as DeepSpeed has them
@@ -104,6 +105,28 @@ class DeepSpeedJson:
         """Parameters of the optimizer."""
         params = self.get("optimizer.params")
         return params if isinstance(params, Mapping) else {}
+
+    @property
+    def stages(self) -> int | None:
+        """Stages of a plain module, ``"pipeline": {"stages": K}``. None if others say it, as with ``"auto"``.
+
+        Raises:
+            VPipeConfigError: it is no number.
+        """
+        given = self.get("pipeline.stages")
+        if given is None or given == "auto":
+            return None
+        if type(given) is not int or given < 1:
+            raise Refusal("pipeline.stages", given, "an int >= 1", STAGES_REMEDY).error()
+        return given
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas that three batch sizes say; 1 where one is missing."""
+        sizes = [self.get(key) for key in (TOTAL, *_PARTS)]
+        if not all(type(value) is int and value > 0 for value in sizes):
+            return 1
+        return max(1, sizes[0] // prod(sizes[1:]))
 
     def micro_batches(self, replicas: int) -> int:
         """Micro-batches per batch, M, which two of the three batch sizes say.

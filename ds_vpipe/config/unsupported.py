@@ -125,6 +125,8 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     allowed = "a positive integer next to wall_clock_breakdown"
     fix = "add the key, or write false for wall_clock_breakdown"
     yield "steps_per_print", silent, allowed, "wall_clock_breakdown prints every steps_per_print steps", fix
+    why, fix = f"the pipeline has {num_stages}", f"write {num_stages}, or give the pipeline as many stages"
+    yield "pipeline.stages", json.stages not in (None, num_stages), str(num_stages), why, fix
     several = num_stages > 1
     late_muon = several and block.sync_mode == "asp" and (json.optimizer or "").lower() == "muon"
     why = "layers need not have the names by which it spares embeddings, and late gradients harm it"

@@ -16,7 +16,7 @@ from torch._dynamo import OptimizedModule
 
 from ds_vpipe.accelerators import stages_are_neighbours
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.deepspeed_json import STAGES_REMEDY, DeepSpeedJson
 from ds_vpipe.engine.links.groups import use_local_device
 from ds_vpipe.engine.modules.partitioned import VPipeModule
 from ds_vpipe.engine.modules.recompute import TIMED, PieceModule
@@ -278,17 +278,14 @@ def pipeline_from_module(
 
 def stages_in(ds_config: Mapping[str, Any], partition: Any, virtual_stages: int = 1) -> int:
     """Number of stages for a plain module: ``"pipeline": {"stages": K}`` in the DeepSpeed JSON, or by ``partition``."""
-    pipeline = ds_config.get("pipeline")
-    given = pipeline.get("stages") if isinstance(pipeline, Mapping) else None
-    remedy = 'write "pipeline": {"stages": 4} into the DeepSpeed JSON'
-    if given is None or given == "auto":
-        if isinstance(partition, Sequence) and not isinstance(partition, str):
-            return len(partition) // virtual_stages
-        reason = "the model is a plain module, which does not say how many stages it shall have"
-        raise Refusal("pipeline.stages", given, "an int >= 1, or a list in vpipe.partition", remedy, reason).error()
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise Refusal("pipeline.stages", given, "an int >= 1", remedy).error()
-    return given
+    json = DeepSpeedJson(ds_config)
+    if json.stages is not None:
+        return json.stages
+    if isinstance(partition, Sequence) and not isinstance(partition, str):
+        return len(partition) // virtual_stages
+    given, allowed = json.get("pipeline.stages"), "an int >= 1, or a list in vpipe.partition"
+    reason = "the model is a plain module, which does not say how many stages it shall have"
+    raise Refusal("pipeline.stages", given, allowed, STAGES_REMEDY, reason).error()
 
 
 def stages_of_json(ds_config: Mapping[str, Any]) -> int:

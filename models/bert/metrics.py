@@ -51,7 +51,7 @@ class Metrics:
     def step(
         self, step: int, epoch: int, loss: Tensor, learning_rate: float, stages: Sequence[StageStatistics] = ()
     ) -> None:
-        """Add the loss of update `step` >= 1. Every few, and after the last, store the mean with the latest `stages`."""
+        """Add the loss of update `step` >= 1. Every few and at the last, store the mean with the latest `stages`."""
         if self._folder is None:
             return
         # Reading a loss waits for the device: keep the tensors and read them once per record.

@@ -246,6 +246,53 @@ def test_check_refuses_what_training_would(tmp_path: Path, capsys: pytest.Captur
         assert message in refused(capsys, "check", str(path), "--stages", "3")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "argv", "found"),
+    [
+        ((8, 2, 4), [], "sound: asp, 2 stages, 4 micro-batches per batch, "),
+        ((16, 2, 4), [], "sound: asp, 2 stages of 2 replicas, 4 micro-batches per batch, "),
+        ((16, 2, 4), ["--replicas", "2"], "2 stages of 2 replicas, 4 micro-batches"),
+        ((16, 2, 4), ["--replicas", "1"], "train_batch_size: got 16; 2 ranks in 2 stages are 1 replicas; allowed: 8"),
+        ((17, 2, 4), [], "train_batch_size: got 17; 4 ranks in 2 stages are 2 replicas; allowed: 16"),
+        ((7, 2, None), [], "train_batch_size: got 7; 2 ranks in 2 stages are 1 replicas; allowed: a multiple of 2"),
+        ((17, 2, 4), ["--micro-batches", "3"], "2 stages, 3 micro-batches"),
+    ],
+)
+def test_batch_sizes_are_those_that_training_takes(
+    sizes: Any, argv: list[str], found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.json"
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = {key: value for key, value in zip(keys, sizes, strict=True) if value}
+    path.write_text(json.dumps({**given, "vpipe": {}}))
+    refuses = "got" in found
+    assert found in (refused if refuses else printed)(capsys, "check", str(path), "--stages", "2", *argv)
+    if refuses:
+        assert found in refused(capsys, "show", str(path), "--stages", "2", *argv)
+    else:
+        replicas = 1 if sizes[0] == 8 or argv[:1] == ["--micro-batches"] else 2
+        assert printed_json(capsys, "check", str(path), "--stages", "2", *argv)["replicas"] == replicas
+
+
+def test_stages_of_a_plain_module_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.json"
+
+    def write(stages: Any, **block: Any) -> None:
+        path.write_text(json.dumps({**CONFIG, "pipeline": {"stages": stages}, "vpipe": block}))
+
+    write(3)
+    assert "sound: asp, 3 stages" in printed(capsys, "check", str(path))
+    assert printed(capsys, "show", str(path), "--stages", "2").count("stage ") == 2
+    assert "pipeline.stages: got 3; the pipeline has 2; allowed: 2" in refused(capsys, "check", str(path), "--stages", "2")
+    write(0)
+    assert "pipeline.stages: got 0; allowed: an int >= 1" in refused(capsys, "check", str(path))
+    write("auto", partition=[2, 2])
+    assert "sound: asp, 2 stages" in printed(capsys, "check", str(path))
+    write(3, partition=[2, 2])
+    for command in ("check", "show"):
+        assert "pipeline.stages: got 3; vpipe has a list for 2; allowed: 2" in refused(capsys, command, str(path))
+
+
 def test_depths_are_those_that_training_plans(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "auto.json"
     vpipe = {"partition": [4, 4], "stage_to_depth_map": "auto", "profile": profile, "link_bandwidth": 1e8}

@@ -606,6 +606,8 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str, object, str]] = [
     ),
     ({"datastates_ckpt": {}}, {}, "datastates_ckpt", {}, "remove the key"),
     ({"managed_gradient_accumulation": False}, {}, "managed_gradient_accumulation", False, "write true"),
+    ({"pipeline": {"stages": 4}}, {}, "pipeline.stages", 4, "allowed: 2"),
+    ({"pipeline": {"stages": True}}, {}, "pipeline.stages", True, "allowed: an int >= 1"),
 ]
 
 
@@ -644,6 +646,7 @@ def test_several_unsupported_settings_are_counted() -> None:
         ({"wall_clock_breakdown": True, "steps_per_print": 10, "flops_profiler": {"enabled": True}}, {}, 4),
         ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, {}, 1),
         ({"pipeline": {"pipe_partitioned": False, "stages": "auto"}}, {}, 4),
+        ({"pipeline": {"stages": 4}}, {}, 4),
         (CHECKPOINTS, {}, 4),
         ({"data_efficiency": {"enabled": True}}, {"sync_mode": "bsp"}, 4),
         ({"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1}, {}, 4),

@@ -183,7 +183,7 @@ def test_deepspeeds_timers_keep_their_interval(more: dict[str, Any], left: bool)
     ds_config = {"steps_per_print": 2, **more}
     assert take_steps_per_record(ds_config, "ds.json") == 2
     assert ("steps_per_print" in ds_config) == left
-    with pytest.raises(VPipeConfigError, match="steps_per_print in ds.json: 0 must be a positive integer"):
+    with pytest.raises(VPipeConfigError, match=r"steps_per_print in ds\.json: 0 must be a positive integer"):
         take_steps_per_record({"steps_per_print": 0}, "ds.json")
 
 

@@ -23,7 +23,8 @@ from ds_vpipe.engine.reduction_buffers import unnamed_buffers
 from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.extension_builds import extension_builds
-from ds_vpipe.lr_policies import LRSchedule, lr_policy
+from ds_vpipe.lr_policies import lr_policy
+from ds_vpipe.lr_schedule import LRSchedule
 
 _IN_ARGUMENTS = ("deepscale_config", "deepspeed_config")  # DeepSpeed still reads the name of its youth, and first
 

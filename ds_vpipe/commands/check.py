@@ -25,6 +25,7 @@ from ds_vpipe.commands.arguments import (
 )
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.config.unsupported import refuse_unsupported
+from ds_vpipe.lr_policies import lr_policy
 from ds_vpipe.schedules.check import check_programs, typical_workload
 from ds_vpipe.schedules.one_f_one_b import update_delays
 from ds_vpipe.schedules.program import Workload, programs
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     config, ds_config, pipeline = read_pipeline(arguments, arguments.config)
     refuse_unsupported(ds_config, config, pipeline.num_stages)
+    lr_policy(dict(ds_config.content))
     own = arguments.schedule is None and arguments.virtual_stages is None  # else it is not the block's pipeline
     if own:
         config.check_sizes(pipeline.num_stages)

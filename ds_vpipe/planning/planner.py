@@ -227,10 +227,8 @@ def _nothing_fits(
     profile: ModelProfile, pipeline: Pipeline, devices: Devices, table: CandidateTable
 ) -> VPipeConfigError:
     """Refusal with the closest split, the bytes that it lacks, and a remedy."""
-    # Without transfers a pace is that of the slowest stage: so the same search finds the fewest bytes that lack.
-    counts = fastest_split(SplitCosts(np.maximum(table.excess, 0), np.zeros(len(profile) + 1), None)) or ()
+    counts, excess = _closest_split(table)
     edges = bounds(counts)
-    excess = [int(table.excess[part, edges[part + 1], count - 1]) for part, count in enumerate(counts)]
     part = max(range(len(counts)), key=lambda index: excess[index])
     start, stop, load, ratios = edges[part], edges[part + 1], devices.loads(pipeline)[part], pipeline.recompute_ratio
     count = stop - start
@@ -247,19 +245,36 @@ def _nothing_fits(
     return VPipeConfigError(
         f"memory budget: got {show(budget)} bytes for stage {part}; nothing fits: the split that comes closest, "
         f"{show(counts)}, needs {least.total} bytes there (layers {start}-{stop - 1}), {lacking}; "
-        f"allowed: at least {least.total} bytes; {_remedy(pipeline, least, possible)}"
+        f"allowed: at least {least.total} bytes; {_remedy(profile, pipeline, devices, max(excess), least, possible)}"
     )
 
 
-def _remedy(pipeline: Pipeline, memory: StageMemory, possible: StageMemory) -> str:
+def _closest_split(table: CandidateTable) -> tuple[tuple[int, ...], list[int]]:
+    """The split that lacks the fewest bytes on its worst stage, and the bytes that every stage lacks."""
+    # Without transfers a pace is that of the slowest stage: so the same search finds the fewest bytes that lack.
+    counts = fastest_split(SplitCosts(np.maximum(table.excess, 0), np.zeros(table.excess.shape[1]), None)) or ()
+    edges = bounds(counts)
+    return counts, [int(table.excess[part, edges[part + 1], count - 1]) for part, count in enumerate(counts)]
+
+
+def _remedy(
+    profile: ModelProfile,
+    pipeline: Pipeline,
+    devices: Devices,
+    lacking: int,
+    memory: StageMemory,
+    possible: StageMemory,
+) -> str:
     """Advice against the largest use of memory; ``possible`` is the least with recomputation."""
     moving = memory.activations + memory.recompute + memory.workspace
     remedies, depth = [], pipeline.depths[0]
     if possible.total < memory.total:
         remedies.append('leave recomputation to the planner ("recompute_ratio": "auto")')
     if pipeline.schedule == "asp" and pipeline.weight_sync != "none" and pipeline.micro_batches < depth:
-        steps = f"raise gradient_accumulation_steps to {depth}"
-        remedies.append(f"{steps}, so that no stage stashes more than one version of its weights")
+        fewer = Candidates(profile, replace(pipeline, micro_batches=depth), devices)
+        if max(_closest_split(fewer.table(float(fewer.passes[-1])))[1]) < lacking:  # gradients live longer
+            steps = f"raise gradient_accumulation_steps to {depth}"
+            remedies.append(f"{steps}, so that no stage stashes more than one version of its weights")
     if moving > memory.static:
         remedies.append("use smaller micro-batches")
     elif memory.optimizer > memory.weights + memory.versions:

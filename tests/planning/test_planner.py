@@ -275,6 +275,19 @@ def test_versions_move_layers_to_later_stages() -> None:
         plan(profile, asp(4, 1), Devices(75))
 
 
+def test_more_micro_batches_are_advised_only_where_they_save_memory() -> None:
+    # With M = 1 gradients do not exist while a pass has its highest moment; on the last stage, without other versions,
+    # that is all there is.
+    profile = model(*[layer(parameters=1)] * 3, layer(parameters=50, kept=100))
+    lacking = []
+    for micro_batches in (1, 3):
+        with pytest.raises(VPipeConfigError) as error:
+            plan(profile, asp(4, micro_batches), Devices(60))
+        assert "raise gradient_accumulation_steps" not in str(error.value)
+        lacking.append(int(re.findall(r", (\d+) bytes \(", str(error.value))[0]))
+    assert lacking[0] <= lacking[1]
+
+
 @pytest.mark.parametrize(
     ("round_trip", "depths", "seconds"),
     [(0.0, (3, 2, 1, 0), 3.0), (1.5, (6, 4, 2, 0), 3.0), (6.0, (9, 6, 3, 0), 3.0)],

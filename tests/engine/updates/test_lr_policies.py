@@ -11,7 +11,8 @@ import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 
 from ds_vpipe.errors import VPipeConfigError, VPipeError
-from ds_vpipe.lr_policies import LR_POLICIES, LRPolicy, LRSchedule, lr_policy
+from ds_vpipe.lr_policies import LR_POLICIES, LRPolicy, lr_policy
+from ds_vpipe.lr_schedule import LRSchedule
 
 TOTAL, WARMUP = 40, 8
 CLOSED_FORMS: dict[str, tuple[dict[str, Any], Any]] = {

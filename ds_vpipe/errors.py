@@ -90,14 +90,20 @@ class Refusal:
         return VPipeConfigError(str(self))
 
 
-def _json(text: str) -> object:
+def parse_json(text: str, loads: Callable[..., object] = json.loads) -> object:
+    """The content of a JSON text.
+
+    Raises:
+        ValueError: it is none, or has a key twice.
+    """
+
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found, keys = dict(pairs), [key for key, _ in pairs]
         if len(found) < len(keys):
             raise ValueError(f"key {show(next(key for key in found if keys.count(key) > 1))} is given twice")
         return found
 
-    return json.loads(text, object_pairs_hook=unique)
+    return loads(text, object_pairs_hook=unique)
 
 
 def read_json(
@@ -105,7 +111,7 @@ def read_json(
     key: str,
     allowed: str,
     remedy: str,
-    parse: Callable[[str], object] = _json,
+    parse: Callable[[str], object] = parse_json,
     form: str = "JSON",
 ) -> dict[str, Any]:
     """The object in a JSON file, or in one of another form, that the setting ``key`` names.

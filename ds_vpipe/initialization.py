@@ -9,12 +9,11 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import logger
 
 from ds_vpipe.accelerators import own_config, replaced
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson, load_deepspeed_json
 from ds_vpipe.engine.build import Prepared, prepare
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.loop.engine import VPipeLoopEngine
@@ -124,6 +123,5 @@ def _load_config(given: dict[str, Any]) -> dict[str, Any] | None:
     in_arguments = [getattr(given.get("args"), name, None) for name in _IN_ARGUMENTS]
     for candidate in (given.get("config"), given.get("config_params"), *in_arguments):
         if candidate is not None:
-            content = candidate if isinstance(candidate, dict) else load_ds_config(candidate)
-            return content if isinstance(content, dict) else None  # a list, say, is for DeepSpeed to refuse
+            return candidate if isinstance(candidate, dict) else load_deepspeed_json(candidate)
     return None

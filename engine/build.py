@@ -21,11 +21,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.utils import logger
 
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson, load_deepspeed_json
 from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, StageLocalGrid
@@ -182,7 +181,7 @@ def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[d
     if ds_config is None:
         ds_config = given["config_class"]._param_dict
     elif not isinstance(ds_config, Mapping):
-        ds_config = load_ds_config(ds_config)
+        ds_config = load_deepspeed_json(ds_config)
     if DeepSpeedJson(ds_config).block is None:
         ds_config = {**ds_config, "vpipe": _WITHOUT_BLOCK}
     json, model = DeepSpeedJson(ds_config), given["model"]

@@ -167,6 +167,24 @@ def test_wrong_block(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "initialize(mpu): got a object, allowed with a vpipe block is None" in line
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "the file cannot be read: No such file"), ('{"vpipe": {}, "vpipe": {}}', 'key "vpipe" is given twice')],
+)
+def test_wrong_file(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str | None, says: str
+) -> None:
+    path = script.parent / "nope.json"
+    if content is not None:
+        path.write_text(content)
+    script.write_text(f"import deepspeed\ndeepspeed.initialize(config={str(path)!r})\n")
+    monkeypatch.setenv("RANK", "3")
+    assert main([str(script)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f'[rank 3] ds_vpipe: DeepSpeed JSON: got "{path}"; ')
+    assert says in line
+
+
 def test_other_errors_and_exits_are_the_scripts_own(script: Path) -> None:
     script.write_text("raise ZeroDivisionError\n")
     with pytest.raises(ZeroDivisionError):

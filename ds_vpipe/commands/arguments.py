@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_vpipe.config import VPipeConfig
-from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson, parse_deepspeed_json
 from ds_vpipe.errors import Refusal, read_json
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
@@ -126,7 +126,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_file(path: str) -> dict[str, Any]:
     """The object in a JSON file."""
-    return read_json(path, "file", "a file with a JSON object", "correct the path or the file")
+    return read_json(path, "file", "a file with a JSON object", "correct the path or the file", parse_deepspeed_json)
 
 
 def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPipeConfig, DeepSpeedJson, Pipeline]:

@@ -10,14 +10,18 @@ most do, are not edited for one: for them the total is corrected (:meth:`DeepSpe
 
 from __future__ import annotations
 
+import base64
+import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from ds_vpipe.errors import Refusal
+from ds_vpipe.errors import Refusal, parse_json, read_json
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -28,6 +32,7 @@ STEPS = "gradient_accumulation_steps"
 BLOCK = "vpipe"
 STAGES_REMEDY = 'write "pipeline": {"stages": 4} into the DeepSpeed JSON'
 _PARTS = (MICRO, STEPS)
+_LONGEST = 1_000_000  # characters that may be Hjson, which takes its reader long
 _BUCKET = 500_000_000  # DeepSpeed's default of zero_optimization.reduce_bucket_size, in elements
 _SWITCH, _NUMBER = TypeAdapter(bool), TypeAdapter(int)  # as DeepSpeed has them
 
@@ -181,6 +186,38 @@ class DeepSpeedJson:
         reason = f"{ranks} ranks in {num_stages} stages are {replicas} replicas"
         remedy = f"write {unit}, or remove the key" if all_given else f"change it, or {next(iter(given))}"
         raise Refusal(TOTAL, total, allowed, remedy, reason).error()
+
+
+def parse_deepspeed_json(text: str) -> object:
+    """The content of a DeepSpeed JSON, which may have comments: DeepSpeed reads Hjson.
+
+    Raises:
+        ValueError: it is neither, or has a key twice.
+    """
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError:
+        if len(text) <= _LONGEST:
+            import hjson  # for few texts only
+
+            with suppress(hjson.HjsonDecodeError):
+                return parse_json(text, hjson.loads)
+        raise
+
+
+def load_deepspeed_json(given: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a file, or of text in base64, as DeepSpeed takes either.
+
+    Raises:
+        VPipeConfigError: it cannot be read or holds no object.
+    """
+    if isinstance(given, str) and not os.path.exists(given):
+        with suppress(ValueError):
+            found = parse_deepspeed_json(base64.urlsafe_b64decode(given).decode())
+            if isinstance(found, dict):
+                return found
+    allowed, remedy = "a file with a JSON object", "correct the path or the file"
+    return read_json(given, "DeepSpeed JSON", allowed, remedy, parse_deepspeed_json)
 
 
 def checked_block(block: object) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from typing import Literal
 
@@ -24,6 +24,8 @@ LEAST_OPEN_FILES = 4096
 LARGEST_SKEW_S = 0.5
 Level = Literal["ok", "warning", "error"]
 _NAME = "correct the name in the hostfile, or add it to /etc/hosts or ~/.ssh/config"
+_LOCAL = {"localhost", "127.0.0.1"}
+_WITHOUT_HOSTFILE = "start without the hostfile: DeepSpeed asks for its first host over ssh, also for this one"
 _SSH_REMEDIES = {  # by what is in ssh's answer
     "host key": "accept its key once: ssh {host} true",
     "permission denied": "give it your key: ssh-copy-id {host}",
@@ -286,6 +288,13 @@ def check_hosts(facts: Facts) -> Iterator[Finding]:
         return
     hosts, findings = parse_hostfile(*facts.hostfile)
     yield from findings
+    for found in _check_reached(facts, hosts):
+        alone = found.level == "error" and found.check.startswith("ssh") and hosts.keys() <= _LOCAL
+        yield replace(found, remedy=_WITHOUT_HOSTFILE) if alone else found
+
+
+def _check_reached(facts: Facts, hosts: Mapping[str, int]) -> Iterator[Finding]:
+    """Commands for the hosts, and the hosts."""
     if facts.commands.get("ssh") is None:
         remedy = "install an ssh client, or start every host by hand: deepspeed --no_ssh --node_rank R"
         yield _error("ssh", "not installed", remedy)
@@ -301,7 +310,7 @@ def _check_several(facts: Facts, hosts: list[str]) -> Iterator[Finding]:
     pdsh, text = facts.commands.get("pdsh"), f"not installed, and the hostfile has {len(hosts)} hosts"
     remedy = "install pdsh, or use deepspeed --launcher or --no_ssh"
     yield _finding("pdsh", str(pdsh), (pdsh is None, "error", text, remedy))
-    for local in sorted({"localhost", "127.0.0.1"}.intersection(hosts))[:1]:
+    for local in sorted(_LOCAL.intersection(hosts))[:1]:
         text = f"{local} stands beside other hosts, which cannot reach it by that name"
         yield _warning("hostfile", text, "write the name that the others know")
     files = facts.deepspeed_env.values()

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 import ds_vpipe
-from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.deepspeed_json import DeepSpeedJson, parse_deepspeed_json
 from ds_vpipe.errors import VPipeConfigError, read_json, show
 from ds_vpipe.models.bert.arguments import CHECKPOINTS, parse_arguments
 from ds_vpipe.models.bert.data import TrainingData, micro_batches_of, prepare_on_readers
@@ -33,7 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(arguments: Namespace) -> None:
     path = arguments.deepspeed_config
-    ds_config = read_json(path, "--deepspeed_config", "a DeepSpeed JSON", "give an existing DeepSpeed JSON file")
+    allowed, fix = "a DeepSpeed JSON", "give an existing DeepSpeed JSON file"
+    ds_config = read_json(path, "--deepspeed_config", allowed, fix, parse_deepspeed_json)
     model = model_of(arguments)
     rank, world = start_process_group()
     record_run(arguments.output_dir, ds_config)

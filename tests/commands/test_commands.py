@@ -207,8 +207,16 @@ def test_wrong_blocks_are_refused_in_one_line(tmp_path: Path, capsys: pytest.Cap
     ):
         path.write_text(json.dumps(content), encoding="utf-8")
         assert message in refused(capsys, "show", str(path))
+    path.write_text('{"vpipe": {}, // asp\n "vpipe": {}}', encoding="utf-8")
+    assert 'key "vpipe" is given twice' in refused(capsys, "show", str(path))
     path.write_text("{", encoding="utf-8")
     assert "it is not JSON" in refused(capsys, "show", str(path))
+
+
+def test_comments_are_read_as_deepspeed_reads_them(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = Path(config).read_text(encoding="utf-8")
+    Path(config).write_text(f"// four stages\n{text[:-1]}  # the end\n}}\n", encoding="utf-8")
+    assert printed(capsys, "check", config).startswith("sound: asp, 4 stages, 2 micro-batches")
 
 
 # check

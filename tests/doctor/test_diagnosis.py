@@ -222,6 +222,11 @@ def test_commands_for_hosts() -> None:
     alone = replace(HOSTS, hostfile=("hostfile", "a slots=4\n"), commands={"ssh": "ssh"})
     assert problems(alone) == []
     assert problems(replace(alone, commands={}, remote={}))[0].startswith("error: ssh: not installed")
+    here = replace(HOSTS, hostfile=("hostfile", "localhost slots=4\n"), commands={}, remote={})
+    remedy = "start without the hostfile: DeepSpeed asks for its first host over ssh, also for this one"
+    assert problems(here) == [f"error: ssh: not installed; {remedy}"]
+    unreached = replace(here, commands=HOSTS.commands, remote={"localhost": RemoteFacts(error="Connection refused")})
+    assert problems(unreached) == [f"error: ssh localhost: Connection refused; {remedy}"]
     local = replace(HOSTS, hostfile=("hostfile", "localhost slots=4\nb slots=4\n"))
     assert "localhost stands beside other hosts" in problems(local)[0]
 

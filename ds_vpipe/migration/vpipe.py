@@ -16,11 +16,14 @@ from typing import Any, Literal
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.block import spread
-from ds_vpipe.errors import Refusal, show
+from ds_vpipe.errors import Refusal, read_json, show
 from ds_vpipe.migration.vpipe_files import StageMaps, VPipeFile
 
 MODEL_OF_LAYERS = {49: "large", 97: "large-48l"}
 """Sizes of this project's BERT that have as many layers as vPipe's models."""
+
+LAYERS_OF_MODEL = {"tiny": 9, "mini": 9, "base": 25, **{name: count for count, name in MODEL_OF_LAYERS.items()}}
+"""Layers of all sizes of this project's BERT."""
 
 LOCAL = ("localhost", "127.0.0.1")
 BSP_MICRO_BATCHES = 32
@@ -94,6 +97,16 @@ class Hosts(dict[str, tuple[int, ...]]):
     def include(self) -> str:
         """The value of the launcher's ``--include``: ``HOST:GPU,GPU@HOST:GPU``."""
         return "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in self.items())
+
+
+def _layers_in(path: str) -> int:
+    """Pipeline layers of the BERT in a file."""
+    sizes, allowed = ", ".join(LAYERS_OF_MODEL), "a JSON file with the fields of BertConfig"
+    fields = read_json(path, "--bert-config", f"{sizes}, or {allowed}", "correct the name")
+    count = fields.get("num_hidden_layers")
+    if type(count) is not int or count < 1:
+        raise Refusal(f"num_hidden_layers in {path}", count, "an int >= 1", "correct it").error()
+    return 2 * count + 1
 
 
 class Conversion:
@@ -198,6 +211,11 @@ class Conversion:
             remedy = "name the model: --bert-config SIZE or FILE"
             where = f"{self._file.partition or self._file.config_file}: layers"
             raise Refusal(where, layers, sizes, remedy).error()
+        if given is not None:
+            found = LAYERS_OF_MODEL.get(given) or _layers_in(given)
+            if layers not in (None, found):
+                allowed = f"a BERT of {layers} layers, as the split has: num_hidden_layers {layers // 2}"
+                raise Refusal("--bert-config", given, allowed, "name another one", f"it has {found} layers").error()
         return model
 
     def _json(self) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from ds_vpipe.__main__ import main
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.config.unsupported import refuse_unsupported
-from ds_vpipe.migration.vpipe import MODEL_OF_LAYERS, Hosts
+from ds_vpipe.migration.vpipe import LAYERS_OF_MODEL, MODEL_OF_LAYERS, Hosts
 from ds_vpipe.migration.vpipe_files import FIELDS
-from ds_vpipe.models.bert.model import bert_config
+from ds_vpipe.models.bert.model import SIZE_NAMES, bert_config
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.automatic import settled
 
@@ -136,8 +136,19 @@ def test_every_field_is_spoken_of(convert: Convert) -> None:
 
 
 def test_models_of_the_published_splits() -> None:
-    for layers, name in MODEL_OF_LAYERS.items():
-        assert 2 * bert_config(name).num_hidden_layers + 1 == layers
+    assert {name: 2 * bert_config(name).num_hidden_layers + 1 for name in SIZE_NAMES} == LAYERS_OF_MODEL
+    assert {LAYERS_OF_MODEL[name]: name for name in ("large", "large-48l")} == MODEL_OF_LAYERS
+
+
+def test_the_model_has_the_layers_of_the_split(convert: Convert, refused: Callable[..., str]) -> None:
+    assert '--bert-config: got "tiny"; it has 9 layers; allowed: a BERT of 49' in refused(("--bert-config", "tiny"))
+    assert '--bert-config: got "nonexist"; the file cannot be read' in refused(("--bert-config", "nonexist"))
+    for count, line in ((None, "num_hidden_layers in my.json: got null"), (12, "it has 25 layers; allowed: a BERT of")):
+        Path("my.json").write_text(json.dumps({"num_hidden_layers": count}))
+        assert line in refused(("--bert-config", "my.json"))
+    Path("my.json").write_text(json.dumps({"num_hidden_layers": 24}))
+    command = convert(options=("--bert-config", "my.json"))["command"]
+    assert command[command.index("--config_name") + 1] == "my.json"
 
 
 def test_defaults_are_those_of_vpipes_script(convert: Convert) -> None:

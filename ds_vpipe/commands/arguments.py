@@ -59,6 +59,11 @@ def checked(read: Callable[[str], Any], holds: Callable[[Any], bool], allowed: s
     return parse
 
 
+def formed(read: Callable[[str], Any], form: str) -> Callable[[str], Any]:
+    """A type for ``argparse`` that takes all that it can read."""
+    return checked(read, lambda value: True, form)
+
+
 def numbers(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     """A type for ``argparse``: numbers with commas between them."""
 
@@ -98,6 +103,9 @@ window = checked(
 size = checked(_bytes, lambda value: 1 <= value <= 2**60, "bytes > 0 such as 16GB, 80GiB or 123456")
 
 
+_depth = formed(int, "whole numbers with commas between them, such as 3,2,1,0")
+
+
 def sizes(text: str) -> int | tuple[int, ...]:
     """A size, or several with commas between them."""
     values = numbers(size)(text)
@@ -119,7 +127,7 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--schedule", choices=SCHEDULES, help="order of the passes")
     group.add_argument("--virtual-stages", type=count, metavar="V", help="parts of the model per rank, for interleaved")
-    group.add_argument("--depth", type=numbers(int), metavar="W,W,...", help="warm-up depths, for asp, such as 3,2,1,0")
+    group.add_argument("--depth", type=numbers(_depth), metavar="W,W,...", help="warm-up depths, for asp")
     group.add_argument("--split", metavar="FILE", help="partition and ratios, a file that plan wrote")
     group.add_argument("--batches", type=count, metavar="N", help="to train; default: enough to see the pattern")
 
@@ -221,9 +229,12 @@ def add_move_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--move", action="append", default=[], type=move, metavar=name, help=what)
 
 
-def move(text: str) -> Move:
-    """A move from its numbers."""
-    return Move(*map(int, text.split(":")))
+def _move(text: str) -> Move:
+    layer, source, target, micro_batch = map(int, text.split(":"))
+    return Move(layer, source, target, micro_batch)
+
+
+move = formed(_move, "four whole numbers, LAYER:STAGE:STAGE:MICRO_BATCH")
 
 
 def check_size(pipeline: Pipeline, workload: Workload) -> None:
@@ -340,6 +351,9 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
             timelines.append(merge(read_recordings(path), arguments.replica))
             continue
         content = read_file(path)
+        if content.keys() >= {"layers", "micro_batch_size"}:
+            allowed, remedy = "a DeepSpeed JSON, a timeline, or a recording", "give it to simulate with --profile"
+            raise Refusal("input", path, allowed, remedy, "it is a profile of layers").error()
         timeline = Timeline.from_json(content) if content.get("format") == FORMAT else _planned(arguments, path)
         if isinstance(timeline, Recording):
             place = place if recordings else len(timelines)

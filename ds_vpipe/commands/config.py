@@ -12,7 +12,7 @@ import argparse
 from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.keys import all_keys, as_markdown
-from ds_vpipe.errors import Refusal
+from ds_vpipe.errors import Refusal, did_you_mean
 
 _PAGE = """\
 # Configuration
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     known = [name for name, _ in all_keys(VPipeConfig)]
     if arguments.key and arguments.key not in known:
-        raise Refusal("key", arguments.key, ", ".join(known), "name one of them, or none").error()
+        remedy = f"name one of them, or none{did_you_mean(arguments.key, known)}"
+        raise Refusal("key", arguments.key, ", ".join(known), remedy).error()
     text = as_markdown(VPipeConfig, arguments.key)
     return Answer(VPipeConfig.model_json_schema, lambda: _PAGE + text if arguments.markdown else text)

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_vpipe.commands.arguments import Answer, count, rate, read_file
+from ds_vpipe.commands.arguments import Answer, count, formed, rate, read_file
 from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.layer_profile import ModelProfile
@@ -32,8 +32,7 @@ from ds_vpipe.tables import aligned, show_bytes
 _PROFILED = {"layers", "inputs", "loss_fn", "labels"}
 
 
-def setting(text: str) -> tuple[str, Any]:
-    """``KEY=VALUE``; the value is JSON, or else a text."""
+def _setting(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
         raise ValueError(text)
@@ -41,6 +40,9 @@ def setting(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except ValueError:
         return key, value
+
+
+setting = formed(_setting, "KEY=VALUE, such as hidden=128")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -43,6 +43,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     if others:
         remedy = "name one; report draws several"
         raise Refusal("input", arguments.paths, "one timeline, recording or DeepSpeed JSON", remedy).error()
+    if arguments.window is not None and arguments.window[0] >= timeline.duration:
+        allowed = f"a window that begins before {timeline.duration:.6g}, where the timeline ends"
+        raise Refusal("--window", arguments.window, allowed, "give an earlier one").error()
     for path in arguments.output:
         if path.endswith(".txt"):
             Path(path).write_text(text_grid(timeline, arguments.unit, arguments.window) + "\n", encoding="utf-8")

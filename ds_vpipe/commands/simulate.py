@@ -28,6 +28,7 @@ from ds_vpipe.commands.arguments import (
     count,
     entitled,
     factor,
+    formed,
     numbers,
     read_costs,
     read_pipeline,
@@ -84,16 +85,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--freeze", action="append", default=[], type=freezing, metavar="LAYERS:UPDATE", help=what)
 
 
-def slowdown(text: str) -> Slowdown:
-    """A device that slows down, from its numbers."""
+def _slowdown(text: str) -> Slowdown:
     stage, times, update = text.split(":")
     return Slowdown(whole(stage), factor(times), whole(update))
 
 
-def freezing(text: str) -> Freezing:
-    """Layers that are frozen, from their numbers."""
+def _freezing(text: str) -> Freezing:
     layers, update = text.split(":")
     return Freezing(count(layers), whole(update))
+
+
+slowdown = formed(_slowdown, "three numbers, STAGE:TIMES:UPDATE")
+freezing = formed(_freezing, "two whole numbers, LAYERS:UPDATE")
 
 
 def run(arguments: argparse.Namespace) -> Answer:

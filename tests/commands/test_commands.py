@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,35 @@ def test_every_command_is_in_the_overview(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("argv", [[], ["shw"], ["show", "--stages", "x"], ["profile"], ["show", "--window", "3:1"]])
 def test_misuse_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "--help explains" in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["show", "--move", "0:0:1"], '"0:0:1"; allowed: four whole numbers, LAYER:STAGE:STAGE:MICRO_BATCH'),
+        (["simulate", "--slow", "1:2"], '"1:2"; allowed: three numbers, STAGE:TIMES:UPDATE'),
+        (["simulate", "--freeze", "1"], '"1"; allowed: two whole numbers, LAYERS:UPDATE'),
+        (["profile", "--set", "hidden"], '"hidden"; allowed: KEY=VALUE, such as hidden=128'),
+        (["show", "--depth", "3,x"], '"x"; allowed: whole numbers with commas between them, such as 3,2,1,0'),
+    ],
+)
+def test_wrong_forms_are_told_the_right_one(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"argument {argv[1]}: got {says}; --help explains" in refused(capsys, *argv)
+
+
+def test_the_closest_key_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert 'name one of them, or none, did you mean "staleness"?' in refused(capsys, "config", "stalenes")
+
+
+def test_a_profile_is_no_timeline(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "report", profile)
+    assert f'input: got "{profile}"; it is a profile of layers; allowed: a DeepSpeed JSON' in line
+
+
+def test_windows_begin_before_the_end(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["-o", str(tmp_path / "x.svg")]):
+        line = refused(capsys, "show", config, "--window", "1000:1001", *more)
+        assert "--window: got [1000.0, 1001.0]; allowed: a window that begins before " in line
 
 
 @pytest.mark.parametrize("command", ["show", "check"])
@@ -718,7 +748,7 @@ def test_other_values() -> None:
     assert numbers(int)("3,2,1") == (3, 2, 1)
     assert setting("a=3") == ("a", 3)
     assert setting("name=large") == ("name", "large")
-    with pytest.raises(ValueError, match="a"):
+    with pytest.raises(ArgumentTypeError, match='got "a"'):
         setting("a")
 
 

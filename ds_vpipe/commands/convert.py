@@ -1,7 +1,7 @@
 """A vPipe or PipeDream run as DeepSpeed JSON, hostfile and command.
 
 Read are its YAML, its partition file and its mp_conf.json. What has no counterpart is said line by line: kept means the
-same, changed means not quite the same, dropped has no counterpart. docs/migrating.md explains every field.
+same, changed means not quite the same, dropped has no counterpart. docs/migrating/vpipe.md explains every field.
 
 examples:
   python -m ds_vpipe convert configs/bert_4vpipe.yml -o converted      writes ds_config.json, hostfile, launch.sh, ...

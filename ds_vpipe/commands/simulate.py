@@ -49,6 +49,7 @@ from ds_vpipe.schedules.program import Workload
 from ds_vpipe.simulation.costs import StageCost, planned_costs, recorded_costs
 from ds_vpipe.simulation.replanning import Freezing, Slowdown
 from ds_vpipe.simulation.simulator import Phase, Simulation, simulate
+from ds_vpipe.staleness.automatic import settled
 from ds_vpipe.tables import aligned, show_bytes
 from ds_vpipe.timelines.merge import merge, read_recordings
 
@@ -130,7 +131,11 @@ def run(arguments: argparse.Namespace) -> Answer:
     simulation = simulate(pipeline, costs, workload, later)
     if arguments.output is not None:
         entitled(simulation.timeline, arguments.config, arguments.split).save(arguments.output)
-    return Answer(lambda: _numbers(simulation), lambda: _table(simulation))
+    config, choice = settled(config, pipeline, ds_config)
+    lines = [choice.line] if choice.settings is not None else []
+    if config.staleness is not None and config.staleness.synchronous_updates:
+        lines.append(f"the {config.staleness.synchronous_updates} synchronous updates at the start are not simulated")
+    return Answer(lambda: _numbers(simulation), lambda: "\n".join([_table(simulation), *lines]))
 
 
 def _planned(

@@ -119,7 +119,7 @@ def choose_staleness(
         }
         return Choice(
             None,
-            f"{begin}, and nothing is done about it, as no experiment had {optimizer}{against} so late. Take "
+            f"{begin}; nothing was tested for {optimizer}{against} with such delays, and nothing is done. Take "
             f"{' or '.join(remedy for remedy, helps in remedies.items() if helps)} (docs/convergence.md); "
             f'"staleness": "off" ends this line',
             is_warning=True,

@@ -386,6 +386,17 @@ def test_simulate_by_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert Timeline.load(tmp_path / "s.json").source == "simulation"
 
 
+def test_simulate_says_what_comes_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.json"
+    scheduler = {"type": "PolyWarmupLR", "params": {"total_num_steps": 100}}
+    optimizer = {"type": "AdamW", "params": {}}
+    sizes = {**CONFIG, "gradient_accumulation_steps": 1}
+    path.write_text(json.dumps({**sizes, "optimizer": optimizer, "scheduler": scheduler, "vpipe": {}}))
+    chosen, last = printed(capsys, "simulate", str(path), "--stages", "4", "--forward", "1").splitlines()[-2:]
+    assert chosen == printed(capsys, "check", str(path), "--stages", "4").splitlines()[-1]
+    assert last == "the 20 synchronous updates at the start are not simulated"
+
+
 def test_moves_of_layers(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--stages", "3", "--micro-batches", "1")
     costs = ("--forward", "1", "--send", "4")

@@ -10,7 +10,7 @@ dry_run            a pass without values, which finds the crossings
 meta_tensor        tensors without values, and the log of their use
 output_specs       what skipped blocks return
 parameter_slots    the places of parameters in a model, which hold a parameter or a meta tensor
-guards             random generators, buffers, counters and saved tensors around a pass
+guards             random generators, buffers, attributes and saved tensors around a pass
 blocks             which modules a model is split between
 split              from a model to its pieces: tries blocks and examples of a call in turn
 call               calls as flat tuples that travel, and the loss that comes back

@@ -54,6 +54,7 @@ class ForwardSplit:
         self.running = False  # the model's forward is called here, and not by somebody else
         self.buffer_piece: dict[Where, int] = {}  # the piece of each buffer
         self._ever_written: dict[Where, int] = {}
+        self._python_state: guards.PythonState  # of the last dry run
 
     # Where pieces begin
 
@@ -163,10 +164,11 @@ class ForwardSplit:
         """A dry run, and what the forward returned."""
         output = None
         self.log.strict, self.log.holder = False, "a stage without that parameter"
+        self._python_state = guards.PythonState(self.model)
         with (
             guards.untouched_generators(),
             guards.saving_nothing(),
-            guards.own_numbers(self.model),
+            self._python_state.untouched(),
             guards.own_buffers(self.model) as buffers,
         ):
             dry = DryRun(self, buffers, guess)
@@ -210,7 +212,8 @@ class ForwardSplit:
         """
         self.log.holder, self.log.strict = holder, start == 0
         crossings = self._crossings[self.mode(form)]
-        statistics = []  # which a forward that is run again would write twice
+        attributes = self._python_state.read()  # a forward that is run again would count twice, and these, too
+        statistics = []
         for (module, key), piece in self._ever_written.items():
             buffer = self._modules[module]._buffers.get(key)
             if buffer is not None and start <= piece < stop:
@@ -228,6 +231,7 @@ class ForwardSplit:
             return finished.activations
         except (DivergedError, RetryError) as error:
             guards.restore(run.before)
+            self._python_state.put_back(attributes)
             with torch.no_grad():
                 for owner, key, buffer, value in statistics:
                     owner._buffers[key] = buffer.copy_(value)

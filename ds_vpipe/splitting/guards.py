@@ -1,18 +1,26 @@
-"""State that a pass through a forward leaves as it was: random generators, buffers, counters, saved tensors."""
+"""State that a pass through a forward leaves as it was: random generators, buffers, attributes, saved tensors."""
 
+import operator
 import random
 import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 Where = tuple[int, str]
 """A buffer: ``id`` of its module, and its name there."""
 _CASTING = ("cpu", "cuda")
+_OF_MODULES = frozenset(nn.Module().__dict__)
+_BUFFERS = {"_buffers", "_non_persistent_buffers_set"}
+_HOOKS = {key for key in _OF_MODULES if key.endswith("hooks") or "_hooks_" in key}
+_PLACES = {dict, list, set, deque, OrderedDict, defaultdict, Counter}
+_DEEPEST, _MOST_LOOKED_INTO = 2, 1000
 
 
 def random_states() -> tuple[Any, ...]:
@@ -67,18 +75,92 @@ def own_buffers(model: nn.Module, only: Collection[Where] | None = None) -> Iter
             module._buffers[key] = buffer
 
 
-@contextmanager
-def own_numbers(model: nn.Module) -> Iterator[None]:
-    """Context after which modules' number attributes, such as counters, are as before."""
-    kept = [
-        (module, {key: value for key, value in module.__dict__.items() if type(value) in (int, float)})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, before in kept:
-            module.__dict__.update(before)
+class _Remembered(NamedTuple):
+    """State of Python at one time."""
+
+    next_hook: int  # number of the next hook
+    values: list[Any]  # of the places
+    tensors: list[tuple[torch.Tensor, int, torch.Tensor]]  # with autograd's count of changes, and copies
+
+
+class PythonState:
+    """Places where a model's modules keep attributes and hooks, and what lists, dicts, sets and objects there hold.
+
+    Objects are those of classes in the package of the module's own class. A place is the dict, list or set itself, so
+    that whoever else has it finds it put back as well.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._places: dict[int, Any] = {}
+        self._written: list[torch.Tensor] = []  # that are no buffers; all, until it is known where a forward writes
+        for module in self._modules:
+            attributes = vars(module)
+            self._places[id(attributes)] = attributes
+            for key in attributes.keys() - _OF_MODULES:
+                self._find(attributes[key], _package(module), _DEEPEST)
+
+    def _find(self, value: Any, package: str, depth: int) -> None:
+        kind = type(value)
+        if kind is torch.Tensor and not value.is_inference() and not any(value is one for one in self._written):
+            self._written.append(value)
+        held: Any = value
+        if kind not in _PLACES:
+            held = getattr(value, "__dict__", None) if _package(value) == package else None
+        if type(held) not in _PLACES or isinstance(value, nn.Module) or id(held) in self._places:
+            return
+        self._places[id(held)] = held
+        if depth and len(held) <= _MOST_LOOKED_INTO:
+            for part in list(held.values() if isinstance(held, dict) else held):
+                self._find(part, package, depth - 1)
+
+    def read(self) -> _Remembered:
+        """What is remembered now, for :meth:`put_back`. Every micro-batch does this."""
+        with torch.no_grad():
+            tensors = [(tensor, tensor._version, tensor.clone()) for tensor in self._written]
+        return _Remembered(RemovableHandle.next_id, [place.copy() for place in self._places.values()], tensors)
+
+    def put_back(self, before: _Remembered) -> None:
+        """Let the places hold what they held, and remove new hooks, of which attributes say that they are there."""
+        for store in self._stores(_HOOKS) if RemovableHandle.next_id != before.next_hook else ():
+            for handle in [handle for handle in store if handle >= before.next_hook]:
+                del store[handle]
+        for place, held in zip(self._places.values(), before.values, strict=True):
+            _put(place, held)
+        changed = [(tensor, value) for tensor, version, value in before.tensors if tensor._version != version]
+        self._written = [tensor for tensor, _ in changed]  # known after a dry run, and of a run another one follows
+        for tensor, value in changed:
+            with torch.no_grad():
+                tensor.copy_(value)
+
+    def _stores(self, keys: Collection[str]) -> list[Any]:
+        return [vars(module)[key] for module in self._modules for key in keys if key in vars(module)]
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Context after which all is as before: removed hooks, and which buffers there are, too."""
+        before, stores = self.read(), [(store, store.copy()) for store in self._stores(_HOOKS | _BUFFERS)]
+        try:
+            yield
+        finally:
+            self.put_back(before)
+            for store, held in stores:
+                _put(store, held)
+
+
+def _package(value: Any) -> str:
+    return str(type(value).__module__).partition(".")[0]
+
+
+def _put(place: Any, values: Any) -> None:
+    """Let a place hold these very values."""
+    if isinstance(place, dict):
+        same = all(key in place and place[key] is value for key, value in values.items())
+    else:
+        same = all(map(operator.is_, place, values))
+    if not same or len(place) != len(values):
+        place.clear()
+        (place.extend if hasattr(place, "extend") else place.update)(values)
 
 
 def autocast() -> tuple[Any, ...]:

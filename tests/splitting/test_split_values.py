@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -581,3 +583,118 @@ def test_statistics_are_written_once_where_a_forward_is_run_again(way: str) -> N
         assert torch.equal(split.forward(ids, given, labels), model(ids, given, labels))
     for name, value in split.state().items():
         torch.testing.assert_close(value, model.state_dict()[name], rtol=0, atol=0)
+
+
+@dataclass
+class Steps:
+    number: int = 0
+
+
+def flag(part: Any, x: Tensor) -> Any:
+    first, part.first = part.first, False
+    return 3 if first else 1
+
+
+def new_attribute(part: Any, x: Tensor) -> Any:
+    part.steps = getattr(part, "steps", 0) + 1
+    return part.steps
+
+
+def deleted_attribute(part: Any, x: Tensor) -> Any:
+    if not hasattr(part, "first"):
+        return 1
+    del part.first
+    return 3
+
+
+def from_none(part: Any, x: Tensor) -> Any:
+    part.nothing = 1 if part.nothing is None else part.nothing + 1
+    return part.nothing
+
+
+def in_a_dict(part: Any, x: Tensor) -> Any:
+    part.held["n"]["n"] = part.held["n"].get("n", 0) + 1
+    return part.held["n"]["n"]
+
+
+def in_lists(part: Any, x: Tensor) -> Any:
+    part.items.append(1)
+    part.queue.append(len(part.items))
+    part.seen.add(len(part.items))
+    return len(part.items) + sum(part.queue) + len(part.seen)
+
+
+def in_an_object(part: Any, x: Tensor) -> Any:
+    part.state.number += 1
+    return part.state.number
+
+
+def in_a_tensor(part: Any, x: Tensor) -> Any:
+    part.count += 1
+    return part.count
+
+
+def average(part: Any, x: Tensor) -> Any:
+    now = x.detach().mean((0, 1))
+    part.nothing = now if part.nothing is None else 0.9 * part.nothing + 0.1 * now
+    return 1 + part.nothing
+
+
+def cached_buffer(part: Any, x: Tensor) -> Any:
+    if part.cache is None:
+        part.cache = 1 + 0 * x[0, 0].detach()
+    return part.cache
+
+
+def one_time_hook(part: Any, x: Tensor) -> Any:
+    if part.first:
+        part.register_forward_hook(lambda module, given, output: 2 * output)
+    part.first = False
+    return 1
+
+
+STATES = [
+    flag, new_attribute, deleted_attribute, from_none, in_a_dict, in_lists, in_an_object, in_a_tensor, average,
+    cached_buffer, one_time_hook,
+]  # fmt: skip
+
+
+class Stateful(nn.Module):
+    """Scales by what it remembers of earlier calls."""
+
+    def __init__(self, state: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.memory = nn.Linear(8, 8), state
+        self.first, self.nothing, self.held, self.items = True, None, {"n": dict[str, int]()}, list[int]()
+        self.queue, self.seen, self.state, self.count = deque([0], 2), set[int](), Steps(), torch.zeros(1)
+        self.register_buffer("cache", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.memory(self, x)
+
+
+class States(nn.Module):
+    def __init__(self, state: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(83, 8), nn.Linear(8, 3)
+        self.front, self.tail = Stateful(state), Stateful(state)
+        self.blocks = nn.ModuleList([Stateful(state) for _ in range(3)])
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        x = self.front(self.words(ids))
+        if mask.all():
+            x = torch.relu(x)
+        kept = torch.sin(x)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.tail(x + kept).mean(1)), labels)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_trials_and_forwards_that_begin_again_leave_nothing_in_python(state: Callable[[Any, Tensor], Any]) -> None:
+    """A full mask is tried out when its branch is seen, by the stage that has begun the wrong way."""
+    model = built(lambda: States(state))
+    split = Stages(model, (2, 1, 2))
+    ids, mask, labels = call()
+    for given in (mask, mask, torch.ones_like(mask), mask):
+        torch.testing.assert_close(split.forward(ids, given, labels), model(ids, given, labels))

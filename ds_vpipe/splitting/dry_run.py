@@ -224,7 +224,7 @@ class _Operations(TorchDispatchMode):
             drawn = torch.Tag.nondeterministic_seeded in func.tags
             if drawn and not any(isinstance(leaf, MetaTensor) for leaf in leaves):
                 self._dry_run.drawn_by = func
-            targets = {id(written(func, args, kwargs)), *map(id, statistics)}
+            targets = {id(one) for one in (*written(func, args, kwargs), *statistics)}
             for leaf in leaves:
                 if id(leaf) not in targets:
                     self._dry_run.read(leaf)

@@ -116,6 +116,10 @@ class ForwardPass(TorchFunctionMode):
         """All blocks have been called, so that the last piece is running."""
         return self.split.sequence is not None and self.calls >= len(self.split.sequence)
 
+    def note_write(self, func: Any, name: str) -> None:
+        """Note that the running piece writes into a parameter."""
+        self.split.parameter_writes.setdefault((name, self.piece), f"{place()}: {func}")
+
     def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block or skip it, or end the forward."""
         if self.block != OUTSIDE or self.over:

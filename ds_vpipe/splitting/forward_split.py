@@ -54,6 +54,8 @@ class ForwardSplit:
         self.running = False  # the model's forward is called here, and not by somebody else
         self.buffer_piece: dict[Where, int] = {}  # the piece of each buffer
         self._ever_written: dict[Where, int] = {}
+        # What writes into parameters that have no values here, and where, by name and by the piece that does.
+        self.parameter_writes: dict[tuple[str, int], str] = {}
         self._python_state: guards.PythonState  # of the last dry run
 
     # Where pieces begin
@@ -266,7 +268,7 @@ class ForwardSplit:
         nesting = [encoder for encoder in self._encoders if vars(encoder).get("use_nested_tensor")]
         for encoder in nesting:  # in evaluation, of padded values
             encoder.use_nested_tensor = False
-        self._handler, self.running = handler, True
+        self._handler, self.log.forward_pass, self.running = handler, handler, True
         own_classes = [(block, type(block)) for block in self.blocks]
         try:
             for block, own in own_classes:
@@ -275,7 +277,7 @@ class ForwardSplit:
         finally:
             for block, own in own_classes:
                 _set_class(block, own)
-            self._handler, self.running = None, False
+            self._handler, self.log.forward_pass, self.running = None, None, False
             for encoder in nesting:
                 encoder.use_nested_tensor = True
             for slot in hidden:

@@ -58,6 +58,7 @@ class AccessLog:
         self.strict = False  # absent and present values must not meet: what the stage computes is real from now on
         self.holder = "this stage"  # who lacks the values, for messages
         self.dry_run: Any = None  # the DryRun that is going on, or None
+        self.forward_pass: Any = None  # the ForwardPass that is going on, or None
         self.bare_results: dict[Any, Any] = {}  # of operations, on the meta device
 
     @property
@@ -66,13 +67,13 @@ class AccessLog:
         piece: int | None = None if self.dry_run is None else self.dry_run.piece
         return piece
 
-    def note(self, func: Any, absent: list[MetaTensor], target: torch.Tensor | None, meets_present: bool) -> None:
-        """Note an operation on ``absent`` tensors that may write to ``target``.
+    def note(self, func: Any, absent: list[MetaTensor], targets: Sequence[torch.Tensor], meets_present: bool) -> None:
+        """Note an operation on ``absent`` tensors that may write to ``targets``.
 
         Raises:
             SplitError: it cannot be right.
         """
-        if target is not None and not isinstance(target, MetaTensor):
+        if not all(isinstance(target, MetaTensor) for target in targets):
             raise ValueNeededError(
                 f"{place()}: {func} writes {absent[0].origin} into a tensor, and {self.holder} does not have that "
                 f"value; allowed outside the blocks is to compute new tensors; use the form that does not work in place"
@@ -86,8 +87,13 @@ class AccessLog:
         if self.dry_run is not None:
             for value in absent:
                 self.dry_run.use(value)
-            if target is not None:
+            for target in targets:
                 self.dry_run.write(func, target)
+        for target in targets if self.forward_pass is not None else ():
+            assert isinstance(target, MetaTensor)
+            name = target.slot if target.root is None else target.root.slot
+            if name is not None:
+                self.forward_pass.note_write(func, name)
 
 
 class MetaTensor(torch.Tensor):
@@ -140,6 +146,18 @@ class MetaTensor(torch.Tensor):
             f"compute with torch.where, or change the forward"
         )
 
+    @property
+    def data(self) -> torch.Tensor:
+        """As torch's. To put it on other memory is a write."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        new = value if isinstance(value, MetaTensor) else MetaTensor.like(value, self.access_log, self.origin)
+        self.access_log.note(".data", [self, new], [self], False)
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.bare = new.bare
+
     def register_hook(self, hook: Any) -> RemovableHandle:
         """None is kept: gradients are computed where the value is."""
         if not self.requires_grad:
@@ -188,6 +206,16 @@ class MetaTensor(torch.Tensor):
             func(*args, **kwargs)
         return self
 
+    def note_views(self, func: Any, results: Any) -> None:
+        """Note that ``func`` has made these of it: of a parameter always, which is known by the root of its views."""
+        root = self if self.root is None else self.root
+        dry_run = self.access_log.dry_run is not None
+        if (dry_run or root.slot is not None) and any(r.alias_info is not None for r in func._schema.returns):
+            for view in (leaf for leaf in tree_leaves(results) if isinstance(leaf, MetaTensor)):
+                view.root = root
+                if dry_run:
+                    root.views = [*root.views, weakref.ref(view)]
+
     @classmethod
     def drawn(cls, values: Any, log: AccessLog, func: Any) -> Any:
         """Stand for values that ``func`` has drawn."""
@@ -211,8 +239,9 @@ class MetaTensor(torch.Tensor):
             return func(*tree_map(_bare, args), **(tree_map(_bare, kwargs) | {"device": device}))
         if func is torch.ops.aten.lt.Scalar and first.origin == _UNIFORM and args[1] <= 0:
             return torch.zeros(first.shape, dtype=torch.bool, device=device)  # as where layers are dropped at rate 0
-        target = written(func, args, kwargs)
-        log.note(func, absent, target, len(absent) < len(tensors))
+        targets = written(func, args, kwargs)
+        target = targets[0] if targets else None
+        log.note(func, absent, targets, len(absent) < len(tensors))
         if torch.Tag.inplace_view in func.tags and isinstance(target, MetaTensor):
             return target.reshape_in_place(func, args, kwargs)
         if "device" in kwargs:
@@ -225,14 +254,10 @@ class MetaTensor(torch.Tensor):
                 raise
             raise first.looked_at(func) from None
         if target is not None:
-            return target
+            return target if func._schema.returns else None
         origin = first.origin if first.origin.startswith(_DERIVED) else f"{_DERIVED} {first.origin}"
         results = tree_map_only(torch.Tensor, lambda value: MetaTensor(value, device, log, origin), made)
-        if log.piece is not None and any(r.alias_info is not None for r in func._schema.returns):
-            root = first if first.root is None else first.root
-            for view in (leaf for leaf in tree_leaves(results) if isinstance(leaf, MetaTensor)):
-                view.root = root
-                root.views = [*root.views, weakref.ref(view)]
+        first.note_views(func, results)
         return results
 
 
@@ -296,14 +321,15 @@ def _outline(value: Any) -> Any:
     return type(value), value if value.__hash__ is not None else repr(value)
 
 
-def written(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """First tensor that an operation writes to, by its schema. None if it writes to none."""
+def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Tensors that an operation writes to, by its schema."""
+    found: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if isinstance(value, torch.Tensor):
-                return value
-    return None
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            found += [one for one in values if isinstance(one, torch.Tensor)]
+    return found
 
 
 def _needs_values(func: Any, error: Exception) -> bool:

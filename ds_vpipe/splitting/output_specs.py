@@ -43,11 +43,12 @@ class MadeUpValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, spec = tree_flatten((args, kwargs or {}))
         absent = [leaf for leaf in leaves if isinstance(leaf, MetaTensor)]
-        target = written(func, args, kwargs or {})
-        foreign = None if isinstance(target, MetaTensor) else target
+        targets = written(func, args, kwargs or {})
+        target = targets[0] if targets else None
+        foreign = [one for one in targets if not isinstance(one, MetaTensor)]
         if absent:
-            self._log.note(func, absent, target if foreign is None else None, False)
-        if foreign is not None and self._own is not None and foreign.untyped_storage()._cdata not in self._own:
+            self._log.note(func, absent, [one for one in targets if isinstance(one, MetaTensor)], False)
+        if self._own is not None and any(one.untyped_storage()._cdata not in self._own for one in foreign):
             raise SplitError(
                 f"{place()}: {func} writes into a tensor from outside a block that looks at values; allowed are "
                 f"tensors of its own; change the forward"
@@ -57,7 +58,12 @@ class MadeUpValues(TorchDispatchMode):
         result = func(*found_args, **found_kwargs)
         if isinstance(target, MetaTensor) and torch.Tag.inplace_view in func.tags:
             return target.reshape_in_place(func, args, kwargs or {})
-        return target if target is not None else tree_map_only(torch.Tensor, self._hidden, result)
+        if target is not None:
+            return target if func._schema.returns else None
+        results = tree_map_only(torch.Tensor, self._hidden, result)
+        if absent:
+            absent[0].note_views(func, results)
+        return results
 
     def _hidden(self, value: torch.Tensor) -> MetaTensor:
         made = MetaTensor.like(value, self._log, _MADE_UP)
@@ -74,12 +80,11 @@ class _ForeignWrites(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        target = written(func, args, kwargs)
+        targets = written(func, args, kwargs)
         result = func(*args, **kwargs)
-        if target is None and not any(r.alias_info is not None for r in func._schema.returns):
+        if not targets and not any(r.alias_info is not None for r in func._schema.returns):
             self._own |= _storages(tree_leaves(result))
-        elif target is not None and not isinstance(target, MetaTensor):
-            self.seen |= target.untyped_storage()._cdata not in self._own
+        self.seen |= not _storages(targets).keys() <= self._own.keys()
         return result
 
 

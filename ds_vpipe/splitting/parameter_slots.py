@@ -6,9 +6,10 @@ nothing of it. While the user's forward runs it is among the module's parameters
 it is known which of them a stage keeps, its buffers before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ class ParameterSlot:
         self.size, self.trained = parameter.numel(), parameter.requires_grad
         self._packed = _is_packed(module, key, parameter)
         self._forward = vars(module).get("forward")  # that somebody has put on this module
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody changes the parameter's gradient where it is computed."""
+        value = self.spare if self.parameter is None else self.parameter
+        return bool(getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None))
 
     def put(self, value: torch.Tensor | None) -> None:
         """Set the module's parameter. With None, the meta tensor becomes an attribute."""
@@ -121,6 +128,24 @@ def slots_of(model: nn.Module, log: AccessLog) -> list[ParameterSlot]:
                 metas[where] = MetaTensor(bare, device, log, f"parameter {name}", name, parameter.requires_grad)
             found.append(ParameterSlot(name, module, key, parameter, metas[where]))
     return found
+
+
+def memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses where a tensor's memory begins and ends. Those of one without any are its own ``id``."""
+    if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return -id(tensor), -id(tensor)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def overlapping(slots: Sequence[ParameterSlot]) -> Iterator[tuple[ParameterSlot, ParameterSlot]]:
+    """Different parameters with memory in common, two at a time, in the order of the slots."""
+    first = {slot.tie: position for position, slot in reversed(list(enumerate(slots)))}
+    values = ((slots[at].spare if slots[at].parameter is None else slots[at].parameter, at) for at in first.values())
+    spans = sorted((*memory(value), at) for value, at in values if value is not None)
+    for (_, end, one), (start, _, other) in pairwise(spans):
+        if start < end:
+            yield slots[min(one, other)], slots[max(one, other)]
 
 
 def empty_parameter(parameter: nn.Parameter) -> None:

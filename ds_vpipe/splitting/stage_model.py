@@ -6,7 +6,7 @@ activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from ds_vpipe.splitting.forward_split import ForwardSplit
 from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.model_hooks import DirectCalls, StateHooks
-from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise
+from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise, memory, overlapping
 
 
 class Piece(nn.Module):
@@ -93,6 +93,7 @@ class StageModel:
     def __init__(self, model: nn.Module, split: ForwardSplit, slots: list[ParameterSlot]) -> None:
         self.model, self.piece_names = model, split.piece_names  # the user's, which keeps the parameters of the stage
         self._split, self._slots = split, slots
+        split.parameter_writes.clear()  # of examples
         self._forms = CallForms()
         self._tried: set[Any] = set()
         self._kept: frozenset[int] = frozenset()
@@ -161,7 +162,12 @@ class StageModel:
         self._refresh()
 
     def release(self, device: torch.device | None = None) -> None:
-        """Drop the parameters of all pieces that are not kept, and give values on ``device`` to those without any."""
+        """Drop the parameters of all pieces that are not kept, and give values on ``device`` to those without any.
+
+        Raises:
+            SplitError: parameters of several stages belong together in a way that only one process can keep up.
+        """
+        self._check_ties()
         if not self._released and len(self._kept) < len(self.pieces):
             self.direct_calls = DirectCalls(self.model, self._split)
         self._released = True
@@ -172,6 +178,25 @@ class StageModel:
             slot.spare = None
         materialise(self.model, self._slots, device or torch.device("cpu"))
         self._refresh()
+
+    def _check_ties(self) -> None:
+        stages: dict[int, set[int]] = {}
+        for slot in self._slots:
+            stages.setdefault(slot.tie, set()).update(map(self._stage_of, slot.pieces))
+        for slot in self._slots:
+            if slot.has_hooks and len(stages[slot.tie]) > 1:
+                raise SplitError(
+                    f"{slot.name}: has a hook on its gradient and is used on stages "
+                    f"{', '.join(map(str, sorted(stages[slot.tie])))}, each of which has only a part of that, allowed "
+                    f"are hooks on parameters of one stage; remove it, or put the pieces that use it on one stage"
+                )
+        for one, other in overlapping(self._slots):
+            if (one.trained or other.trained) and len(stages[one.tie] | stages[other.tie]) > 1:
+                raise SplitError(
+                    f"{other.name}: has the memory of {one.name} and is another parameter, so that only one process "
+                    f"can train both together, allowed on several stages is one parameter with both names; write "
+                    f"model.{other.name} = model.{one.name}, or give it values of its own with .clone()"
+                )
 
     def own_parameters(self, given: Iterable[Any]) -> list[Any]:
         """Of a script's ``model_parameters``, what this stage has, in the same order. Groups may become empty.
@@ -269,6 +294,7 @@ class StageModel:
         packed, form = self._forms.pack(args, kwargs, for_training=trains)
         if self._split.mode(form) not in self._tried:
             self._try_out(form, packed[1:])
+        self._check_writes()
         return packed
 
     def _try_out(self, form: CallForm, given: Packed) -> None:
@@ -278,6 +304,7 @@ class StageModel:
         copies = [tensor.to(device).clone() for tensor in given if tensor is not None]
         marks = [tensor._version for tensor in copies]
         dry = split.try_out(form, form.rebuild(tuple(copies)))
+        self._check_writes()
         form.written |= {at for at, copy in enumerate(copies) if dry.cut_short or copy._version != marks[at]}
         for slot in self._slots:
             known = slot.pieces
@@ -286,7 +313,39 @@ class StageModel:
                 slot.pieces = tuple(sorted({*slot.pieces, piece}))
         for where, piece in dry.writers.items():
             self._refuse_elsewhere(f"buffer {where[1]}", piece, (split.buffer_piece[where],))
+        self._check_shared_buffers(dry.writers)
         self._tried.add(split.mode(form))
+
+    def _check_shared_buffers(self, writers: Mapping[Where, int]) -> None:
+        """Refuse writes into a buffer that modules of several stages have in common."""
+        places: dict[int, list[tuple[str, Where]]] = {}
+        for path, module in self.model.named_modules() if writers else ():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and (id(module), key) in self._split.buffer_piece:
+                    places.setdefault(memory(buffer)[0], []).append((f"{path}.{key}".lstrip("."), (id(module), key)))
+        for names in places.values():
+            written = [(name, writers[where]) for name, where in names if where in writers]
+            for name, piece in written[:1]:
+                for other, where in names:
+                    if self._stage_of(self._split.buffer_piece[where]) != self._stage_of(piece):
+                        raise SplitError(
+                            f"buffer {name}: is written in {self.piece_names[piece]} (piece {piece}) and is the same "
+                            f"tensor as {other} on another stage, which does not see it; allowed are buffers that the "
+                            f"modules of one stage have in common; register one for each module"
+                        )
+
+    def _check_writes(self) -> None:
+        """Refuse writes of the forward into parameters that another stage uses, where they would be lost."""
+        for (name, piece), what in self._split.parameter_writes.items():
+            tie = self._split.slot(name).tie
+            for other in sorted({other for slot in self._slots if slot.tie == tie for other in slot.pieces}):
+                if self._stage_of(other) != self._stage_of(piece):
+                    raise SplitError(
+                        f"{what} writes into parameter {name} in {self.piece_names[piece]} (piece {piece}), and "
+                        f"{self.piece_names[other]} (piece {other}) on another stage does not see it; allowed are "
+                        f"writes on the one stage that uses it; write there, compute a new tensor where it is used, or "
+                        f"put these pieces on one stage"
+                    )
 
     def _refuse_elsewhere(self, name: str, piece: int, known: tuple[int, ...]) -> None:
         if self._stage_of(piece) not in map(self._stage_of, known):
@@ -318,6 +377,7 @@ class StageModel:
             try:
                 arrived: Any = value[behind:]
                 output = self._split.run(form, call, arrived, start, stop, holder, watch)
+                self._check_writes()
                 break
             except DivergedError as error:
                 if again:

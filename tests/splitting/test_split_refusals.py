@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_models import OWN, OldBert, Stages, bert, gpt2, padding, tokens
+from split_models import OWN, OldBert, Stages, bert, built, gpt2, padding, tokens
 from torch import Tensor, nn
 from transformers import BertModel
 
@@ -89,6 +89,130 @@ class Small(nn.Module):
 def test_forwards_that_do_not_run_in_pieces(way: str, words: tuple[str, ...]) -> None:
     with refusal(*words):
         split_in_process(Small(way), 2)
+
+
+class Writing(Small):
+    """Writes into weights."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.write = way
+        if way == "tied":
+            self.blocks[2].linear.weight = self.blocks[0].linear.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Any:
+        weight, scale = self.head.weight, nn.functional.normalize
+        with torch.no_grad():
+            if self.write == "in place":
+                weight.copy_(scale(weight))
+            elif self.write == "data":
+                weight.data = scale(weight.data)
+            elif self.write == "view":
+                weight.data.view(-1)[:4].clamp_(max=0.1)
+            elif self.write == "list":
+                torch._foreach_mul_([weight, self.head.bias], 0.5)
+            elif self.write == "block":
+                self.blocks[2].linear.bias.zero_()
+            elif self.write == "tied":
+                self.blocks[0].linear.weight.mul_(0.5)
+            elif self.write == "later" and len(tokens) < 3:
+                weight.data.mul_(0.5)
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        with torch.no_grad():
+            if self.write == "tail":
+                self.head.weight.data = scale(self.head.weight.data)
+            elif self.write == "behind":
+                self.words.weight.mul_(0.5)
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels)
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("in place", ("aten.copy_", "head.weight in front (piece 0)", "tail (piece 4)")),
+        ("data", (".data", "head.weight in front (piece 0)", "tail (piece 4)")),
+        ("view", ("aten.clamp_", "head.weight in front (piece 0)")),
+        ("list", ("aten._foreach_mul_", "head.weight in front (piece 0)")),
+        ("block", ("aten.zero_", "blocks.2.linear.bias", "blocks.2 (piece 3)")),
+        ("tied", ("aten.mul_", "blocks.0.linear.weight", "blocks.2 (piece 3)")),
+        ("behind", ("aten.mul_", "words.weight in tail (piece 4)", "front (piece 0)")),
+    ],
+)
+def test_writes_into_weights_of_another_stage(way: str, words: tuple[str, ...]) -> None:
+    split = Stages(Writing(way), (2, 3))
+    with refusal("test_split_refusals.py:", *words):
+        split.forward(tokens(1), tokens(2, 3, (3,), 0))
+
+
+def test_writes_into_weights_that_begin_in_a_later_call() -> None:
+    split = Stages(Writing("later"), (2, 3))
+    split.forward(tokens(1), tokens(2, 3, (3,), 0))
+    with refusal("aten.mul_", "head.weight in front (piece 0)", "tail (piece 4)"):
+        split.forward(tokens(1)[:2], tokens(2, 3, (2,), 0))
+
+
+@pytest.mark.parametrize(
+    ("way", "partition"), [("tail", (2, 3)), ("block", (4, 1)), ("in place", (5,)), ("tied", (5,))]
+)
+def test_writes_into_weights_of_the_stage_itself(way: str, partition: tuple[int, ...]) -> None:
+    model = built(lambda: Writing(way))
+    split = Stages(model, partition)
+    arguments = tokens(1), tokens(2, 3, (3,), 0)
+    for _ in range(2):
+        assert torch.equal(split.forward(*arguments), model(*arguments))
+    torch.testing.assert_close(split.state(), dict(model.state_dict()), rtol=0, atol=0)
+
+
+def tied_tensors(way: str) -> Small:
+    """Weights and buffers of several blocks that belong together."""
+    model = Small()
+    first, _, third = (block.linear for block in model.blocks)
+    if way == "hook":
+        third.weight = first.weight
+        first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    elif way == "memory":
+        third.weight = nn.Parameter(first.weight.data)
+    elif way == "norm":
+        model.words.max_norm = 1.0
+        model.head = nn.Linear(8, 83, bias=False)
+        model.head.weight = model.words.weight
+    else:
+        model.blocks = nn.ModuleList([Counted() for _ in range(3)])
+        model.blocks[2].steps = model.blocks[0].steps
+    return model
+
+
+class Counted(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return super().forward(x) * self.steps
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("hook", ("blocks.0.linear.weight", "hook", "stages 0, 1")),
+        ("memory", ("blocks.2.linear.weight", "memory of blocks.0.linear.weight", "model.blocks.2.linear.weight = ")),
+        ("norm", ("aten.embedding_renorm_", "words.weight in front (piece 0)", "tail (piece 4)")),
+        ("buffer", ("blocks.0.steps", "blocks.2.steps")),
+    ],
+)
+def test_what_modules_of_several_stages_have_in_common(way: str, words: tuple[str, ...]) -> None:
+    arguments = tokens(1), tokens(2, 3, (3,), 0)
+    whole, half = (split_in_process(tied_tensors(way), 2) for _ in range(2))  # no copies, which have none of this
+    whole.keep(range(5), lambda piece: 0)
+    whole.release()
+    whole.pack(arguments, {})
+    half.keep([0, 1], lambda piece: int(piece > 1))
+    with refusal(*words):
+        half.release()
+        half.pack(arguments, {})
 
 
 def test_the_same_forward_without_those_ways_is_split() -> None:

@@ -81,15 +81,23 @@ class CallForms:
         """The tuple that travels, and its form.
 
         Raises:
-            SplitError: an argument is neither a tensor nor a plain value nor a dict, list or tuple of those, or it is
-                ``for_training`` and would need a gradient, which does not come back from the stages.
+            SplitError: an argument is neither a dense tensor nor a plain value nor a dict, list or tuple of those, or
+                it is ``for_training`` and would need a gradient, which does not come back from the stages.
         """
         leaves, spec = tree_flatten((_plain(list(args)), dict(sorted(_plain(kwargs).items()))))
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                cache = any(kind.__name__ == "Cache" for kind in type(leaf).__mro__)  # Transformers'
                 raise SplitError(
                     f"forward: got an argument of type {type(leaf).__name__}, allowed are tensors, numbers, strings, "
-                    f"None, and dicts, lists and tuples of them; pass what the model needs of it as tensors"
+                    f"None, and dicts, lists and tuples of them; "
+                    f"pass {'use_cache=False' if cache else 'what the model needs of it as tensors'}"
+                )
+            if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
+                kind = "nested tensor" if leaf.is_nested else f"tensor with layout {leaf.layout}"
+                raise SplitError(
+                    f"forward: got a {kind} as an argument, allowed are dense ones; pass its indices and values, and "
+                    f"build it in the model's forward"
                 )
             if for_training and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise SplitError(

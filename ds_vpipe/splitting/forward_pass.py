@@ -71,7 +71,7 @@ class Crossings:
 
 
 class DivergedError(BaseException):
-    """End of a forward that differs from its dry run. May say where."""
+    """End of a forward that differs from its dry run. May say where, and then what to do."""
 
 
 class Finished(BaseException):
@@ -225,7 +225,7 @@ class Run(ForwardPass):
         for source in self._wanted.get(place, ()):
             value = leaves[source.leaf] if form == self._crossings.forms[place] else None
             if not isinstance(value, torch.Tensor) or isinstance(value, MetaTensor) != (self.piece < self.start):
-                raise DivergedError
+                raise self._lost(source)
             self._found[source] = value
 
     def _at_block(self, kind: str, number: int, value: Any) -> None:
@@ -282,9 +282,22 @@ class Run(ForwardPass):
             assert parameter is not None
             self._found[source] = parameter
         sources = self._crossings.arriving[self._stop]
-        if not all(source in self._found for source in sources):
-            raise DivergedError
-        return (self._crossings.mark(self._stop), *(self._found[source] for source in sources))
+        for source in sources:
+            if source not in self._found:
+                raise self._lost(source)
+        found = (self._found[source] for source in sources)
+        # A link carries memory, and that of a conjugate is the memory of what it is the conjugate of.
+        return (self._crossings.mark(self._stop), *(value.resolve_conj().resolve_neg() for value in found))
+
+    def _lost(self, source: Source) -> DivergedError:
+        """A value that crosses is not where it was in the dry run."""
+        if source.place.block == OUTSIDE or self.split.sequence is None:
+            return DivergedError()
+        name = self.split.name_of(self.split.sequence[source.place.block])
+        return DivergedError(
+            f"{name} keeps a value besides what it returns, and computes it another way where its values are made up",
+            "return it from the block",
+        )
 
     def _arrive(self) -> None:
         """Put values into the places of meta tensors. From here on everything has values."""
@@ -306,6 +319,6 @@ class Run(ForwardPass):
             )
         for source, activation in zip(sources, activations, strict=True):
             if source not in self._found:
-                raise DivergedError
+                raise self._lost(source)
             put_value(self._found[source], activation)
         self.split.log.strict = True

@@ -59,6 +59,7 @@ class AccessLog:
         self.holder = "this stage"  # who lacks the values, for messages
         self.dry_run: Any = None  # the DryRun that is going on, or None
         self.forward_pass: Any = None  # the ForwardPass that is going on, or None
+        self.made_up = False  # code that looks at values sees made-up ones
         self.bare_results: dict[Any, Any] = {}  # of operations, on the meta device
 
     @property
@@ -116,6 +117,8 @@ class MetaTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> MetaTensor:  # fmt: skip
         """Stand for a tensor like ``bare`` on ``device``."""
+        if bare.is_conj() or bare.is_neg():  # which what stands for it cannot be
+            bare = torch.empty_strided(bare.shape, bare.stride(), dtype=bare.dtype, device="meta")
         made: MetaTensor = torch.Tensor._make_wrapper_subclass(
             cls, bare.shape, strides=bare.stride(), dtype=bare.dtype, device=device, requires_grad=requires_grad
         )
@@ -180,6 +183,13 @@ class MetaTensor(torch.Tensor):
             f"{place()}: asks for the memory of {self.origin}, which {self.access_log.holder} does not have; allowed "
             f"is to write on the rank that has it, such as save_pretrained(FOLDER, is_main_process=rank == 0)"
         )
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A look at the value, of which no operation tells. numpy's functions take this, too."""
+        if not self.access_log.made_up:
+            raise self.looked_at("numpy()")
+        with no_dispatch():
+            return self.guessed().detach().cpu().numpy().copy()
 
     def tolist(self) -> Any:
         """By operations, which torch's does without."""

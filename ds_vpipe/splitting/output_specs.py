@@ -1,5 +1,7 @@
 """Specs of what blocks return where they are skipped: shapes and types, from a run on no values or on made-up ones."""
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +41,15 @@ class MadeUpValues(TorchDispatchMode):
     def __init__(self, log: AccessLog, own: Sequence[torch.Tensor] | None = None) -> None:
         super().__init__()
         self._log, self._own = log, None if own is None else _storages(own)
+
+    def __enter__(self) -> MadeUpValues:
+        self._before, self._log.made_up = self._log.made_up, True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._log.made_up = self._before
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, spec = tree_flatten((args, kwargs or {}))

@@ -41,6 +41,12 @@ def split_in_process(model: nn.Module, num_stages: int, example: Call | None = N
             f"model: got a {type(model).__name__} with AdaLoRA, whose loss and update_and_allocate() need the adapters "
             f"of all layers, allowed with several stages is LoRA; write LoraConfig, with rank_pattern for single layers"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise SplitError(
+                f"{name or 'model'}: is a module of torch.jit, which does not run on tensors without values, allowed "
+                f"are plain modules, and functions of torch.jit.script; pass the module that it was made from"
+            )
     log = AccessLog()
     slots = slots_of(model, log)
     materialise_buffers(model, slots)

@@ -381,10 +381,11 @@ class StageModel:
                 break
             except DivergedError as error:
                 if again:
+                    where = "".join(f": {arg}" for arg in error.args[:1])
+                    remedy = error.args[1] if len(error.args) > 1 else "change the forward"
                     raise SplitError(
                         f"{type(self.model).__name__}: the forward of {holder} does not go as it does without "
-                        f"parameters{''.join(f': {arg}' for arg in error.args)}, allowed is one that calls the same "
-                        f"functions; change the forward"
+                        f"parameters{where}, allowed is one that calls the same functions; {remedy}"
                     ) from None
                 self._try_out(form, value[1:behind])  # as every rank does that sees these arguments
         if stop < len(self.pieces):

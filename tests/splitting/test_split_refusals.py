@@ -8,7 +8,7 @@ import pytest
 import torch
 from split_models import OWN, OldBert, Stages, bert, built, gpt2, padding, tokens
 from torch import Tensor, nn
-from transformers import BertModel
+from transformers import BertModel, DynamicCache
 
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.split import split_in_process
@@ -301,6 +301,47 @@ def test_control_flow_on_data_without_blocks() -> None:
 def test_arguments_that_do_not_travel() -> None:
     with refusal("type object", "tensors, numbers"):
         Stages(OldBert(), (2, 4)).forward(list(BATCH), chunks=object())
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.eye(3).to_sparse(), ("torch.sparse_coo", "indices and values")),
+        (torch.eye(3).to_sparse_csr(), ("torch.sparse_csr", "indices and values")),
+        (DynamicCache(), ("DynamicCache", "use_cache=False")),
+    ],
+)
+def test_arguments_in_other_forms(value: Any, words: tuple[str, ...]) -> None:
+    with refusal("argument", *words):
+        Stages(OldBert(), (2, 4)).forward(list(BATCH), chunks=value)
+
+
+def test_scripted_modules() -> None:
+    model = Small()
+    model.blocks[1] = torch.jit.script(model.blocks[1])
+    with refusal("blocks.1", "torch.jit", "made from"):
+        split_in_process(model, 2)
+
+
+def test_values_that_a_block_keeps_and_computes_from_what_it_looks_at() -> None:
+    class Routed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            if x.sum() > 0:
+                x = 2 * x
+            self.kept = x.mean()
+            return x
+
+    class Keeping(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Routed() for _ in range(3)])
+
+        def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+            return super().forward(tokens, labels) + sum(block.kept for block in self.blocks)
+
+    with refusal("blocks.0 keeps a value", "return it from the block"):
+        Stages(built(Keeping), (2, 3)).forward(tokens(1), tokens(2, 3, (3,), 0))
 
 
 @pytest.mark.parametrize("leaf", [True, False])

@@ -698,3 +698,51 @@ def test_trials_and_forwards_that_begin_again_leave_nothing_in_python(state: Cal
     ids, mask, labels = call()
     for given in (mask, mask, torch.ones_like(mask), mask):
         torch.testing.assert_close(split.forward(ids, given, labels), model(ids, given, labels))
+
+
+class Measured(nn.Module):
+    """Ways to compute with other things than real torch tensors."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.head, self.way = nn.Embedding(83, 8), nn.Linear(8, 3), way
+        self.blocks = nn.ModuleList([Norming(way) for _ in range(3)])
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Any:
+        x = self.words(ids)
+        if self.way == "conjugate":
+            x = x.to(torch.cfloat)
+        for block in self.blocks:
+            x = block(x).conj()
+        logits = self.head(x.imag.mean(1) if x.is_complex() else x.mean(1))
+        found = {"loss": nn.functional.cross_entropy(logits, labels)}
+        if self.way == "behind":
+            found["accuracy"] = (logits.detach().cpu().numpy().argmax(1) == labels.numpy()).mean()
+        return found
+
+
+class Norming(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat if way == "conjugate" else torch.float))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "block":
+            x = x / float(np.linalg.norm(x.detach()))
+        return torch.tanh(x @ self.weight)
+
+
+@pytest.mark.parametrize("way", ["behind", "block", "conjugate"])
+def test_numpy_and_conjugates(way: str) -> None:
+    check(lambda: Measured(way), call(), {}, stages=5)
+
+
+def test_numpy_before_the_last_block() -> None:
+    class Early(Measured):
+        def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Any:
+            self.words(ids).detach().numpy()
+            return super().forward(ids, mask, labels)
+
+    with pytest.raises(SplitError, match=r"numpy\(\) looks at the value of what is computed from parameter words"):
+        split_in_process(built(lambda: Early("plain")), 2)

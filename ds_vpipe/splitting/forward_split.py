@@ -20,7 +20,7 @@ from ds_vpipe.splitting.call import Call, CallForm
 from ds_vpipe.splitting.dry_run import DryRun
 from ds_vpipe.splitting.forward_pass import Crossings, DivergedError, Finished, ForwardPass, Run, Watch
 from ds_vpipe.splitting.guards import Where
-from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError, ValueNeededError
+from ds_vpipe.splitting.meta_tensor import AccessLog, SplitError, ValueNeededError, place_of
 from ds_vpipe.splitting.output_specs import OutputSpecs, RetryError
 from ds_vpipe.splitting.parameter_slots import ParameterSlot
 
@@ -185,7 +185,13 @@ class ForwardSplit:
                         raise RetryError(behind_blocks=True) from error
                 except SplitError:
                     raise
-                except Exception:
+                except Exception as error:
+                    if "data is not allocated" in str(error):  # torch's words for a tensor without values
+                        raise SplitError(
+                            f"{place_of(error)}: calls something that reads memory without telling torch, as recurrent "
+                            f"layers do with a packed sequence, and tensors without values have none; allowed are "
+                            f"torch's other functions, and numpy(); pad, and pass lengths as a mask"
+                        ) from error
                     if not dry.done or (to_the_end and not guess):
                         raise
         self._ever_written |= dry.writers

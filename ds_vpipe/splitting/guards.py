@@ -20,7 +20,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 _BUFFERS = {"_buffers", "_non_persistent_buffers_set"}
 _HOOKS = {key for key in _OF_MODULES if key.endswith("hooks") or "_hooks_" in key}
 _PLACES = {dict, list, set, deque, OrderedDict, defaultdict, Counter}
-_DEEPEST, _MOST_LOOKED_INTO = 2, 1000
+_DEEPEST, _MOST_LOOKED_INTO, _MOST_COPIED = 2, 1000, 2**26
 
 
 def random_states() -> tuple[Any, ...]:
@@ -86,8 +86,8 @@ class _Remembered(NamedTuple):
 class PythonState:
     """Places where a model's modules keep attributes and hooks, and what lists, dicts, sets and objects there hold.
 
-    Objects are those of classes in the package of the module's own class. A place is the dict, list or set itself, so
-    that whoever else has it finds it put back as well.
+    Objects are those of classes in the package of the module's own class, unless that is torch. A place is the dict,
+    list or set itself, so that whoever else has it finds it put back as well.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -102,11 +102,13 @@ class PythonState:
 
     def _find(self, value: Any, package: str, depth: int) -> None:
         kind = type(value)
-        if kind is torch.Tensor and not value.is_inference() and not any(value is one for one in self._written):
-            self._written.append(value)
+        if kind is torch.Tensor and value.numel() * value.element_size() <= _MOST_COPIED and not value.is_inference():
+            if not any(value is one for one in self._written):
+                self._written.append(value)
+            return
         held: Any = value
         if kind not in _PLACES:
-            held = getattr(value, "__dict__", None) if _package(value) == package else None
+            held = getattr(value, "__dict__", None) if _package(value) == package != "torch" else None
         if type(held) not in _PLACES or isinstance(value, nn.Module) or id(held) in self._places:
             return
         self._places[id(held)] = held

@@ -8,10 +8,12 @@ those whose result would depend on a value that is not there.
 from __future__ import annotations
 
 import sys
+import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,8 +49,21 @@ def place() -> str:
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:
         return "forward"
-    path = Path(frame.f_code.co_filename)
-    return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno}"
+    return _line(frame, frame.f_lineno)
+
+
+def place_of(error: BaseException) -> str:
+    """:func:`place` where an error has been raised."""
+    lines = [
+        _line(frame, number)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+    ]
+    return lines[-1] if lines else "forward"
+
+
+def _line(frame: FrameType, number: int) -> str:
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{number}"
 
 
 class AccessLog:

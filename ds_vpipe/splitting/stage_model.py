@@ -336,9 +336,12 @@ class StageModel:
 
     def _check_writes(self) -> None:
         """Refuse writes of the forward into parameters that another stage uses, where they would be lost."""
-        for (name, piece), what in self._split.parameter_writes.items():
-            tie = self._split.slot(name).tie
-            for other in sorted({other for slot in self._slots if slot.tie == tie for other in slot.pieces}):
+        writes = self._split.parameter_writes
+        users: dict[int, set[int]] = {}
+        for slot in self._slots if writes else ():
+            users.setdefault(slot.tie, set()).update(slot.pieces)
+        for (name, piece), what in writes.items():
+            for other in sorted(users[self._split.slot(name).tie]):
                 if self._stage_of(other) != self._stage_of(piece):
                     raise SplitError(
                         f"{what} writes into parameter {name} in {self.piece_names[piece]} (piece {piece}), and "

@@ -323,6 +323,23 @@ def test_scripted_modules() -> None:
         split_in_process(model, 2)
 
 
+def test_packed_sequences_in_blocks() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([12, 7, 3]), batch_first=True)
+            output, _ = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], True, total_length=x.shape[1])
+            return x + output
+
+    model = Small()
+    model.blocks = nn.ModuleList([Recurrent() for _ in range(3)])
+    with refusal("test_split_refusals.py:", "packed sequence", "mask"):
+        split_in_process(model, 2, ((tokens(1), tokens(2, 3, (3,), 0)), {}))
+
+
 def test_values_that_a_block_keeps_and_computes_from_what_it_looks_at() -> None:
     class Routed(Block):
         def forward(self, x: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ class DryRun(ForwardPass):
                 f"allowed are values of the same call; change the forward"
             )
         names = {where: names for where, names in self.names.items() if where[1] == OUTSIDE}
-        return Crossings([*arriving, ()], forms, drawn, names)
+        return Crossings([*arriving, ()], forms, drawn, names, self.looks)
 
 
 class _Operations(TorchDispatchMode):

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 OUTSIDE = -1
 Watch = Callable[[int, Any], None]
+# Functions that look at values, on which the forward may then branch.
+_LOOKS = frozenset(
+    f"__{kind}__" for kind in ("bool", "int", "float", "index", "contains", "array")
+) | {"is_nonzero", "item", "tolist", "numpy", "equal", "allclose"}  # fmt: skip
 
 
 class Place(NamedTuple):
@@ -60,8 +64,9 @@ class Crossings:
     forms: dict[Place, Any]  # of the places where those are made
     drawn: dict[Place, Any]  # function calls outside the blocks that draw random numbers, with the operation that does
     names: dict[tuple[int, int], list[str]]  # of the functions called outside the blocks, by piece
+    looks: bool  # at the call's own values outside the blocks: other calls of this form may go another way
     # First and last piece of runs whose function calls have been compared with ``names``.
-    compared: set[tuple[int, int]] = field(default_factory=set)
+    compared: set[tuple[int, int]] = field(default_factory=set, compare=False)
 
     def mark(self, piece: int) -> torch.Tensor:
         """Empty tensor whose shape identifies the values that arrive. Ranks compare it."""
@@ -108,6 +113,7 @@ class ForwardPass(TorchFunctionMode):
         # Of the functions called, by piece and block, where they are counted: in ``scopes``, or everywhere.
         self.names = defaultdict[tuple[int, int], list[str]](list)
         self._paths = defaultdict[tuple[int, int], int](int)
+        self.looks = False  # at values outside the blocks, as far as functions are counted
         self._enabled, self._hook = torch.is_grad_enabled(), guards.saved_tensors_hook()
         self.before = guards.random_states()
 
@@ -163,10 +169,17 @@ class ForwardPass(TorchFunctionMode):
         result = self._result(at, func, args, kwargs)
         parts = parts_with_tensors(result)
         if parts:
-            self.names[where].append(getattr(func, "__name__", ""))
-            self._paths[where] = hash((self._paths[where], self.names[where][-1]))
+            self._note(where, getattr(func, "__name__", ""))
             self.at(at, parts, self._paths[where])
+        elif self.block == OUTSIDE and getattr(func, "__name__", "") in _LOOKS:
+            self.looks = True
+            if isinstance(result, bool):  # numbers are others in every call, and most branch on none
+                self._note(where, f"{func.__name__} ({result})")
         return result
+
+    def _note(self, where: tuple[int, int], name: str) -> None:
+        self.names[where].append(name)
+        self._paths[where] = hash((self._paths[where], name))
 
     def _at_block(self, kind: str, number: int, value: Any) -> None:
         self.at(Place(self.piece, kind, number), *tree_flatten(value))
@@ -185,6 +198,14 @@ class ForwardPass(TorchFunctionMode):
 
     def _run_block(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
+
+
+@contextmanager
+def _without(mode: TorchFunctionMode) -> Iterator[None]:
+    """Inside, a mode sees nothing, and costs nothing, unless the user's code has entered another one since."""
+    on_top = torch.overrides._get_current_function_mode() is mode
+    with torch.overrides._pop_mode_temporarily() if on_top else nullcontext():
+        yield
 
 
 class Run(ForwardPass):
@@ -206,8 +227,10 @@ class Run(ForwardPass):
         self._found: dict[Source, torch.Tensor] = {}
         places = (*self._wanted, *(at for at in crossings.drawn if at.piece < start))
         self._needed = {(at.piece, at.block) for at in places if at.kind == "function"}
-        self._compare = (start, stop) not in crossings.compared
-        super().__init__(split, start, None if self._compare else self._needed)
+        first = (start, stop) not in crossings.compared
+        self._compare = first or crossings.looks
+        outside = {(piece, OUTSIDE) for piece in range(stop)} if self._compare else set()
+        super().__init__(split, start, None if first else self._needed | outside)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
@@ -234,7 +257,8 @@ class Run(ForwardPass):
 
     def _run_block(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.piece >= self.start:
-            return block(*args, **kwargs)
+            with nullcontext() if self._scopes is None or (self.piece, number) in self._scopes else _without(self):
+                return block(*args, **kwargs)
         again = (self.piece, number) in self._needed
         return self.split.specs.outputs(block, args, kwargs, again, f"a result of {number}")
 
@@ -307,15 +331,10 @@ class Run(ForwardPass):
             raise DivergedError if self._crossings.drawn else refuse_draws("the forward")
         sources = self._crossings.arriving[self.start]
         mark, *activations = self._activations or (None,)
-        if len(sources) != len(activations):
-            raise SplitError(
-                f"{self.split.piece_names[self.start]}: got {len(activations)} activations from the stage "
-                f"before, allowed are {len(sources)} as in this rank's own call; make the same call on every rank"
-            )
         if mark is not None and mark.shape != self._crossings.mark(self.start).shape:
             raise DivergedError(
                 "the stage before hands on other values, as where parameters are frozen after initialize() or on one "
-                "rank only"
+                "rank only, or where the forward branches on the call's values behind that stage"
             )
         for source, activation in zip(sources, activations, strict=True):
             if source not in self._found:

@@ -25,6 +25,7 @@ from ds_vpipe.splitting.output_specs import OutputSpecs, RetryError
 from ds_vpipe.splitting.parameter_slots import ParameterSlot
 
 Mode = tuple[int, bool, bool, Any]
+_MOST_WAYS = 32
 _set_class = object.__dict__["__class__"].__set__  # also where a class has a ``__class__`` of its own
 
 
@@ -49,7 +50,7 @@ class ForwardSplit:
         # The blocks in the order in which they are called; None until the first dry run.
         self.sequence: list[nn.Module] | None = None
         self._left_out: frozenset[int] = frozenset()
-        self._crossings: dict[Mode, Crossings] = {}
+        self._crossings: dict[Mode, list[Crossings]] = {}  # of all ways that calls have gone, the last one first
         self._handler: ForwardPass | None = None
         self.running = False  # the model's forward is called here, and not by somebody else
         self.buffer_piece: dict[Where, int] = {}  # the piece of each buffer
@@ -92,7 +93,7 @@ class ForwardSplit:
         Returns:
             Some have been left out, so that all crossings are gone.
         """
-        arriving, cuts = next(iter(self._crossings.values())).arriving, self._cuts
+        arriving, cuts = next(iter(self._crossings.values()))[0].arriving, self._cuts
         counts = [len(sources) for sources in arriving[1:-1]]
         for least in sorted(set(counts)):
             wide = frozenset(cut for cut, count in zip(cuts, counts, strict=True) if count > least)
@@ -159,8 +160,28 @@ class ForwardSplit:
             raise self._too_few_calls(len(dry.sequence))
         if self.sequence is None:
             self.sequence = dry.sequence
-        self._crossings[self.mode(form)] = dry.crossings(output)
+        found, known = dry.crossings(output), self._crossings.setdefault(self.mode(form), [])
+        if found in known:
+            found = known[known.index(found)]  # whose runs have been compared
+        self.prefer(form, found)
+        del known[_MOST_WAYS:]
         return dry
+
+    def ways(self, form: CallForm, start: int = 0, activations: Sequence[Any] = ()) -> list[Crossings]:
+        """Crossings of the ways that calls have gone which have been tried out, the last one first.
+
+        With several only those with which piece ``start - 1`` can have handed on these activations.
+        """
+        known = self._crossings[self.mode(form)]
+        if len(known) == 1 or not activations:
+            return known[:]
+        return [way for way in known if way.mark(start).shape == activations[0].shape]
+
+    def prefer(self, form: CallForm, way: Crossings) -> None:
+        """Have a way of calls of this form first."""
+        known = self._crossings[self.mode(form)]
+        if not known or known[0] is not way:
+            known[:] = [way, *(other for other in known if other is not way)]
 
     def _dry_run(self, call: Call, to_the_end: bool, guess: bool) -> tuple[DryRun, Any]:
         """A dry run, and what the forward returned."""
@@ -205,21 +226,20 @@ class ForwardSplit:
         )
 
     def run(
-        self, form: CallForm, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int, holder: str,
-        watch: Watch | None = None,
+        self, crossings: Crossings, call: Call, activations: tuple[torch.Tensor, ...], start: int, stop: int,
+        holder: str, watch: Watch | None = None,
     ) -> tuple[torch.Tensor, ...] | Any:  # fmt: skip
-        """Run pieces ``start`` to ``stop - 1`` of a call that has been tried out, for a stage that messages name.
+        """Run pieces ``start`` to ``stop - 1`` of a call that goes the way of ``crossings``.
 
         Takes what piece ``start - 1`` handed on, and returns what piece ``stop - 1`` hands on, or the forward's output.
-        ``watch`` is called where the first of the pieces begins and where each ends, with their number so far and the
-        value that the last one ends with.
+        Messages name the stage, ``holder``. ``watch`` is called where the first of the pieces begins and where each
+        ends, with their number so far and the value that the last one ends with.
 
         Raises:
             SplitError: the forward needs something that this run does not have.
-            DivergedError: it does not go as it did when such a call was tried out; no number has been drawn.
+            DivergedError: it goes another way; no number has been drawn.
         """
         self.log.holder, self.log.strict = holder, start == 0
-        crossings = self._crossings[self.mode(form)]
         attributes = self._python_state.read()  # a forward that is run again would count twice, and these, too
         statistics = []
         for (module, key), piece in self._ever_written.items():

@@ -6,7 +6,7 @@ activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,20 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_vpipe.splitting.call import CallForm, CallForms, Packed, find_loss, loss_of
-from ds_vpipe.splitting.forward_pass import DivergedError, Watch
+from ds_vpipe.splitting.forward_pass import Crossings, DivergedError, Watch
 from ds_vpipe.splitting.forward_split import ForwardSplit
 from ds_vpipe.splitting.guards import Where
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.model_hooks import DirectCalls, StateHooks
+from ds_vpipe.splitting.module_numbers import ModuleNumbers, put_back
 from ds_vpipe.splitting.parameter_slots import ParameterSlot, empty_parameter, materialise, memory, overlapping
+
+Caller = Callable[[Callable[[Any], Any], Any], Any]
+
+
+def call_now(function: Callable[[Any], Any], value: Any) -> Any:
+    """Caller that only calls."""
+    return function(value)
 
 
 class Piece(nn.Module):
@@ -99,6 +107,7 @@ class StageModel:
         self._kept: frozenset[int] = frozenset()
         self._released = False
         self._last_output: Any = None
+        self.numbers = ModuleNumbers(model.modules())
         self.direct_calls: DirectCalls | None = None  # of the model itself, once it has only some pieces
         self.state_hooks: StateHooks | None = None  # make the model's state dicts whole, if there is somebody who can
         kinds = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -358,10 +367,13 @@ class StageModel:
                 f"samples are like the batches, or leave out what uses it there"
             )
 
-    def run(self, value: Packed, start: int, stop: int, watch: Watch | None = None) -> Any:
+    def run(
+        self, value: Packed, start: int, stop: int, watch: Watch | None = None, caller: Caller = call_now
+    ) -> Any:  # fmt: skip
         """Run pieces ``start`` to ``stop - 1``, which the stage has, on what :meth:`pack` or piece ``start - 1`` gave.
 
-        ``watch`` is as :meth:`.ForwardSplit.run` has it.
+        ``watch`` is as :meth:`.ForwardSplit.run` has it. ``caller`` calls a function with a value, and may do so again
+        in the backward pass, as checkpointing does: the call goes the same way then.
 
         Returns:
             The input of piece ``stop``, or the loss; without gradients None if there is none.
@@ -371,32 +383,67 @@ class StageModel:
         """
         form = self._forms.form_of(value)
         behind = 1 + form.num_tensors
-        holder = f"the stage with pieces {start} to {stop - 1}"
         if self._split.mode(form) not in self._tried:
             self._try_out(form, value[1:behind])
-        for again in (False, True):
-            given = (t.clone() if at in form.written and t is not None else t for at, t in enumerate(value[1:behind]))
-            call = form.rebuild(tuple(given))
+        numbers, diverged = self.numbers.read(), DivergedError()
+        for way in self._ways(form, value, start):
             try:
-                arrived: Any = value[behind:]
-                output = self._split.run(form, call, arrived, start, stop, holder, watch)
-                self._check_writes()
-                break
+                output = caller(self._portion(form, way, start, stop, watch), value)
             except DivergedError as error:
-                if again:
-                    where = "".join(f": {arg}" for arg in error.args[:1])
-                    remedy = error.args[1] if len(error.args) > 1 else "change the forward"
-                    raise SplitError(
-                        f"{type(self.model).__name__}: the forward of {holder} does not go as it does without "
-                        f"parameters{where}, allowed is one that calls the same functions; {remedy}"
-                    ) from None
-                self._try_out(form, value[1:behind])  # as every rank does that sees these arguments
-        if stop < len(self.pieces):
-            return (*value[:behind], *output)
-        if torch.is_grad_enabled():
-            return loss_of(output, type(self.model).__name__)
-        self._last_output = output
-        return find_loss(output)
+                diverged = error
+                put_back(numbers)
+            else:
+                self._split.prefer(form, way)
+                return output
+        raise self._diverged(start, stop, diverged)
+
+    def _ways(self, form: CallForm, value: Packed, start: int) -> Iterator[Crossings]:
+        """Ways that a call may go: those that are known, and at last that of this one.
+
+        They are tried outside of what a caller calls, where graphs of an attempt that has ended would count.
+        """
+        behind = 1 + form.num_tensors
+        yield from self._split.ways(form, start, value[behind:])
+        self._try_out(form, value[1:behind])  # as every rank does that sees these arguments
+        yield self._split.ways(form)[0]
+
+    def _portion(
+        self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None
+    ) -> Callable[[Packed], Any]:  # fmt: skip
+        """A function that runs pieces of a call that goes this way."""
+        behind, ended = 1 + form.num_tensors, False
+
+        def portion(value: Packed) -> Any:
+            nonlocal ended
+            given = (t.clone() if at in form.written and t is not None else t for at, t in enumerate(value[1:behind]))
+            call, arrived = form.rebuild(tuple(given)), value[behind:]
+            holder, shown = f"the stage with pieces {start} to {stop - 1}", None if ended else watch
+            try:
+                output = self._split.run(way, call, arrived, start, stop, holder, shown)  # type: ignore[arg-type]
+            except DivergedError as error:
+                if not ended:
+                    raise
+                raise self._diverged(start, stop, error, "it did before, when it is run again") from None
+            ended = True
+            self._check_writes()
+            if stop < len(self.pieces):
+                return (*value[:behind], *output)
+            if torch.is_grad_enabled():
+                return loss_of(output, type(self.model).__name__)
+            self._last_output = output
+            return find_loss(output)
+
+        return portion
+
+    def _diverged(
+        self, start: int, stop: int, error: DivergedError, other: str = "it does without parameters"
+    ) -> SplitError:  # fmt: skip
+        where = "".join(f": {arg}" for arg in error.args[:1])
+        remedy = error.args[1] if len(error.args) > 1 else "change the forward"
+        return SplitError(
+            f"{type(self.model).__name__}: the forward of the stage with pieces {start} to {stop - 1} does not go as "
+            f"{other}{where}, allowed is one that calls the same functions; {remedy}"
+        )
 
     def take_output(self) -> Any:
         """What the forward returned the last time without gradients, whole. Then forget it."""

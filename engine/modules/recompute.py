@@ -29,6 +29,7 @@ from ds_vpipe.engine.links.tensor_bytes import copied_to
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import VPipeError
+from ds_vpipe.splitting.stage_model import Caller, call_now
 
 TIMED = "_vpipe_timed"
 """Name of a module's attribute, which is a :class:`Timed` while the time of its layers is taken."""
@@ -42,8 +43,8 @@ class PieceModule(PipelineModule):
         """The module that has this forward."""
         raise NotImplementedError
 
-    def run_several(self, start: int, stop: int, value: Any) -> Any:
-        """Run layers ``start`` to ``stop - 1`` of ``forward_funcs``."""
+    def run_several(self, start: int, stop: int, value: Any, caller: Caller = call_now) -> Any:
+        """Run layers ``start`` to ``stop - 1`` of ``forward_funcs``, by ``caller``; see :meth:`.StageModel.run`."""
         raise NotImplementedError
 
     def hold_layers(self, numbers: Sequence[int]) -> None:
@@ -104,31 +105,43 @@ class Segment:
 
     def run_part(self, module: PipelineModule, inputs: Any, seed_offset: int) -> Any:
         """Run all layers of the part, which ``module`` has."""
-        outputs = inputs
-        if self.swapped > self.start and self._swap is not None:
-            outputs = self._swap.run(partial(_run, module, self.start, self.swapped, seed_offset), outputs)
-        outputs = _run(module, self.swapped, self.first, seed_offset, outputs)
-        if self.first == self.stop:
-            return outputs
-        if not torch.is_grad_enabled():
-            return _run(module, self.first, self.stop, seed_offset, outputs)
+        swapped, recomputed = (self.start, self.swapped), (self.first, self.stop)
+        portions = [run for run in (swapped, (self.swapped, self.first), recomputed) if run[0] < run[1]]
+        value = inputs
+        for number in range(len(portions)):
+            start, stop = portions[number]
+            if start == self.first and torch.is_grad_enabled():
+                value = self._run_recomputed(module, value, seed_offset)
+            elif start < self.swapped and self._swap is not None:
+                value = self._swap.run(partial(_run, module, start, stop, seed_offset), value)
+            else:
+                value = _run(module, start, stop, seed_offset, value)
+        return value
 
-        def run(value: Any) -> Any:  # its first layer may work in place, but not on the input kept for recomputation
-            return _run(module, self.first, self.stop, seed_offset, alias_free(value))
-
+    def _run_recomputed(self, module: PipelineModule, inputs: Any, seed_offset: int) -> Any:
         if self._memory is None:
             self._memory = _ModuleMemory(self._modules(module))
             self._knows_modules = not isinstance(module, PieceModule)
         states, remembered = self._random_states.read(), self._memory.read()
         check = self._check_of_first(module)
-        with nullcontext() if check is None else set_checkpoint_early_stop(False):
-            outputs = checkpoint(
-                run if check is None else partial(check.run, run),
-                outputs,
-                use_reentrant=False,
-                preserve_rng_state=True,
-                context_fn=lambda: (nullcontext(), self._as_before(states, remembered)),
-            )
+
+        def checkpointed(function: Callable[[Any], Any], value: Any) -> Any:
+            def run(value: Any) -> Any:  # the first layer may work in place, but not on the input that is kept
+                return function(alias_free(value))
+
+            with nullcontext() if check is None else set_checkpoint_early_stop(False):
+                return checkpoint(
+                    run if check is None else partial(check.run, run),
+                    value,
+                    use_reentrant=False,
+                    preserve_rng_state=True,
+                    context_fn=lambda: (nullcontext(), self._as_before(states, remembered)),
+                )
+
+        if isinstance(module, PieceModule):
+            outputs = module.run_several(self.first, self.stop, inputs, checkpointed)
+        else:
+            outputs = checkpointed(partial(_run, module, self.first, self.stop, seed_offset), inputs)
         self._memory.note_changes(remembered, module.training)
         return outputs
 

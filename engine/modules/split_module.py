@@ -24,7 +24,7 @@ from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.splitting.call import Call, Packed
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.split import from_data, split_in_process
-from ds_vpipe.splitting.stage_model import Piece, StageModel
+from ds_vpipe.splitting.stage_model import Caller, Piece, StageModel, call_now
 
 
 class CalledModule(PipelineModule):
@@ -79,13 +79,25 @@ class SplitModule(VPipeModule, PieceModule, CalledModule):
 
     # As a list of layers
 
-    def run_several(self, start: int, stop: int, value: Any) -> Any:
+    def run_several(self, start: int, stop: int, value: Any, caller: Caller = call_now) -> Any:
         """Run layers ``start`` to ``stop - 1`` of ``forward_funcs``, consecutive in the model, in one forward."""
-        first, last = self.forward_funcs[start].index, self.forward_funcs[stop - 1].index
+        run = partial(
+            self.stage_model.run, start=self.forward_funcs[start].index, stop=self.forward_funcs[stop - 1].index + 1,
+            caller=caller if caller is call_now else partial(self._call, caller, start),
+        )  # fmt: skip
         timed = vars(self).get(TIMED)
-        if timed is None:
-            return self.stage_model.run(value, first, last + 1)
-        return timed.pieces(start, partial(self.stage_model.run, start=first, stop=last + 1), value)
+        return run(value) if timed is None else timed.pieces(start, run, value)
+
+    def _call(self, caller: Caller, position: int, function: Callable[[Any], Any], value: Any) -> Any:
+        """Call ``function`` by ``caller``. Where that calls it once more, the time is taken, if it is taken then."""
+        again = False
+
+        def run(value: Any) -> Any:
+            nonlocal again
+            timed, again = vars(self).get(TIMED) if again else None, True
+            return function(value) if timed is None else timed.layer(position, function, value)
+
+        return caller(run, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage's pieces.

@@ -30,7 +30,7 @@ from ds_vpipe.engine.links.message import Message, Packer, Tree, unpack
 from ds_vpipe.engine.modules.recompute import alias_free, recomputed_layers
 from ds_vpipe.engine.stage import InFlight
 from ds_vpipe.splitting.split import split_in_process
-from ds_vpipe.splitting.stage_model import StageModel
+from ds_vpipe.splitting.stage_model import StageModel, call_now
 
 VOCABULARY, SAMPLES, LENGTH, BLOCKS = 83, 3, 12, 4
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": BLOCKS, "num_attention_heads": 4}
@@ -407,11 +407,15 @@ class Stages:
 
     def _run(self, model: StageModel, value: Any, start: int, stop: int) -> Any:
         middle = stop - recomputed_layers(self.ratio, stop - start)
-        if middle > start:
-            value = model.run(value, start, middle)
-        if middle == stop:
-            return value
-        return checkpoint(lambda v: model.run(alias_free(v), middle, stop), value, use_reentrant=False)
+        portions = [portion for portion in ((start, middle), (middle, stop)) if portion[0] < portion[1]]
+        for number in range(len(portions)):
+            caller = self._checkpointed if portions[number][0] == middle else call_now
+            value = model.run(value, *portions[number], caller=caller)
+        return value
+
+    @staticmethod
+    def _checkpointed(function: Callable[[Any], Any], value: Any) -> Any:
+        return checkpoint(lambda value: function(alias_free(value)), value, use_reentrant=False)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -79,6 +79,16 @@ class ForwardSplit:
             return [self.name_of(self.sequence[event // 2]) for event in (0, *self._cuts)]
         return ["front", *map(self.name_of, self.sequence), "tail"]
 
+    def modules_in(self, start: int, stop: int) -> set[int]:
+        """The ``id`` of each module in the blocks that are called in pieces ``start`` to ``stop - 1``."""
+        found, piece = set[int](), 0
+        for number, block in enumerate(self.sequence or ()):
+            piece += self.is_cut(2 * number)
+            if start <= piece < stop:
+                found.update(id(part) for part in block.modules())
+            piece += self.is_cut(2 * number + 1)
+        return found
+
     def name_of(self, block: nn.Module) -> str:
         """Name of a block in the model."""
         return self._names[id(block)]

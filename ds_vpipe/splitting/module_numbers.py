@@ -1,6 +1,6 @@
 """Numbers that modules have as attributes, such as counters of their calls."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -28,7 +28,8 @@ class ModuleNumbers:
         return [(module, place, name, place[name]) for module, place, name in self._places if name in place]
 
 
-def put_back(numbers: Numbers) -> None:
-    """Give modules the values that they had."""
-    for _, place, name, value in numbers:
-        place[name] = value
+def put_back(numbers: Numbers, modules: Collection[int] | None = None) -> None:
+    """Give modules the values that they had, those with these ``id``s or all."""
+    for module, place, name, value in numbers:
+        if modules is None or module in modules:
+            place[name] = value

@@ -6,7 +6,7 @@ activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -406,6 +406,23 @@ class StageModel:
         yield from self._split.ways(form, start, value[behind:])
         self._try_out(form, value[1:behind])  # as every rank does that sees these arguments
         yield self._split.ways(form)[0]
+
+    def in_portions(self, portions: Sequence[tuple[int, int]]) -> Iterator[int]:
+        """Yield the number of each of these portions, runs of pieces that follow on each other, when it is to be run.
+
+        Each calls the forward from its beginning, where it shall find numbers such as counters as the first one did.
+        Those of a block are afterwards as the portion has left them that has run it, and not only skipped it.
+        """
+        before = after = self.numbers.read() if len(portions) > 1 else []
+        done: set[int] = set()
+        for number, portion in enumerate(portions):
+            if number:
+                put_back(before)
+            yield number
+            if len(portions) > 1:
+                here = self._split.modules_in(*portion)
+                put_back(after, done - here)
+                done, after = done | here, self.numbers.read()
 
     def _portion(
         self, form: CallForm, way: Crossings, start: int, stop: int, watch: Watch | None

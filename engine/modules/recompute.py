@@ -47,6 +47,10 @@ class PieceModule(PipelineModule):
         """Run layers ``start`` to ``stop - 1`` of ``forward_funcs``, by ``caller``; see :meth:`.StageModel.run`."""
         raise NotImplementedError
 
+    def in_portions(self, portions: Sequence[tuple[int, int]]) -> Iterator[int]:
+        """Yield the number of each run of layers when it is to be run; see :meth:`.StageModel.in_portions`."""
+        raise NotImplementedError
+
     def hold_layers(self, numbers: Sequence[int]) -> None:
         """Hold these layers while all layers are here."""
         raise NotImplementedError
@@ -108,7 +112,7 @@ class Segment:
         swapped, recomputed = (self.start, self.swapped), (self.first, self.stop)
         portions = [run for run in (swapped, (self.swapped, self.first), recomputed) if run[0] < run[1]]
         value = inputs
-        for number in range(len(portions)):
+        for number in _in_portions(module, portions):
             start, stop = portions[number]
             if start == self.first and torch.is_grad_enabled():
                 value = self._run_recomputed(module, value, seed_offset)
@@ -396,6 +400,10 @@ def _run(module: PipelineModule, start: int, stop: int, seed_offset: int, value:
         layer = module.forward_funcs[position]
         value = layer(value) if timed is None else timed.layer(position, layer, value)
     return value
+
+
+def _in_portions(module: PipelineModule, portions: Sequence[tuple[int, int]]) -> Iterable[int]:
+    return module.in_portions(portions) if isinstance(module, PieceModule) else range(len(portions))
 
 
 def layer_numbers(module: PipelineModule) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -98,6 +98,11 @@ class SplitModule(VPipeModule, PieceModule, CalledModule):
             return function(value) if timed is None else timed.layer(position, function, value)
 
         return caller(run, value)
+
+    def in_portions(self, portions: Sequence[tuple[int, int]]) -> Iterator[int]:
+        """:meth:`.StageModel.in_portions`, of positions in ``forward_funcs``."""
+        pieces = [piece.index for piece in self.forward_funcs]
+        return self.stage_model.in_portions([(pieces[start], pieces[stop - 1] + 1) for start, stop in portions])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage's pieces.

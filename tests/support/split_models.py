@@ -408,7 +408,7 @@ class Stages:
     def _run(self, model: StageModel, value: Any, start: int, stop: int) -> Any:
         middle = stop - recomputed_layers(self.ratio, stop - start)
         portions = [portion for portion in ((start, middle), (middle, stop)) if portion[0] < portion[1]]
-        for number in range(len(portions)):
+        for number in model.in_portions(portions):
             caller = self._checkpointed if portions[number][0] == middle else call_now
             value = model.run(value, *portions[number], caller=caller)
         return value

@@ -206,6 +206,88 @@ def test_bf16_with_zero_1(worlds: Worlds, tmp_path: Path) -> None:
     assert ranks[0]["losses"] == pytest.approx(losses, rel=0.1)
 
 
+class CountingBlock(nn.Module):
+    """A block that counts its calls in an attribute and in a buffer, which its output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.steps += 1
+        return x + torch.tanh(self.linear(x)) * (1 + 0.1 * self.calls + 0.01 * self.steps)
+
+
+class Counting(nn.Module):
+    """Counts in the model and in its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head, self.calls = nn.Embedding(83, 8), nn.Linear(8, 3), 0
+        self.blocks = nn.ModuleList([CountingBlock() for _ in range(4)])
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels) * (1 + 0.1 * self.calls)
+
+
+def counted_call(index: int) -> tuple[Tensor, Tensor]:
+    return tokens(index), tokens(100 + index, 3, (3,), 0)
+
+
+COUNTED: dict[str, dict[str, Any]] = {
+    "half recomputed": {"recompute_ratio": 0.5},
+    "half swapped": {"swap_ratio": 0.5},
+}
+
+
+def counted() -> dict[str, Any]:
+    """Losses and weights of a model that counts, by way in which its pieces are run."""
+    found = {}
+    for way, given in COUNTED.items():
+        settings = {"partition": [3, 3], "sync_mode": "bsp", **given}
+        moves, interval = settings.pop("moves", {}), settings.pop("interval", 0)
+        pipeline = {"stages": 2, "activation_checkpoint_interval": interval}
+        ds_config = cases.config(2, OPTIMIZERS["SGD"][0], settings, pipeline=pipeline)
+        ds_config["train_micro_batch_size_per_gpu"] = 3
+        engine = ds_vpipe.initialize(model=built(Counting), config=ds_config)[0]
+        losses = []
+        for index in range(6):
+            if index in moves:
+                engine.repartition(moves[index])
+            losses.append(loss := engine(*counted_call(index)))
+            engine.backward(loss)
+            engine.step()
+        state = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        found[way] = [float(loss.detach()) for loss in losses], state
+        engine.destroy()
+        cases.close_groups()
+    return found
+
+
+@pytest.mark.mp
+def test_what_a_stage_runs_in_portions_or_gets_counts_each_micro_batch_once(worlds: Worlds) -> None:
+    net = built(Counting)
+    optimizer = OPTIMIZERS["SGD"][1](list(net.parameters()))
+    wanted = []
+    for index in range(6):
+        loss = net(*counted_call(index))
+        wanted.append(float(loss.detach()))
+        (loss / 2).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    for report in worlds.run(2, counted):
+        for way, (losses, state) in report.items():
+            assert losses == pytest.approx(wanted, abs=1e-5), way
+            assert difference(state, net.state_dict()) <= 1e-5, way
+
+
 def test_number_of_stages() -> None:
     assert stages_in({"pipeline": {"stages": 4}}, [1, 1]) == 4
     assert stages_in({}, [3, 2, 1]) == 3

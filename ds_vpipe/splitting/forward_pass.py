@@ -114,6 +114,7 @@ class ForwardPass(TorchFunctionMode):
         self.names = defaultdict[tuple[int, int], list[str]](list)
         self._paths = defaultdict[tuple[int, int], int](int)
         self.looks = False  # at values outside the blocks, as far as functions are counted
+        self._packs = False  # a hook for saved tensors is running
         self._enabled, self._hook = torch.is_grad_enabled(), guards.saved_tensors_hook()
         self.before = guards.random_states()
 
@@ -163,7 +164,7 @@ class ForwardPass(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         where, kwargs = (self.piece, self.block), kwargs or {}
-        if self._scopes is not None and where not in self._scopes:
+        if self._packs or (self._scopes is not None and where not in self._scopes):
             return func(*args, **kwargs)
         at = Place(self.piece, "function", len(self.names[where]), self.block)
         result = self._result(at, func, args, kwargs)
@@ -235,12 +236,35 @@ class Run(ForwardPass):
     @contextmanager
     def going_on(self) -> Iterator[None]:
         """Inside, the forward runs. Before the first piece its graphs save nothing."""
-        with self if self._compare or self._needed else nullcontext(), self._before_start:
+        counts = self._compare or self._needed
+        with self if counts else nullcontext(), self._packing() if counts else nullcontext(), self._before_start:
             if self.start:
                 self._before_start.enter_context(guards.saving_nothing())
                 self._hook = guards.saved_tensors_hook()
                 for source in self._parameters(range(self.start)):
                     self._found[source] = self.split.slot(source.leaf).stand_in(anew=True)
+            yield
+
+    @contextmanager
+    def _packing(self) -> Iterator[None]:
+        """Inside, what hooks for saved tensors call is not counted: a recomputation's are others than the first run's.
+
+        They are called while this mode sees functions where a ``torch.autograd.Function`` of the forward saves.
+        """
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if not hooks:
+            yield
+            return
+
+        def pack(tensor: torch.Tensor) -> Any:
+            before, self._packs = self._packs, True
+            try:
+                return hooks[0](tensor)
+            finally:
+                self._packs = before
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, hooks[1]):
+            self._hook = guards.saved_tensors_hook()
             yield
 
     def at(self, place: Place, leaves: Any, form: Any) -> None:

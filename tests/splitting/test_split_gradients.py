@@ -186,3 +186,54 @@ def test_names_of_tensors_methods_are_not_taken() -> None:
     """What a tensor without values knows of itself hides no method of torch's."""
     taken = set(MetaTensor.__annotations__) & set(dir(Tensor))
     assert not taken
+
+
+class Scaling(torch.autograd.Function):
+    """Saves tensors and returns two, one of which travels on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, scale)
+        return x * scale, x.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradients[0] * scale + gradients[1] / x.numel(), (gradients[0] * x).sum((0, 1))
+
+
+class Recomputed(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.head, self.scale = nn.Embedding(83, 8), nn.Linear(8, 3), nn.Parameter(torch.ones(8))
+        self.way = way
+        self.blocks = nn.ModuleList([Inner("") for _ in range(4)])
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        x, total = self.words(ids) * self.scale, torch.zeros(())
+        for block in self.blocks:
+            x = block(x)
+            if self.way == "function between blocks":
+                x, mean = Scaling.apply(x, self.scale)
+                total = total + mean
+        return nn.functional.cross_entropy(self.head(x.mean(1)), labels) + total
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+@pytest.mark.parametrize("way", ["function between blocks"])
+def test_recomputed_pieces_whose_forward_saves_tensors(way: str, ratio: float) -> None:
+    """Hooks of the recomputation call functions where the forward saves tensors itself."""
+    model = built(lambda: Recomputed(way))
+    split = Stages(model, (2, 2, 2), recompute_ratio=ratio)
+    for _ in range(2):
+        model.zero_grad()
+        for stage in split.models:
+            stage.model.zero_grad()
+        wanted, gradients = pass_through(model, CALL, {})
+        loss = split.forward(*CALL)
+        assert torch.equal(loss, wanted)
+        split.backward(loss)
+        found = split.gradients()
+        assert found.keys() == gradients.keys()
+        for name, value in gradients.items():
+            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)

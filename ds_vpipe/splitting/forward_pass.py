@@ -201,6 +201,11 @@ class ForwardPass(TorchFunctionMode):
         raise NotImplementedError
 
 
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():  # no function of the forward's
+        return tensor.detach()
+
+
 @contextmanager
 def _without(mode: TorchFunctionMode) -> Iterator[None]:
     """Inside, a mode sees nothing, and costs nothing, unless the user's code has entered another one since."""
@@ -284,7 +289,9 @@ class Run(ForwardPass):
             with nullcontext() if self._scopes is None or (self.piece, number) in self._scopes else _without(self):
                 return block(*args, **kwargs)
         again = (self.piece, number) in self._needed
-        return self.split.specs.outputs(block, args, kwargs, again, f"a result of {number}")
+        # A block may differentiate, for which it needs what its graphs save.
+        with torch.autograd.graph.saved_tensors_hooks(_detached, _detached) if self._hook else nullcontext():
+            return self.split.specs.outputs(block, args, kwargs, again, f"a result of {number}")
 
     def _result(self, at: Place, func: Any, args: Any, kwargs: Any) -> Any:
         if at not in self._crossings.drawn or self.piece >= self.start:

@@ -249,6 +249,7 @@ class ForwardSplit:
             SplitError: the forward needs something that this run does not have.
             DivergedError: it goes another way; no number has been drawn.
         """
+        outer = self.log.holder, self.log.strict
         self.log.holder, self.log.strict = holder, start == 0
         attributes = self._python_state.read()  # a forward that is run again would count twice, and these, too
         statistics = []
@@ -275,7 +276,7 @@ class ForwardSplit:
                     owner._buffers[key] = buffer.copy_(value)
             raise DivergedError(*error.args) from None
         finally:
-            self.log.strict = False
+            self.log.holder, self.log.strict = outer
         if not run.over or stop != len(self.piece_names):
             raise self._too_few_calls(run.calls)
         crossings.compared.add((start, stop))
@@ -296,7 +297,12 @@ class ForwardSplit:
 
     @contextmanager
     def _interpreted(self, handler: ForwardPass, hidden: Sequence[ParameterSlot]) -> Iterator[None]:
-        """Inside, calls of blocks go to ``handler``, and the model has no parameters in ``hidden``."""
+        """Inside, calls of blocks go to ``handler``, and the model has no parameters in ``hidden``.
+
+        A block that differentiates in its forward may have pieces recomputed there: then another pass is in here
+        already, and finds everything as it was.
+        """
+        outer, found = self._handler, [slot.module._parameters.get(slot.key) for slot in hidden]
         for slot in hidden:
             if slot.follow():
                 self.specs.forget()
@@ -305,19 +311,19 @@ class ForwardSplit:
         for encoder in nesting:  # in evaluation, of padded values
             encoder.use_nested_tensor = False
         self._handler, self.log.forward_pass, self.running = handler, handler, True
-        own_classes = [(block, type(block)) for block in self.blocks]
+        classes = [(block, type(block)) for block in self.blocks]
         try:
-            for block, own in own_classes:
-                _set_class(block, self._intercepting[own])
+            for block, own in classes:
+                _set_class(block, self._intercepting.get(own, own))  # some intercept already
             yield
         finally:
-            for block, own in own_classes:
+            for block, own in classes:
                 _set_class(block, own)
-            self._handler, self.log.forward_pass, self.running = None, None, False
+            self._handler, self.log.forward_pass, self.running = outer, outer, outer is not None
             for encoder in nesting:
                 encoder.use_nested_tensor = True
-            for slot in hidden:
-                slot.restore()
+            for slot, before in zip(hidden, found, strict=True):
+                slot.restore() if outer is None else slot.put(before)
 
     def _intercepting_class(self, own: type[nn.Module]) -> type[nn.Module]:
         """Class of blocks while the forward runs. Their calls go to the handler.

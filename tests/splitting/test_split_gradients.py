@@ -202,12 +202,26 @@ class Scaling(torch.autograd.Function):
         return gradients[0] * scale + gradients[1] / x.numel(), (gradients[0] * x).sum((0, 1))
 
 
+class Descending(nn.Module):
+    """A block that differentiates in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            given = x if x.requires_grad else x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.linear(given).tanh().sum(), given, create_graph=True)
+        return x - 0.1 * gradient
+
+
 class Recomputed(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.words, self.head, self.scale = nn.Embedding(83, 8), nn.Linear(8, 3), nn.Parameter(torch.ones(8))
         self.way = way
-        self.blocks = nn.ModuleList([Inner("") for _ in range(4)])
+        self.blocks = nn.ModuleList([Descending() if way == "grad in a block" else Inner("") for _ in range(4)])
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
         x, total = self.words(ids) * self.scale, torch.zeros(())
@@ -220,9 +234,10 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
-@pytest.mark.parametrize("way", ["function between blocks"])
+@pytest.mark.parametrize("way", ["function between blocks", "grad in a block"])
 def test_recomputed_pieces_whose_forward_saves_tensors(way: str, ratio: float) -> None:
-    """Hooks of the recomputation call functions where the forward saves tensors itself."""
+    """Hooks of the recomputation call functions where the forward saves tensors itself, and one that differentiates
+    is run again inside of itself."""
     model = built(lambda: Recomputed(way))
     split = Stages(model, (2, 2, 2), recompute_ratio=ratio)
     for _ in range(2):

@@ -151,18 +151,8 @@ class Segment:
 
     @contextmanager
     def _as_before(self, states: Any, remembered: _Remembered) -> Iterator[None]:
-        with self._random_states.of(states):
-            present = [(place, key, place.get(key)) for place, key, *_ in remembered]
-            for place, key, value, version in remembered:
-                if self._knows_modules and version is not None and value._version != version:
-                    raise VPipeError(_changed_meanwhile(f"{key!r} of recomputed layers"))
-                if value is not place.get(key):
-                    place[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            try:
-                yield
-            finally:
-                for place, key, value in present:
-                    place[key] = value
+        with self._random_states.of(states), _as_remembered(remembered, self._knows_modules):
+            yield
 
     def _modules(self, module: PipelineModule) -> list[torch.nn.Module]:
         if isinstance(module, PieceModule):
@@ -258,6 +248,22 @@ class _ModuleMemory:
             }
             self._others = [(place, key) for place, key in self._copied if (id(place), key) not in copied]
             self._copied = [(place, key) for place, key in self._copied if (id(place), key) in copied]
+
+
+@contextmanager
+def _as_remembered(remembered: _Remembered, knows_modules: bool) -> Iterator[None]:
+    """Context in which modules have what they had, and after which they have what they have now."""
+    present = [(place, key, place.get(key)) for place, key, *_ in remembered]
+    for place, key, value, version in remembered:
+        if knows_modules and version is not None and value._version != version:
+            raise VPipeError(_changed_meanwhile(f"{key!r} of recomputed layers"))
+        if value is not place.get(key):
+            place[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    try:
+        yield
+    finally:
+        for place, key, value in present:
+            place[key] = value
 
 
 def _is_small(value: Any) -> bool:
@@ -419,29 +425,37 @@ def use_sound_checkpointing(module: PipelineModule, asynchronous: bool, random_s
     the block requires a gradient, as integers and data never do, its output has no graph, and the block's parameters
     silently get no gradient. DeepSpeed marks the first stage's floating-point inputs to get around that; integers
     cannot be marked. A synchronous pipeline keeps that function for blocks where it works; an asynchronous one, whose
-    backward passes are not in the reverse order of its forward passes, does without. For the second run DeepSpeed
-    restores torch's random states and its own tracker's only.
+    backward passes are not in the reverse order of its forward passes, does without, and so do pieces, which have to be
+    run with gradients. For the second run DeepSpeed restores torch's random states and its own tracker's only.
     """
+    pieces = isinstance(module, PieceModule)
     if module.activation_checkpoint_func is ds_checkpointing.checkpoint:
         module.activation_checkpoint_func = (
-            ds_checkpointing.non_reentrant_checkpoint if asynchronous else _checkpoint_block
+            ds_checkpointing.non_reentrant_checkpoint if asynchronous or pieces else _checkpoint_block
         )
         module.is_checkpointable_results_interval = None
         module._precompute_checkpointable_values()  # looks whether the function is DeepSpeed's non-reentrant one
     found = module.activation_checkpoint_func
+    memory = _ModuleMemory(module.user_module.modules() if isinstance(module, PieceModule) else ())
     module.activation_checkpoint_func = lambda function, *inputs: found(
-        _with_same_draws(function, random_states), *inputs
+        _alike(function, random_states, memory, module.training), *inputs
     )
 
 
-def _with_same_draws(function: Callable[..., Tree], random_states: RandomStates) -> Callable[..., Tree]:
-    """``function``, whose later runs begin with the present random states."""
-    states, first = random_states.read(), True
+def _alike(
+    function: Callable[..., Tree], random_states: RandomStates, memory: _ModuleMemory, training: bool
+) -> Callable[..., Tree]:
+    """``function``, whose later runs find random states and what is in ``memory`` as the first, and leave them so."""
+    states, remembered, first = random_states.read(), memory.read(), True
 
     def run(*inputs: Tree) -> Tree:
         nonlocal first
-        with nullcontext() if first else random_states.of(states):
+        if first:
             first = False
+            outputs = function(*inputs)
+            memory.note_changes(remembered, training)
+            return outputs
+        with random_states.of(states), _as_remembered(remembered, False):
             return function(*inputs)
 
     return run

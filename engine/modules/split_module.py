@@ -115,10 +115,18 @@ class SplitModule(VPipeModule, PieceModule, CalledModule):
                 "engine.module(...): a stage has only a part of the model, allowed is to call engine(...) on every "
                 "rank; do that, in eval() mode to evaluate"
             )
-        if self.activation_checkpoint_interval > 0:
-            return super().forward(args[0])
         self.micro_offset += 1
-        return self.run_several(0, len(self.forward_funcs), args[0])
+        value, count, interval = args[0], len(self.forward_funcs), self.activation_checkpoint_interval
+        if interval == 0:
+            return self.run_several(0, count, value)
+        portions = [(start, min(start + interval, count)) for start in range(0, count, interval)]
+        caller = self._checkpointed if torch.is_grad_enabled() else call_now
+        for number in self.in_portions(portions):
+            value = self.run_several(*portions[number], value, caller)
+        return value
+
+    def _checkpointed(self, function: Callable[[Any], Any], value: Any) -> Any:
+        return self.activation_checkpoint_func(lambda *inputs: function(inputs), *value)
 
     def hold_layers(self, numbers: Sequence[int]) -> None:
         """Put these pieces into ``forward_funcs``; before :meth:`release`.

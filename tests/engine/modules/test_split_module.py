@@ -243,6 +243,7 @@ def counted_call(index: int) -> tuple[Tensor, Tensor]:
 COUNTED: dict[str, dict[str, Any]] = {
     "half recomputed": {"recompute_ratio": 0.5},
     "half swapped": {"swap_ratio": 0.5},
+    "interval": {"interval": 1},
 }
 
 

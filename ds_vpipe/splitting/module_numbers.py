@@ -23,9 +23,13 @@ class ModuleNumbers:
             if isinstance(value, (int, float)) and name != "training"
         ]
 
-    def read(self) -> Numbers:
-        """Present values."""
-        return [(module, place, name, place[name]) for module, place, name in self._places if name in place]
+    def read(self, modules: Collection[int] | None = None) -> Numbers:
+        """Present values, of the modules with these ``id``s or of all."""
+        return [
+            (module, place, name, place[name])
+            for module, place, name in self._places
+            if name in place and (modules is None or module in modules)
+        ]
 
 
 def put_back(numbers: Numbers, modules: Collection[int] | None = None) -> None:

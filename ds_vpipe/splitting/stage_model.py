@@ -43,6 +43,16 @@ class Piece(nn.Module):
         """Run the piece; see :meth:`StageModel.run`."""
         return self._stage.run(value, self.index, self.index + 1)
 
+    @property
+    def numbers(self) -> list[Any]:
+        """Values of the numbers of its blocks' modules, such as counters, in an order that all ranks have."""
+        return [value for *_, value in self._stage.numbers.read(self._stage.modules_in(self.index))]
+
+    @numbers.setter
+    def numbers(self, values: list[Any]) -> None:
+        now = self._stage.numbers.read(self._stage.modules_in(self.index))
+        put_back([(*place, value) for (*place, _), value in zip(now, values, strict=True)])
+
     def hold(self, model: nn.Module | None, members: Set[Where]) -> None:
         """Have the parameters and buffers ``(id(module), key)`` of ``model``, or none.
 
@@ -239,6 +249,10 @@ class StageModel:
             if homes:
                 found[prefix + _EXTRA_STATE_KEY_SUFFIX] = prefix + _EXTRA_STATE_KEY_SUFFIX, homes[0]
         return found
+
+    def modules_in(self, piece: int) -> set[int]:
+        """The ``id`` of each module in the blocks that a piece calls."""
+        return self._split.modules_in(piece, piece + 1)
 
     def own_state(self, read: Callable[[], Any]) -> Any:
         """State dict of what is here, made by ``read``."""

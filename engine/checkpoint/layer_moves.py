@@ -31,6 +31,7 @@ from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
 from ds_vpipe.errors import VPipeConfigError, VPipeError
 from ds_vpipe.partition import bounds, checked_counts
+from ds_vpipe.splitting.stage_model import Piece
 
 _WHAT = "all stages to move layers"
 
@@ -222,6 +223,7 @@ def _content(layer: Any, prefix: str, states: Mapping[str, ParameterState]) -> d
         "unsaved": {name: tensor for name, tensor in tensors.items() if name not in weights},
         "types": {name: tensor.dtype for name, tensor in tensors.items()},
         "trained": {name: parameter.requires_grad for name, parameter in layer.named_parameters()},
+        "numbers": layer.numbers if isinstance(layer, Piece) else [],
         "states": {name: vars(state) for name, state in states.items() if name.startswith(prefix)},
     }
     # A copy, since all of the storage that a view is of would be sent.
@@ -251,6 +253,8 @@ def _fill(module: PipelineModule, index: int, layer: Any, content: Mapping[str, 
         tensors[name].data = value.to(tensors[name].device)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(content["trained"][name])
+    if isinstance(layer, Piece):
+        layer.numbers = content["numbers"]
     return {name: ParameterState(**state) for name, state in content["states"].items()}
 
 

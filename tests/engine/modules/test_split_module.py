@@ -244,6 +244,7 @@ COUNTED: dict[str, dict[str, Any]] = {
     "half recomputed": {"recompute_ratio": 0.5},
     "half swapped": {"swap_ratio": 0.5},
     "interval": {"interval": 1},
+    "moved": {"moves": {2: [2, 4], 4: [4, 2]}},
 }
 
 

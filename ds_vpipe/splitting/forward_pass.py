@@ -64,7 +64,7 @@ class Crossings:
     forms: dict[Place, Any]  # of the places where those are made
     drawn: dict[Place, Any]  # function calls outside the blocks that draw random numbers, with the operation that does
     names: dict[tuple[int, int], list[str]]  # of the functions called outside the blocks, by piece
-    looks: bool  # at the call's own values outside the blocks: other calls of this form may go another way
+    looks: bool  # at values before the last block's end and outside: other calls of this form may go another way
     # First and last piece of runs whose function calls have been compared with ``names``.
     compared: set[tuple[int, int]] = field(default_factory=set, compare=False)
 
@@ -113,7 +113,7 @@ class ForwardPass(TorchFunctionMode):
         # Of the functions called, by piece and block, where they are counted: in ``scopes``, or everywhere.
         self.names = defaultdict[tuple[int, int], list[str]](list)
         self._paths = defaultdict[tuple[int, int], int](int)
-        self.looks = False  # at values outside the blocks, as far as functions are counted
+        self.looks = False  # at values outside the blocks, before the last one's end, where functions are counted
         self._packs = False  # a hook for saved tensors is running
         self._enabled, self._hook = torch.is_grad_enabled(), guards.saved_tensors_hook()
         self.before = guards.random_states()
@@ -172,7 +172,7 @@ class ForwardPass(TorchFunctionMode):
         if parts:
             self._note(where, getattr(func, "__name__", ""))
             self.at(at, parts, self._paths[where])
-        elif self.block == OUTSIDE and getattr(func, "__name__", "") in _LOOKS:
+        elif self.block == OUTSIDE and not self.over and getattr(func, "__name__", "") in _LOOKS:
             self.looks = True
             if isinstance(result, bool):  # numbers are others in every call, and most branch on none
                 self._note(where, f"{func.__name__} ({result})")
@@ -235,7 +235,8 @@ class Run(ForwardPass):
         self._needed = {(at.piece, at.block) for at in places if at.kind == "function"}
         first = (start, stop) not in crossings.compared
         self._compare = first or crossings.looks
-        outside = {(piece, OUTSIDE) for piece in range(stop)} if self._compare else set()
+        compared = min(stop, len(crossings.arriving) - 2) if self._compare else 0  # nothing crosses behind the last
+        outside = {(piece, OUTSIDE) for piece in range(compared)}
         super().__init__(split, start, None if first else self._needed | outside)
 
     @contextmanager

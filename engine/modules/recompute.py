@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from types import MethodType
@@ -139,7 +139,7 @@ class Segment:
                     value,
                     use_reentrant=False,
                     preserve_rng_state=True,
-                    context_fn=lambda: (nullcontext(), self._as_before(states, remembered)),
+                    context_fn=lambda: (nullcontext(), _Anew(partial(self._as_before, states, remembered))),
                 )
 
         if isinstance(module, PieceModule):
@@ -248,6 +248,21 @@ class _ModuleMemory:
             }
             self._others = [(place, key) for place, key in self._copied if (id(place), key) not in copied]
             self._copied = [(place, key) for place, key in self._copied if (id(place), key) in copied]
+
+
+class _Anew(AbstractContextManager[None]):
+    """Context that is made each time that it is entered, as where a layer that differentiates is run again twice."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 @contextmanager

@@ -131,6 +131,39 @@ def test_less_is_kept_the_more_is_recomputed(worlds: Worlds) -> None:
     assert none > half > everything
 
 
+class Differentiates(nn.Module):
+    """A layer whose forward is a derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(toy.HIDDEN, toy.HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - torch.autograd.grad(self.linear(x).tanh().sum(), x, create_graph=True)[0]
+
+
+def derivatives(ratio: float) -> tuple[torch.Tensor, list[Any]]:
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    from ds_vpipe.engine.modules.random_states import RandomStates
+    from ds_vpipe.engine.modules.recompute import apply_recompute
+
+    torch.manual_seed(7)
+    specs = [LayerSpec(nn.Linear, toy.HIDDEN, toy.HIDDEN), *(LayerSpec(Differentiates) for _ in range(2))]
+    module = PipelineModule(specs, num_stages=1, partition_method="uniform")
+    apply_recompute(module, ratio, RandomStates())
+    output = module(torch.ones(2, toy.HIDDEN))
+    output.square().sum().backward()
+    return output.detach(), [parameter.grad for parameter in module.parameters()]
+
+
+def test_layers_that_differentiate_are_recomputed_more_than_once(worlds: Worlds) -> None:
+    (kept, gradients), (recomputed, others) = (worlds.run(1, derivatives, ratio)[0] for ratio in (0.0, 1.0))
+    assert torch.equal(kept, recomputed)
+    for one, other in zip(gradients, others, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
 class Tracker:
     """A generator state of its own, lent to torch for a block of code, as Megatron has it."""
 

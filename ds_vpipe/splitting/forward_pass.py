@@ -341,9 +341,10 @@ class Run(ForwardPass):
         for source in sources:
             if source not in self._found:
                 raise self._lost(source)
-        found = (self._found[source] for source in sources)
-        # A link carries memory, and that of a conjugate is the memory of what it is the conjugate of.
-        return (self._crossings.mark(self._stop), *(value.resolve_conj().resolve_neg() for value in found))
+        with torch._C.DisableTorchFunction():
+            # A link carries memory, and that of a conjugate is the memory of what it is the conjugate of.
+            found = [self._found[source].resolve_conj().resolve_neg() for source in sources]
+        return (self._crossings.mark(self._stop), *found)
 
     def _lost(self, source: Source) -> DivergedError:
         """A value that crosses is not where it was in the dry run."""

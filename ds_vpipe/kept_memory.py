@@ -20,7 +20,10 @@ _AVAILABLE = hasattr(os, "memfd_create")  # only Linux has such files
 
 
 def connection() -> tuple[socket.socket, socket.socket]:
-    """Sockets of a supervisor and of a process that it is about to fork, for files and the order to start."""
+    """Sockets of a supervisor and of its next child.
+
+    Files go both ways, and the order to start.
+    """
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if _AVAILABLE else socket.SOCK_DGRAM)
     mine.setblocking(False)
     return mine, its

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ def supervise(restarts: int, prepare: Callable[[], object]) -> int | None:
         signal.signal(number, lambda number, _: came.append(number))
     child: _Child | None = None
     spare: _Child | None = None
+    spares = 0  # that may be needed
     status, leaving, deadline = 1, False, time.monotonic() + MEETING_S + GRACE_S  # rank 0 says more
     reports, kept = ["here"] if rank == 0 else [], KeptMemory()  # the others' greeting says it
     while child or reports or not leaving:
@@ -100,15 +102,20 @@ def supervise(restarts: int, prepare: Callable[[], object]) -> int | None:
                 if child is None:
                     return None
                 child.start(kept, values)
+                spares = restarts - int(values.split()[0])
             elif kind == "gone" and not leaving:
                 say(f"the supervisor of rank 0 is gone, from MASTER_ADDR {os.environ['MASTER_ADDR']}; no restart")
             if kind in ("limit", "gone"):
                 deadline = min(deadline, time.monotonic() + (GRACE_S if child else 3 * GRACE_S))
             leaving |= kind in ("exit", "gone")
-        if child and child.keeps and not (spare or leaving):
-            spare = _fork(handlers, [peers, kept, child.connection], prepare)
-            if spare is None:
-                return None
+        if child and child.keeps and spares and not (spare or leaving):
+            try:
+                spare = _fork(handlers, [peers, kept, child.connection], prepare)
+            except OSError:  # there is no room for one, and training goes on
+                spares = 0
+            else:
+                if spare is None:
+                    return None
         while came:
             number = came.pop(0)
             if child:
@@ -182,7 +189,14 @@ def _fork(
     """
     mine, its = connection()
     signal.pthread_sigmask(signal.SIG_BLOCK, handlers)  # none is lost before the child has its own handlers
-    parent, child = os.getpid(), os.fork()
+    parent, child = os.getpid(), -1
+    try:
+        child = os.fork()
+    finally:
+        if child < 0:
+            mine.close()
+            its.close()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
     if child == 0:
         os.setpgid(0, 0)
         if sys.platform == "linux":
@@ -198,7 +212,11 @@ def _fork(
         return _Child(child, mine)
     for one in (mine, *inherited):
         one.close()
-    prepare()
+    try:
+        prepare()
+    except BaseException:  # a spare that is of no use, in a process that is no supervisor
+        traceback.print_exc()
+        os._exit(1)
     if not (values := await_start(its, os.environ)):
         os._exit(0)
     os.environ.update(DS_VPIPE_RESTART=values[0], MASTER_PORT=values[1])

@@ -187,6 +187,28 @@ def test_a_spare_that_is_lost(tmp_path: Path, runs: list[Run]) -> None:
 
 
 @pytest.mark.mp
+def test_no_spare_where_there_is_no_room_for_one(tmp_path: Path, runs: list[Run]) -> None:
+    """And a run that goes on; a spare that fails to prepare itself is none either."""
+    run = Run(tmp_path, KEEPS.replace("spares()\n", "time.sleep(1)\n") + "sys.exit(attempt == 0)", ranks=1)
+    script = tmp_path / "train.py"
+    fails = (
+        "fork, forks = os.fork, []\n"
+        "def fork_once():\n"
+        "    forks.append(1)\n"
+        "    if len(forks) == 2: raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "    return fork()\n"
+        "os.fork = fork_once\n"
+        "def prepare(): raise OSError('a library')\n"
+    )
+    script.write_text(script.read_text().replace("if (status :=", fails + "if (status :=").replace("attempt < 2", "1"))
+    runs.append(run.start())
+    run.processes[0].wait(90)
+    said = run.processes[0].communicate()[1]
+    assert (run.processes[0].returncode, said.count("restart 1 of 2")) == (0, 1), said
+    assert said.count("OSError: a library") == 1, "of the second attempt"
+
+
+@pytest.mark.mp
 def test_a_rank_that_hangs_and_one_that_has_ended_well_start_again(tmp_path: Path, runs: list[Run]) -> None:
     hangs = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
     run = Run(tmp_path, f"if attempt == 0:\n  if rank == 1: {hangs}\n  sys.exit(5 if rank else 0)")

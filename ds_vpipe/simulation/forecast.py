@@ -7,9 +7,9 @@ are in proportion to one another and not those of another device.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -148,8 +148,7 @@ def ended(micro_batches: int, updates: int) -> VPipeConfigError:
 
 def smoothed(losses: Sequence[float], window: int) -> list[float]:
     """Mean of each loss and those before it, ``window`` in all, from the first for which there are as many."""
-    sums = list(itertools.accumulate(losses, initial=0.0))
-    return [(after - before) / window for before, after in zip(sums, sums[window:], strict=False)]
+    return [fmean(losses[end - window : end]) for end in range(window, len(losses) + 1)]
 
 
 def updates_to(losses: Sequence[float], level: float, window: int) -> int | None:

@@ -10,6 +10,7 @@ dry_run            a pass without values, which finds the crossings
 meta_tensor        tensors without values, and the log of their use
 output_specs       what skipped blocks return
 parameter_slots    the places of parameters in a model, which hold a parameter or a meta tensor
+module_numbers     counters and other numbers of modules, which count once where a forward is run in portions
 guards             random generators, buffers, attributes and saved tensors around a pass
 blocks             which modules a model is split between
 split              from a model to its pieces: tries blocks and examples of a call in turn

@@ -57,7 +57,7 @@ class ForwardSplit:
         self._ever_written: dict[Where, int] = {}
         # What writes into parameters that have no values here, and where, by name and by the piece that does.
         self.parameter_writes: dict[tuple[str, int], str] = {}
-        self._python_state: guards.PythonState  # of the last dry run
+        self._python_state = guards.PythonState(model)  # of the last dry run
 
     # Where pieces begin
 
@@ -197,7 +197,7 @@ class ForwardSplit:
         """A dry run, and what the forward returned."""
         output = None
         self.log.strict, self.log.holder = False, "a stage without that parameter"
-        self._python_state = guards.PythonState(self.model)
+        self._python_state = guards.PythonState(self.model, self._python_state)
         with (
             guards.untouched_generators(),
             guards.saving_nothing(),

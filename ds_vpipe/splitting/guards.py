@@ -20,7 +20,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 _BUFFERS = {"_buffers", "_non_persistent_buffers_set"}
 _HOOKS = {key for key in _OF_MODULES if key.endswith("hooks") or "_hooks_" in key}
 _PLACES = {dict, list, set, deque, OrderedDict, defaultdict, Counter}
-_DEEPEST, _MOST_LOOKED_INTO, _MOST_COPIED = 2, 1000, 2**26
+_DEEPEST, _MOST_ENTRIES, _MOST_COPIED, _SMALL = 2, 1000, 2**26, 2**20
 
 
 def random_states() -> tuple[Any, ...]:
@@ -84,16 +84,23 @@ class _Remembered(NamedTuple):
 
 
 class PythonState:
-    """Places where a model's modules keep attributes and hooks, and what lists, dicts, sets and objects there hold.
+    """Attributes and hooks of a model's modules.
 
-    Objects are those of classes in the package of the module's own class, unless that is torch. A place is the dict,
-    list or set itself, so that whoever else has it finds it put back as well.
+    Lists, dicts, sets and objects there are looked into. Objects are those of classes in the package of the module's
+    own class, unless that is torch. A place is the dict, list or set itself, so that whoever else has it finds it put
+    back as well.
+
+    Args:
+        model: whose modules they are.
+        before: what was known of the same model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, before: "PythonState | None" = None) -> None:
         self._modules = list(model.modules())
         self._places: dict[int, Any] = {}
-        self._written: list[torch.Tensor] = []  # that are no buffers; all, until it is known where a forward writes
+        # Tensors that are no buffers: small ones, and others that have been written; at first all.
+        self._written: list[torch.Tensor] = []
+        self._known: list[torch.Tensor] = [] if before is None else before._known
         for module in self._modules:
             attributes = vars(module)
             self._places[id(attributes)] = attributes
@@ -112,7 +119,7 @@ class PythonState:
         if type(held) not in _PLACES or isinstance(value, nn.Module) or id(held) in self._places:
             return
         self._places[id(held)] = held
-        if depth and len(held) <= _MOST_LOOKED_INTO:
+        if depth and len(held) <= _MOST_ENTRIES:
             for part in list(held.values() if isinstance(held, dict) else held):
                 self._find(part, package, depth - 1)
 
@@ -120,7 +127,8 @@ class PythonState:
         """What is remembered now, for :meth:`put_back`. Every micro-batch does this."""
         with torch.no_grad():
             tensors = [(tensor, tensor._version, tensor.clone()) for tensor in self._written]
-        return _Remembered(RemovableHandle.next_id, [place.copy() for place in self._places.values()], tensors)
+        held = [place.copy() if len(place) <= _MOST_ENTRIES else None for place in self._places.values()]
+        return _Remembered(RemovableHandle.next_id, held, tensors)
 
     def put_back(self, before: _Remembered) -> None:
         """Let the places hold what they held, and remove new hooks, of which attributes say that they are there."""
@@ -128,9 +136,15 @@ class PythonState:
             for handle in [handle for handle in store if handle >= before.next_hook]:
                 del store[handle]
         for place, held in zip(self._places.values(), before.values, strict=True):
-            _put(place, held)
+            if held is not None:
+                _put(place, held)
         changed = [(tensor, value) for tensor, version, value in before.tensors if tensor._version != version]
-        self._written = [tensor for tensor, _ in changed]  # known after a dry run, and of a run another one follows
+        self._known += [tensor for tensor, _ in changed if not any(tensor is one for one in self._known)]
+        self._written = [
+            tensor
+            for tensor in self._written
+            if tensor.numel() * tensor.element_size() <= _SMALL or any(tensor is one for one in self._known)
+        ]
         for tensor, value in changed:
             with torch.no_grad():
                 tensor.copy_(value)

@@ -399,13 +399,12 @@ class StageModel:
         behind = 1 + form.num_tensors
         if self._split.mode(form) not in self._tried:
             self._try_out(form, value[1:behind])
-        numbers, diverged = self.numbers.read(), DivergedError()
+        diverged = DivergedError()
         for way in self._ways(form, value, start):
             try:
                 output = caller(self._portion(form, way, start, stop, watch), value)
             except DivergedError as error:
                 diverged = error
-                put_back(numbers)
             else:
                 self._split.prefer(form, way)
                 return output

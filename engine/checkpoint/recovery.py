@@ -89,7 +89,7 @@ class Recovery:
         self._again: dict[int, _Found] = {}  # what passes that are to be run again have found
         self._now: _Found | None = None  # and what comes after them
         self._recovered = False  # and no batch has begun since
-        self._forget_powers = _forgets_powers(engine)
+        self._reset_powers = _reset_of_powers(engine)
 
     # Watching
 
@@ -100,7 +100,7 @@ class Recovery:
                 self._put(self._again.pop(action.index))
             self._found[action.index] = self._find()
         elif action.kind is Kind.STEP:
-            self._forget_powers()
+            self._reset_powers()
 
     def after(self, action: Action) -> None:
         """Go on from the moment of the state, after the last pass that is run again.
@@ -389,10 +389,11 @@ class Recovery:
         self._begin(self._cuts[cut])
 
 
-def _forgets_powers(engine: PatchedPipelineEngine) -> Callable[[], object]:
-    """Function after which DeepSpeed's own Adam computes powers of its betas, as it does in a new process.
+def _reset_of_powers(engine: PatchedPipelineEngine) -> Callable[[], object]:
+    """Reset of the powers of betas that DeepSpeed's own Adam keeps.
 
-    Else it multiplies those of the update before, and the last bits are others. An update with other betas does it.
+    After it they are computed anew, as in a new process. Else it multiplies those of the update before, and the last
+    bits are others. An update with other betas does it.
     """
     optimizer = getattr(engine.optimizer, "optimizer", engine.basic_optimizer)
     optimizer = getattr(optimizer, "aux_optimizer", None) or optimizer  # Muon's, for what is no matrix

@@ -74,7 +74,8 @@ class Failures:
             text = " ".join(str(error).split())
             reason = f"{me} failed in {stage.action}: {type(error).__name__}: {text}"
         stage.failure = reason
-        failures.publish(reason, by_lost=is_closed(error.__cause__))
+        lost = error.__cause__ if isinstance(error, PipelinePeerError) else error if is_of_lost_rank(error) else None
+        failures.publish(reason, by_lost=is_closed(lost))
         abort_all(stage.senders, reason)
         failures.wait_until_seen()
         if elsewhere is not None:

@@ -198,9 +198,13 @@ class _ModuleMemory:
     The recomputation finds them as its forward pass did, and leaves nothing behind. Of the buffers, which may be large,
     those are copied that the first forward pass in training mode has changed, and small ones, in which evaluations may
     count; the others may only be replaced, and so may frozen weights.
+
+    Args:
+        modules: that have them.
+        copies_all: copy all buffers, where the first forward pass does not run all modules.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, modules: Iterable[torch.nn.Module], copies_all: bool = False) -> None:
         parts = list(modules)
         self._numbers = [
             (vars(part), key)
@@ -211,7 +215,7 @@ class _ModuleMemory:
         self._copied = [(part._buffers, key) for part in parts for key in part._buffers]
         self._others: list[tuple[dict[str, Any], str]] = []
         self._weights = [(part._parameters, key) for part in parts for key in part._parameters]
-        self._known = False
+        self._known = copies_all
 
     def read(self) -> _Remembered:
         """Their present values."""
@@ -251,7 +255,10 @@ class _ModuleMemory:
 
 
 class _Anew(AbstractContextManager[None]):
-    """Context that is made each time that it is entered, as where a layer that differentiates is run again twice."""
+    """Context that is made each time that it is entered.
+
+    A layer that differentiates may be run again twice.
+    """
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -451,7 +458,7 @@ def use_sound_checkpointing(module: PipelineModule, asynchronous: bool, random_s
         module.is_checkpointable_results_interval = None
         module._precompute_checkpointable_values()  # looks whether the function is DeepSpeed's non-reentrant one
     found = module.activation_checkpoint_func
-    memory = _ModuleMemory(module.user_module.modules() if isinstance(module, PieceModule) else ())
+    memory = _ModuleMemory(module.user_module.modules() if isinstance(module, PieceModule) else (), copies_all=True)
     module.activation_checkpoint_func = lambda function, *inputs: found(
         _alike(function, random_states, memory, module.training), *inputs
     )

@@ -79,7 +79,8 @@ class WeightStashingOptimizer:
     def _begin(self, version: int) -> None:
         self.moved.clear()
         self.versions = WeightVersions(self._parameters, version)
-        self._frozen: list[torch.nn.Parameter] = []  # in forward passes since the latest update
+        # Those of forward passes since the latest update, and of the versions.
+        self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
         self._checked: int | None = None
         self._counts: tuple[tuple[torch.Tensor, ...], tuple[int, ...]] = (), ()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from ds_vpipe.commands.forecast import _rows, _text, _Training
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.staleness import Staleness
 from ds_vpipe.schedules.pipeline import Pipeline
-from ds_vpipe.simulation.forecast import Pace, updates_to
+from ds_vpipe.simulation.forecast import Pace, last_loss, updates_to
 
 UPDATES, STAGES = 8, 4
 OPTIMIZER: dict[str, Any] = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
@@ -187,6 +188,7 @@ def test_time_counts_drains() -> None:
 def test_updates_to_a_loss() -> None:
     assert updates_to([4, 3, 2, 1], 2.5, 2) == 3
     assert updates_to([4, 3, 2, 1], 1, 2) is None
+    assert (updates_to([math.nan, 3, 2, 1], 2.5, 2), last_loss([math.nan, 3, 2, 1], 2)) == (3, 1.5)
     assert updates_to([4, 1, 4, 2, 1], 2, 1) == 4  # what only passes the level does not count
     assert updates_to([4, 1, 4], 2, 1) is None
     assert updates_to([1, 1, 1], 2, 2) == 2

@@ -284,10 +284,10 @@ def test_powers_within_another_optimizer() -> None:
     """Muon has DeepSpeed's Adam for what is no matrix, and within a wrapper."""
     fused = FusedAdam([nn.Parameter(torch.ones(1))])
     for optimizer in (fused, Namespace(aux_optimizer=fused)):
-        reset = recovery._forgets_powers(Namespace(optimizer=Namespace(optimizer=optimizer), basic_optimizer=None))
+        reset = recovery._reset_of_powers(Namespace(optimizer=Namespace(optimizer=optimizer), basic_optimizer=None))
         assert isinstance(reset.__self__, FusedAdam)
         assert reset.__self__ is not fused
-    assert recovery._forgets_powers(Namespace(optimizer=None, basic_optimizer=Namespace(aux_optimizer=None)))() is None
+    assert recovery._reset_of_powers(Namespace(optimizer=None, basic_optimizer=Namespace(aux_optimizer=None)))() is None
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -96,3 +96,23 @@ def test_a_way_that_is_known_is_not_tried_out_again() -> None:
         stage._try_out = None  # type: ignore[assignment,method-assign]
     for number in range(4):
         split.forward(*batch(number % 2 == 0, number))
+
+
+class CountsPositives(Branching):
+    def __init__(self) -> None:
+        super().__init__("another function")
+        self.positives, self.many = torch.zeros(()), torch.zeros(2**19)  # tensors that are no buffers
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x[0, 0, 0] > 0:
+            self.positives += 1
+            self.many += 1
+        return super().forward(x, y)
+
+
+def test_tensors_of_one_way_alone_count_once() -> None:
+    split = Stages(built(CountsPositives), (4, 4), (batch(True, 0), {}))
+    for number in range(8):
+        split.forward(*batch(number % 2 == 0, number))
+    for part in split.models:
+        assert (float(part.model.positives), float(part.model.many[0])) == (4, 4)

@@ -296,6 +296,24 @@ def test_parameters_that_are_frozen_for_a_while(updates: int) -> None:
         pass
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_parameters_that_are_unfrozen_before_the_first_pass(restarted: bool) -> None:
+    """By an optimizer that does not tell autograd."""
+    weight, scale = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(3.0), requires_grad=False)
+    optimizer = WeightStashingOptimizer(Silent([weight, scale], 1.0), [weight, scale])
+    if restarted:
+        optimizer.restart(4)
+    scale.requires_grad_(True)
+    with optimizer.call():
+        with optimizer.forward(0):
+            loss = weight * scale
+        weight.grad, scale.grad = torch.tensor(0.0), torch.tensor(10.0)
+        optimizer.step()
+        optimizer.load_old_params(0)
+        loss.backward()
+    assert float(weight.grad) == 3, "the scale that the forward pass used"
+
+
 def test_other_memory_where_only_backward_passes_are_left() -> None:
     weight, optimizer = counting()
     for _ in range(2):

@@ -129,7 +129,9 @@ convergence-longer() {
     local longer=(--output $data/convergence_longer.jsonl --longer-methods soap)
     "${soap[@]}" "${longer[@]}" --stages 16 --synchronous soap --longer 3900
     "${soap[@]}" "${longer[@]}" --stages 8 --synchronous --longer 3450
-    "${soap[@]}" --output $data/convergence_k32_soap.jsonl --layers 16 --stages 32 --synchronous soap
+    local deepest=(--output $data/convergence_k32_soap.jsonl --layers 16 --stages 32)
+    "${soap[@]}" "${deepest[@]}" --synchronous soap
+    "${soap[@]}" "${deepest[@]}" --synchronous --rates 1.4e-3
 }
 
 forecast() { "$python" scripts/bench/forecast.py; }

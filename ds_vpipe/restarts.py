@@ -178,7 +178,7 @@ class _Closes(Protocol):
 
 
 def _fork(
-    handlers: Mapping[int, Any], inherited: Sequence[_Closes], prepare: Callable[[], object] = int
+    handlers: Mapping[int, Any], inherited: Sequence[_Closes], prepare: Callable[[], object] | None = None
 ) -> _Child | None:
     """Fork a child that waits for its start, and ends with this process.
 
@@ -213,7 +213,8 @@ def _fork(
     for one in (mine, *inherited):
         one.close()
     try:
-        prepare()
+        if prepare is not None:
+            prepare()
     except BaseException:  # a spare that is of no use, in a process that is no supervisor
         traceback.print_exc()
         os._exit(1)

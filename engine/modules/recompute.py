@@ -29,6 +29,7 @@ from ds_vpipe.engine.links.tensor_bytes import copied_to
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import VPipeError
+from ds_vpipe.splitting.module_numbers import ModuleNumbers
 from ds_vpipe.splitting.stage_model import Caller, call_now
 
 TIMED = "_vpipe_timed"
@@ -206,23 +207,18 @@ class _ModuleMemory:
 
     def __init__(self, modules: Iterable[torch.nn.Module], copies_all: bool = False) -> None:
         parts = list(modules)
-        self._numbers = [
-            (vars(part), key)
-            for part in parts
-            for key, value in vars(part).items()
-            if isinstance(value, (int, float)) and key != "training"
-        ]
+        self._numbers = ModuleNumbers(parts)
         self._copied = [(part._buffers, key) for part in parts for key in part._buffers]
         self._others: list[tuple[dict[str, Any], str]] = []
         self._weights = [(part._parameters, key) for part in parts for key in part._parameters]
-        self._known = copies_all
+        self._known = copies_all  # which of them need no copies
 
     def read(self) -> _Remembered:
         """Their present values."""
         copied = ((*place, place[0].get(place[1])) for place in self._copied)
         others = ((*place, place[0].get(place[1])) for place in chain(self._others, self._weights))
         return [
-            *((place, key, place[key], None) for place, key in self._numbers if key in place),
+            *((place, key, value, None) for _, place, key, value in self._numbers.read()),
             *((place, key, value.detach().clone(), None) for place, key, value in copied if value is not None),
             *(
                 (place, key, value, None if value is None else value._version)

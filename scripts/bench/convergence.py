@@ -53,7 +53,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "nadam": {"nadam": True},
     "feedback": {"error_feedback": True},
     "soap": {},
-    "soap+warmup20%": {"delay_warmup_updates": 0.2},
     "muon": {},
     "nadam+unstashed": {"nadam": True},
     "rescheduling": {"lr_rescheduling": {"num_steps": 500}},
@@ -63,8 +62,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "nadam+sync20%+warmup40%": {"nadam": True, "synchronous_updates": 0.2, "delay_warmup_updates": 0.4},
 }
 """The ``"staleness"`` of a block; of counts of updates the share of those of synchronous training. All train with AdamW
-but those with ``soap`` and ``muon``, which are the optimizers of those names; ``unstashed`` is
-``"weight_sync": "none"``."""
+but ``soap`` and ``muon``, which are the optimizers of those names; ``unstashed`` is ``"weight_sync": "none"``."""
 
 RECOMMENDED = "recommended"  # stands for the method that docs/convergence.md recommends, recommended()
 
@@ -196,7 +194,7 @@ def train(run: Run, options: argparse.Namespace) -> Row:
         return cross_entropy(outputs[0].flatten(0, 1), labels[0].flatten(), ignore_index=IGNORED_LABEL)
 
     def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        if run.method.startswith("soap"):
+        if run.method == "soap":
             return SOAP(parameters, run.rate)
         if run.method == "muon":
             return muon(parameters, run.rate, layers)

@@ -41,7 +41,7 @@ def train(folder: Path, recovers: bool) -> None:
     batch = torch.zeros(BATCH, WIDTH), torch.zeros(BATCH, WIDTH)
     data = iter(lambda: batch, None)
     with (folder / f"updates {engine.global_rank}").open("a") as updates:
-        while not (folder / "end").exists():
+        while True:  # until it is ended
             engine.train_batch(data)
             print(os.environ["DS_VPIPE_RESTART"], engine.global_steps, time.time(), file=updates, flush=True)
             if not recovers and engine.global_steps % SAVE_EVERY == 0:
@@ -80,8 +80,10 @@ def pauses(recovers: bool, options: argparse.Namespace) -> tuple[list[float], li
             for attempt in range(options.kills + 1):
                 since = time.time()
                 while not any(update > last for update, _ in updates(folder, attempt)):
-                    if time.time() > since + LIMIT_S or any(rank.poll() is not None for rank in ranks):
-                        raise SystemExit(f"attempt {attempt}: no update after {last} in {LIMIT_S:g} s")
+                    ended = [number for number, rank in enumerate(ranks) if rank.poll() is not None]
+                    if ended or time.time() > since + LIMIT_S:
+                        why = f"ranks {ended} ended" if ended else f"it has taken {LIMIT_S:g} s"
+                        raise SystemExit(f"attempt {attempt}: no update after {last}: {why}")
                     time.sleep(0.01)
                 if attempt:
                     done = updates(folder, attempt)

@@ -134,7 +134,10 @@ def test_the_interfaces_that_gloo_is_given_are_used(monkeypatch: pytest.MonkeyPa
 
 def test_a_collective_whose_ranks_are_gone_with_the_store_ends_in_one_line() -> None:
     """As for a rank that was stopped for longer than all others waited."""
-    silent = SimpleNamespace(reason=lambda: None, publish=lambda reason, by_lost: None, wait_until_seen=lambda: None)
+    lost: list[bool] = []
+    silent = SimpleNamespace(
+        reason=lambda: None, publish=lambda reason, by_lost: lost.append(by_lost), wait_until_seen=lambda: None
+    )
     stage: Any = SimpleNamespace(
         groups=SimpleNamespace(failures=silent), links=SimpleNamespace(me=Peer(1, 2)), senders=[], action="evaluation"
     )
@@ -143,6 +146,13 @@ def test_a_collective_whose_ranks_are_gone_with_the_store_ends_in_one_line() -> 
         Failures(stage).abort(gone)
     Failures(stage).abort(RuntimeError("gloo: sizes differ"))  # a defect stays what it is
     assert stage.failure == "stage 1 (rank 2) failed in evaluation: RuntimeError: gloo: sizes differ"
+    for error, cause in (
+        (PipelinePeerError("lost"), gone),
+        (OSError("no data"), ValueError("operation on closed file")),
+    ):
+        error.__cause__ = cause
+        Failures(stage).abort(error)
+    assert lost == [True, False, True, False], "only ranks that are gone will not see it"
 
 
 def test_a_collective_names_its_ranks_where_it_cannot_know_which_is_gone() -> None:

@@ -4,7 +4,7 @@
 ``python scripts/bench/restarts.py`` trains three stages of emulated layers under ``ds_vpipe.run --restarts`` and kills
 one rank after another. Printed are medians of the seconds from a kill until training is further than it was: with
 ``recovery``, whose next ranks have imported everything before, and with a checkpoint every 20 updates, from whose last
-the run goes on in new processes.
+the run goes on in new processes; and the memory of such a next rank.
 """
 
 import argparse
@@ -103,6 +103,14 @@ def pauses(recovers: bool, options: argparse.Namespace) -> tuple[list[float], li
     return found, again
 
 
+def of_spare() -> dict[str, int]:
+    """MB of a process that has imported what a spare does: ``Rss``, and what it shares with nobody."""
+    program = "from ds_vpipe.run import _import; _import(); print(open('/proc/self/smaps_rollup').read())"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    words = [line.split() for line in said.splitlines() if line.endswith(" kB")]
+    return {name.rstrip(":"): round(int(kilobytes) / 1024) for name, kilobytes, _ in words}
+
+
 def main() -> None:
     """Measure both and print a table."""
     options = parse()
@@ -113,6 +121,8 @@ def main() -> None:
         found, again = pauses(recovers, options)
         spread = f"{min(found):.1f} to {max(found):.1f}"
         rows.append((name, len(found), f"{statistics.median(found):.1f}", spread, f"{statistics.median(again):g}"))
+    spare = of_spare()
+    print(f"a spare: {spare['Rss']} MB of host memory, {spare['Private_Clean'] + spare['Private_Dirty']} its own")
     print(markdown(["what is kept", "kills", "seconds", "lowest to highest", "updates again"], rows))
     return None
 

@@ -51,7 +51,11 @@ SMALL = {
     ),
     "restarts.py": (
         "--kills 1 --seconds 1",
-        [r"\| states in host memory \| 1 \| [\d.]+ \|.* \| \d+ \|", r"\| a checkpoint every \d+ updates \| 1 \|"],
+        [
+            r"a spare: \d+ MB of host memory, \d+ its own",
+            r"\| states in host memory \| 1 \| [\d.]+ \|.* \| \d+ \|",
+            r"\| a checkpoint every \d+ updates \| 1 \|",
+        ],
     ),
     "memory.py": (
         "--stages 2 --hidden 64 --layers 4 --batch 1 --vocabulary 64 --cases asp 1f1b",

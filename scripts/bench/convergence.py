@@ -5,8 +5,8 @@
 each optimizer, and as an asynchronous pipeline of K stages with M = 1, M = K / 2 and M = K and each method. Every arm
 sees the same samples per update. Its learning rate is found on the first seed, each trained in full: from the middle of
 ``--rates`` on, for as long as a neighbour is better. The other seeds are trained with that; where all seeds have been
-trained with several, the best on average counts. An update of an asynchronous pipeline takes less time, so the arms of
-``--longer-methods`` are trained for ``--longer`` updates too, with the rates found.
+trained with several, the best on average counts. An update of an asynchronous pipeline takes less time, so a method of
+``--methods`` may be trained for more updates than the others: ``soap@3450``.
 
 Every run is one line of ``--output``; a line that is there is not computed again, so that a run that was stopped goes
 on, and one with more seeds, arms or rates adds to it. The table is made of all of that file that is of the same model,
@@ -40,7 +40,7 @@ from ds_vpipe.models.bert.data import IGNORED_LABEL, micro_batches
 from ds_vpipe.models.bert.layers import bert_layers
 from ds_vpipe.models.bert.model import bert_config
 from ds_vpipe.models.bert.samples import Masking
-from ds_vpipe.models.bert.text import PairSamples, read_corpus
+from ds_vpipe.models.bert.text import Corpus, PairSamples, read_corpus, read_tokenizer
 from ds_vpipe.partition import uniform_partition
 from ds_vpipe.schedules.one_f_one_b import default_depths, update_delay
 from ds_vpipe.simulation.forecast import Pace
@@ -119,12 +119,14 @@ def arms(options: argparse.Namespace) -> list[Arm]:
     """The arms that were asked for; error feedback only where no stage is more than one update late."""
     found = [Arm(1, 1, optimizer, options.updates) for optimizer in options.synchronous]
     for stages in options.stages:
-        methods = named(options.methods, stages, 1)
-        found += [Arm(stages, 1, method, options.updates) for method in methods if "feedback" not in method]
+        for asked, updates in options.methods:
+            (method,) = named([asked], stages, 1)
+            if "feedback" not in method:
+                found.append(Arm(stages, 1, method, updates or options.updates))
         of_sizes = {stages // 2: options.methods_of_half_batches, stages: options.methods_of_full_batches}
         for size, methods in of_sizes.items():
             found += [Arm(stages, size, method, options.updates) for method in named(methods, stages, size)]
-    return found
+    return list(dict.fromkeys(found))
 
 
 def named(methods: list[str], stages: int, micro_batches: int) -> list[str]:
@@ -179,11 +181,17 @@ def _with_norm_before(layer: Any, config: Any) -> Any:
     return layer
 
 
+def corpus_of(options: argparse.Namespace) -> Corpus:
+    """The text in tokens."""
+    tokenizer = None if options.tokenizer is None else read_tokenizer(options.tokenizer, options.vocabulary)
+    return read_corpus(options.text, SEQUENCE, options.vocabulary, tokenizer=tokenizer)
+
+
 def train(run: Run, options: argparse.Namespace) -> Row:
     """Train and validate; returns the run with its curve of (updates, validation loss) and its seconds."""
     torch.set_num_threads(1)
     begin = time.monotonic()
-    corpus = read_corpus(options.text, SEQUENCE, options.vocabulary)
+    corpus = corpus_of(options)
     masking = Masking(corpus.vocabulary, SEQUENCE, max(1, int(MASKED * SEQUENCE)), MASKED)
     training, held_out = (
         PairSamples(corpus, rows, masking, seed) for rows, seed in zip(corpus.split(), (run.seed, 0), strict=True)
@@ -360,27 +368,37 @@ def table(chosen: dict[Arm, list[Row]], updates: int, measured: dict[tuple[int, 
     return markdown(HEAD, lines)
 
 
+def with_updates(word: str) -> tuple[str, int]:
+    """A method and for how many updates it is trained, 0 for those of all: ``"soap@3450"``."""
+    method, _, updates = word.partition("@")
+    if method not in (*METHODS, RECOMMENDED) or not (updates or "1").isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r}: allowed are {', '.join((*METHODS, RECOMMENDED))}, also with @3900")
+    return method, int(updates or 0)
+
+
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
     methods = {"nargs": "*", "choices": [*METHODS, RECOMMENDED]}
     parser.add_argument("--stages", type=int, nargs="*", default=[4, 8, 16], help="K")
     parser.add_argument("--synchronous", nargs="*", choices=SYNCHRONOUS, default=["adamw", "nadam"], help="optimizers")
-    parser.add_argument("--methods", **methods, default=["none", RECOMMENDED], help="M = 1")
+    usual = [("none", 0), (RECOMMENDED, 0)]
+    parser.add_argument(
+        "--methods", nargs="*", type=with_updates, default=usual, help="M = 1, METHOD or METHOD@UPDATES"
+    )
     parser.add_argument("--methods-of-half-batches", **methods, default=[], help="M = K / 2")
     parser.add_argument("--methods-of-full-batches", **methods, default=[RECOMMENDED], help="M = K")
     parser.add_argument("--seeds", type=int, default=3)
     rates = [7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3]
     parser.add_argument("--rates", type=float, nargs="+", default=rates, help="to choose from, in order")
     parser.add_argument("--updates", type=int, default=3000)
-    parser.add_argument("--longer", type=int, default=3900, help="updates of the arms that are trained longer too")
-    parser.add_argument("--longer-methods", **methods, default=[], help="M = 1")
     parser.add_argument("--batch", type=int, default=64, help="samples per update")
     parser.add_argument("--layers", type=int, default=8, help="encoder layers")
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--validate-every", type=int, default=100)
     parser.add_argument("--validation", type=int, default=1024, help="held-out samples")
     parser.add_argument("--text", type=Path, nargs="+", help="own text; default: docstrings of the installed packages")
+    parser.add_argument("--tokenizer", type=Path, help="vocab.txt; default: made from the text, ties by chance")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--output", type=Path, default=Path("runs/convergence.jsonl"))
     parser.add_argument("--throughput", type=Path, help="file of schedule.py --json")
@@ -392,8 +410,8 @@ def main() -> None:
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
     text = "docstrings" if options.text is None else " ".join(map(str, options.text))
-    # Docstrings are not those of another day.
-    digest = read_corpus(options.text, SEQUENCE, options.vocabulary).digest[:8]
+    # Another machine may have other docstrings, and a tokenizer of its own.
+    digest = corpus_of(options).digest[:8]
     setting = (
         f"{options.layers}x{HIDDEN} pre-LayerNorm, vocabulary {options.vocabulary}, {options.batch}x{SEQUENCE}, "
         f"{MASKED:g} masked, {options.validation} held out, {text} {digest}, "
@@ -410,11 +428,6 @@ def main() -> None:
         for arm, rate in missing.items():
             tried[arm][rate] = final_loss(done[run(arm, rate, 0)])
     best = {arm: min(losses, key=lambda rate, losses=losses: losses[rate]) for arm, losses in tried.items()}  # type: ignore[misc]
-    best |= {
-        Arm(arm.stages, 1, arm.method, options.longer): best[arm]
-        for arm in compared
-        if arm.stages > 1 and arm.micro_batches == 1 and arm.method in named(options.longer_methods, arm.stages, 1)
-    }
     compute([run(arm, rate, seed) for seed in range(options.seeds) for arm, rate in best.items()], options)
     chosen = choose([row for one, row in results(options.output).items() if one.setting == setting])
 

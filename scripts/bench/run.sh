@@ -93,7 +93,7 @@ convergence() {
     local to=(--output $data/convergence.jsonl --throughput $data/throughput_96ms.jsonl)
     local one=("$python" scripts/bench/convergence.py "${to[@]}" --methods-of-full-batches) # M = 1
     "${one[@]}" --methods recommended
-    "${one[@]}" --methods recommended --synchronous --rates 1.4e-3 --longer-methods recommended
+    "${one[@]}" --methods recommended@3900 --synchronous --rates 1.4e-3
     "${one[@]}" --methods none --synchronous --rates 1.4e-3
     "${one[@]}" --methods none --synchronous --seeds 1
     "${one[@]}" --methods --stages --rates 1.4e-3
@@ -124,14 +124,13 @@ convergence-soap() {
 }
 
 convergence-longer() {
-    local soap=("$python" scripts/bench/convergence.py --seeds 1 --throughput $data/throughput_96ms.jsonl)
-    soap+=(--rates 2.8e-3 --methods soap --methods-of-full-batches)
-    local longer=(--output $data/convergence_longer.jsonl --longer-methods soap)
-    "${soap[@]}" "${longer[@]}" --stages 16 --synchronous soap --longer 3900
-    "${soap[@]}" "${longer[@]}" --stages 8 --synchronous --longer 3450
-    local deepest=(--output $data/convergence_k32_soap.jsonl --layers 16 --stages 32)
-    "${soap[@]}" "${deepest[@]}" --synchronous soap
-    "${soap[@]}" "${deepest[@]}" --synchronous --rates 1.4e-3
+    local soap=("$python" scripts/bench/convergence.py --tokenizer $data/convergence_vocabulary.txt)
+    soap+=(--throughput $data/throughput_96ms.jsonl --methods-of-full-batches --rates 2.8e-3)
+    local longer=(--output $data/convergence_longer.jsonl)
+    "${soap[@]}" "${longer[@]}" --stages 8 --methods soap@3450 --synchronous soap --seeds 3
+    local deepest=(--output $data/convergence_k32_soap.jsonl --layers 16 --stages 32 --seeds 1)
+    "${soap[@]}" "${deepest[@]}" --methods --synchronous soap
+    "${soap[@]}" "${deepest[@]}" --methods soap@6000 --synchronous --rates 1.4e-3
 }
 
 forecast() { "$python" scripts/bench/forecast.py; }

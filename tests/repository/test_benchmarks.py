@@ -73,8 +73,8 @@ SMALL = {
     "overhead.py": ("--tensors 32 --turns 1", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
     "links.py": ("--bytes 64 100000 --repetitions 1", [r"100000 bytes: host \d+ us, shared \d+ us"]),
     "convergence.py": (
-        "--stages 2 --methods none recommended --methods-of-full-batches recommended feedback "
-        "--longer-methods recommended --seeds 2 --rates 1e-3 2e-3 --updates 5 --longer 6 --batch 4 "
+        "--stages 2 --methods none recommended recommended@6 --methods-of-full-batches recommended feedback "
+        "--seeds 2 --rates 1e-3 2e-3 --updates 5 --batch 4 "
         "--layers 1 --validate-every 3 --validation 4 --processes 1 --output out/runs.jsonl "
         "--text text.txt",
         [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -81,6 +82,15 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def _finite(value: Any) -> Any:
+    """The value with null for numbers that JSON does not have, such as the NaN of a training that diverged."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
@@ -90,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cast(int, stop.code)
     try:
         answer: Answer = arguments.run(arguments)
-        print(json.dumps(answer.data()) if arguments.json else answer.text())
+        print(json.dumps(_finite(answer.data()), allow_nan=False) if arguments.json else answer.text())
         return answer.status
     except VPipeError as error:
         print(f"ds_vpipe: {error}", file=sys.stderr)

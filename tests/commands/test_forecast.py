@@ -19,6 +19,7 @@ from torch import nn
 from worlds import Worlds
 
 from ds_vpipe.__main__ import main
+from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.commands.forecast import _rows, _text, _Training
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.staleness import Staleness
@@ -176,6 +177,16 @@ def test_losses_that_are_no_numbers_or_negative() -> None:
     assert "+25.00%" in _text(worse)
     assert _rows([trained("one", 1, 0.0), trained("one", 4, 1.0)])[1]["gap"] is None
     assert "4 stages: one, ; none" not in _text(_rows([trained("one", 1, 0.0), trained("one", 4, 1.0)]))
+
+
+def test_json_has_null_where_a_loss_is_no_number(
+    config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``NaN`` is Python's own, which other readers of JSON refuse."""
+    found = _rows([trained("one", 1, 2.0), trained("one", 4, math.nan)])
+    monkeypatch.setattr("ds_vpipe.commands.forecast.run", lambda _: Answer(lambda: found, str))
+    assert main(["forecast", config(), "--model", "m:f", "--stages", "4", "--minutes", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)[1]["loss"] is None
 
 
 def test_time_counts_drains() -> None:

@@ -44,7 +44,7 @@ from ds_vpipe.engine.modules.partitioned import (
     stage_counts,
 )
 from ds_vpipe.engine.modules.random_states import RandomStates
-from ds_vpipe.engine.modules.recompute import apply_recompute, use_sound_checkpointing
+from ds_vpipe.engine.modules.recompute import apply_recompute, refuse_own_forward, use_sound_checkpointing
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.engine.stage import DrainWatch, Stage
@@ -104,6 +104,11 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
             f"model: got {type(model).__name__}, allowed with a vpipe block is a plain PipelineModule; DualPipeV has a "
             f"schedule of its own, so build a PipelineModule or remove the block"
         )
+    if isinstance(model, InterleavedMixin):
+        raise VPipeConfigError(
+            "model: got a PipelineModule that an engine has split into virtual stages before; allowed is a new one; "
+            "build the module again"
+        )
     refuse_unsupported(json, config, model.num_stages)
     theirs = ds_schedule.TrainSchedule
     replaced = next((its for its in (theirs, theirs.steps) if its.__module__ != ds_schedule.__name__), None)
@@ -126,6 +131,7 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     groups = Groups(Peer(grid.get_stage_id(), grid.get_global_rank()), config.peer_timeout_s)
     consensus = Consensus(grid, groups)
     _refuse_moe(model, config, consensus)
+    _refuse_passing_by(model, config, consensus)
     config.check_sizes(model.num_stages, model._num_layers)
     pipeline = config.pipeline(model.num_stages, json.micro_batches(replicas))
     plan, chooses_ratio, follows_depths = None, config.recompute_ratio == "auto", config.follows_depths
@@ -164,6 +170,17 @@ def _refuse_moe(model: PipelineModule, config: VPipeConfig, consensus: Consensus
             'vpipe.sync_mode: got "asp" for a model with MoE layers, whose experts are reduced over ranks of '
             'several stages; allowed: "bsp"; write "bsp" or remove the vpipe block'
         )
+
+
+def _refuse_passing_by(model: PipelineModule, config: VPipeConfig, consensus: Consensus) -> None:
+    """On every rank: what runs layers one by one, and so passes a forward of the script's by."""
+    rows = (
+        ("vpipe.virtual_stages", config.virtual_stages, config.virtual_stages > 1),
+        ("vpipe.recompute_ratio", config.recompute_ratio, config.recomputes),
+        ("vpipe.swap_ratio", config.swap_ratio, config.swaps),
+        ("vpipe.replan.every", config.replan.every, config.replan.every > 0),
+    )
+    refuse_own_forward(model, consensus, {key: value for key, value, is_set in rows if is_set})
 
 
 def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Prepared]:

@@ -25,7 +25,7 @@ from ds_vpipe.engine.checkpoint.reshape import take_counters
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.movable_layers import other_options, switches_of
 from ds_vpipe.engine.modules.partitioned import hold
-from ds_vpipe.engine.modules.recompute import recompute_anew
+from ds_vpipe.engine.modules.recompute import apply_recompute, refuse_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.loss_scale import LossScaling
@@ -52,6 +52,9 @@ def checked_split(
     given: Any = recompute_ratio if isinstance(recompute_ratio, Iterable) else (recompute_ratio,)
     ratios = pipeline.recompute_ratio if recompute_ratio is None else tuple(given)
     replace(pipeline, partition=found, recompute_ratio=ratios)  # which checks the ratios
+    recomputes = recompute_ratio is not None and any(ratios or ())
+    given = {"repartition(recompute_ratio)": recompute_ratio} if recomputes else {}
+    refuse_own_forward(stage.module, stage.consensus, given)
     return found, ratios
 
 
@@ -89,7 +92,7 @@ def repartition(
         if stage.peers is not None:
             stage.peers.forget()
     stage.pipeline = replace(stage.pipeline, partition=found, recompute_ratio=ratios)
-    recompute_anew(stage.module, (ratios or ())[stage.number], stage.random_states)
+    apply_recompute(stage.module, (ratios or ())[stage.number], stage.random_states)
     return moved
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
+from ds_vpipe.engine.modules.recompute import has_own_forward
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.planning.profiler import parameters_of
@@ -50,10 +51,11 @@ def _steps_otherwise(optimizer: Any) -> bool:
 def unfit_configuration(engine: PatchedPipelineEngine, stage: Stage) -> str | None:
     """Why layers of this configuration cannot move while training runs, or None."""
     module, optimizer, pipeline = stage.module, engine.optimizer, stage.pipeline
-    split = isinstance(module, (SplitModule, InterleavedMixin)) or type(module).forward is not PipelineModule.forward
+    split = isinstance(module, (SplitModule, InterleavedMixin))
     flat = engine.zero_optimization() or engine.get_data_types()[0] != torch.float32 or engine.torch_autocast_enabled()
     reasons = {
         f"the module is a {type(module).__name__}": split,
+        "the module has a forward of the script's": has_own_forward(module),
         "the model has tied layers": any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs),
         "weights are in flat buffers, or in other types than fp32": flat,
         f"the optimizer is {type(optimizer).__name__}": type(optimizer) not in _OPTIMIZERS,

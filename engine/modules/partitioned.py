@@ -16,7 +16,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
-from ds_vpipe.engine.modules.interleaved import InterleavedMixin, interleave
+from ds_vpipe.engine.modules.interleaved import interleave
 from ds_vpipe.engine.modules.recompute import PieceModule, layer_numbers
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds, resolve_partition
@@ -90,11 +90,6 @@ def repartition(module: PipelineModule, counts: Sequence[int], virtual_stages: i
         VPipeConfigError: a layer was changed after it was built, so that it cannot be built again.
         SplitError: the module has released the layers of other stages.
     """
-    if isinstance(module, InterleavedMixin):
-        raise VPipeConfigError(
-            "model: got a PipelineModule that an engine has split into virtual stages before; allowed is a new one; "
-            "build the module again"
-        )
     old, new = list(module.parts), bounds(counts)
     if old == new and virtual_stages == 1:
         return False

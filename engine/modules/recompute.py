@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -24,16 +24,19 @@ from deepspeed.runtime.utils import set_random_seed
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
+from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.message import Tree, map_tree
 from ds_vpipe.engine.links.tensor_bytes import copied_to
 from ds_vpipe.engine.modules.random_states import RandomStates
 from ds_vpipe.engine.modules.swap import Swap
-from ds_vpipe.errors import VPipeError
+from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.splitting.module_numbers import ModuleNumbers
 from ds_vpipe.splitting.stage_model import Caller, call_now
 
 TIMED = "_vpipe_timed"
 """Name of a module's attribute, which is a :class:`Timed` while the time of its layers is taken."""
+_RUN = "_vpipe_run"
+"""Name of a module's attribute: the function that runs its layers, in the place of DeepSpeed's forward."""
 
 
 class PieceModule(PipelineModule):
@@ -372,11 +375,13 @@ def apply_recompute(
 ) -> None:
     """Set up recomputation and swap of ``module``, at less cost than DeepSpeed's forward.
 
-    With neither it only runs them at less cost.
+    With neither it only runs them at less cost. Once more for other layers or another ratio, while nothing is in
+    flight: the forward stays, as the script may have put one of its own around it. One that the script had before stays
+    alone.
     """
     segment = Segment(0, len(module.forward_funcs), ratio, random_states, swap_ratio, swap)
 
-    def forward(module: PipelineModule, inputs: Any) -> Any:
+    def run(module: PipelineModule, inputs: Any) -> Any:
         if module.activation_checkpoint_interval > 0:  # by set_checkpoint_interval(), as DeepSpeed has it
             return type(module).forward(module, inputs)
         module.micro_offset += 1
@@ -384,15 +389,39 @@ def apply_recompute(
             return _run(module, 0, len(module.forward_funcs), module.micro_offset + 1, inputs)
         return segment.run_part(module, inputs, module.micro_offset + 1)
 
-    plain = type(module).forward is PipelineModule.forward and module.activation_checkpoint_interval == 0
-    if segment.first < segment.stop or segment.swapped > 0 or plain:
-        module.forward = MethodType(forward, module)
+    is_set_up = _RUN in vars(module)
+    by_deepspeed = isinstance(module, PieceModule) or module.activation_checkpoint_interval > 0
+    idle = segment.first == segment.stop and not segment.swapped
+    if has_own_forward(module) or (idle and by_deepspeed and not is_set_up):
+        return
+    vars(module)[_RUN] = run
+    if not is_set_up:
+        module.forward = MethodType(_forward, module)
 
 
-def recompute_anew(module: PipelineModule, ratio: float, random_states: RandomStates) -> None:
-    """:func:`apply_recompute` once more, for other layers or another ratio. Only while nothing is in flight."""
-    vars(module).pop("forward", None)
-    apply_recompute(module, ratio, random_states)
+def _forward(module: PipelineModule, inputs: Any) -> Any:
+    return vars(module)[_RUN](module, inputs)
+
+
+def refuse_own_forward(module: PipelineModule, consensus: Consensus, given: Mapping[str, object]) -> None:
+    """Refuse settings that run layers one by one, past a forward of the script's; all ranks call this.
+
+    Raises:
+        VPipeConfigError: on every rank.
+    """
+    found = consensus.lowest(-int(has_own_forward(module)), "all ranks to look for a forward of the script's") < 0
+    for key, value in given.items() if found else ():
+        allowed = "PipelineModule's own forward, whose layers run one by one"
+        remedy = "leave the key out, or let a layer do what the forward adds"
+        reason = f"the model is a {type(module).__name__} with a forward of the script's"
+        raise Refusal(key, value, allowed, remedy, reason).error()
+
+
+def has_own_forward(module: PipelineModule) -> bool:
+    """Whether the script has put a forward in the place of DeepSpeed's, of the class or of the module."""
+    if isinstance(module, PieceModule) or _RUN in vars(module):  # which a later one of the script runs
+        return False
+    return "forward" in vars(module) or type(module).forward is not PipelineModule.forward
 
 
 class _Copy(torch.autograd.Function):

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from statistics import mean, median
 from typing import Any
 
-from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
 
 from ds_vpipe.config.replan import Replan
@@ -96,17 +95,11 @@ class Balance:
         self.depth_decisions: list[DepthDecision] = []
         self.steps: list[tuple[int, Move]] = []
         self.moves: list[dict[str, Any]] = []
-        split = isinstance(stage.module, SplitModule)
-        if split and devices.budget is not None:
+        if isinstance(stage.module, SplitModule) and devices.budget is not None:
             raise VPipeConfigError(
                 f"vpipe.replan.every: got {settings.every} for a plain module with {devices.budget} bytes of memory "
                 f"per stage, allowed is no limit, on the CPU without vpipe.memory_budget, since the activations of "
                 f"pieces are not known; remove one of them"
-            )
-        if not split and type(stage.module).forward is not PipelineModule.forward:
-            raise VPipeConfigError(
-                f"vpipe.replan.every: got {settings.every} for a {type(stage.module).__name__} with a forward of its "
-                f"own, allowed is PipelineModule's, whose layers can be timed one by one; remove the key"
             )
 
     # Measurement

@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 from worlds import Worlds
 
+from ds_vpipe.errors import VPipeConfigError
+
 pytestmark = pytest.mark.mp
 
 SGD = {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.5}}
@@ -321,3 +323,83 @@ def test_modules_may_have_attributes_of_any_name(worlds: Worlds) -> None:
     ranks = worlds.run(STAGES, with_names)
     for name in ("plain", "recompute", "other partition", "virtual stages"):
         assert_same(*([rank[f"{name}, {kind}"] for rank in ranks] for kind in ("Named", "PipelineModule")))
+
+
+def with_forward(vpipe: dict[str, Any] | None, how: str, then: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Training of a module whose forward the script has doubled: of its class, or of the module, before or later."""
+    from deepspeed.pipe import PipelineModule
+
+    class Mine(PipelineModule):
+        def forward(self, inputs: Any) -> Any:
+            return 2 * super().forward(inputs)
+
+    def double(module: Any) -> None:
+        theirs = module.forward
+        module.forward = lambda inputs: 2 * theirs(inputs)
+
+    kind = Mine if how == "class" else PipelineModule
+    given = {"loss_fn": nn.CrossEntropyLoss(), "partition_method": "uniform"}
+    net = kind(toy.layer_specs(), num_stages=STAGES, **given)
+    if how == "module" or (how == "second stage" and net.stage_id == 1):
+        double(net)
+    trained = build(cases.config(2, SGD, vpipe), net)
+    if how == "later":
+        double(trained.module)
+    iterator = toy.data()
+    losses = [float(trained.train_batch(iterator)) for _ in range(3)]
+    if then is not None:
+        trained.repartition(**then)
+    report = train(trained, iterator, 3)
+    return {**report, "losses": losses + report["losses"]}
+
+
+def with_forwards() -> dict[str, dict[str, Any]]:
+    blocks: dict[str, dict[str, Any] | None] = {"stock": None, "bsp": {"sync_mode": "bsp"}, "asp": {}}
+    found = {f"{name}, {how}": with_forward(blocks[name], how) for name in blocks for how in ("class", "module")}
+    again = {"counts": [3, 7], "recompute_ratio": [0.5, 0.5]}
+    found["split, class"] = with_forward({}, "class", {"counts": [3, 7]})
+    found["split, later"] = with_forward({}, "later", {"counts": [3, 7]})
+    found["recomputed, later"] = with_forward({}, "later", again)
+    return found
+
+
+def test_a_forward_of_the_script_runs(worlds: Worlds) -> None:
+    ranks = worlds.run(STAGES, with_forwards)
+    for how in ("class", "module"):
+        assert_same([rank[f"bsp, {how}"] for rank in ranks], [rank[f"stock, {how}"] for rank in ranks])
+        assert_same([rank[f"asp, {how}"] for rank in ranks], [rank["asp, class"] for rank in ranks])
+    for name in ("split, later", "recomputed, later"):
+        assert_same([rank[name] for rank in ranks], [rank["split, class"] for rank in ranks])
+
+
+def refusals_of_forwards() -> list[str]:
+    interleaved = {"schedule": "interleaved", "sync_mode": "bsp", "virtual_stages": 2}
+    cases_of = [
+        ("class", {"recompute_ratio": 0.5}, None),
+        ("second stage", {"recompute_ratio": [0.5, 0]}, None),
+        ("module", {"swap_ratio": 0.5}, None),
+        ("module", interleaved, None),
+        ("class", {"replan": {"every": 4}}, None),
+        ("second stage", {}, {"counts": [3, 7], "recompute_ratio": [0.5, 0]}),
+    ]
+    found = []
+    for how, block, then in cases_of:
+        try:
+            with_forward(block, how, then)
+        except VPipeConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_passes_a_forward_of_the_script_by_is_refused(worlds: Worlds) -> None:
+    first, second = worlds.run(STAGES, refusals_of_forwards)
+    assert [line.partition(";")[0] for line in first] == [
+        "vpipe.recompute_ratio: got 0.5",
+        "vpipe.recompute_ratio: got [0.5, 0.0]",
+        "vpipe.swap_ratio: got 0.5",
+        "vpipe.virtual_stages: got 2",
+        "vpipe.replan.every: got 4",
+        "repartition(recompute_ratio): got [0.5, 0]",
+    ]
+    assert first == second
+    assert all("with a forward of the script's; allowed: " in line for line in first)

@@ -82,6 +82,7 @@ class Prepared:
     devices: Devices | None  # that a plan counts with, where there is a planner
     chooses_ratio: bool  # whether recomputation is the planner's to choose
     follows_depths: bool  # whether depths follow the times of passes
+    optimizer_grid: Any  # the ranks that overflows and norms are reduced over
     random_states: RandomStates  # what recomputation restores
     swap: Swap | None  # moves what swapped layers save
     groups: Groups  # makes the engine's process groups
@@ -145,9 +146,6 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     parameters = _split(model, pipeline, optimizer, parameters, consensus)
     if isinstance(model, SplitModule):
         model.release()
-    if config.sync_mode == "asp" and model.num_stages > 1:
-        grid = StageLocalGrid(model.mpu())
-        model.mpu = lambda: grid
     random_states = RandomStates()
     swap = Swap(torch.device(get_accelerator().current_device_name())) if config.swaps else None
     ratios, swap_ratios = (
@@ -159,7 +157,9 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
         apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap)
     _limit_cpu_threads()
     chosen = chooses_ratio, follows_depths
-    return Prepared(parameters, json, config, pipeline, plan, devices, *chosen, random_states, swap, groups, consensus)
+    optimizer_grid = StageLocalGrid(grid) if config.sync_mode == "asp" and model.num_stages > 1 else grid
+    found = parameters, json, config, pipeline, plan, devices
+    return Prepared(*found, *chosen, optimizer_grid, random_states, swap, groups, consensus)
 
 
 def _refuse_moe(model: PipelineModule, config: VPipeConfig, consensus: Consensus) -> None:

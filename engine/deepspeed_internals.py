@@ -37,7 +37,8 @@ class PatchedPipelineEngine(PipelineEngine):
     stage_parameters: tuple[nn.Parameter, ...]  # all parameters of this stage, each once
     lr_kwargs: dict[str, Any] | None = None  # for the learning-rate scheduler of the next update
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, optimizer_grid: Any, **kwargs: Any) -> None:
+        self._optimizer_grid = optimizer_grid  # which DeepSpeed's constructor needs
         with _without_handshake():
             super().__init__(*args, **kwargs)
         self.layers_changed()
@@ -167,7 +168,7 @@ class PatchedPipelineEngine(PipelineEngine):
         frozen = [parameter for members in groups for parameter in members if not parameter.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(True)
-        super()._configure_optimizer(base, None)
+        PatchedPipelineEngine._configure_optimizer(self, base, [])
         for parameter in frozen:
             parameter.requires_grad_(False)
         if self._support_torch_style_backward:
@@ -202,7 +203,8 @@ class PatchedPipelineEngine(PipelineEngine):
             # Without ZeRO, stages in half precision reduce the gradient norm group by group; see fill_groups().
             by_group = self.get_data_types()[0] != torch.float32 and not self.zero_optimization()
             model_parameters = trainable(listed(model_parameters) or [], self.placeholder, each_group=by_group)
-        super()._configure_optimizer(client_optimizer, model_parameters)
+        with overridden(self, "mpu", self._optimizer_grid):
+            super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
         params = dict(self.optimizer_params() or {})

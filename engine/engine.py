@@ -88,7 +88,7 @@ class VPipeEngine(PatchedPipelineEngine):
         if prepared is None:
             kwargs, prepared = prepared_arguments(args, kwargs)
             args = ()
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, optimizer_grid=prepared.optimizer_grid, **kwargs)
         refuse_own_instructions(self)
         prepared = with_staleness(self, prepared)
         self.vpipe_config = prepared.config

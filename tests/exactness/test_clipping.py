@@ -209,3 +209,34 @@ def test_a_group_without_gradients_keeps_nobody_waiting_in_bsp(worlds: Worlds) -
     for (losses, found), (wanted_losses, wanted_values) in zip(reports, wanted, strict=True):
         assert losses == pytest.approx(wanted_losses, rel=1e-2)
         assert difference(found, wanted_values) <= 1e-2
+
+
+def norms_of_stock_after(blocks: list[dict[str, Any] | None]) -> list[tuple[float, float]]:
+    """Members of ``engine.mpu``'s model-parallel group, and the norm of the stock engine's first batch on that module.
+
+    The module has been in an engine with each of the ``blocks`` before.
+    """
+    import deepspeed
+
+    extra = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "gradient_clipping": 0.1}
+    found = []
+    for block in blocks:
+        net = deepspeed.pipe.PipelineModule(toy.layer_specs(), num_stages=2, loss_fn=toy.float_cross_entropy)
+        ones = torch.ones(1)
+        for vpipe in (block, None):
+            trained = ds_vpipe.initialize(model=net, config=cases.config(1, OPTIMIZERS["AdamW"][0], vpipe, **extra))[0]
+            if vpipe is block:
+                torch.distributed.all_reduce(ones, group=trained.mpu.get_model_parallel_group())
+            else:
+                trained.train_batch(toy.data())
+                found.append((float(ones), float(trained.get_global_grad_norm())))
+            trained.destroy()
+        cases.close_groups()
+    return found
+
+
+@pytest.mark.mp
+def test_groups_and_norms_of_a_module_stay_deepspeeds(worlds: Worlds) -> None:
+    first, second = worlds.run(2, norms_of_stock_after, [{}, {"sync_mode": "bsp"}])
+    assert first[0] == first[1] == second[0] == second[1]
+    assert first[0][0] == 2

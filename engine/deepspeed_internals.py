@@ -44,13 +44,11 @@ class PatchedPipelineEngine(PipelineEngine):
         self.layers_changed()
 
     def layers_changed(self) -> None:
-        """Know the module's present layers.
+        """Know the present layers' parameters.
 
-        To walk the tree of modules takes longer than everything else that an engine does in a batch with hundreds of
-        parameter tensors. Between two calls its structure does not change.
+        To look for them takes longer than everything else that an engine does in a batch with hundreds of them.
         """
         self.stage_parameters = tuple(self.module.parameters())
-        self.switched_modules = parts_to_switch(self.module)
 
     def name_parameters(self) -> None:
         """Give the optimizer the names of its parameters, if it has names."""
@@ -341,32 +339,32 @@ def end_workers(loader: Any) -> None:
         loader.data = loader.data_iterator = None
 
 
-def parts_to_switch(module: nn.Module) -> tuple[nn.Module, ...] | None:
-    """Modules whose mode ``module.train()`` sets; None if any overrides ``train()``."""
-    parts = tuple(module.modules())
-    overrides = any(type(part).train is not nn.Module.train or "train" in vars(part) for part in parts)
-    return None if overrides else parts
-
-
 @contextmanager
-def training_by_list(module: nn.Module, parts: Sequence[nn.Module] | None) -> Iterator[None]:
-    """Inside, the next ``module.train()`` sets the mode of those ``parts`` only that have another one.
+def training_at_less_cost(module: nn.Module) -> Iterator[None]:
+    """Inside, the next ``module.train()`` sets the mode of those modules only that have another one.
 
+    It walks over the modules that there are then, as a script may add some, and asks those that override ``train()``.
     The module has nothing of this before and afterwards, so that it can be copied and pickled.
     """
-    if parts is None:
-        yield
-        return
 
     def train(mode: bool = True) -> nn.Module:
         vars(module).pop("train", None)
-        for part in parts:
+        left: list[nn.Module | None] = [module]
+        for part in left:  # which grows meanwhile
+            if part is None:
+                continue
+            if type(part).train is not nn.Module.train or "train" in part.__dict__:
+                part.train(mode)
+                continue
             if part.training is not mode:
                 part.training = mode
+            if part._modules:
+                left += part._modules.values()
         return module
 
-    vars(module)["train"] = train
+    vars(module).setdefault("train", train)  # unless the script has put one there
     try:
         yield
     finally:
-        vars(module).pop("train", None)
+        if vars(module).get("train") is train:
+            del vars(module)["train"]

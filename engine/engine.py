@@ -51,7 +51,7 @@ from ds_vpipe.engine.deepspeed_internals import (
     end_workers,
     own_schedule,
     refuse_own_instructions,
-    training_by_list,
+    training_at_less_cost,
 )
 from ds_vpipe.engine.execution.data import or_no_data
 from ds_vpipe.engine.execution.drain import quiesce, restart_at
@@ -166,7 +166,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.observation.log_messages()
         try:
             begin = time.perf_counter()
-            with self.failures.aborting(), training_by_list(self.module, self.switched_modules):
+            with self.failures.aborting(), training_at_less_cost(self.module):
                 loss: torch.Tensor = super().train_batch(data_iter)
                 self.observation.publish()
             self.observation.after_batch(begin)

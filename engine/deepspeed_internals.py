@@ -77,6 +77,11 @@ class PatchedPipelineEngine(PipelineEngine):
         with autocast_if_enabled(self):
             return self.module(inputs)
 
+    def as_sent(self, output: Any) -> Any:
+        """A stage's output as the next one gets it: with bools at the end, if the script has told of a mask there."""
+        masked = (self.has_attention_mask or self.has_bool_tensors) and isinstance(output, (tuple, list))
+        return (*output[:-1], output[-1].bool()) if masked else output
+
     def run_backward(self, loss: torch.Tensor) -> None:
         """Backward pass from the loss, on the last stage."""
         DeepSpeedEngine.backward(self, loss)
@@ -343,23 +348,18 @@ def end_workers(loader: Any) -> None:
 def training_at_less_cost(module: nn.Module) -> Iterator[None]:
     """Inside, the next ``module.train()`` sets the mode of those modules only that have another one.
 
-    It walks over the modules that there are then, as a script may add some, and asks those that override ``train()``.
-    The module has nothing of this before and afterwards, so that it can be copied and pickled.
+    Those that override ``train()`` are asked. Before and afterwards the module can be copied and pickled.
     """
 
     def train(mode: bool = True) -> nn.Module:
         vars(module).pop("train", None)
-        left: list[nn.Module | None] = [module]
-        for part in left:  # which grows meanwhile
-            if part is None:
-                continue
+        for part in (left := [module]):  # which grows meanwhile, also by what a script has added since the last batch
             if type(part).train is not nn.Module.train or "train" in part.__dict__:
                 part.train(mode)
                 continue
             if part.training is not mode:
                 part.training = mode
-            if part._modules:
-                left += part._modules.values()
+            left += [child for child in part._modules.values() if child is not None]
         return module
 
     vars(module).setdefault("train", train)  # unless the script has put one there

@@ -90,6 +90,7 @@ class VPipeEngine(PatchedPipelineEngine):
             args = ()
         super().__init__(*args, optimizer_grid=prepared.optimizer_grid, **kwargs)
         refuse_own_instructions(self)
+        self.fwd_outputs: list[Any] = []  # losses of the latest batch, on the last stage
         prepared = with_staleness(self, prepared)
         self.vpipe_config = prepared.config
         self.plan = prepared.plan  # with predicted bytes of every stage; None if the block leaves nothing to plan
@@ -587,8 +588,7 @@ class VPipeEngine(PatchedPipelineEngine):
         report, me = self.stage.report, self.stage.links.me
         if report is None:
             raise PipelineProtocolError(f"{me}: batch without a loss")
-        losses = report.named(self.module.get_additional_losses(), me)
-        self.dp_group_loss, mean, self.agg_additional_losses = losses
+        self.dp_group_loss, mean, self.agg_additional_losses = report.named(self.module.get_additional_losses(), me)
         return mean
 
     def _reduce_outputs(

@@ -190,7 +190,7 @@ class Evaluation:
         if not stage.in_flight:
             ds_checkpointing.reset()  # its buffers are emptied by backward passes, of which there are none here
         if part < stage.pipeline.num_parts - 1:
-            self._in_flight[index, part] = InFlight(0, output=output)
+            self._in_flight[index, part] = InFlight(0, output=engine.as_sent(output))
             return
         if engine.eval_return_logits:
             engine.outputs = output

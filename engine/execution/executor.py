@@ -100,8 +100,8 @@ class Executor:
         Raises:
             StopIteration: the data end before the batch is complete.
         """
-        stage = self._stage
-        batch, size = self._engine.global_steps, stage.pipeline.micro_batches
+        stage, engine = self._stage, self._engine
+        batch, size = engine.global_steps, stage.pipeline.micro_batches
         end = (stage.progress.completed // size + 1) * size
         stage.report = None
         if stage.is_last:
@@ -124,8 +124,8 @@ class Executor:
                     break
                 self._moves.complete(stage.progress.completed)
                 drain.refill(stage)
-        if stage.losses is not None:  # for scripts that look at them
-            self._engine.fwd_outputs, self._engine.total_loss = stage.losses.outputs, stage.losses.total
+        if (losses := stage.losses) is not None:  # for scripts that look at them
+            engine.fwd_outputs, engine.loss, engine.total_loss = losses.outputs, losses.outputs[-1], losses.total
         if stage.progress.completed == stage.progress.limit:
             stage.ties.catch_up(stage.progress.completed // size)
 
@@ -219,7 +219,7 @@ class Executor:
         if last and stage.losses is not None:
             record.loss = stage.losses.add(output, stage.module.get_additional_losses())
         else:
-            record.keep_output(output)
+            record.keep_output(self._engine.as_sent(output))
         if part == stage.number:
             stage.progress = replace(stage.progress, forwarded=index + 1)
         if version is not None:

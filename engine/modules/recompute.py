@@ -396,11 +396,7 @@ def apply_recompute(
         return
     vars(module)[_RUN] = run
     if not is_set_up:
-        module.forward = MethodType(_forward, module)
-
-
-def _forward(module: PipelineModule, inputs: Any) -> Any:
-    return vars(module)[_RUN](module, inputs)
+        module.forward = MethodType(lambda module, inputs: vars(module)[_RUN](module, inputs), module)
 
 
 def refuse_own_forward(module: PipelineModule, consensus: Consensus, given: Mapping[str, object]) -> None:

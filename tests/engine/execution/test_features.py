@@ -241,6 +241,70 @@ def test_losses_that_the_model_reports_or_returns(worlds: Worlds) -> None:
     assert_same([rank["none"]["asp"] for rank in ranks], [rank["square"] for rank in ranks])
 
 
+# Masks, and what scripts read after a batch
+
+
+class Masked(nn.Module):
+    """Embeddings, and a mask of another type than bool unless ``as_bool``."""
+
+    def __init__(self, as_bool: bool) -> None:
+        super().__init__()
+        self.as_bool = as_bool
+        self.embed = toy.Embed(100)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = (tokens > 3).to(torch.uint8)
+        return self.embed(tokens), mask.bool() if self.as_bool else mask
+
+
+class Unmasked(nn.Module):
+    """A last layer in which a mask of bools and one of bytes mean different things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = toy.Pool(110)
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.pool(inputs[0] * (~inputs[1])[..., None])
+
+
+def masked(vpipe: dict[str, Any] | None, as_bool: bool = False) -> dict[str, Any]:
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    specs = [LayerSpec(Masked, as_bool), LayerSpec(Unmasked)]
+    trained = build(
+        cases.config(2, SGD, vpipe), PipelineModule(specs, num_stages=STAGES, loss_fn=nn.CrossEntropyLoss())
+    )
+    trained.set_has_attention_mask(not as_bool)
+    iterator, evaluated, seen = toy.data(), [], []
+    for _ in range(3):
+        trained.train_batch(iterator)
+        seen.append((float(trained.loss), [float(loss) for loss in trained.fwd_outputs]))
+        evaluated.append(float(trained.eval_batch(toy.data())))
+    return {**train(trained, iterator, 3), "evaluated": evaluated, "seen": seen}
+
+
+def all_masked() -> dict[str, dict[str, Any]]:
+    return {
+        "stock": masked(None),
+        "bsp": masked({"sync_mode": "bsp"}),
+        "asp": masked({}),
+        "asp, bools": masked({}, as_bool=True),
+    }
+
+
+def test_masks_become_bools_and_losses_can_be_read(worlds: Worlds) -> None:
+    """Where the script has told DeepSpeed of a mask. Stages before the last have no losses."""
+    ranks = worlds.run(STAGES, all_masked)
+    for one, other in (("bsp", "stock"), ("asp", "asp, bools")):
+        assert_same([rank[one] for rank in ranks], [rank[other] for rank in ranks])
+        for rank in ranks:
+            assert rank[one]["evaluated"] == rank[other]["evaluated"]
+            assert rank[one]["seen"] == rank[other]["seen"]
+    assert ranks[0]["bsp"]["seen"] == [(0.0, [])] * 3
+    assert all(loss == losses[-1] > 0 and len(losses) == 2 for loss, losses in ranks[1]["bsp"]["seen"])
+
+
 # Compilation and activation checkpointing
 
 

@@ -22,6 +22,8 @@ from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.partition import bounds, resolve_partition
 from ds_vpipe.splitting.stage_model import Piece
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
 
 class VPipeModule(PipelineModule):
     """A ``PipelineModule`` whose ``partition_method`` may also be a list of layer counts, one per stage.
@@ -220,12 +222,13 @@ def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mappin
     dist.all_gather_object(everywhere, [{i: _describe(layer) for i, layer in side.items()} for side in (before, now)])
     layouts_before, layouts_now = ({i: d for rank in everywhere for i, d in rank[side].items()} for side in (0, 1))
     for index, spec in enumerate(module._layer_specs):
-        layout, trained, _ = layouts_before[index]
-        if layout != layouts_now[index][0]:
+        (form, trained, _), (form_now, *_) = layouts_before[index], layouts_now[index]
+        changed = next((name for name in {**form, **form_now} if form.get(name) != form_now.get(name)), None)
+        if changed is not None:
             raise VPipeConfigError(
                 f"vpipe.partition: got bounds {list(module.parts)}, which move layers, but layer {index} "
-                f"({_type_name(spec)}) was changed after it had been built (parameters, buffers or their types) and "
-                f"cannot be built again; allowed are the module's own bounds; build the module with this partition"
+                f"({_type_name(spec)}) was changed after it had been built ({changed}) and cannot be built again; "
+                f"allowed are the module's own bounds; build the module with this partition"
             )
         if isinstance(now.get(index), torch.nn.Module):
             for name, parameter in now[index].named_parameters():
@@ -233,13 +236,30 @@ def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mappin
     return {index: extra for index, (*_, extra) in layouts_before.items() if extra}
 
 
-def _describe(layer: Any) -> tuple[list[tuple[str, tuple[int, ...], str]], dict[str, bool], dict[str, Any]]:
-    """Layout of a layer's tensors, its trained parameters, and its extra state."""
+def _describe(layer: Any) -> tuple[dict[str, object], dict[str, bool], dict[str, Any]]:
+    """Form of a layer, by name: tensors, hooks and settings. Then its trained parameters, and its extra state."""
     if not isinstance(layer, torch.nn.Module):
-        return [], {}, {}
-    layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(layer).items()]
-    extra = {name: value for name, value in layer.state_dict().items() if _is_extra(name)}
-    return layout, {name: parameter.requires_grad for name, parameter in layer.named_parameters()}, extra
+        return {}, {}, {}
+    tensors, extra = _tensors(layer).items(), {n: value for n, value in layer.state_dict().items() if _is_extra(n)}
+    form: dict[str, object] = {
+        n: (place, *tensor.shape, str(tensor.dtype)) for place, (n, tensor) in enumerate(tensors)
+    }
+    form |= {f"hooks of {name}": len(parameter._backward_hooks or ()) for name, parameter in layer.named_parameters()}
+    for prefix, part in layer.named_modules():
+        form |= {f"{prefix}.{name}".lstrip("."): value for name, value in _settings(part).items()}
+    return form, {name: parameter.requires_grad for name, parameter in layer.named_parameters()}, extra
+
+
+def _settings(part: torch.nn.Module) -> dict[str, object]:
+    """What a module computes by besides tensors, as far as it can be compared: numbers, words, and how many hooks."""
+    attributes = vars(part)
+    found: dict[str, object] = {name: len(attributes[name]) for name in _HOOKS}
+    if "forward" in attributes:
+        found["forward"] = True
+    if type(part).get_extra_state is torch.nn.Module.get_extra_state:  # else they come with it
+        plain = {name: value for name, value in attributes.items() if type(value) in (bool, int, float, str)}
+        found |= {n: repr(value) for n, value in plain.items() if n != "training" and not n.startswith("_")}
+    return found
 
 
 def _tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

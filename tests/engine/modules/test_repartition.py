@@ -309,6 +309,21 @@ def move_changed(how: str) -> list[bool]:
             layer.requires_grad_(False)
         elif how == "dtype":
             layer.bfloat16()
+        elif how == "attribute":
+            layer.factor = 3.0
+        elif how == "another value":
+            layer.in_features = 5
+        elif how == "forward":
+            layer.forward = torch.relu
+        elif how == "hook":
+            layer.register_forward_hook(lambda module, inputs, output: 3 * output)
+        elif how == "gradient hook":
+            layer.register_full_backward_hook(lambda module, before, after: None)
+        elif how == "parameter hook":
+            layer.weight.register_hook(lambda gradient: 2 * gradient)
+        elif how == "notes":  # what does not change what a layer computes
+            layer._note, layer.cache = 5, torch.ones(2)
+            layer.eval()
         else:
             layer.register_parameter("adapter", nn.Parameter(torch.ones(WIDTH)))
     repartition(module, (1, 3))
@@ -319,9 +334,36 @@ def test_a_frozen_layer_stays_frozen(worlds: Worlds) -> None:
     assert worlds.run(2, move_changed, "frozen") == [[True, True], [False, False]]
 
 
-@pytest.mark.parametrize("how", ["dtype", "more"])
-def test_a_layer_that_cannot_be_built_again_is_refused(worlds: Worlds, how: str) -> None:
-    for outcome in worlds.outcomes(2, move_changed, how):
-        assert outcome.text.startswith("VPipeConfigError: "), outcome.text
-        assert "layer 1" in outcome.text
-        assert "\n" not in outcome.text
+def move_all_changed() -> dict[str, Any]:
+    """What becomes of each change."""
+    from ds_vpipe.errors import VPipeConfigError
+
+    found: dict[str, Any] = {}
+    for how in (*CHANGES, "notes"):
+        try:
+            found[how] = move_changed(how)
+        except VPipeConfigError as error:
+            found[how] = str(error)
+        cases.close_groups()
+    return found
+
+
+CHANGES = {
+    "dtype": "weight",
+    "more": "adapter",
+    "attribute": "factor",
+    "another value": "in_features",
+    "forward": "forward",
+    "hook": "_forward_hooks",
+    "gradient hook": "_backward_hooks",
+    "parameter hook": "hooks of weight",
+}
+
+
+def test_a_layer_that_cannot_be_built_again_is_refused(worlds: Worlds) -> None:
+    first, second = worlds.run(2, move_all_changed)
+    for how, what in CHANGES.items():
+        assert first[how] == second[how]
+        assert f"layer 1 (Linear) was changed after it had been built ({what})" in first[how]
+        assert "\n" not in first[how]
+    assert first["notes"] == [True, True]

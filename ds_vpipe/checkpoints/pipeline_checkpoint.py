@@ -64,6 +64,12 @@ def checkpoint_folder(directory: str | Path, tag: str | None = None) -> Path:
     return root / tag
 
 
+def names_layer(file: str, number: int) -> bool:
+    """Whether ``file`` is the name, or one of the names, of that layer's file in a checkpoint's folder."""
+    match = _LAYER_FILE.fullmatch(file)
+    return match is not None and int(match[1]) == number
+
+
 def rank_file(stage: int | str, replica: int, slice_index: int) -> str:
     """Name of the file that a rank writes beside DeepSpeed's. ``*`` as stage: a pattern for those of all stages."""
     number = stage if isinstance(stage, str) else f"{stage:02d}"

@@ -16,14 +16,16 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
 
 from ds_vpipe.checkpoints.damage import files_of, refuse_damage, share_of
-from ds_vpipe.checkpoints.pipeline_checkpoint import previous_folder
+from ds_vpipe.checkpoints.pipeline_checkpoint import names_layer, previous_folder
 from ds_vpipe.engine.checkpoint import rank_state, reshape
 from ds_vpipe.engine.checkpoint.parameter_states import with_owners_states
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, overridden
 from ds_vpipe.engine.execution.drain import restart_at
+from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.engine.updates.tied import tied_stages
 from ds_vpipe.errors import PipelinePeerError, Refusal, VPipeError
@@ -63,6 +65,7 @@ class Checkpoints:
         with all_or_none(f"save_checkpoint({str(save_dir)!r})"):
             mine = str(save_dir), _checked(f"global_step{engine.global_steps}" if tag is None else str(tag))
             _refuse_own_keys(client_state or {})
+            _refuse_own_names(stage.module)
         save_dir, tag = stage.consensus.of_first_rank(mine)
         folder = Path(save_dir, tag)
         with all_or_none(f"save_checkpoint({str(folder)!r})"):
@@ -154,6 +157,7 @@ class Checkpoints:
                 f"{what}: got a file {latest.name!r} on some machines only, allowed is one on each; copy it there"
             )
         with consensus.all_or_none(what):
+            _refuse_own_names(stage.module)
             if tag is None and latest.is_file():
                 tag = latest.read_text().strip()
             if tag is not None and engine.local_rank == 0:
@@ -239,6 +243,17 @@ def _refuse_own_keys(client_state: dict[str, Any]) -> None:
     for key in sorted(reshape.OWN_KEYS.intersection(client_state)):
         allowed = "keys under which the engine saves nothing"
         raise Refusal("save_checkpoint(client_state)", key, allowed, "rename it").error()
+
+
+def _refuse_own_names(module: PipelineModule) -> None:
+    """Refuse names of the script's for files of layers, which a checkpoint is read by in any split."""
+    for position, number in enumerate(layer_numbers(module)):
+        file = os.path.relpath(module.ckpt_layer_path("folder", position), "folder")
+        if not names_layer(file, number):
+            allowed = f"DeepSpeed's names, such as layer_{number:02d}-model_states.pt"
+            reason = "checkpoints are read by the names of their files, in any split"
+            name = f"{type(module).__name__}.ckpt_layer_path()"
+            raise Refusal(name, file, allowed, "leave the method out", reason).error()
 
 
 def _put_in_place(unfinished: Path, folder: Path, latest: Path | None) -> None:

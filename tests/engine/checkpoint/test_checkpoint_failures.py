@@ -130,6 +130,10 @@ def refused_saves(directory: str) -> tuple[dict[str, str], set[str]]:
     for key in ("vpipe", "global_samples", "checkpoint_parallel_dimensions"):
         lines[key] = line_of(engine.save_checkpoint, directory, tag="bad", client_state={key: 0})
     lines["two tags"] = line_of(engine.save_checkpoint, directory, tag=f"of{engine.global_rank}")
+    engine.module.ckpt_layer_path = lambda folder, position: f"{folder}/my_layer_{position:02d}-model_states.pt"
+    lines["own names"] = line_of(engine.save_checkpoint, directory, tag="bad")
+    lines["own names, loaded"] = line_of(engine.load_checkpoint, directory, tag="good")
+    del engine.module.ckpt_layer_path
     assert engine.save_checkpoint(directory, tag="run//epoch1/")
     keys = engine._common_checkpoint_state(None, False, False).keys()
     engine.destroy()
@@ -148,6 +152,9 @@ def test_refused_saves_leave_everything(worlds: Worlds, tmp_path: Path) -> None:
             elif name == "two tags":
                 text = "save_checkpoint(tag): got \"of1\"; allowed: the tag of rank 0, 'of0'"
                 assert line.startswith(text) if rank else text in line
+            elif name.startswith("own names"):
+                text = 'PipelineModule.ckpt_layer_path(): got "my_layer_00-model_states.pt"; checkpoints are read'
+                assert line.startswith(text)
             else:
                 assert line.startswith(f'save_checkpoint(client_state): got "{name}"; allowed: keys'), line
             assert "\n" not in line

@@ -68,6 +68,12 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_features.py::test_losses_that_the_model_reports_or_returns"),
             ("`loss_fn` that returns several losses; `fwd_outputs`, `total_loss`", "the first is trained",
              "test_pipeline_loops.py::test_an_engine_of_the_script_with_several_losses_and_ranks_in_another_order"),
+            ("`set_has_attention_mask()`, `has_bool_tensors`; `loss`, `fwd_outputs` after a batch",
+             "as DeepSpeed: the last output of a stage becomes one of bools",
+             "test_features.py::test_masks_become_bools_and_losses_can_be_read"),
+            ("A forward of the script's, in a subclass or around the module's",
+             "runs; refused with `recompute_ratio`, `swap_ratio`, `virtual_stages`, `replan`",
+             "test_features.py::test_a_forward_of_the_script_runs"),
             ("Scripts that write into weights between two batches; in place, `load_state_dict()`, averages for an "
              "evaluation", "passes in flight keep what they have used; equal to the replay",
              "test_script_changes.py::test_equal_to_the_replay"),
@@ -488,7 +494,8 @@ def page() -> str:
         "## Features of DeepSpeed's pipeline engine",
         "",
         "In `asp`. In `bsp` parameters and losses equal DeepSpeed's engine bit for bit (`test_stock.py`), "
-        "but for what it gets wrong (below).",
+        "but for what it gets wrong (below), and up to rounding where a stage has several outputs with gradients, for "
+        "each of which DeepSpeed makes a backward pass, and with `nn.Embedding(sparse=True)` and one replica.",
     ]
     for title, features in FEATURES:
         lines += ["", f"### {title}", "", _row("feature", "meaning", "test"), _row(*["---"] * 3)]

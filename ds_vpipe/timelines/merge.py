@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ds_vpipe.errors import Refusal
 from ds_vpipe.schedules.actions import Action, Category, Kind
@@ -44,20 +44,33 @@ class ClockOffset(NamedTuple):
 def messages(spans: Iterable[Span]) -> Iterator[Message]:
     """Pair the sends of activations and gradients among ``spans`` with their receives.
 
-    A message is known by its receive and as the first or a later one of these: where the data end inside a batch, its
-    numbers are given again. Sends whose other end is not among the spans are left out.
+    Sends whose other end is not among the spans are left out.
     """
-    sends: dict[Action, list[Span]] = defaultdict(list)
+    sends: dict[Action, list[Span]] = defaultdict(list)  # by the kind and part of their receives
     receives: dict[Action, list[Span]] = defaultdict(list)
-    for span in spans:
+    for span in sorted(spans, key=lambda span: span.start):
         kind = Kind.RECV_GRAD if span.kind is Kind.DROP_GRAD else span.kind
-        action = Action(kind, span.action.index, span.part)
+        action = Action(kind, 0, span.part)
         if kind in (Kind.SEND_ACT, Kind.SEND_GRAD):
             sends[received_as(action)].append(span)
         elif span.category is Category.WAIT:
             receives[action].append(span)
     for action, sent in sends.items():
-        yield from map(Message, sent, receives[action])
+        yield from _paired(sent, receives[action])
+
+
+def _paired(sends: Sequence[Span], receives: Sequence[Span]) -> Iterator[Message]:
+    """The messages of one direction between two parts, the last one first.
+
+    Numbers rise by one, and fall where the pipeline has been emptied. Of what is sent between two falls the first ones
+    are received, the others withdrawn. A receive that finds the end of the data has no send.
+    """
+    end = len(sends)
+    for receive in reversed(receives):
+        at = end - 1 - (sends[end - 1].action.index - receive.action.index) if end else -1
+        if 0 <= at < end and sends[at].action.index == receive.action.index:
+            yield Message(sends[at], receive)
+            end = at
 
 
 def estimate_offsets(found: Iterable[Message], clock_of_rank: Mapping[int, str]) -> dict[str, ClockOffset]:
@@ -112,7 +125,7 @@ def read_recordings(folder: str | os.PathLike[str]) -> list[Recording]:
 def merge(recordings: Sequence[Recording], replica: int = 0) -> Timeline:
     """Timeline of all ranks on one clock that begins at 0.
 
-    There has to be one per rank of the ``replica``. A rank whose ring buffer has lost spans knows nothing of the time
+    There has to be one per rank of the ``replica``. Of a batch that was trained again the last loss counts. A rank whose ring buffer has lost spans knows nothing of the time
     before its oldest one, so that the timeline begins where all such ranks begin.
 
     Its ``meta`` has that of the lowest rank, and ``clock_offsets_s``, ``clock_uncertainty_s`` and ``dropped`` spans per
@@ -142,7 +155,7 @@ def merge(recordings: Sequence[Recording], replica: int = 0) -> Timeline:
         micro_batches=ranks[0].micro_batches,
         spans=tuple(span for rank in ranks for span in rank.spans),
         memory=tuple(sample for rank in ranks for sample in rank.memory),
-        losses=tuple(sorted({pair for rank in ranks for pair in rank.losses})),
+        losses=tuple(sorted({batch: loss for rank in ranks for batch, loss in rank.losses}.items())),
         staleness=staleness if len(staleness) == len(ranks) else (),
         meta={
             **ranks[0].meta,
@@ -175,10 +188,17 @@ def _one_per_rank(recordings: Sequence[Recording], replica: int) -> list[Recordi
 def _shifted(recording: Recording, seconds: float) -> Recording:
     spans = [span._replace(start=span.start + seconds, end=span.end + seconds) for span in recording.spans]
     memory = [MemorySample(m.rank, m.time + seconds, m.bytes) for m in recording.memory]
-    return replace(recording, spans=spans, memory=memory)
+    events = [[at + seconds, event] for at, event in recording.meta.get("events", ())]
+    return replace(recording, spans=spans, memory=memory, meta=_with_events(recording, events))
 
 
 def _cut(recording: Recording, begin: float) -> Recording:
     """Leave out everything that ended before ``begin``. No memory is known before its first sample after that."""
     spans = [span._replace(start=max(span.start, begin)) for span in recording.spans if span.end > begin]
-    return replace(recording, spans=spans, memory=[m for m in recording.memory if m.time >= begin])
+    memory = [m for m in recording.memory if m.time >= begin]
+    events = [[at, event] for at, event in recording.meta.get("events", ()) if at >= begin]
+    return replace(recording, spans=spans, memory=memory, meta=_with_events(recording, events))
+
+
+def _with_events(recording: Recording, events: list[Any]) -> dict[str, Any]:
+    return {**recording.meta, **({"events": events} if "events" in recording.meta else {})}

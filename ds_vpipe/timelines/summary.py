@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from ds_vpipe.schedules.actions import Category
+from ds_vpipe.schedules.actions import Category, Kind
 from ds_vpipe.timelines.timeline import Span, Timeline, Window
 
 _FIRST = (*(category for category in Category if category.busy), Category.WAIT, Category.TRANSFER)
@@ -33,8 +33,9 @@ class RankSummary:
 class Summary:
     """Numbers of all ranks between two instants.
 
-    A micro-batch counts where its last backward pass, the first part's, ends. ``throughput`` is in micro-batches per
-    second, 0 for an empty window, and ``bubble`` the mean of the ranks'.
+    A micro-batch counts where its last backward pass, the first part's, ends, if an update has followed: that of a batch
+    before whose end the data ended has not been trained. ``throughput`` is in micro-batches per second, 0 for an empty
+    window, and ``bubble`` the mean of the ranks'.
     """
 
     start_s: float
@@ -77,10 +78,8 @@ def summarize(timeline: Timeline, window: Window | None = None) -> Summary:
                 staleness=timeline.staleness[rank] if timeline.staleness else None,
             )
         )
-    backward = [span for span in timeline.spans if span.category is Category.BACKWARD]
-    first_part = min((span.part for span in backward), default=0)
     after = start if start > 0 else -1.0
-    done = len({span.action for span in backward if span.part == first_part and after < span.end <= end})
+    done = sum(after < trained <= end for trained in _trained(timeline))
     bubble = fmean(rank.bubble for rank in ranks)
     return Summary(start, end, done, done / length if length else 0.0, bubble, tuple(ranks))
 
@@ -97,6 +96,31 @@ def steady_window(timeline: Timeline) -> tuple[float, float] | None:
         forward = (span.start for span in spans if span.category is Category.FORWARD)
         start, end = max(start, min(backward, default=math.inf)), min(end, max(forward, default=0.0))
     return (start, end) if start < end else None
+
+
+def _trained(timeline: Timeline) -> list[float]:
+    """Ends of the last backward passes of all micro-batches that have been trained.
+
+    Numbers may be given again: after the end of the data, and with other micro-batches per batch.
+    """
+    backward = [span for span in timeline.spans if span.category is Category.BACKWARD]
+    first = min(backward, key=lambda span: span.part, default=None)
+    if first is None:
+        return []
+    spans = timeline.by_rank()[first.rank]
+    if not any(span.kind is Kind.STEP for span in spans):  # updates that take no time are not simulated
+        return list({span.action: span.end for span in backward if span.part == first.part}.values())
+    trained, batch = list[float](), dict[int, float]()
+    for span in spans:
+        index = span.action.index
+        if span.kind is Kind.STEP:
+            trained += batch.values()
+            batch = {}
+        elif span.category is Category.BACKWARD and span.part == first.part:
+            if index in batch or index - 1 not in batch:
+                batch = {}
+            batch[index] = span.end
+    return trained
 
 
 def _waits(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:

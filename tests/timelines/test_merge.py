@@ -65,8 +65,28 @@ def test_messages_of_two_stages() -> None:
 def test_numbers_that_are_given_again_after_a_data_end() -> None:
     sends = span(1, "SEND_GRAD4", 1, 2), span(1, "SEND_GRAD4", 5, 6)
     receives = span(0, "DROP_GRAD4", 3, 4), span(0, "RECV_GRAD4", 7, 8)
-    found = [(m.send.start, str(m.receive.action)) for m in messages((*sends, *receives))]
-    assert found == [(1, "DROP_GRAD4"), (5, "RECV_GRAD4")]
+    found = {(m.send.start, str(m.receive.action)) for m in messages((*sends, *receives))}
+    assert found == {(1, "DROP_GRAD4"), (5, "RECV_GRAD4")}
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [
+        # number and time; a pipeline that is emptied at 2: activation 3 is withdrawn
+        ([(1, 1), (2, 2), (3, 3), (2, 4), (3, 5), (4, 6)], [(1, 1), (2, 2), (2, 4), (3, 5)]),
+        # the data end before 3, and their batch has begun at 2
+        ([(1, 1), (2, 2), (2, 4), (3, 5)], [(1, 1), (2, 2), (3, 3), (2, 4), (3, 5)]),
+        # with other micro-batches per batch numbers go on at 1; activation 2 is not received before the end
+        ([(1, 1), (2, 2), (3, 3), (1, 4), (2, 5)], [(1, 1), (2, 2), (1, 4)]),
+    ],
+)
+def test_a_message_is_received_once_and_not_before_it_is_sent(
+    sent: list[tuple[int, int]], received: list[tuple[int, int]]
+) -> None:
+    sends = [span(0, f"SEND_ACT{number}", at, at) for number, at in sent]
+    receives = [span(1, f"RECV_ACT{number}", at, at) for number, at in received]
+    found = sorted((m.send.start, m.receive.start) for m in messages((*sends, *receives)))
+    assert found == [(at, at) for number, at in received if (number, at) in sent]
 
 
 def test_messages_go_from_part_to_part() -> None:
@@ -145,6 +165,17 @@ def test_everything_is_kept() -> None:
     assert merged.staleness == TWO_STAGES.staleness
     assert merged.source == "recording"
     assert merged.meta["dropped"] == [0, 0]
+
+
+def test_events_are_on_the_clock_of_the_spans_and_a_loss_is_the_last() -> None:
+    parts = [shift(part, 3.0) for part in recordings_of(TWO_STAGES, [0.0, 0.0], [0, 0])]
+    meta, losses = {"events": [[3.5, "early"], [11.5, "late"]]}, ((0, 6.5), (1, 6.25), (0, 5.5))
+    parts = [replace(part, clock="one", meta=meta, memory=(), losses=losses) for part in parts]
+    merged = merge(parts)
+    assert merged.meta["events"] == [[0.5, "early"], [8.5, "late"]]
+    assert merged.losses == ((0, 5.5), (1, 6.25)), "trained anew from an earlier checkpoint"
+    parts[1] = replace(parts[1], spans=[s for s in parts[1].spans if s.start >= 5.5], dropped=3)
+    assert merge(parts).meta["events"] == [[6.0, "late"]]
 
 
 def test_begins_where_every_ring_buffer_begins() -> None:

@@ -45,6 +45,14 @@ def test_window_cuts_spans() -> None:
         summarize(TWO_STAGES, (2.0, 1.0))
 
 
+def test_micro_batches_whose_numbers_are_given_again() -> None:
+    """Two in a batch, of which one is trained without an update where the data end; then one in a batch."""
+    actions = ["B0", "B1", "STEP0", "B2", "B3", "STEP1", "B4", "B4", "B5", "STEP2", "B3", "STEP3", "B4"]
+    spans = tuple(span(0, action, at, at + 1) for at, action in enumerate(actions))
+    assert summarize(Timeline("t", "recording", 1, 1, spans)).micro_batches == 7
+    assert summarize(Timeline("t", "recording", 1, 1, spans), (5.0, 10.0)).micro_batches == 2
+
+
 def test_transfers_count_where_nothing_else_is_known() -> None:
     spans = (span(0, "SEND_ACT0", 0, 2), span(0, "F0", 1, 4))
     summary = summarize(Timeline("t", "recording", 1, 1, spans))

@@ -7,6 +7,7 @@ and in one micro-batch of the earliest pass: what is computed for later micro-ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ class Fault:
     """The first value that is not finite on a rank."""
 
     micro_batch: int  # since the start of training: what consumed_micro_batches is where the data begin with it
+    index: int  # in the schedule, whose numbers follow from updates and the micro-batches per batch
     where: str  # one of PASSES
     stage: int
     replica: int
@@ -32,7 +34,7 @@ class Fault:
 
     def line(self) -> str:
         """The fault in one line."""
-        batch, index = divmod(self.micro_batch, self.micro_batches)
+        batch, index = divmod(self.index, self.micro_batches)
         layer = "" if self.layer is None else f", layer {self.layer}"
         replica = f" of replica {self.replica}" if self.replica else ""
         passed = "when the replay began" if self.begins else _NAMES.get(self.where, f"{self.where} pass")
@@ -68,6 +70,12 @@ def grown(ranks: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     for row in layers.values():
         pairs = [tuple(value**0.5 for value in row[name]) for name in ("activation", "gradient")]
         row["activation"], row["gradient"] = pairs
-        # A number that is none is larger than any other.
-        row["growth"] = max((now / before if now == now else float("inf")) if before else 0.0 for before, now in pairs)
+        row["growth"] = max(_growth(before, now) for before, now in pairs)
     return sorted(layers.values(), key=lambda row: (-row["growth"], row["layer"]))
+
+
+def _growth(before: float, now: float) -> float:
+    """A number that is none is larger than any other, and nothing has grown from one."""
+    if not 0 < before < math.inf:
+        return 0.0
+    return math.inf if math.isnan(now) else now / before

@@ -168,9 +168,11 @@ def first_jump(losses: Mapping[int, float], factor: float) -> int | None:
     """
     before: list[float] = []
     for update, loss in losses.items():
+        if not math.isfinite(loss):
+            return update
         if len(before) >= _LEAST_BEFORE:
             middle = median(before[-_MOST_BEFORE:])
-            if not loss <= middle + (factor - 1) * abs(middle):
+            if loss > middle + (factor - 1) * abs(middle):
                 return update
         before.append(loss)
     return None

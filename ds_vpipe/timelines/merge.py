@@ -125,8 +125,9 @@ def read_recordings(folder: str | os.PathLike[str]) -> list[Recording]:
 def merge(recordings: Sequence[Recording], replica: int = 0) -> Timeline:
     """Timeline of all ranks on one clock that begins at 0.
 
-    There has to be one per rank of the ``replica``. Of a batch that was trained again the last loss counts. A rank whose ring buffer has lost spans knows nothing of the time
-    before its oldest one, so that the timeline begins where all such ranks begin.
+    There has to be one per rank of the ``replica``. A rank whose ring buffer has lost spans knows nothing of the time
+    before its oldest one, so that the timeline begins where all such ranks begin. Of a batch that was trained again the
+    last loss counts.
 
     Its ``meta`` has that of the lowest rank, and ``clock_offsets_s``, ``clock_uncertainty_s`` and ``dropped`` spans per
     rank.

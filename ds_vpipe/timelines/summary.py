@@ -33,9 +33,9 @@ class RankSummary:
 class Summary:
     """Numbers of all ranks between two instants.
 
-    A micro-batch counts where its last backward pass, the first part's, ends, if an update has followed: that of a batch
-    before whose end the data ended has not been trained. ``throughput`` is in micro-batches per second, 0 for an empty
-    window, and ``bubble`` the mean of the ranks'.
+    A micro-batch counts where its last backward pass, the first part's, ends, if an update has followed, as it does not
+    where the data end inside a batch. ``throughput`` is in micro-batches per second, 0 for an empty window, and
+    ``bubble`` the mean of the ranks'.
     """
 
     start_s: float

@@ -149,7 +149,7 @@ class Replay(LossWatch):
         self._to, self._rank = int(plan["to"]), engine.global_rank
         self._said: dict[str, Any] = {"began": None, "loaded": None, "reached": None}
         engine.monitor.enabled = False
-        self._faults = FaultWatch(stage, engine.grid.data_parallel_id, self._write) if plan["find"] == "nan" else None
+        self._faults = FaultWatch(engine, stage, self._write) if plan["find"] == "nan" else None
         self._norms = NormWatch(stage, self._to - 1) if plan["find"] == "loss-jump" else None
         self.watchers += [watch for watch in (self._faults, self._norms) if watch is not None]
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.modules.recompute import TIMED, Timed, layer_numbers
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.faults import Fault
@@ -89,8 +90,8 @@ class FaultWatch:
     NaNs count alone, and gradients in fp16 not at all.
     """
 
-    def __init__(self, stage: Stage, replica: int, found: Callable[[], None]) -> None:
-        self._stage, self._replica, self._found = stage, replica, found
+    def __init__(self, engine: PatchedPipelineEngine, stage: Stage, found: Callable[[], None]) -> None:
+        self._engine, self._stage, self._found = engine, stage, found
         self._layers = LayerWatch(stage, lambda index: self.fault is None, self._see)
         self._gradients = stage.loss_scaling is None
         self._begun = False
@@ -158,18 +159,29 @@ class FaultWatch:
         looked_at = [(t.detach(), masks and not t.requires_grad) for t in _floating(tree)]
         wrong = [t for t, mask in looked_at if (t.isnan().any() if mask else not t.isfinite().all())]
         if wrong:
-            stage, size = self._stage, self._stage.pipeline.micro_batches
+            engine, stage, size = self._engine, self._stage, self._stage.pipeline.micro_batches
             index = (action.index + 1) * size - 1 if action.kind is Kind.STEP else action.index
             value = "NaN" if any(t.isnan().any() for t in wrong) else "infinite"
-            begins = where == "weights" and not self._begun
             self.fault = Fault(
-                index, where, stage.number, self._replica, layer, f"{what} is {value}", self._version, size, begins
+                # Both counts are of the stage's last update. They differ where M has been another one.
+                micro_batch=index + engine.consumed_micro_batches - stage.weights.latest_version * size,
+                index=index,
+                where=where,
+                stage=stage.number,
+                replica=engine.grid.data_parallel_id,
+                layer=layer,
+                what=f"{what} is {value}",
+                version=self._version,
+                micro_batches=size,
+                begins=where == "weights" and not self._begun,
             )
             self._found()
 
 
 class NormWatch:
     """Watcher that adds up squares of the activations and gradients of every layer in two batches.
+
+    Masks may hold infinities: what needs no gradient does not count beside what does.
 
     Args:
         stage: of this rank.
@@ -196,7 +208,9 @@ class NormWatch:
         new = {"layer": number, "name": name_of(stage.module, position), "stage": stage.number}
         row = self._found.setdefault(number, {**new, "activation": [0.0, 0.0], "gradient": [0.0, 0.0]})
         batch = action.index // stage.pipeline.micro_batches - self._first
-        squares = sum(float(tensor.detach().double().square().sum()) for tensor in _floating(value))
+        tensors = [*_floating(value)]
+        tensors = [tensor for tensor in tensors if tensor.requires_grad] or tensors
+        squares = sum(float(tensor.detach().double().square().sum()) for tensor in tensors)
         row["gradient" if gradient else "activation"][batch] += squares
 
     def rows(self) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ import ds_vpipe.run
 from ds_vpipe.__main__ import main
 from ds_vpipe.commands import replay
 from ds_vpipe.errors import VPipeError
-from ds_vpipe.faults import Fault, first_fault
+from ds_vpipe.faults import Fault, first_fault, grown
 from ds_vpipe.run_record import RecordWriter, RunRecord, environment, first_jump, first_not_finite
 
 LONG = os.environ.get("DS_VPIPE_LONG_REPLAYS") == "1"
@@ -361,11 +361,26 @@ def test_where_losses_go_wrong() -> None:
     assert first_jump(dict(enumerate([3.0, 9.0, 3.0, 3.0, 4.0], 1)), 2.0) is None
     assert first_jump(dict.fromkeys(range(20), -1.0), 2.0) is None
     assert first_jump({**dict.fromkeys(range(20), -1.0), 20: 0.5}, 2.0) == 20
+    for value in (float("nan"), float("inf"), float("-inf")):
+        early = dict(enumerate([1.4, value, 1.1, 1.2, 1.3, 1.0, 2.5], 1))
+        assert first_jump(early, 2.0) == 2
+
+
+def test_growth_is_that_of_layers_that_were_finite() -> None:
+    nan, inf = float("nan"), float("inf")
+    pairs = [((inf, inf), 0), ((1.0, 4.0), 2), ((nan, 1.0), 0), ((1.0, 9.0), 3), ((0.0, 9.0), 0), ((1.0, nan), inf)]
+    rows = [
+        {"layer": layer, "name": "Layer", "stage": 0, "activation": pair, "gradient": (1.0, 0.0)}
+        for layer, (pair, _) in enumerate(pairs)
+    ]
+    found = {row["layer"]: row["growth"] for row in grown([rows])}
+    assert [found[layer] for layer in range(len(pairs))] == [growth for _, growth in pairs]
+    assert list(found)[:3] == [5, 3, 1]
 
 
 def test_the_first_fault_is_that_of_the_smallest_micro_batch_and_the_earliest_pass() -> None:
     def at(micro_batch: int, where: str, stage: int, begins: bool = False) -> Fault:
-        return Fault(micro_batch, where, stage, 0, None, "x", 0, 2, begins)
+        return Fault(micro_batch, 7, where, stage, 0, None, "x", 0, 2, begins)
 
     order = [at(9, "weights", 2, True), at(3, "forward", 1), at(3, "backward", 1), at(3, "backward", 0)]
     order += [at(3, "update", 0), at(4, "data", 0), at(1, "received", 2)]
@@ -376,7 +391,7 @@ def test_the_first_fault_is_that_of_the_smallest_micro_batch_and_the_earliest_pa
 
 def test_weights_that_were_wrong_already_and_a_script_that_ends_by_itself() -> None:
     def report(began: int | None, begins: bool) -> dict[str, Any]:
-        found = Fault(20, "weights", 1, 0, 7, "7.scale is NaN", 10, 2, begins)
+        found = Fault(35, 20, "weights", 1, 0, 7, "7.scale is NaN", 10, 2, begins)
         return {"began": began, "fault": asdict(found)}
 
     plan = {"to": 12, "latest": 11, "find": "nan", "state": None, "out": "logs"}
@@ -388,6 +403,6 @@ def test_weights_that_were_wrong_already_and_a_script_that_ends_by_itself() -> N
     assert found.status == 1
     assert found.text().splitlines() == [
         "the script has ended by itself before update 12; see logs/rank*.log",
-        "first value that is not finite: update 11, micro-batch 20 (number 1 of 2 of its batch), stage 1, layer 7, "
+        "first value that is not finite: update 11, micro-batch 35 (number 1 of 2 of its batch), stage 1, layer 7, "
         "when the replay began: 7.scale is NaN, with weights of version 10",
     ]

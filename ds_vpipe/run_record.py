@@ -2,7 +2,7 @@
 
 ``"record": FOLDER`` in the block has it written by the first rank, for ``python -m ds_vpipe replay FOLDER``::
 
-    FOLDER/events.jsonl    an object per event: starts, checkpoints, emptied pipelines, layers that "replan" has moved
+    FOLDER/events.jsonl    an object per event: starts, checkpoints, emptied pipelines, layers that move
     FOLDER/losses.bin      8 bytes per update: its number, and the mean loss as it is in fp32
 
 A run that is started again adds to both. What it trains anew, from an earlier checkpoint or from the beginning, takes
@@ -102,19 +102,33 @@ class RunRecord:
     def checkpoint(self, latest: int, folder: str) -> str | None:
         """The name of the last usable checkpoint up to an update.
 
-        One that is not there any more is none, and one that was saved while a layer was on its way does not hold what
-        is to come of the move.
+        One that is not there any more is none, and one that was saved while a layer was on its way, or was to go, does
+        not hold what is to come of the move.
         """
-        size = self.start_of(latest)["micro_batches"]
-        moves = [event for event in self.events if event["event"] == "moved"]
+        moves = [event for event in self.events if event["event"] in ("moved", "move_layer")]
         for event in reversed(self.events):
             at = event["update"]
             if event["event"] != "saved" or event["folder"] != os.path.abspath(folder) or at > latest:
                 continue
-            moving = any(one["update"] <= at and at * size < one["move"][3] for one in moves)
+            moving = any(one["update"] <= at < one["until"] for one in moves)
             if not moving and Path(event["folder"], event["tag"]).is_dir():
                 return str(event["tag"])
         return None
+
+    def difference(self, update: int, loss: float) -> str | None:
+        """How the loss of an update that was done again differs from the recorded one; None if it does not."""
+        known = self.losses.get(update)
+        if known is None or same_bits(known, loss):
+            return None
+        line = (
+            f"update {update}: loss {known:.9g} recorded, {loss:.9g} replayed: the script, its data or its environment "
+            f"differ"
+        )
+        loads = [one["update"] for one in self.events if one["event"] == "loaded" and one["update"] < update]
+        if loads:
+            loaded = f"it loaded the checkpoint of update {max(loads)} in mid-run"
+            line += f", or the data since {loaded}, which a replay does not do"
+        return line
 
 
 class RecordWriter:

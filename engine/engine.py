@@ -239,6 +239,7 @@ class VPipeEngine(PatchedPipelineEngine):
         refuse_moves(self, self.stage, "move_layer()")
         self.stage.action = "MOVE_LAYER"
         self.moves.give(move)
+        self.history.event("move_layer", self.global_steps, until=move.micro_batch // self.pipeline.micro_batches)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's; all ranks call it, between any two batches. The current size changes nothing.

@@ -206,14 +206,9 @@ def earlier_start(plan: Plan, reports: Sequence[Mapping[str, Any]]) -> int | Non
 
 def answer(plan: Plan, reports: Sequence[Mapping[str, Any]]) -> Answer:
     """What the ranks have found, in words."""
-    difference = next((report["difference"] for report in reports if report.get("difference")), None)
-    if difference is not None:
-        update, recorded, replayed = difference
-        line = (
-            f"update {update}: loss {recorded:.9g} recorded, {replayed:.9g} replayed: the script, its data or its "
-            f"environment differ"
-        )
-        return Answer(lambda: {"difference": difference}, lambda: line, 1)
+    differs = next((report for report in reports if report.get("difference")), None)
+    if differs is not None:
+        return Answer(lambda: {"difference": differs["difference"]}, lambda: str(differs["line"]), 1)
     began, loaded, reached = (reports[0].get(name) for name in ("began", "loaded", "reached"))
     fault = first_fault(_faults(reports))
     rows = grown(report.get("norms", []) for report in reports)

@@ -25,7 +25,7 @@ from ds_vpipe.engine.execution.executor import Watcher
 from ds_vpipe.engine.observe.layer_watch import FaultWatch, NormWatch
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import Refusal, VPipeError
-from ds_vpipe.run_record import RecordWriter, RunRecord, differences, environment, machine, same_bits
+from ds_vpipe.run_record import RecordWriter, RunRecord, differences, environment, machine
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.moves import Move
 
@@ -100,8 +100,8 @@ class Recorder(LossWatch):
             self._give_up(error)
 
     def event(self, kind: str, update: int, **values: Any) -> None:
-        """Record what happens after the first update of this start, and checkpoints before it."""
-        if self._start is None or kind == "saved":
+        """Record what happens after the first update of this start, and checkpoints and moves before it."""
+        if self._start is None or kind in ("saved", "move_layer"):
             self._write(kind, update, **values)
 
     def _loss(self, update: int, loss: torch.Tensor) -> None:
@@ -170,14 +170,11 @@ class Replay(LossWatch):
             self._said["began"] = update - 1
         if update > self._to:
             raise VPipeError(f"training begins after update {update - 1}, which is not before update {self._to}")
-        known, found = self._record.losses.get(update), float(loss)
-        if known is not None and not same_bits(known, found):
-            self._said["difference"] = (update, known, found)
+        line = self._record.difference(update, found := float(loss))
+        if line is not None:
+            self._said |= {"difference": (update, self._record.losses[update], found), "line": line}
             self._write()
-            raise VPipeError(
-                f"update {update}: loss {known:.9g} recorded, {found:.9g} replayed: the script, its data or its "
-                f"environment differ"
-            )
+            raise VPipeError(line)
 
     def updated(self, engine: Any) -> None:
         """Do what has happened after this update for reasons that are not the script's, and end after the last."""
@@ -237,7 +234,6 @@ def surroundings(stage: Stage) -> dict[str, Any]:
         "command": sys.orig_argv,
         "folder": os.getcwd(),
         "ranks": torch.distributed.get_world_size(),
-        "micro_batches": stage.pipeline.micro_batches,
         "environment": environment(os.environ),
         "machine": machine(stage.device.type),
     }

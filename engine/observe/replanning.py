@@ -69,7 +69,7 @@ class Replanning:
         with self._failures.aborting():
             decision = balance.after_batch(seconds)
             for at, move in balance.steps[begun:]:
-                event("moved", at, move=astuple(move))
+                event("moved", at, move=astuple(move), until=move.micro_batch // self._stage.pipeline.micro_batches)
             if isinstance(decision, DepthDecision):
                 event("depths", update, depths=decision.better_depths)
                 self._set_depths(decision.better_depths)

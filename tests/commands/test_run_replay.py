@@ -99,7 +99,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.mp
-@pytest.mark.parametrize("name", SHAPES if LONG else ["dropout", "ties", "soap", "live", "depths", "loop"])
+@pytest.mark.parametrize("name", SHAPES if LONG else ["dropout", "ties", "soap", "live", "depths", "moved", "loop"])
 def test_the_state_at_any_update_is_that_of_the_run(name: str, worlds: Worlds, tmp_path: Path, capsys: Any) -> None:
     runs = Runs(worlds, tmp_path / "run", name)
     before = runs.train(5)[:3] if name in RESUMED else []  # from update 3 on all is trained anew
@@ -324,7 +324,7 @@ def test_what_was_not_recorded_is_refused(
 
 def test_a_record_that_is_trained_anew_and_was_cut_off(tmp_path: Path) -> None:
     writer = RecordWriter(str(tmp_path))
-    start = {"micro_batches": 2, "command": ["first"]}
+    start = {"command": ["first"]}
     writer.event("start", 0, **start)
     for update in range(1, 8):
         writer.loss(update, update / 10)
@@ -338,19 +338,38 @@ def test_a_record_that_is_trained_anew_and_was_cut_off(tmp_path: Path) -> None:
     writer = RecordWriter(str(tmp_path))
     writer.event("start", 4, **start | {"command": ["second"]})
     writer.loss(5, 0.75)
-    writer.event("moved", 5, move=(3, 1, 0, 14))
+    writer.event("moved", 5, move=(3, 1, 0, 14), until=7)
     writer.event("saved", 5, folder=str(tmp_path / "saved"), tag="s2")
+    writer.event("move_layer", 7, until=9)
+    for update in (6, 7, 8, 9):
+        writer.event("saved", update, folder=str(tmp_path / "saved"), tag="s6")
     record = RunRecord.read(tmp_path)
     assert list(record.losses) == [1, 2, 3, 4, 5]
     assert record.losses[5] == 0.75
     assert [event["update"] for event in record.events if event["event"] == "emptied"] == [2, 4]
     assert [record.start_of(update)["command"] for update in (4, 5)] == [["first"], ["second"]]
-    # The last one was saved while a layer was on its way to micro-batch 14.
-    names = [record.checkpoint(latest, str(tmp_path / "saved")) for latest in (1, 2, 3, 4, 5)]
-    assert names == [None, "s2", "s2", "s4", "s4"]
+    # Those of updates 5 to 8 were saved while a layer was on its way, or was to go.
+    names = [record.checkpoint(latest, str(tmp_path / "saved")) for latest in (1, 2, 3, 4, 5, 8, 9)]
+    assert names == [None, "s2", "s2", "s4", "s4", "s4", "s6"]
     shutil.rmtree(tmp_path / "saved" / "s4")
     assert record.checkpoint(5, str(tmp_path / "saved")) == "s2"
     assert record.checkpoint(5, str(tmp_path)) is None
+
+
+def test_a_loss_that_differs_after_a_load_in_mid_run(tmp_path: Path) -> None:
+    writer = RecordWriter(str(tmp_path))
+    writer.event("start", 0)
+    for update in (1, 2, 3, 4, 3):
+        writer.loss(update, 2.5)
+    writer.event("loaded", 2)
+    record = RunRecord.read(tmp_path)
+    before, after = record.difference(2, 0.5), record.difference(3, 0.5)
+    assert before == "update 2: loss 2.5 recorded, 0.5 replayed: the script, its data or its environment differ"
+    assert after == (
+        "update 3: loss 2.5 recorded, 0.5 replayed: the script, its data or its environment differ, or the data since "
+        "it loaded the checkpoint of update 2 in mid-run, which a replay does not do"
+    )
+    assert record.difference(3, 2.5) is record.difference(4, 0.5) is None
 
 
 def test_where_losses_go_wrong() -> None:

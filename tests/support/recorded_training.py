@@ -56,6 +56,7 @@ SHAPES = {
     "depths": Shape(3, block={"stage_to_depth_map": "auto", "replan": {"every": 2, "max_staleness": 3}}, looks=True),
     "blocks": Shape(2, interval=3),
     "bsp": Shape(2, block={"sync_mode": "bsp"}),
+    "moved": Shape(2, micro_batches=1, block={"stage_to_depth_map": [3, 0], "staleness": "off"}, moves=((2, 4, 0, 1),)),
     "loop": Shape(2, extra={"pipeline": {"stages": 2}}),
 }  # fmt: skip
 
@@ -178,6 +179,11 @@ def train(name: str, folder: Path, updates: int, fault: dict[str, Any]) -> list[
         made_up(engine)
     if checkpoints.exists():
         engine.load_checkpoint(str(checkpoints))
+        for update, _, source, target in shape.moves:
+            if update < engine.global_steps:
+                counts = [*engine.pipeline.partition]
+                counts[source], counts[target] = counts[source] - 1, counts[target] + 1
+                engine.repartition(counts)
     iterator, losses = data(engine, fault), []
     while engine.global_steps < updates:
         if fault.get("kind") == "weight" and engine.global_steps == fault["update"]:

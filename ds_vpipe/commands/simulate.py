@@ -32,6 +32,7 @@ from ds_vpipe.commands.arguments import (
     numbers,
     read_costs,
     read_pipeline,
+    replicas_of,
     seconds,
     whole,
     with_planned_depths,
@@ -39,6 +40,7 @@ from ds_vpipe.commands.arguments import (
 )
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
+from ds_vpipe.config.live_moves import unfit_json
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
@@ -182,8 +184,16 @@ def _replan(
     batches = arguments.batches or last + _LOOKS * settings.every
     check_size(pipeline, Workload(2 * batches))
     chooses_ratio, update_s = config.recompute_ratio == "auto", _update_s(arguments)
+    block, _ = settled(config, plan.pipeline, ds_config)
     course = replanned(
-        conditions, plan.pipeline, devices, settings, batches, chooses_ratio=chooses_ratio, update_s=update_s
+        conditions,
+        plan.pipeline,
+        devices,
+        settings,
+        batches,
+        chooses_ratio=chooses_ratio,
+        update_s=update_s,
+        unfit=unfit_json(ds_config, block, plan.pipeline, replicas_of(arguments, ds_config)),
     )
     if arguments.output is not None:
         if Path(arguments.output).suffix in (".svg", ".png"):

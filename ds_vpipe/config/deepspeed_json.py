@@ -112,6 +112,12 @@ class DeepSpeedJson:
         return params if isinstance(params, Mapping) else {}
 
     @property
+    def clipping(self) -> Any:
+        """Largest norm of gradients, 0 for no limit. DeepSpeed's default for pipelines is 1.0."""
+        given = self.get("gradient_clipping")
+        return 1.0 if given is None else given
+
+    @property
     def stages(self) -> int | None:
         """Stages of a plain module, ``"pipeline": {"stages": K}``. None if others say it, as with ``"auto"``.
 

@@ -109,8 +109,7 @@ def replay_of(
         raise Refusal("vpipe.gradient_clipping_scope", given, '"stage" in a forecast', fix).error()
     layers = [ForecastLayer(spec) for spec in example["layers"]]
     late: dict[str, Any] = {}
-    clip = json.get("gradient_clipping")
-    clip = 1.0 if clip is None else clip  # DeepSpeed's default
+    clip = json.clipping
     if not isinstance(clip, (int, float)):
         raise Refusal("gradient_clipping", clip, "a number", "write one, 1.0 is the default").error()
     if pipeline is not None:

@@ -212,12 +212,14 @@ def replanned(
     *,
     chooses_ratio: bool = False,
     update_s: float = 0.0,
+    unfit: str | None = None,
 ) -> Course:
     """Course of a training with looks at the balance, beside one without.
 
-    ``pipeline`` has the split of the start, ``update_s`` are the seconds of an update.
+    ``pipeline`` has the split of the start, ``update_s`` are the seconds of an update, and ``unfit`` says why layers
+    cannot move while training goes on, if so.
     """
-    training = _Training(conditions, pipeline, devices, settings, batches, chooses_ratio)
+    training = _Training(conditions, pipeline, devices, settings, batches, chooses_ratio, unfit)
     training.run()
     phases = _Phases(conditions, devices, batches, update_s)
     moving = phases.simulated(pipeline, training.splits, training.pauses, training.moves)
@@ -236,9 +238,10 @@ class _Training:
         settings: Replan,
         batches: int,
         chooses_ratio: bool,
+        unfit: str | None,
     ) -> None:
         self._conditions, self._devices, self._settings = conditions, devices, settings
-        self._batches, self._chooses_ratio = batches, chooses_ratio
+        self._batches, self._chooses_ratio, self._unfit = batches, chooses_ratio, unfit
         self._pipeline = pipeline  # as it is after the update that run() has come to
         self._left: list[tuple[int, ...]] = []  # splits
         self._busy = 0  # the update after which layers that move have arrived
@@ -289,7 +292,10 @@ class _Training:
             left=self._left,
         )
         if self._settings.moves == "live" and not decision.stays:
-            decision = in_steps(decision, self._known, self._pipeline, self._devices)
+            if self._unfit is not None:
+                decision = replace(decision, empties=self._unfit)
+            else:
+                decision = in_steps(decision, self._known, self._pipeline, self._devices)
         self.decisions.append(decision)
         return decision
 

@@ -11,6 +11,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
+from ds_vpipe.config.live_moves import unfit_settings
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.modules.interleaved import InterleavedMixin
 from ds_vpipe.engine.modules.recompute import has_own_forward
@@ -53,20 +54,22 @@ def unfit_configuration(engine: PatchedPipelineEngine, stage: Stage) -> str | No
     module, optimizer, pipeline = stage.module, engine.optimizer, stage.pipeline
     split = isinstance(module, (SplitModule, InterleavedMixin))
     flat = engine.zero_optimization() or engine.get_data_types()[0] != torch.float32 or engine.torch_autocast_enabled()
+    settings = unfit_settings(
+        flat=flat,
+        optimizer=None if type(optimizer) in _OPTIMIZERS else type(optimizer).__name__,
+        clips=engine.gradient_clipping() > 0,
+        replicated=engine.grid.world_size != pipeline.num_stages,
+        recomputes=any(pipeline.recompute_ratio or ()) or module.activation_checkpoint_interval > 0,
+        swaps=stage.swap is not None,
+        mitigates=stage.mitigation is not None or stage.delay_warmup != NO_WARMUP,
+    )
     reasons = {
         f"the module is a {type(module).__name__}": split,
         "the module has a forward of the script's": has_own_forward(module),
         "the model has tied layers": any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs),
-        "weights are in flat buffers, or in other types than fp32": flat,
-        f"the optimizer is {type(optimizer).__name__}": type(optimizer) not in _OPTIMIZERS,
-        "the optimizer has several groups of parameters": len(getattr(optimizer, "param_groups", ())) != 1,
         "a stage has nothing to train": PLACEHOLDER in engine.param_names.values(),
-        "gradients are clipped": engine.gradient_clipping() > 0,
-        "stages have replicas or slices": engine.grid.world_size != pipeline.num_stages,
-        "layers are recomputed": any(pipeline.recompute_ratio or ()) or module.activation_checkpoint_interval > 0,
-        "activations are swapped": stage.swap is not None,
-        '"staleness" is in use, by default too ("off" ends it)': stage.mitigation is not None
-        or stage.delay_warmup != NO_WARMUP,
+        str(settings): settings is not None,
+        "the optimizer has several groups of parameters": len(getattr(optimizer, "param_groups", ())) != 1,
         f"stages compute on {stage.device.type}": stage.device.type != "cpu",
         "the optimizer has hooks or a step() of the script's": _steps_otherwise(optimizer),
     }

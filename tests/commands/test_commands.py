@@ -436,6 +436,31 @@ def test_simulate_a_pipeline_that_balances_itself(
     assert [line for _, line in events] == found["decisions"]
 
 
+def test_layers_move_on_paper_as_the_settings_let_them(
+    config: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adam = {"type": "AdamW", "params": {"torch_adam": True}}
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({}, {}, "in 2 steps"),
+        ({"gradient_clipping": None}, {}, "gradients are clipped"),
+        ({"optimizer": {"type": "AdamW"}}, {}, "the optimizer is AdamW without torch_adam"),
+        ({"optimizer": {"type": "Lion"}}, {}, "the optimizer is Lion"),
+        ({"optimizer": {"type": "SGD"}}, {}, "in 2 steps"),
+        ({"zero_optimization": {"stage": 1}}, {}, "weights are in flat buffers, or in other types than fp32"),
+        ({}, {"recompute_ratio": 0.5}, "layers are recomputed"),
+        ({}, {"staleness": None}, '"staleness" is in use, by default too ("off" ends it)'),
+    ]
+    argv = ("simulate", config, "--profile", profile, "--replan", "--slow", "1:3:10", "--batches", "70")
+    for settings, block, expected in cases:
+        vpipe = {"partition": [2, 2, 2, 2], "staleness": "off", "replan": {"every": 20, "moves": "live"}, **block}
+        vpipe = {name: value for name, value in vpipe.items() if value is not None}
+        content = {**CONFIG, "gradient_clipping": 0, "optimizer": adam, **settings, "vpipe": vpipe}
+        Path(config).write_text(json.dumps(content), encoding="utf-8")
+        line = next(line for line in printed_json(capsys, *argv)["decisions"] if "; moves" in line)
+        way = expected if "steps" in expected else f"in an empty pipeline: {expected}"
+        assert line.endswith(f"; moves {way}")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -74,6 +74,10 @@ class Observation:
             self._memory = PeakMemory(engine.device, weights)
         self._pauses = PauseWatch() if stage.sets_back and stage.is_last and first_replica else None
         self._ended = False
+        # The first stage has the records of all. On accelerators they have the time of queueing passes, which says
+        # nothing about the device.
+        slice_rank = engine.grid.get_slice_parallel_rank()
+        self._compares = stage.is_first and stage.device.type == "cpu" and slice_rank == 0
         self._split: object = None
         self._stragglers = Stragglers()
         self._passes: list[list[float]] = []  # seconds of every stage's passes per micro-batch, in the latest batches
@@ -136,16 +140,14 @@ class Observation:
             self._pauses.after_batch(begin, time.perf_counter())
 
     def _note_passes(self) -> None:
-        """Keep how long passes have taken, to compare them; on the first stage, which has the records of all.
-
-        On accelerators passes take the time of queueing them, which says nothing about the device.
-        """
-        stage, pipeline = self._stage, self._stage.pipeline
-        if not stage.is_first or stage.device.type != "cpu" or self._engine.grid.get_slice_parallel_rank():
-            return
+        """Keep how long passes have taken, to compare them."""
+        progress, pipeline = self._stage.progress, self._stage.pipeline
         split = pipeline.partition, pipeline.recompute_ratio, pipeline.micro_batches
         if split != self._split:  # what a stage takes has changed because it has other work
             self._split, self._stragglers, self._passes = split, Stragglers(), []
+        filled = progress.completed - progress.refill == pipeline.micro_batches  # from an empty pipeline on
+        if progress.forwarded - progress.completed != (0 if filled else pipeline.depths[0]):
+            return  # with more forward passes than a batch has, or fewer
         self._passes.append([pass_seconds(row) / pipeline.micro_batches for row in self._rows])
         if len(self._passes) == _COMPARED:
             self._name_stragglers()
@@ -165,7 +167,8 @@ class Observation:
 
     def publish(self) -> None:
         """Line and monitors' events on global rank 0, every ``steps_per_print`` batches."""
-        self._note_passes()
+        if self._compares:
+            self._note_passes()
         interval = self._engine.steps_per_print()
         if self._engine.global_rank == 0 and (interval is None or self._engine.global_steps % interval == 0):
             self._publish_mean(interval)

@@ -38,6 +38,8 @@ from ds_vpipe.run_record import RecordWriter, RunRecord, environment, first_jump
 
 LONG = os.environ.get("DS_VPIPE_LONG_REPLAYS") == "1"
 UPDATES = 9
+# Runs of which any update is replayed.
+ANYWHERE = sorted({*SHAPES} - {"moved"}) if LONG else ["dropout", "ties", "soap", "live", "depths", "loop"]
 RESUMED = ("ties", "live", "depths")  # runs that end after five updates, and go on from their checkpoint of the third
 ROOT = Path(__file__).parents[2]
 
@@ -99,7 +101,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.mp
-@pytest.mark.parametrize("name", SHAPES if LONG else ["dropout", "ties", "soap", "live", "depths", "moved", "loop"])
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_the_state_at_any_update_is_that_of_the_run(name: str, worlds: Worlds, tmp_path: Path, capsys: Any) -> None:
     runs = Runs(worlds, tmp_path / "run", name)
     before = runs.train(5)[:3] if name in RESUMED else []  # from update 3 on all is trained anew
@@ -126,6 +128,15 @@ def test_the_state_at_any_update_is_that_of_the_run(name: str, worlds: Worlds, t
     if SHAPES[name].looks:
         kinds = {event["event"] for event in record.events}
         assert {"live": "moved", "drain": "split", "depths": "depths"}[name] in kinds
+
+
+@pytest.mark.mp
+def test_no_replay_begins_while_a_layer_is_to_move(worlds: Worlds, tmp_path: Path, capsys: Any) -> None:
+    """The script moves it after update 2, saves after update 3 and does not move it again where it resumes."""
+    runs = Runs(worlds, tmp_path, "moved")
+    runs.train(5)
+    assert runs.replay("--to", "5") == 0
+    assert "from update 0: 5 losses are the recorded ones" in capsys.readouterr().out
 
 
 def fault(kind: str, micro_batch: int, layer: int = 0, **more: Any) -> dict[str, Any]:

@@ -179,11 +179,6 @@ def train(name: str, folder: Path, updates: int, fault: dict[str, Any]) -> list[
         made_up(engine)
     if checkpoints.exists():
         engine.load_checkpoint(str(checkpoints))
-        for update, _, source, target in shape.moves:
-            if update < engine.global_steps:
-                counts = [*engine.pipeline.partition]
-                counts[source], counts[target] = counts[source] - 1, counts[target] + 1
-                engine.repartition(counts)
     iterator, losses = data(engine, fault), []
     while engine.global_steps < updates:
         if fault.get("kind") == "weight" and engine.global_steps == fault["update"]:

@@ -252,7 +252,7 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     delay_warmup = DelayWarmup.of(config.staleness, max(delays))
     stash = config.weight_sync != "none"
     weights = WeightStashingOptimizer(engine.optimizer, module.parameters(), stash=stash, version=engine.global_steps)
-    use_sound_checkpointing(module, asynchronous, prepared.random_states)
+    use_sound_checkpointing(module, pipelined, prepared.random_states)
     if number < pipeline.num_stages - 1 and not isinstance(module, SplitModule):
         refuse_training_outside_layers(module)
     scaled = engine.optimizer is not None and engine.fp16_enabled()

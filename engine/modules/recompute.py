@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from ds_vpipe.engine.links.consensus import Consensus
 from ds_vpipe.engine.links.message import Tree, map_tree
 from ds_vpipe.engine.links.tensor_bytes import copied_to
 from ds_vpipe.engine.modules.random_states import RandomStates
+from ds_vpipe.engine.modules.saved_tensors import RecomputedCounts
 from ds_vpipe.engine.modules.swap import Swap
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.splitting.module_numbers import ModuleNumbers
@@ -80,9 +81,10 @@ def recomputed_layers(ratio: float, num_layers: int) -> int:
 class Segment:
     """Part of the model, with recomputed last and swapped first layers.
 
-    The first micro-batch is computed to the end in its recomputation too, to compare the outputs: what torch cannot
-    restore, such as unregistered random states, would give wrong gradients. Bit for bit on CPUs; on
-    other devices, where sums may be taken in any order, up to a small part of the norm.
+    Micro-batches 1, 2, 4, 8 and so on are computed to the end in their recomputation too, to compare the outputs: what
+    torch cannot restore, such as unregistered random states, would give wrong gradients, and a script may begin with it
+    at any time. Bit for bit on CPUs; on other devices, where sums may be taken in any order, up to a small part of the
+    norm.
 
     Args:
         start: where the part begins in ``forward_funcs``.
@@ -106,7 +108,7 @@ class Segment:
         self.swapped = min(start + int(swap_ratio * (stop - start)), self.first)
         self._swap = swap
         self._random_states = random_states
-        self._checked = False
+        self._passes, self._due = 0, 1  # micro-batches in training mode, and which of them is compared next
         self._check: weakref.ref[_OutputCheck] | None = None
         self._memory: _ModuleMemory | None = None
         self._knows_modules = True  # else there may be some that other pieces of a plain model run, and change
@@ -131,7 +133,11 @@ class Segment:
             self._memory = _ModuleMemory(self._modules(module))
             self._knows_modules = not isinstance(module, PieceModule)
         states, remembered = self._random_states.read(), self._memory.read()
-        check = self._check_of_first(module)
+        check = self._due_check(module)
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            counts = RecomputedCounts()
+            return counts.of_forward(), _Anew(partial(self._as_before, states, remembered, counts))
 
         def checkpointed(function: Callable[[Any], Any], value: Any) -> Any:
             def run(value: Any) -> Any:  # the first layer may work in place, but not on the input that is kept
@@ -143,7 +149,7 @@ class Segment:
                     value,
                     use_reentrant=False,
                     preserve_rng_state=True,
-                    context_fn=lambda: (nullcontext(), _Anew(partial(self._as_before, states, remembered))),
+                    context_fn=contexts,
                 )
 
         if isinstance(module, PieceModule):
@@ -154,8 +160,9 @@ class Segment:
         return outputs
 
     @contextmanager
-    def _as_before(self, states: Any, remembered: _Remembered) -> Iterator[None]:
-        with self._random_states.of(states), _as_remembered(remembered, self._knows_modules):
+    def _as_before(self, states: Any, remembered: _Remembered, counts: RecomputedCounts) -> Iterator[None]:
+        remembering = _as_remembered(remembered, self._knows_modules)
+        with self._random_states.of(states), remembering, counts.of_recomputation():
             yield
 
     def _modules(self, module: PipelineModule) -> list[torch.nn.Module]:
@@ -164,9 +171,10 @@ class Segment:
         layers = module.forward_funcs[self.first : self.stop]
         return [part for layer in layers if isinstance(layer, torch.nn.Module) for part in layer.modules()]
 
-    def _check_of_first(self, module: PipelineModule) -> _OutputCheck | None:
-        """A check, if this is the first micro-batch in training mode. Its successor's if it has been dropped."""
-        if self._checked or not module.training or (self._check is not None and self._check() is not None):
+    def _due_check(self, module: PipelineModule) -> _OutputCheck | None:
+        """A check, if one is due in training mode and none under way. The next micro-batch's if one is dropped."""
+        self._passes += module.training
+        if self._passes < self._due or not module.training or (self._check is not None and self._check() is not None):
             return None
         check = _OutputCheck(partial(self._compare, module))
         self._check = weakref.ref(check)
@@ -174,7 +182,7 @@ class Segment:
 
     def _compare(self, module: PipelineModule, difference: float) -> None:
         """Refuse a recomputation whose outputs differ by this part of their norm."""
-        self._checked, self._check = True, None
+        self._due, self._check = 2 * self._due, None
         if difference == 0.0:
             return
         numbers = layer_numbers(module)[self.first : self.stop]
@@ -469,7 +477,8 @@ def use_sound_checkpointing(module: PipelineModule, asynchronous: bool, random_s
     silently get no gradient. DeepSpeed marks the first stage's floating-point inputs to get around that; integers
     cannot be marked. A synchronous pipeline keeps that function for blocks where it works; an asynchronous one, whose
     backward passes are not in the reverse order of its forward passes, does without, and so do pieces, which have to be
-    run with gradients. For the second run DeepSpeed restores torch's random states and its own tracker's only.
+    run with gradients. For the second run DeepSpeed restores torch's random states and its own tracker's only. In an
+    asynchronous pipeline it also finds the numbers of the first, such as a rate that a script has changed since.
     """
     pieces = isinstance(module, PieceModule)
     if module.activation_checkpoint_func is ds_checkpointing.checkpoint:
@@ -480,25 +489,44 @@ def use_sound_checkpointing(module: PipelineModule, asynchronous: bool, random_s
         module._precompute_checkpointable_values()  # looks whether the function is DeepSpeed's non-reentrant one
     found = module.activation_checkpoint_func
     memory = _ModuleMemory(module.user_module.modules() if isinstance(module, PieceModule) else (), copies_all=True)
-    module.activation_checkpoint_func = lambda function, *inputs: found(
-        _alike(function, random_states, memory, module.training), *inputs
-    )
+
+    def checkpointed(function: Callable[..., Tree], *inputs: Tree) -> Tree:
+        parts = _parts_of(module, function) if asynchronous and not pieces else ()
+        return found(_alike(function, random_states, memory, ModuleNumbers(parts), module.training), *inputs)
+
+    module.activation_checkpoint_func = checkpointed
+
+
+def _parts_of(module: PipelineModule, function: Callable[..., Tree]) -> Iterator[torch.nn.Module]:
+    """Modules of the block that DeepSpeed's ``forward()`` lets ``function`` run; none of a script's own forward."""
+    block: Sequence[Any] = ()
+    if isinstance(function, FunctionType) and function.__module__ == PipelineModule.__module__:
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        its = {name: cell.cell_contents for name, cell in cells}
+        block = module.forward_funcs[its["start"] : its["end"]]
+    return (part for layer in block if isinstance(layer, torch.nn.Module) for part in layer.modules())
 
 
 def _alike(
-    function: Callable[..., Tree], random_states: RandomStates, memory: _ModuleMemory, training: bool
+    function: Callable[..., Tree],
+    random_states: RandomStates,
+    memory: _ModuleMemory,
+    numbers: ModuleNumbers,
+    training: bool,
 ) -> Callable[..., Tree]:
-    """``function``, whose later runs find random states and what is in ``memory`` as the first, and leave them so."""
-    states, remembered, first = random_states.read(), memory.read(), True
+    """``function``, whose later runs find what is remembered as the first, and leave it so."""
+    states, first, counts = random_states.read(), True, RecomputedCounts()
+    remembered = [*memory.read(), *((place, key, value, None) for _, place, key, value in numbers.read())]
 
     def run(*inputs: Tree) -> Tree:
         nonlocal first
         if first:
             first = False
-            outputs = function(*inputs)
+            with counts.of_forward():
+                outputs = function(*inputs)
             memory.note_changes(remembered, training)
             return outputs
-        with random_states.of(states), _as_remembered(remembered, False):
+        with random_states.of(states), _as_remembered(remembered, False), counts.of_recomputation():
             return function(*inputs)
 
     return run

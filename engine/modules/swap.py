@@ -22,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ds_vpipe.engine.modules.host_memory import HostMemory, host_memory
+from ds_vpipe.engine.modules.saved_tensors import changed_in_place
 from ds_vpipe.engine.weights.versions import WeightVersions
 from ds_vpipe.errors import VPipeError
 
@@ -97,14 +98,9 @@ class _Saved:
         Raises:
             RuntimeError: it has been changed in place since, as autograd itself says.
         """
-        tensor, now = self._tensor, self._tensor._version
-        if now != self._version:
-            shape = tensor.shape if self._activations is None else self._shape
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(shape)}] is at version {now}; expected version {self._version} "
-                f"instead"
-            )
+        tensor = self._tensor
+        if tensor._version != self._version:
+            raise changed_in_place(tensor, tensor.shape if self._activations is None else self._shape, self._version)
         if self._activations is None or self._activations.storage is not None:
             return tensor
         return tensor.new_empty(0).set_(self._activations.take(), self._offset, self._shape, self._stride)

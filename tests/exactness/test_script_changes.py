@@ -207,6 +207,44 @@ def large(ds_config: dict[str, Any], name: str) -> list[float]:
         return cooled(ds_config, name, "in place")
 
 
+class Scaled(nn.Linear):
+    """A number that the script makes smaller, as it does with rates of dropout."""
+
+    def __init__(self) -> None:
+        super().__init__(toy.HIDDEN, toy.HIDDEN)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x) * self.scale)
+
+
+def annealed(ratios_and_intervals: list[tuple[int, int]]) -> list[list[float]]:
+    """Losses of training with numbers that change before every batch."""
+    from deepspeed.pipe import LayerSpec
+
+    found = []
+    for ratio, interval in ratios_and_intervals:
+        torch.manual_seed(1234)
+        specs = toy.layer_specs()
+        specs[2] = specs[5] = LayerSpec(Scaled)
+        block = {"partition": "uniform", "recompute_ratio": ratio}
+        ds_config = cases.config(1, OPTIMIZERS["SGD"][0], block, pipeline={"activation_checkpoint_interval": interval})
+        engine, iterator = cases.engine(ds_config, STAGES, specs=lambda specs=specs: specs), toy.data()
+        found.append([])
+        for _ in range(UPDATES):
+            for layer in (layer for layer in engine.module.modules() if isinstance(layer, Scaled)):
+                layer.scale *= 0.7
+            found[-1].append(float(engine.train_batch(iterator)))
+        engine.destroy()
+        cases.close_groups()
+    return found
+
+
+def test_layers_that_run_again_find_the_numbers_of_their_forward_pass(worlds: Worlds) -> None:
+    for kept, recomputed, by_interval, by_two in worlds.run(STAGES, annealed, [(0, 0), (1, 0), (0, 1), (0, 2)]):
+        assert kept == recomputed == by_interval == by_two
+
+
 class Seen(nn.Module):
     """A count of evaluations."""
 

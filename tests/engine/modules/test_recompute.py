@@ -7,7 +7,7 @@ import math
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -162,6 +162,56 @@ def test_layers_that_differentiate_are_recomputed_more_than_once(worlds: Worlds)
     assert torch.equal(kept, recomputed)
     for one, other in zip(gradients, others, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
+
+
+class ChangesInPlace(nn.Module):
+    """A layer that changes the result of a sigmoid, whose derivative is computed from it, or that of an unused one."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.linear, self.used = nn.Linear(toy.HIDDEN, toy.HIDDEN), used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        changed = y.sigmoid().add_(1)
+        return self.linear(changed if self.used else y + changed.detach())
+
+
+def spoiled(used: bool) -> list[str]:
+    """Errors without recomputation, by ratio, and by interval in asp and bsp, for data as inputs and for activations.
+
+    Of two micro-batches, as only the first is compared to the end.
+    """
+    from deepspeed.pipe import PipelineModule
+
+    from ds_vpipe.engine.modules.random_states import RandomStates
+    from ds_vpipe.engine.modules.recompute import apply_recompute, use_sound_checkpointing
+
+    found = []
+    for ratio, interval, asynchronous, activation in (
+        (0.0, 0, True, False), (1.0, 0, True, False), (0.0, 1, True, False), (0.0, 2, True, True),
+        (0.0, 1, False, False), (0.0, 2, False, True),
+    ):  # fmt: skip
+        layers = [ChangesInPlace(used), nn.Tanh()]
+        module = PipelineModule(
+            layers, num_stages=1, partition_method="uniform", activation_checkpoint_interval=interval
+        )
+        apply_recompute(module, ratio, RandomStates())
+        use_sound_checkpointing(module, asynchronous, RandomStates())
+        for _ in range(2):
+            try:
+                module(torch.ones(2, toy.HIDDEN, requires_grad=activation)).sum().backward()
+                found.append("")
+            except RuntimeError as error:
+                found.append(str(error))
+    return found
+
+
+def test_what_autograd_refuses_it_refuses_in_recomputed_layers(worlds: Worlds) -> None:
+    for error in worlds.run(1, spoiled, True)[0]:
+        assert f"modified by an inplace operation: [torch.FloatTensor [2, {toy.HIDDEN}]]" in error
+        assert "is at version 1; expected version 0 instead" in error
+    assert not any(worlds.run(1, spoiled, False)[0])
 
 
 class Tracker:
@@ -353,8 +403,8 @@ def test_large_buffers_that_begin_to_change_are_refused_in_one_line(worlds: Worl
         assert "\n" not in error
 
 
-def outputs_kept(count: int) -> list[int]:
-    """Copies of outputs that wait for the recomputation's, after each of ``count`` forward and backward passes."""
+def outputs_kept(counts: Sequence[int]) -> list[int]:
+    """Copies of outputs that wait for the recomputation's, after each number of forward passes, before backward."""
     from deepspeed.pipe import PipelineModule
 
     from ds_vpipe.engine.modules.random_states import RandomStates
@@ -369,18 +419,18 @@ def outputs_kept(count: int) -> list[int]:
         return sum(isinstance(item, _OutputCheck) for item in gc.get_objects())
 
     segment.run_part(module, toy.micro_batch(0)[0], 1)  # and is dropped, so that the next one is compared
-    outputs = [segment.run_part(module, toy.micro_batch(number)[0], 1) for number in range(count)]
-    found.append(waiting())
-    for output in outputs:
-        output.sum().backward()
-    del output, outputs
-    segment.run_part(module, toy.micro_batch(0)[0], 1).sum()
-    found.append(waiting())
+    for count in counts:
+        outputs = [segment.run_part(module, toy.micro_batch(number)[0], 1) for number in range(count)]
+        found.append(waiting())
+        for output in outputs:
+            output.sum().backward()
+        del output, outputs
     return found
 
 
-def test_only_the_first_micro_batch_is_compared(worlds: Worlds) -> None:
-    assert worlds.run(1, outputs_kept, 3) == [[1, 0]]
+def test_micro_batches_are_compared_at_doubling_distances(worlds: Worlds) -> None:
+    """Here the second, as the first is dropped, the next one in its place, and then 4, 8 and 16."""
+    assert worlds.run(1, outputs_kept, [1, 1, 1, 1, 1, 1, 1, 3, 5, 1]) == [[1, 1, 1, 0, 0, 0, 1, 0, 1, 0]]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ from ds_vpipe.engine.updates.parameter_groups import listed, members_by_layer, r
 from ds_vpipe.engine.updates.peer_updates import PeerUpdates
 from ds_vpipe.engine.updates.tied import TiedWeights, tied_stages
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
-from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.errors import Refusal, VPipeConfigError
 from ds_vpipe.schedules.check import check_pipeline
 from ds_vpipe.schedules.one_f_one_b import exchanges_by_rank, update_delays
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -133,6 +133,7 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     consensus = Consensus(grid, groups)
     _refuse_moe(model, config, consensus)
     _refuse_passing_by(model, config, consensus)
+    _refuse_complex(model, json, replicas, consensus)
     config.check_sizes(model.num_stages, model._num_layers)
     pipeline = config.pipeline(model.num_stages, json.micro_batches(replicas))
     plan, chooses_ratio, follows_depths = None, config.recompute_ratio == "auto", config.follows_depths
@@ -181,6 +182,22 @@ def _refuse_passing_by(model: PipelineModule, config: VPipeConfig, consensus: Co
         ("vpipe.replan.every", config.replan.every, config.replan.every > 0),
     )
     refuse_own_forward(model, consensus, {key: value for key, value, is_set in rows if is_set})
+
+
+def _refuse_complex(model: PipelineModule, json: DeepSpeedJson, replicas: int, consensus: Consensus) -> None:
+    """On every rank: flat buffers of real numbers would train real parts alone, and gradients cannot be reduced."""
+    for key, value, allowed in (
+        ("zero_optimization.stage", json.zero_stage or 0, 0),
+        ("DeepSpeed JSON", f"training in {json.dtype}", "training in float32"),
+        ("replicas", replicas, 1),
+    ):
+        if value == allowed:
+            continue
+        has_complex = any(parameter.is_complex() and parameter.requires_grad for parameter in model.parameters())
+        if consensus.lowest(-int(has_complex), "all ranks to look for complex parameters") < 0:
+            remedy = "let layers have real parameters and use torch.view_as_complex()"
+            raise Refusal(key, value, f"{allowed} for a model with complex parameters", remedy).error()
+        return
 
 
 def prepared_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Prepared]:

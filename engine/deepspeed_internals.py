@@ -7,6 +7,7 @@ different times. Each entry says why it is there; ``tests/engine/test_deepspeed_
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import nn
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
 from ds_vpipe.engine.updates.optimizers import OWN_OPTIMIZERS, Lamb, as_spelled, own_optimizer
 from ds_vpipe.engine.updates.parameter_groups import listed, trainable
-from ds_vpipe.errors import VPipeConfigError, VPipeError
+from ds_vpipe.errors import Refusal, VPipeConfigError, VPipeError
 from ds_vpipe.staleness.soap import SOAP
 
 _PLAIN = (bool, int, float, type(None), torch.Tensor)  # by type: a parameter is none of them
@@ -49,6 +50,26 @@ class PatchedPipelineEngine(PipelineEngine):
         To look for them takes longer than everything else that an engine does in a batch with hundreds of them.
         """
         self.stage_parameters = tuple(self.module.parameters())
+        self.know_members()
+
+    def know_members(self) -> None:
+        """Let the optimizer train what it trains now, and this stage's parameters."""
+        groups = () if self.basic_optimizer is None else self.basic_optimizer.param_groups
+        members = chain(self.stage_parameters, *(group["params"] for group in groups))
+        self._known = {id(parameter): parameter for parameter in members}
+
+    def _added(self) -> VPipeConfigError:
+        """The refusal of what has come into the optimizer: it has no versions, and its gradients would add up."""
+        members = (parameter for group in self.basic_optimizer.param_groups for parameter in group["params"])
+        added = next(parameter for parameter in members if id(parameter) not in self._known)
+        name = next((name for name, parameter in self.module.named_parameters() if parameter is added), None)
+        return Refusal(
+            "optimizer.param_groups",
+            name or f"a parameter of shape {list(added.shape)}",
+            "those that the stage's layers had after initialize()",
+            "let the layer have it before, with requires_grad=False if it is to be trained later",
+            "it has come since",
+        ).error()
 
     def name_parameters(self) -> None:
         """Give the optimizer the names of its parameters, if it has names."""
@@ -105,6 +126,8 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def reduce_gradients(self, *, together: bool) -> None:
         """Average gradients over replicas, and add those of tied weights over stages that update ``together``."""
+        if not all(id(p) in self._known for group in self.basic_optimizer.param_groups for p in group["params"]):
+            raise self._added()
         if together and self.module.tied_comms:
             for weight, _ in self.module.get_tied_weights_and_groups():
                 if weight.grad is None and not self.using_bf16_optimizer:
@@ -113,9 +136,8 @@ class PatchedPipelineEngine(PipelineEngine):
         if self.is_data_parallel or self.zero_optimization():
             self._exec_reduce_grads()
             return
-        missing = [parameter for parameter in self.stage_parameters if parameter.grad is None]
-        for parameter in missing:  # zeros where there is no gradient, as a reduction makes them
-            if parameter.requires_grad and parameter.numel():
+        for parameter in self.stage_parameters:  # zeros where there is no gradient, as a reduction makes them
+            if parameter.grad is None and parameter.requires_grad and parameter.numel():
                 parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
     def take_gradient(self, weight: nn.Parameter) -> torch.Tensor | None:
@@ -174,6 +196,7 @@ class PatchedPipelineEngine(PipelineEngine):
         PatchedPipelineEngine._configure_optimizer(self, base, [])
         for parameter in frozen:
             parameter.requires_grad_(False)
+        self.know_members()
         if self._support_torch_style_backward:
             self.optimizer.register_grad_acc_post_hook(self._backward_post_hook)
 

@@ -548,6 +548,7 @@ class VPipeEngine(PatchedPipelineEngine):
         model_parameters = listed(model_parameters)  # which may be iterators, and are looked at twice
         refuse_late_optimizer(self, self.stage, client_optimizer, model_parameters)
         super()._configure_optimizer(client_optimizer, model_parameters)
+        self.know_members()
         use_optimizer(self, self.stage, self.vpipe_config)
         self.stage.weights.take_over(self.optimizer, self.module.parameters())
         self.clipping = self._clipping()

@@ -281,6 +281,79 @@ def test_recomputed_layers_may_count_in_evaluations(worlds: Worlds) -> None:
         assert plain == recomputed
 
 
+class Gained(nn.Linear):
+    """A layer with a frozen gain, or one that the script adds."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__(toy.HIDDEN, toy.HIDDEN)
+        if frozen:
+            self.gain = nn.Parameter(torch.ones(toy.HIDDEN), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x)) * getattr(self, "gain", 1.0)
+
+
+def with_gains(
+    frozen: bool, runs: list[tuple[int, dict[str, Any], dict[str, Any]]]
+) -> list[tuple[str, dict[str, torch.Tensor]]]:
+    """Lines of training with a gain that the last stage trains after some updates, and all gains."""
+    import deepspeed
+    from deepspeed.pipe import LayerSpec
+
+    import ds_vpipe
+
+    found = []
+    for after, block, extra in runs:
+        torch.manual_seed(1234)
+        specs = toy.layer_specs()
+        specs[6] = specs[7] = LayerSpec(Gained, frozen)
+        net = deepspeed.pipe.PipelineModule(
+            specs, num_stages=STAGES, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform"
+        )
+        ds_config = cases.config(1, {}, {"partition": "uniform", **block}, **extra)
+        del ds_config["optimizer"]
+        engine = ds_vpipe.initialize(
+            model=net,
+            config=ds_config,
+            optimizer=lambda parameters: torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1),
+        )[0]
+        iterator, line = toy.data(), ""
+        try:
+            for update in range(UPDATES):
+                if update == after:
+                    engine.quiesce()
+                    layers = [layer for layer in engine.module.modules() if isinstance(layer, Gained)]
+                    for layer in layers:
+                        layer.gain = layer.gain if frozen else nn.Parameter(torch.ones(toy.HIDDEN))
+                        layer.gain.requires_grad_(True)
+                        engine.basic_optimizer.add_param_group({"params": [layer.gain]})
+                engine.train_batch(iterator)
+        except VPipeError as error:
+            line = str(error)
+            del engine.basic_optimizer.param_groups[1:]  # which ZeRO could not give up
+        found.append((line, {name: p for name, p in cases.parameters(engine).items() if name.endswith(".gain")}))
+        engine.destroy()
+        cases.close_groups()
+    return found
+
+
+def test_parameters_that_a_script_adds_are_refused_and_unfrozen_ones_trained(worlds: Worlds) -> None:
+    """In asp and bsp, with flat vectors too: else their gradients would be added up for ever."""
+    zero = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    runs = [(0, {}, {}), (4, {}, {}), (0, {"sync_mode": "bsp"}, {}), (4, {}, zero)]
+    for rank in worlds.run(STAGES, with_gains, False, runs):
+        for line, _ in rank:
+            assert 'optimizer.param_groups: got "' in line
+            assert "it has come since; allowed: those that the stage's layers had after initialize()" in line
+            assert "\n" not in line
+    ranks = worlds.run(STAGES, with_gains, True, runs[:3])
+    for at in range(3):
+        assert [rank[at][0] for rank in ranks] == [""] * STAGES
+        gains = [gain for rank in ranks for gain in rank[at][1].values()]
+        assert len(gains) == 2
+        assert all(not torch.equal(gain, torch.ones(toy.HIDDEN)) for gain in gains)
+
+
 REFUSED: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "micro_batches: got 0; allowed: a whole number >= 1": ("set_train_batch_size", (0,), {}),
     "micro_batches: got 2.0; allowed: a whole number >= 1": ("set_train_batch_size", (2.0 * toy.MICRO_BATCH,), {}),

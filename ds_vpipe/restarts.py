@@ -34,7 +34,7 @@ MEETING_S = 300.0  # in which the supervisors of all ranks come
 _LOOK_S = 0.1
 _LONGEST_LINE = 100
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
 _PDEATHSIG = 1
 
 
@@ -98,7 +98,13 @@ def supervise(restarts: int, prepare: Callable[[], object]) -> int | None:
             if kind == "start" and not leaving:
                 if spare and _ended(spare.process) is not None:  # for lack of memory, say
                     spare = None
-                child, spare, deadline = spare or _fork(handlers, [peers, kept]), None, float("inf")
+                try:
+                    child, spare, deadline = spare or _fork(handlers, [peers, kept]), None, float("inf")
+                except OSError as error:
+                    say(f"this rank cannot be started: {error.strerror}")
+                    status, deadline = 1, time.monotonic() + 3 * GRACE_S
+                    reports.append(f"ended {status}")
+                    continue
                 if child is None:
                     return None
                 child.start(kept, values)
@@ -118,7 +124,9 @@ def supervise(restarts: int, prepare: Callable[[], object]) -> int | None:
                     return None
         while came:
             number = came.pop(0)
-            if child:
+            if number == signal.SIGTSTP:
+                _stop_with(child)
+            elif child:
                 os.kill(child.process, number)
             if number in _ENDING:
                 leaving, deadline = True, min(deadline, time.monotonic() + GRACE_S)
@@ -147,7 +155,8 @@ def supervise(restarts: int, prepare: Callable[[], object]) -> int | None:
 
 def say(text: str) -> None:
     """Print a line on standard error, with the rank, as failures of ranks are printed."""
-    print(f"[rank {os.environ['RANK']}] ds_vpipe: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody may read it any more
+        print(f"[rank {os.environ['RANK']}] ds_vpipe: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -222,6 +231,16 @@ def _fork(
         os._exit(0)
     os.environ.update(DS_VPIPE_RESTART=values[0], MASTER_PORT=values[1])
     return None
+
+
+def _stop_with(child: _Child | None) -> None:
+    """Stop this process, as Ctrl-Z does, and the rank with what it has started; they go on together."""
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        if child:
+            with suppress(OSError):  # it has ended, or is not in its group yet
+                os.killpg(child.process, number)
+        if number == signal.SIGSTOP:
+            os.kill(os.getpid(), number)
 
 
 def _ended(child: int) -> int | None:

@@ -284,6 +284,62 @@ def test_other_signals_reach_the_rank(tmp_path: Path, runs: list[Run]) -> None:
 
 
 @pytest.mark.mp
+def test_ctrl_z_stops_the_rank_and_what_it_has_started(tmp_path: Path, runs: list[Run]) -> None:
+    """A rank is in a group of its own, which a terminal's signals do not reach."""
+    waits = "while not Path('go').exists(): time.sleep(0.02)"
+    starts = f"if not (child := os.fork()):\n  Path('child').write_text(str(os.getpid()))\n  {waits}\n  os._exit(0)"
+    run = Run(tmp_path, f"{starts}\n{waits}\nos.waitpid(child, 0)", ranks=1)
+    runs.append(run.start())
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        time.sleep(0.02)
+    supervisor, rank, child = run.processes[0].pid, run.started(0)[0][0], int((tmp_path / "child").read_text())
+    for number, stopped in ((signal.SIGTSTP, True), (signal.SIGCONT, False), (signal.SIGTSTP, True)):
+        run.processes[0].send_signal(number)
+        deadline = time.monotonic() + 20
+        for pid in (supervisor, rank, child):
+            while (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T") != stopped:
+                assert time.monotonic() < deadline, f"{number.name}, {pid} of {supervisor, rank, child}"
+                time.sleep(0.02)
+    (tmp_path / "go").touch()
+    run.processes[0].send_signal(signal.SIGCONT)
+    assert run.end() == ([0], "")
+
+
+@pytest.mark.mp
+def test_all_start_again_though_nobody_reads_what_is_said(tmp_path: Path, runs: list[Run]) -> None:
+    """As behind a launcher that has ended."""
+    run = Run(tmp_path, "while not Path('go').exists(): time.sleep(0.02)\n" + KILLED_AT_FIRST.format(1), ranks=2)
+    runs.append(run.start())
+    run.started(0)
+    for process in run.processes.values():
+        assert process.stderr is not None
+        process.stderr.close()
+    (tmp_path / "go").touch()
+    assert [process.wait(90) for process in run.processes.values()] == [0, 0]
+    assert run.started(1)
+
+
+@pytest.mark.mp
+def test_a_rank_that_cannot_be_started_has_failed(tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, "", ranks=1)
+    script = tmp_path / "train.py"
+    fails = (
+        "fork = os.fork\n"
+        "def fork_later():\n"
+        "    os.fork = fork\n"
+        "    raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "os.fork = fork_later\n"
+    )
+    script.write_text(script.read_text().replace("if (status :=", fails + "if (status :="))
+    runs.append(run.start())
+    lines = [
+        "this rank cannot be started: Resource temporarily unavailable",
+        "rank 0 ended with status 1; restart 1 of 2",
+    ]
+    assert run.end() == ([0], "".join(f"[rank 0] ds_vpipe: {line}\n" for line in lines))
+
+
+@pytest.mark.mp
 @pytest.mark.parametrize("lost", [0, 1])
 def test_no_rank_outlives_a_killed_supervisor(lost: int, tmp_path: Path, runs: list[Run]) -> None:
     """Nor does a spare."""

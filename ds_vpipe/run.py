@@ -32,7 +32,7 @@ USAGE = (
 def main(argv: list[str]) -> int:
     """Run the script or module named in ``argv``; the exit status for a wrong command line or configuration is 2."""
     before, named, restarts = list[str](), list(argv), "0"
-    while named and named[0].startswith(("--local_rank", "--restarts")):
+    while named and named[0].startswith(("--local_rank", "--local-rank", "--restarts")):
         option, given, value = named[0].partition("=")
         if option == "--restarts":
             restarts = value if given else "".join(named[1:2])
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
 
     deepspeed.initialize = initialize_and_deal
     sys.argv = [name, *before, *arguments]
-    if not as_module:
+    if not as_module and not getattr(sys.flags, "safe_path", False):  # which Python has from 3.11 on
         sys.path[0] = str(Path(name).resolve().parent)
     try:
         # The script may build, and make a world, before it comes to initialize().

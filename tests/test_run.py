@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,7 +62,12 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [([], []), (["--local_rank=3"], ["--lr", "0.1", "--local_rank=9"]), (["--local_rank=0"], ["-x", "train.py"])],
+    [
+        ([], []),
+        (["--local_rank=3"], ["--lr", "0.1", "--local_rank=9"]),
+        (["--local_rank=0"], ["-x", "train.py"]),
+        (["--local-rank=3"], ["--lr", "0.1"]),  # as of torch.distributed.launch
+    ],
 )
 def test_script_gets_its_arguments(script: Path, before: list[str], after: list[str]) -> None:
     assert main([*before, str(script), *after]) == 0
@@ -95,6 +101,15 @@ def test_relative_path(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = json.loads(script.with_suffix(".json").read_text())
     assert report["argv"] == ["train.py", "a"]
     assert report["path"] == str(script.parent)
+
+
+def test_the_first_path_stays_where_python_puts_none_before_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``PYTHONSAFEPATH`` the first is one of ``PYTHONPATH``."""
+    flags = {name: getattr(sys.flags, name) for name in dir(sys.flags) if not name.startswith("_")}
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(**{**flags, "safe_path": True}))
+    monkeypatch.setattr(sys, "path", [str(script.parent / "first"), *sys.path, str(script.parent)])
+    assert main([str(script)]) == 0
+    assert json.loads(script.with_suffix(".json").read_text())["path"] == str(script.parent / "first")
 
 
 @pytest.mark.parametrize("before", [[], ["--local_rank=3"]])

@@ -135,6 +135,8 @@ def _describe(tree: Tree, words: list[int]) -> None:
     (leaf,) = leaves(tree)
     if leaf is None:
         words.append(_NONE)
+    elif leaf.is_nested:
+        raise VPipeError("stage boundary: got a nested tensor, allowed are others; pass its .to_padded_tensor(0)")
     elif leaf.layout is not torch.strided:
         kind = str(leaf.layout).removeprefix("torch.")
         raise VPipeError(f"stage boundary: got a tensor of layout {kind}, allowed is strided; pass its .to_dense()")

@@ -56,9 +56,18 @@ def show(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
+def flat(text: str) -> str:
+    """Return ``text`` on one line that can be encoded: JSON and names of files have halves of characters."""
+    return " ".join(text.split()).encode(errors="backslashreplace").decode()
+
+
 def one_line(error: BaseException) -> str:
     """Return the kind and the words of an exception, on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        words = flat(str(error))
+    except Exception:  # of a class whose text needs what it has not been given
+        words = "its text cannot be shown"
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -82,8 +91,7 @@ class Refusal:
 
     def __str__(self) -> str:
         reason = f"{self.reason}; " if self.reason else ""
-        line = f"{self.key}: got {show(self.value)}; {reason}allowed: {self.allowed}; {self.remedy}"
-        return " ".join(line.split()).encode(errors="backslashreplace").decode()  # JSON has halves of characters
+        return flat(f"{self.key}: got {show(self.value)}; {reason}allowed: {self.allowed}; {self.remedy}")
 
     def error(self) -> VPipeConfigError:
         """Return the exception to raise."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from ds_vpipe.engine.links.groups import is_closed, is_of_collective, is_of_lost_rank
 from ds_vpipe.engine.links.link import abort_all
 from ds_vpipe.engine.stage import Stage
-from ds_vpipe.errors import PipelinePeerError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, VPipeError, one_line
 
 _EXIT_GRACE_S = 60.0
 
@@ -71,8 +71,7 @@ class Failures:
                 gone = "one is gone or did not come in time; see the other ranks' logs for the cause"
                 elsewhere = reason = f"{me} waited in {stage.action} for other ranks: {gone}"
         if reason is None:
-            text = " ".join(str(error).split())
-            reason = f"{me} failed in {stage.action}: {type(error).__name__}: {text}"
+            reason = f"{me} failed in {stage.action}: {one_line(error)}"
         stage.failure = reason
         lost = error.__cause__ if isinstance(error, PipelinePeerError) else error if is_of_lost_rank(error) else None
         failures.publish(reason, by_lost=is_closed(lost))

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, Prefi
 
 from ds_vpipe.engine.links.device import Accelerator
 from ds_vpipe.engine.links.failure_watch import FailureWatch, break_off, own_connection
-from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, VPipeConfigError, VPipeError, one_line
 
 _END_S = 10.0
 _POLL_S = 0.02
@@ -141,7 +141,11 @@ class Groups:
 
     def __init__(self, me: Peer, timeout_s: float) -> None:
         store = dist.distributed_c10d._get_default_store()
-        engine = store.add(f"ds_vpipe/engines of rank {me.rank}", 1)
+        try:
+            engine = store.add(f"ds_vpipe/engines of rank {me.rank}", 1)
+        except RuntimeError as error:
+            what, peer = "the store of the default process group", "the rank that has it"
+            raise failed_wait(me, None, what, error, None, peer) from error
         self.name = f"engine {engine}"
         self._store = PrefixStore(f"ds_vpipe/{self.name}", store)
         self.me, self.timeout_s = me, timeout_s
@@ -186,8 +190,7 @@ class Groups:
         except VPipeConfigError:
             raise
         except Exception as error:
-            text = " ".join(str(error).split())
-            self.failures.publish(f"{self.me} failed while it made its links: {type(error).__name__}: {text}")
+            self.failures.publish(f"{self.me} failed while it made its links: {one_line(error)}")
             self.failures.wait_until_seen()
             raise
 
@@ -337,10 +340,12 @@ def is_closed(error: BaseException | None) -> bool:
 def is_of_collective(error: BaseException) -> bool:
     """Whether an error is of a backend's collective, not a layer."""
     words = ("gloo", "pair closure", "NCCL", "Operation timed out")
-    return isinstance(error, RuntimeError) and not isinstance(error, VPipeError) and any(w in str(error) for w in words)
+    if not isinstance(error, RuntimeError) or isinstance(error, VPipeError):
+        return False
+    return any(word in one_line(error) for word in words)
 
 
 def is_of_lost_rank(error: BaseException) -> bool:
     """Whether an error of a backend's collective says that a rank is gone, or did not come in time."""
-    timed_out = any(word in str(error) for word in ("Timed out", "timeout", "timed out"))
-    return is_of_collective(error) and (timed_out or is_closed(error))
+    words = ("Timed out", "timeout", "timed out")
+    return is_of_collective(error) and (is_closed(error) or any(word in str(error) for word in words))

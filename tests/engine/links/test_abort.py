@@ -13,6 +13,7 @@ import torch
 from ds_vpipe.engine.execution.ending import Failures
 from ds_vpipe.engine.links import groups
 from ds_vpipe.engine.links.device import Accelerator, DeviceCopies
+from ds_vpipe.engine.links.failure_watch import FailureWatch
 from ds_vpipe.engine.links.groups import Group, Peer
 from ds_vpipe.engine.links.host_link import HostSender
 from ds_vpipe.engine.links.link import Sender, abort_all
@@ -153,6 +154,39 @@ def test_a_collective_whose_ranks_are_gone_with_the_store_ends_in_one_line() -> 
         error.__cause__ = cause
         Failures(stage).abort(error)
     assert lost == [True, False, True, False], "only ranks that are gone will not see it"
+
+
+class UnprintableError(ValueError):
+    """As of a class whose text needs what it has not been given."""
+
+    def __str__(self) -> str:
+        raise AttributeError("missing")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (FileNotFoundError("no file\n'caf\udce9'"), r"FileNotFoundError: no file 'caf\udce9'"),
+        (UnprintableError("text"), "UnprintableError: its text cannot be shown"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+    ],
+)
+def test_a_failure_with_a_text_that_is_none(error: BaseException, says: str) -> None:
+    """Names of files are any bytes; what cannot be encoded would end the failure watch in place of the run."""
+    store = torch.distributed.HashStore()
+    watch = FailureWatch(store, 1, limit_s=100)
+    thread, backend = SendThread(), Backend()
+    stage: Any = SimpleNamespace(
+        groups=SimpleNamespace(failures=watch),
+        links=SimpleNamespace(me=Peer(1, 2)),
+        senders=[sender(backend, thread)],
+        action="F3",
+    )
+    Failures(stage).abort(error)
+    line = f"stage 1 (rank 2) failed in F3: {says}"
+    assert reasons(backend) == [stage.failure] == [watch.reason()] == [line]
+    thread.stop()
+    watch.stop()
 
 
 def test_a_collective_names_its_ranks_where_it_cannot_know_which_is_gone() -> None:

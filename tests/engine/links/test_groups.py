@@ -14,7 +14,11 @@ import pytest
 import split_models
 import torch
 import toy
+from torch import distributed as dist
 from worlds import CaseFailed, Worlds
+
+from ds_vpipe.engine.links.groups import Groups, Peer
+from ds_vpipe.errors import PipelinePeerError
 
 pytestmark = pytest.mark.mp
 
@@ -138,6 +142,23 @@ def test_device_is_taken_first_and_deepspeed_sends_nothing_to_neighbours(worlds:
     for rank, seen in enumerate(worlds.run(2, build_watched)):
         assert seen.index("set_device") < seen.index("all_gather_object")
         assert [name for name in seen if name in ("send", "recv")] == [["send"], ["recv"]][rank]
+
+
+@pytest.mark.parametrize("text", ["Failed to recv, got 0 bytes. Connection was likely closed.", "Broken pipe"])
+def test_a_rank_that_comes_when_the_first_has_ended(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store has gone with it; torch ends in a stack of its own."""
+
+    class Gone:
+        def add(self, *_: Any) -> int:
+            raise dist.DistNetworkError(text)
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Gone)
+    with pytest.raises(PipelinePeerError) as failed:
+        Groups(Peer(1, 3), 10.0)
+    assert str(failed.value) == (
+        "stage 1 (rank 3) waited for the store of the default process group: the rank that has it is gone "
+        "(connection closed); see that rank's log for the cause"
+    )
 
 
 def with_experts() -> None:

@@ -96,7 +96,7 @@ class VPipeEngine(PatchedPipelineEngine):
         self.plan = prepared.plan  # with predicted bytes of every stage; None if the block leaves nothing to plan
         with prepared.groups.building():
             self.stage = stage_of(self, prepared)  # state of this rank, its links and its weights
-        self.failures = Failures(self.stage)
+        self.failures, self._process = Failures(self.stage), os.getpid()
         self.clipping = self._clipping()
         self.moves = LiveMoves(self, self.stage)  # of layers from and to this stage
         self.executor = Executor(self, self.stage, COLUMNS, self.moves)  # carries out the stage's actions
@@ -513,12 +513,17 @@ class VPipeEngine(PatchedPipelineEngine):
 
     def destroy(self) -> None:
         """Leave the pipeline: wait until neighbours have received what they need, drop micro-batches in flight."""
-        if "observation" in self.__dict__:
+        if "observation" in self.__dict__ and not self.forked:
             self._end()
             # Their autograd graphs refer to the engine through hooks, in cycles that the garbage collector cannot see.
             self.stage.in_flight.clear()
             self.whole_model.leave()
         super().destroy()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child that the engine's has forked, which has no part in the pipeline."""
+        return os.getpid() != self._process
 
     def _end(self) -> None:
         finish_sends(self.stage)
@@ -621,6 +626,6 @@ class VPipeEngine(PatchedPipelineEngine):
 
 def _at_exit(engine: weakref.ref[VPipeEngine]) -> None:
     alive = engine()
-    if alive is not None:
+    if alive is not None and not alive.forked:
         alive._end()
         end_workers(alive.training_dataloader)

@@ -260,7 +260,7 @@ class VPipeLoopEngine(VPipeEngine):
 
     def destroy(self) -> None:
         """Train what is in flight, if between two rounds, and leave the pipeline."""
-        if "rounds" in self.__dict__:
+        if "rounds" in self.__dict__ and not self.forked:
             if self.rounds.order.between_rounds and self.stage.failure is None:
                 self.drain("destroy()")
             self.script_end.forget()

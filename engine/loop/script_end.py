@@ -40,7 +40,7 @@ class ScriptEnd:
 
     def serve_others(self) -> None:
         """Serve ranks whose scripts are still saving, if nothing is in flight here."""
-        if self._engine.stage.failure is not None or not torch.distributed.is_initialized():
+        if self._engine.forked or self._engine.stage.failure is not None or not torch.distributed.is_initialized():
             return
         if _error_of_script() is None and self._rounds.order.between_rounds and self.idle:
             self.serve(False)
@@ -58,6 +58,9 @@ class ScriptEnd:
     def at_end(self) -> None:
         """Train what is in flight, if the script ends between two rounds."""
         engine = self._engine
+        if engine.forked:
+            gc.freeze()
+            return
         if not torch.distributed.is_initialized():
             logger.warning(
                 "ds_vpipe: the process group was destroyed with micro-batches in flight, which are not trained on all "

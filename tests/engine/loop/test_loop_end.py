@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import cases
+import loops
 import pytest
-from worlds import free_port
+import toy
+from worlds import Worlds, free_port
 
 pytestmark = pytest.mark.mp
 
@@ -93,6 +99,44 @@ def run(folder: Path, end: str) -> list[subprocess.CompletedProcess[str]]:
 
 def updates(folder: Path, name: str) -> list[int]:
     return [json.loads((folder / f"{name}{rank}.json").read_text())["updates"] for rank in range(2)]
+
+
+def trained_around_a_fork(loop: bool, forks: bool) -> list[float]:
+    """Losses of a run, before and after a child that it has forked ends as ``sys.exit()`` does."""
+    ds_config = cases.config(2, {"type": "SGD", "params": {"lr": 0.1}}, {"link": "host", "peer_timeout_s": 20})
+    trained = (loops if loop else cases).engine(ds_config, 2)
+    losses, iterator = [], toy.data()
+    for number in range(8):
+        if number == 5 and forks:
+            child = os.fork()
+            if not child:
+                try:
+                    atexit._run_exitfuncs()
+                finally:
+                    trained.__del__()
+                    os._exit(0)
+            deadline = time.monotonic() + 30
+            while os.waitpid(child, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    os.kill(child, signal.SIGKILL)
+                    deadline = float("inf")
+                time.sleep(0.01)
+            assert deadline < float("inf"), "the child hangs"
+        if loop:
+            loss = trained(*toy.micro_batch(number))
+            trained.backward(loss)
+            trained.step()
+        else:
+            loss = trained.train_batch(iterator)
+        losses.append(float(loss))
+    trained.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_forked_child_that_ends_leaves_the_links_alone(worlds: Worlds, loop: bool) -> None:
+    """It has no part in the pipeline: neither are its graphs trained, nor do others receive what it would say."""
+    assert worlds.run(2, trained_around_a_fork, loop, True) == worlds.run(2, trained_around_a_fork, loop, False)
 
 
 def test_everything_handed_in_is_trained(tmp_path: Path) -> None:

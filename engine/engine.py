@@ -65,6 +65,7 @@ from ds_vpipe.engine.observe.history import history_of
 from ds_vpipe.engine.observe.observers import Observation
 from ds_vpipe.engine.observe.replanning import Replanning, balance_of
 from ds_vpipe.engine.observe.statistics import COLUMNS, StageStatistics
+from ds_vpipe.engine.stage import DESTROYED, UNDER_WAY
 from ds_vpipe.engine.updates.clipping import GradientClipping
 from ds_vpipe.engine.updates.parameter_groups import listed
 from ds_vpipe.engine.weights.stashing import WeightStashingOptimizer
@@ -211,7 +212,7 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeError: the pipeline has failed before.
             PipelinePeerError: a neighbour is lost or did not answer in time.
         """
-        self.failures.refuse_failed("pipeline at rest")
+        self.failures.refuse_closed(what)
         if self.stage.in_flight:
             self.stage.drains.emptied(what, "call it less often", self.global_steps, sum(self.pipeline.depths))
         self.stage.action = "QUIESCE"
@@ -310,6 +311,7 @@ class VPipeEngine(PatchedPipelineEngine):
             VPipeConfigError: the counts do not fit, or layers cannot move in this configuration.
             PipelinePeerError: another rank failed, is lost, or did not answer in time.
         """
+        self.failures.refuse_closed("repartition()")
         refuse_with_recovery(self.recovery, "repartition()", counts)
         refuse_moves(self, self.stage, "repartition()")
         found, ratios = checked_split(self.stage, counts, recompute_ratio)
@@ -514,6 +516,7 @@ class VPipeEngine(PatchedPipelineEngine):
     def destroy(self) -> None:
         """Leave the pipeline: wait until neighbours have received what they need, drop micro-batches in flight."""
         if "observation" in self.__dict__ and not self.forked:
+            self.stage.closed = DESTROYED
             self._end()
             # Their autograd graphs refer to the engine through hooks, in cycles that the garbage collector cannot see.
             self.stage.in_flight.clear()
@@ -563,9 +566,7 @@ class VPipeEngine(PatchedPipelineEngine):
         stage = self.stage
         refuse_own_instructions(self)
         if type(pipe_schedule) is ds_schedule.InferenceSchedule:
-            self.failures.refuse("evaluation")
-            with self.failures.aborting():
-                self.evaluation.run_schedule(pipe_schedule.micro_batches)
+            self._evaluate(pipe_schedule.micro_batches)
             return
         size = self.pipeline.micro_batches
         if type(pipe_schedule) is not ds_schedule.TrainSchedule or pipe_schedule.micro_batches != size:
@@ -576,12 +577,21 @@ class VPipeEngine(PatchedPipelineEngine):
             if self.recovery is not None:
                 self.recovery.keep()
             stage.feed.next_call(data if stage.is_first or stage.is_last else None)
+            stage.closed = UNDER_WAY
             try:
                 self.executor.train_batch()
             except StopIteration:
                 if self.recovery is not None:
                     self.recovery.withdraw()
                 raise
+            finally:
+                stage.closed = ""
+
+    def _evaluate(self, micro_batches: int) -> None:
+        if not self.evaluation.has_read:  # else eval_batch() has asked
+            self.failures.refuse("evaluation")
+        with self.failures.aborting():
+            self.evaluation.run_schedule(micro_batches)
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         with self.executor.updating():

@@ -29,6 +29,11 @@ from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.staleness.delay_warmup import NO_WARMUP, DelayWarmup
 from ds_vpipe.staleness.mitigation import StalenessMitigation
 
+UNDER_WAY = (
+    "while {} is under way, allowed is between two batches; let a signal handler or a layer set a flag that the script "
+    "looks at there"
+)
+DESTROYED = "after destroy(), allowed is before it; build another engine by initialize()"
 _DRAINS_IN_A_ROW = 3
 
 Key = tuple[int, int]
@@ -177,6 +182,7 @@ class Stage:
     # End of the data, once this stage knows of it and until the pipeline is filled again.
     data_end: DataEnd | None = None
     failure: str | None = None  # why training cannot go on, or None
+    closed: str = ""  # when no call may begin: within a batch or an evaluation, or after destroy(); for error messages
     half_loaded: bool = False  # weights and states may be of different checkpoints, as loading has failed
 
     @property

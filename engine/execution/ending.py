@@ -30,10 +30,8 @@ class Failures:
         """Block whose failure ends training on every rank; the end of the data is no failure."""
         try:
             yield
-        except StopIteration:
-            raise
-        except BaseException as error:
-            if self._stage.failure is None:  # else a block within this one has reported it
+        except BaseException as error:  # once failed, a block within this one has reported it
+            if self._stage.failure is None and not isinstance(error, StopIteration):
                 self.abort(error)
             raise
 
@@ -81,15 +79,17 @@ class Failures:
             raise PipelinePeerError(elsewhere, reason) from error
 
     def refuse(self, call: str) -> None:
-        """Refuse a call after a failure, and with weights and states that may be of different checkpoints."""
-        if self._stage.failure is not None or self._stage.half_loaded or self.refusals:
-            self.refuse_failed(call)
+        """Refuse a call that may not begin, also with weights and states that may be of different checkpoints."""
+        if self._stage.failure is not None or self._stage.closed or self._stage.half_loaded or self.refusals:
+            self.refuse_closed(call)
             self.refuse_half_loaded(call)
 
-    def refuse_failed(self, call: str) -> None:
-        """Refuse a call after a failure."""
+    def refuse_closed(self, call: str) -> None:
+        """Refuse a call after a failure or ``destroy()``, and in the midst of another."""
         if self._stage.failure is not None:
             raise VPipeError(f"{call} after a failure: {self._stage.failure}; restart from a checkpoint")
+        if self._stage.closed:
+            raise VPipeError(f"{call}: called {self._stage.closed.format(self._stage.action)}")
 
     def refuse_half_loaded(self, call: str) -> None:
         """Refuse a call with weights and states that may be of different checkpoints."""

@@ -21,7 +21,7 @@ from ds_vpipe.engine.execution.data import labels_to_device, or_no_data, own_cop
 from ds_vpipe.engine.execution.executor import carry_out, choose_part
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.links.message import Message, Tree, leaves, map_tree
-from ds_vpipe.engine.stage import InFlight, Key, Stage
+from ds_vpipe.engine.stage import UNDER_WAY, InFlight, Key, Stage
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -57,7 +57,7 @@ class Evaluation:
     def __init__(self, engine: PatchedPipelineEngine, stage: Stage, moves: LiveMoves) -> None:
         self._engine, self._stage, self._moves = engine, stage, moves
         self._in_flight: dict[Key, InFlight] = {}
-        self._has_read = False  # whether eval_batch() has read the micro-batches
+        self.has_read = False  # whether eval_batch() has read the micro-batches
         self._methods: dict[Kind, Callable[[int, int], None]] = {
             Kind.LOAD: self._load,
             Kind.RECV_ACT: self._receive,
@@ -75,7 +75,7 @@ class Evaluation:
         try:
             with stage.random_states.kept(stage.device), self.newest_weights():
                 items = self._read_all(data_iter, given.get("num_micro_batches") or engine.micro_batches)
-                self._has_read = True
+                self.has_read = True
                 # DeepSpeed writes a mean of one tensor, and there may be none, or several losses.
                 engine.monitor.enabled = False
                 writes = monitored and given.get("compute_loss", True) and given.get("reduce_output", "avg") is not None
@@ -93,11 +93,11 @@ class Evaluation:
             engine.module.train(training)
             engine.data_iterator, engine.monitor.enabled = train_iterator, monitored
             engine.eval_return_logits, engine._compute_loss = False, True
-            self._has_read = False
+            self.has_read = False
 
     def run_schedule(self, micro_batches: int) -> None:
         """Forward passes for ``eval_batch()``, or for another method of a subclass: over ``engine.data_iterator``."""
-        if self._has_read:
+        if self.has_read:
             self.run(micro_batches)
             return
         engine, stage = self._engine, self._stage
@@ -126,11 +126,12 @@ class Evaluation:
         micro_offset, updates = stage.module.micro_offset, stage.progress.completed // stage.pipeline.micro_batches
         stage.ties.refuse_written(stage.weights.written())
         self._moves.catch_up(updates)
+        stage.closed = UNDER_WAY
         try:
             with stage.ties.newest(updates):
                 yield
         finally:
-            stage.module.micro_offset = micro_offset
+            stage.closed, stage.module.micro_offset = "", micro_offset
 
     def flush(self) -> None:
         """Wait until the next stage has received everything."""

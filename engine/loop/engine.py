@@ -121,7 +121,7 @@ class VPipeLoopEngine(VPipeEngine):
                 the stage other than by what ``engine(...)`` returned.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        self.failures.refuse_failed("backward()")
+        self.failures.refuse_closed("backward()")
         if self.optimizer is None:
             raise CallOrderError(
                 "backward(): got no optimizer; name one in the DeepSpeed JSON, or pass one to initialize()"
@@ -154,7 +154,7 @@ class VPipeLoopEngine(VPipeEngine):
             CallOrderError: another call is due, or gradients have been changed since ``backward()``.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        self.failures.refuse_failed("step()")
+        self.failures.refuse_closed("step()")
         if self._stepped:
             self._stepped = False
             return
@@ -186,7 +186,7 @@ class VPipeLoopEngine(VPipeEngine):
             PipelineProtocolError: the stages have been handed different numbers of micro-batches.
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
-        self.failures.refuse_failed(what)
+        self.failures.refuse_closed(what)
         self.rounds.order.expect_between(what)
         if not self.script_end.idle:
             if self.stage.asynchronous and self.stage.in_flight:
@@ -196,7 +196,7 @@ class VPipeLoopEngine(VPipeEngine):
 
     def drain_before(self, what: str) -> None:
         """Drain, and meet the other stages even if nothing is in flight: one that goes on instead ends with a line."""
-        self.failures.refuse_failed(what)
+        self.failures.refuse_closed(what)
         self.rounds.order.expect_between(what)
         with self.failures.aborting():
             self._drain()
@@ -261,7 +261,7 @@ class VPipeLoopEngine(VPipeEngine):
     def destroy(self) -> None:
         """Train what is in flight, if between two rounds, and leave the pipeline."""
         if "rounds" in self.__dict__ and not self.forked:
-            if self.rounds.order.between_rounds and self.stage.failure is None:
+            if self.rounds.order.between_rounds and self.stage.failure is None and not self.stage.closed:
                 self.drain("destroy()")
             self.script_end.forget()
         super().destroy()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import cases
 import loops
 import pytest
+import torch
 import toy
 from test_exactness import OPTIMIZERS
 from torch import distributed as dist
@@ -225,6 +229,130 @@ def test_stop_iteration_of_a_layer_or_an_optimizer_is_a_failure(worlds: Worlds, 
     assert second.endswith(" raised StopIteration"), second
     assert first.startswith("PipelinePeerError: stage 0 (rank 0) "), first
     assert first.endswith(" raised StopIteration"), first
+
+
+def line_of(call: Callable[[], object]) -> str:
+    try:
+        return f"returned {call()}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def calls_after_destroy(folder: str) -> dict[str, str]:
+    """The line of every call after ``destroy()``, of both ways to train."""
+    lines = {}
+    trained = cases.engine(cases.config(1, OPTIMIZERS["SGD"][0], {}), 2)
+    iterator = toy.data()
+    for _ in range(3):
+        trained.train_batch(iterator)
+    trained.destroy()
+    before = cases.parameters(trained)
+    calls: dict[str, Callable[[], object]] = {
+        "train_batch()": lambda: trained.train_batch(iterator),
+        "eval_batch()": lambda: trained.eval_batch(toy.data()),
+        "save_checkpoint()": lambda: trained.save_checkpoint(folder),
+        "load_checkpoint()": lambda: trained.load_checkpoint(folder),
+        "set_depths()": lambda: trained.set_depths([2, 0]),
+        "repartition()": lambda: trained.repartition([4, 6]),
+        "quiesce()": trained.quiesce,
+    }
+    lines |= {name: line_of(call) for name, call in calls.items()}
+    assert all(torch.equal(value, before[name]) for name, value in cases.parameters(trained).items())
+    trained.destroy()
+    looped = loops.engine(cases.config(1, OPTIMIZERS["SGD"][0], {}), 2)
+    for number in range(3):
+        loss = looped(*toy.micro_batch(number))
+        looped.backward(loss)
+        looped.step()
+    looped.destroy()
+    lines["engine(...)"] = line_of(lambda: looped(*toy.micro_batch(3)))
+    lines["drain()"] = line_of(looped.drain)
+    looped.destroy()
+    return lines
+
+
+def test_calls_after_destroy_are_refused_on_every_rank(worlds: Worlds, tmp_path: Path) -> None:
+    """The last stage would update and return a loss, and the first fail in the middle."""
+    for lines in worlds.run(2, calls_after_destroy, str(tmp_path / "checkpoint")):
+        for call, line in lines.items():
+            assert line.startswith(f"VPipeError: {call}: called after destroy(), allowed is before it; build "), line
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def calls_within(folder: str) -> list[str]:
+    """The lines of runs in whose midst a call comes, as that of a signal's handler; it comes on one rank or on all."""
+    lines = []
+
+    def at(count: int, call: Callable[[], object]) -> Callable[..., None]:
+        passes = itertools.count(1)
+
+        def hook(*_: Any) -> None:
+            if next(passes) == count:
+                call()
+
+        return hook
+
+    def data(call: Callable[[], object]) -> Iterator[Any]:
+        for number, item in enumerate(toy.data()):
+            if number == 4:
+                call()
+            yield item
+
+    for where in ("layer", "data", "drain", "evaluation", "evaluation data", "loop", "evaluated call"):
+        ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"peer_timeout_s": 20})
+        trained = (loops if where in ("loop", "evaluated call") else cases).engine(ds_config, 2)
+        layer = trained.module.forward_funcs[0]
+
+        def save(trained: Any = trained) -> None:
+            trained.save_checkpoint(folder)
+
+        def run(trained: Any = trained, where: str = where, layer: Any = layer, save: Any = save) -> None:
+            first = trained.is_first_stage()
+            if where in ("layer", "evaluation", "loop", "evaluated call") and first:
+                layer.register_forward_pre_hook(at(1 if where.startswith("eval") else 5, save))
+            if where.startswith("evaluation"):
+                own = data(lambda: trained.set_depths([1, 0])) if where == "evaluation data" and first else toy.data()
+                trained.eval_batch(own, num_micro_batches=6)
+                return
+            if where in ("loop", "evaluated call"):
+                trained.train(where == "loop")
+                for number in range(8):
+                    loss = trained(*toy.micro_batch(number))
+                    if where == "loop":
+                        trained.backward(loss)
+                        trained.step()
+                return
+            iterator = toy.data(5) if where == "drain" else toy.data()
+            if where == "data" and first:
+                iterator = data(lambda: trained.eval_batch(toy.data()))
+            if where == "drain":
+                watcher = SimpleNamespace(before=lambda action: str(action) == "B3" and save(), after=lambda _: None)
+                trained.executor.watchers.append(watcher)
+            for _ in range(5):
+                trained.train_batch(iterator)
+
+        lines.append(line_of(run))
+        trained.destroy()
+    return lines
+
+
+def test_calls_in_the_midst_of_a_batch_are_refused(worlds: Worlds, tmp_path: Path) -> None:
+    """They would find the stages at different micro-batches. A signal's handler or a layer may make them."""
+    first, second = worlds.run(2, calls_within, str(tmp_path / "checkpoint"))
+    calls = [
+        "save_checkpoint()",
+        "eval_batch()",
+        *["save_checkpoint()"] * 2,
+        "set_depths()",
+        *["save_checkpoint()"] * 2,
+    ]
+    actions = ["F4", "LOAD4", "B3", "F0", "evaluation", "F4", "F0"]
+    for call, action, line, other in zip(calls, actions, first, second, strict=True):
+        said = f"VPipeError: {call}: called while {action} is under way, allowed is between two batches; let a signal "
+        assert said in line, line
+        assert said in other or other.endswith("evaluation data: another rank has failed to read"), other
+        assert "\n" not in line + other
+    assert not (tmp_path / "checkpoint").exists()
 
 
 WRONG = [

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -45,6 +45,8 @@ class StateHooks(_OneStageHook):
             module.register_state_dict_pre_hook(partial(self._begin, names))
             module.register_state_dict_post_hook(partial(self._end))
             module.register_load_state_dict_pre_hook(partial(self._load))
+            if "modules_to_save" in getattr(module, "adapter_layer_names", ()):  # PEFT's
+                module.adapter_state_dict = _saved_module  # type: ignore[assignment]
         model.register_load_state_dict_post_hook(partial(self._loaded))
 
     def own_state(self, read: Callable[[], Any]) -> Any:
@@ -90,6 +92,12 @@ class StateHooks(_OneStageHook):
     def _loaded(self, module: nn.Module, _: Any) -> None:
         if module is self._model and not self._parts:
             self._others.after_loading()
+
+
+def _saved_module(adapter: str, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries that PEFT saves of a module trained whole. It begins a state dict of the module itself for names."""
+    prefix = f"modules_to_save.{adapter}."
+    return {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
 
 
 def in_order(module: nn.Module, names: Iterable[str]) -> list[str]:

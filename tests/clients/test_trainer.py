@@ -202,6 +202,17 @@ def test_adapters(worlds: Worlds, tmp_path: Path) -> None:
     assert not any("base_layer.weight" in name for name in states)
 
 
+def test_adapters_of_a_classifier(worlds: Worlds, tmp_path: Path) -> None:
+    """PEFT trains its head whole; the Trainer writes on one rank, at every checkpoint."""
+    line = ["--task", "glue", "--lora", "true", "--samples", "24", "--save_strategy", "epoch"]
+    run(worlds, tmp_path / "alone", 1, None, *line)
+    run(worlds, tmp_path / "two", 2, pipeline(sync_mode="bsp"), *line)
+    for file in ("adapter_model.safetensors", "checkpoint-6/adapter_model.safetensors"):
+        one, two = (load_file(tmp_path / name / "out" / file) for name in ("alone", "two"))
+        assert any("classifier" in name for name in one)
+        assert difference(two, one) <= 1e-5
+
+
 def told_nothing() -> str:
     """What a script gets that makes an engine for its accelerator without `ds_vpipe.run`."""
     from ds_vpipe.accelerators import own_config

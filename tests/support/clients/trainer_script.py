@@ -100,7 +100,8 @@ def main() -> None:
     if script.lora:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM"))
+        targets, kind = (["query", "value"], "SEQ_CLS") if script.task == "glue" else (["c_attn"], "CAUSAL_LM")
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, task_type=kind))
     held_out = data.select(range(script.samples - 13, script.samples))
     seen = Seen()
 

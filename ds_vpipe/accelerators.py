@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import deepspeed
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ds_vpipe.config.deepspeed_json import BLOCK, DeepSpeedJson
-from ds_vpipe.errors import VPipeConfigError
+from ds_vpipe.errors import Refusal, VPipeConfigError
 
 _SHARING = "tensor_parallel"
 _STAGES = "stages_of_a_pipeline"  # says in that part of the configuration whose ranks they are
@@ -42,8 +42,14 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
 
     def tell(accelerator: Any) -> None:
         plugin = accelerator.state.deepspeed_plugin
-        if plugin is not None and BLOCK in plugin.deepspeed_config:
-            _tell(accelerator, plugin.deepspeed_config, stages_of(plugin.deepspeed_config))
+        if plugin is None or BLOCK not in plugin.deepspeed_config:
+            return
+        _tell(accelerator, plugin.deepspeed_config, stages_of(plugin.deepspeed_config))
+        # Of the class: Trainer makes one after this by accelerate launch, and others for other batch sizes.
+        kind = getattr(sys.modules.get("transformers.integrations.deepspeed"), "HfTrainerDeepSpeedConfig", None)
+        if kind is not None:
+            finalize = functools.partialmethod(_finalize, kind.trainer_config_finalize)
+            finalizes.enter_context(replaced(kind, "trainer_config_finalize", finalize))
 
     slices = deepspeed.tp_model_init
 
@@ -51,6 +57,7 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
         return model if _STAGES in (kwargs.get("config") or {}).get(_SHARING, {}) else slices(model, *args, **kwargs)
 
     with (
+        ExitStack() as finalizes,
         replaced(PartialState, "__init__", _then(PartialState.__init__, _count_ranks)),
         replaced(Accelerator, "__init__", _then(Accelerator.__init__, tell)),
         replaced(deepspeed, "tp_model_init", whole),
@@ -119,11 +126,12 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
             "rank reads by itself; write False"
         )
     accelerator.dataloader_config.dispatch_batches = False  # None deals streamed data out to stages
-    gather = functools.partial(_gather_once, accelerator.gather, ranks, stages)
-    config: Any = accelerator.state.deepspeed_plugin.hf_ds_config
-    if hasattr(config, "trainer_config_finalize"):
-        ds_config[_SHARING] = {"autotp_size": stages, _STAGES: True}  # Trainer's, which divides by copies itself
-        config.trainer_config_finalize = functools.partial(_finalize, type(config).trainer_config_finalize, config)
+    gather_once = functools.partial(_gather, accelerator.gather, ranks, stages, 1)
+    if hasattr(accelerator.state.deepspeed_plugin.hf_ds_config, "trainer_config_finalize"):
+        # Trainer divides what it gathers by copies itself, such as numbers of labels. It does not make sure that they
+        # are copies: workers of its loaders draw random numbers by rank, so that a collator may mask other labels.
+        ds_config[_SHARING] = {"autotp_size": stages, _STAGES: True}
+        accelerator.gather = functools.partial(_gather, accelerator.gather, ranks, stages, stages)
     elif ranks > stages:
         raise VPipeConfigError(
             f"pipeline.stages: got {stages} for {ranks} ranks, allowed with Accelerate are as many stages as ranks, as "
@@ -136,33 +144,34 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
         accelerator.__class__ = type(kind.__name__, (kind,), {"num_processes": property(lambda _: 1)})
         accelerator.prepare = functools.partial(_prepare, accelerator.prepare)
         accelerator.prepare_scheduler = functools.partial(_prepare, accelerator.prepare_scheduler)
-        accelerator.gather = gather
+        accelerator.gather = gather_once
         accelerator.reduce = functools.partial(_reduce_once, accelerator, accelerator.reduce)
     accelerator.gather_for_metrics = functools.partial(
-        _gather_for_metrics, accelerator, accelerator.gather_for_metrics, gather, stages
+        _gather_for_metrics, accelerator, accelerator.gather_for_metrics, gather_once, stages
     )
 
 
-def _finalize(theirs: Any, config: Any, args: Any, *others: Any) -> None:
-    """``trainer_config_finalize``, for arguments with which Trainer counts right where ranks share their data."""
+def _finalize(config: Any, theirs: Any, args: Any, *others: Any) -> None:
+    """``trainer_config_finalize``, for arguments with which Trainer does what it should where ranks share data."""
     for name, allowed, reason in (
-        ("average_tokens_across_devices", True, "without, it divides tokens that it has not gathered by the stages"),
-        ("include_num_input_tokens_seen", "no", "it adds the tokens of all stages up"),
+        ("average_tokens_across_devices", [True], "Trainer divides tokens that it has not gathered by the stages"),
+        ("include_num_input_tokens_seen", ["no"], "Trainer adds the tokens of all stages up"),
+        ("train_sampling_strategy", ["random", "sequential", "group_by_length"], "its sampler deals out to all ranks"),
+        ("label_smoothing_factor", [0.0], "it needs logits in training, which only the last stage has"),
+        ("auto_find_batch_size", [False], "the next attempt needs the whole model, of which ranks have kept a stage"),
     ):
-        if (given := getattr(args, name, allowed)) != allowed:
-            raise VPipeConfigError(
-                f"TrainingArguments({name}): got {given!r}, allowed with several stages is {allowed!r}, as Trainer "
-                f"counts them wrong else: {reason}; leave it out"
-            )
+        if (given := getattr(args, name, allowed[0])) not in allowed and stages_are_neighbours(config.config):
+            words = f"{' or '.join(map(repr, allowed))} with several stages"
+            raise Refusal(f"TrainingArguments({name})", given, words, "leave it out", reason).error()
     theirs(config, args, *others)
 
 
-def _gather_once(theirs: Any, ranks: int, stages: int, tensor: Any) -> Any:
-    """``Accelerator.gather``, of the first stages alone: the others have copies of their data."""
+def _gather(theirs: Any, ranks: int, stages: int, copies: int, tensor: Any) -> Any:
+    """``Accelerator.gather``, of the first stages alone: theirs are the data that are trained."""
     from accelerate.utils import recursively_apply
 
     def of_first_stages(gathered: torch.Tensor) -> torch.Tensor:
-        return gathered.unflatten(0, (ranks, -1))[::stages].flatten(0, 1)
+        return gathered.unflatten(0, (ranks, -1))[::stages].repeat_interleave(copies, 0).flatten(0, 1)
 
     return recursively_apply(of_first_stages, theirs(tensor))
 

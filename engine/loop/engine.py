@@ -341,7 +341,9 @@ class VPipeLoopEngine(VPipeEngine):
                 f"ds_vpipe: the {self.num_stages} stages of a pipeline were handed different micro-batches; those of "
                 f"the first stage's rank are trained, so that an epoch of data that are dealt out to {world} ranks is "
                 f"{replicas}/{world} of them; deal them out to {replicas}: num_replicas=engine.dp_world_size, "
-                f"rank=torch.distributed.get_rank() % engine.dp_world_size, or pass training_data to initialize()"
+                f"rank=torch.distributed.get_rank() % engine.dp_world_size, or pass training_data to initialize(); "
+                f"data that differ by random numbers alone, as of Trainer's workers, are fine unless a loss is divided "
+                f"by what another rank has counted"
             )
 
     def _build_data_iter(self, dataset: Any) -> None:

@@ -96,15 +96,20 @@ def pipeline(stages: int = 2, **block: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("task", "accumulation", "samples"),
-    [("mlm", "2", "27"), ("clm", "1", "23"), ("clm", "2", "21"), ("glue", "2", "24")],
-    ids=lambda value: value,
+    ("task", "accumulation", "samples", "extra"),
+    [
+        ("mlm", "2", "27", []),
+        ("clm", "1", "23", []),
+        ("clm", "2", "21", ["--drawn", "true", "--dataloader_num_workers", "1"]),  # other tokens on every rank
+        ("glue", "2", "24", []),
+    ],
+    ids=["mlm, M = 2", "clm", "clm, M = 2, tokens drawn in workers", "glue, M = 2"],
 )
 def test_synchronous_training_is_that_of_one_process(
-    worlds: Worlds, tmp_path: Path, task: str, accumulation: str, samples: str
+    worlds: Worlds, tmp_path: Path, task: str, accumulation: str, samples: str, extra: list[str]
 ) -> None:
     """Losses, rates, norms, metrics, predictions and weights; also where an epoch ends inside a batch."""
-    line = ["--task", task, "--gradient_accumulation_steps", accumulation, "--samples", samples]
+    line = ["--task", task, "--gradient_accumulation_steps", accumulation, "--samples", samples, *extra]
     (alone,) = run(worlds, tmp_path / "alone", 1, None, *line)
     reports = run(worlds, tmp_path / "two", 2, pipeline(sync_mode="bsp"), *line)
     assert difference(saved(tmp_path / "two", task), saved(tmp_path / "alone", task)) <= 1e-5
@@ -237,13 +242,34 @@ def test_what_cannot_be_told_is_refused(worlds: Worlds, tmp_path: Path) -> None:
     assert line.startswith("initialize(): called by Accelerate or Trainer, which takes the 2 ranks of a pipeline")
 
 
-@pytest.mark.parametrize("wrong", ["average_tokens_across_devices false", "include_num_input_tokens_seen true"])
-def test_what_the_trainer_counts_wrong_is_refused(worlds: Worlds, tmp_path: Path, wrong: str) -> None:
-    """Losses, twice as large, and numbers of tokens."""
-    name, value = wrong.split()
-    with pytest.raises(CaseFailed) as failed:
-        run(worlds, tmp_path, 2, pipeline(), "--task", "clm", f"--{name}", value)
-    assert [text.count(f"ds_vpipe: TrainingArguments({name}): got") for text in failed.value.errors.values()] == [1, 1]
+REFUSED = {
+    "average_tokens_across_devices": "false",
+    "include_num_input_tokens_seen": "true",
+    "train_sampling_strategy": "batch_rebalance",
+    "label_smoothing_factor": "0.1",
+    "auto_find_batch_size": "true",
+}
+
+
+def refused_each(folder: Path, line: list[str], as_module: bool, environment: dict[str, str]) -> str:
+    """What the script says with each of the arguments, with ``--deepspeed ds.json`` and by ``accelerate launch``."""
+    said = []
+    launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": line[-1]}
+    for words, variables in ((line, environment), (line[:-2], {**environment, **launch})):
+        for name, value in REFUSED.items():
+            with pytest.raises(AssertionError) as refused:
+                script_on_rank(folder, [*words, f"--{name}", value], as_module, variables)
+            said.append(str(refused.value).splitlines()[-1])
+    (folder / "out").mkdir(exist_ok=True)
+    (folder / "out" / f"report-{os.environ['RANK']}.json").write_text("{}")
+    return "\n".join(said)
+
+
+def test_what_the_trainer_does_wrong_is_refused(worlds: Worlds, tmp_path: Path) -> None:
+    """By name, on every rank."""
+    for report in run(worlds, tmp_path, 2, pipeline(), "--task", "clm", on_rank=refused_each):
+        for name, line in zip([*REFUSED] * 2, report["printed"].splitlines(), strict=True):
+            assert f"ds_vpipe: TrainingArguments({name}): got" in line
 
 
 def monitored(*args: Any) -> str:

@@ -42,6 +42,16 @@ class ScriptArguments:
     samples: int = 23
     iterable: bool = field(default=False, metadata={"help": "Read the data as a stream, whose length nobody knows."})
     lora: bool = field(default=False, metadata={"help": "Train adapters of PEFT on the model, which stays as it is."})
+    drawn: bool = field(default=False, metadata={"help": "Train on half of the tokens, which the collator draws."})
+
+
+class DrawnTokens(DataCollatorForLanguageModeling):
+    """Draws the tokens that have labels."""
+
+    def torch_call(self, examples):
+        batch = super().torch_call(examples)
+        batch["labels"][torch.rand(batch["labels"].shape) < 0.5] = -100
+        return batch
 
 
 class Seen(TrainerCallback):
@@ -88,7 +98,7 @@ def built(script: ScriptArguments):
         collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
     else:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **size, **GPT, pad_token_id=0))
-        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        collator = (DrawnTokens if script.drawn else DataCollatorForLanguageModeling)(tokenizer, mlm=False)
     return model, Dataset.from_dict(columns), tokenizer, collator
 
 

@@ -3,9 +3,9 @@
 They take every rank for a replica with data of its own. But they know ranks that share their data, those of tensor
 parallelism, by their number in the DeepSpeed configuration: loaders, sizes of batches, lengths of schedules and scales
 of losses follow from it. So it is the number of stages that Trainer is told there, for itself alone. Scripts with an
-accelerator of their own count by ``num_processes``, which is the number of pipelines for them. What they gather and
-reduce, which would be of as many copies as ranks, and steps of schedules, of which there would be one per rank, are set
-on the accelerator.
+accelerator of their own count by ``num_processes``, which is the number of pipelines for them. What they gather, reduce
+and split, which would be by rank, and steps of schedules, of which there would be one per rank, are set on the
+accelerator.
 Read in accelerate 1.15 and transformers 5.23, which offer no other way.
 """
 
@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -117,6 +117,7 @@ def _count_ranks(state: Any) -> None:
 
 def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
     """Have an accelerator count pipelines of ``stages`` ranks where it counts replicas."""
+    accelerator.unwrap_model = functools.partial(_script_model, accelerator.unwrap_model)
     ranks = accelerator.num_processes
     if stages == 1 or ranks % stages or (_SHARING in ds_config and not stages_are_neighbours(ds_config)):
         return  # the last two are refused where the pipeline is made
@@ -146,6 +147,7 @@ def _tell(accelerator: Any, ds_config: dict[str, Any], stages: int) -> None:
         accelerator.prepare_scheduler = functools.partial(_prepare, accelerator.prepare_scheduler)
         accelerator.gather = gather_once
         accelerator.reduce = functools.partial(_reduce_once, accelerator, accelerator.reduce)
+        accelerator.split_between_processes = lambda inputs, apply_padding=False: nullcontext(inputs)
     accelerator.gather_for_metrics = functools.partial(
         _gather_for_metrics, accelerator, accelerator.gather_for_metrics, gather_once, stages
     )
@@ -164,6 +166,12 @@ def _finalize(config: Any, theirs: Any, args: Any, *others: Any) -> None:
             words = f"{' or '.join(map(repr, allowed))} with several stages"
             raise Refusal(f"TrainingArguments({name})", given, words, "leave it out", reason).error()
     theirs(config, args, *others)
+
+
+def _script_model(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Accelerator.unwrap_model``, which is to find the model that the script has made."""
+    model = theirs(*args, **kwargs)
+    return getattr(model, "user_module", model)
 
 
 def _gather(theirs: Any, ranks: int, stages: int, copies: int, tensor: Any) -> Any:

@@ -71,10 +71,13 @@ for epoch in range(int(args.resume), epochs):
         right.append(accelerator.reduce({"hits": hits / len(labels)}, "mean")["hits"].item())
         guesses += accelerator.gather_for_metrics(logits.argmax(-1)).tolist()
         wanted += accelerator.gather_for_metrics({"labels": labels})["labels"].tolist()
+    with accelerator.split_between_processes(list(range(5))) as part:
+        right.append(part)
     found.append([guesses, wanted, right, accelerator.gather_for_metrics([f"{accelerator.process_index}"], True)])
     if epoch == 0:
         accelerator.save_state(str(output / "state"))
 accelerator.wait_for_everyone()
+assert isinstance(accelerator.unwrap_model(model), BertForSequenceClassification)
 accelerator.unwrap_model(model).save_pretrained(
     args.output_dir, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
 )

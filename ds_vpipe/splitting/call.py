@@ -87,11 +87,14 @@ class CallForms:
         leaves, spec = tree_flatten((_plain(list(args)), dict(sorted(_plain(kwargs).items()))))
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-                cache = any(kind.__name__ == "Cache" for kind in type(leaf).__mro__)  # Transformers'
+                remedy = "pass what the model needs of it as tensors"
+                if hasattr(leaf, "cross_attention_cache"):  # Transformers', of decoders that are called by themselves
+                    remedy = "generate in one process, with the saved model"
+                elif any(kind.__name__ == "Cache" for kind in type(leaf).__mro__):
+                    remedy = "pass use_cache=False"
                 raise SplitError(
                     f"forward: got an argument of type {type(leaf).__name__}, allowed are tensors, numbers, strings, "
-                    f"None, and dicts, lists and tuples of them; "
-                    f"pass {'use_cache=False' if cache else 'what the model needs of it as tensors'}"
+                    f"None, and dicts, lists and tuples of them; {remedy}"
                 )
             if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
                 kind = "nested tensor" if leaf.is_nested else f"tensor with layout {leaf.layout}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from split_models import OWN, OldBert, Stages, bert, built, gpt2, padding, tokens
 from torch import Tensor, nn
-from transformers import BertModel, DynamicCache
+from transformers import BertModel, DynamicCache, EncoderDecoderCache
 
 from ds_vpipe.splitting.meta_tensor import SplitError
 from ds_vpipe.splitting.split import split_in_process
@@ -309,6 +309,7 @@ def test_arguments_that_do_not_travel() -> None:
         (torch.eye(3).to_sparse(), ("torch.sparse_coo", "indices and values")),
         (torch.eye(3).to_sparse_csr(), ("torch.sparse_csr", "indices and values")),
         (DynamicCache(), ("DynamicCache", "use_cache=False")),
+        (EncoderDecoderCache(DynamicCache(), DynamicCache()), ("EncoderDecoderCache", "in one process")),
     ],
 )
 def test_arguments_in_other_forms(value: Any, words: tuple[str, ...]) -> None:

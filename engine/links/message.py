@@ -126,6 +126,14 @@ def _tensors(tree: Tree) -> list[torch.Tensor]:
     return [leaf.detach() for leaf in leaves(tree) if leaf is not None and not leaf.is_meta]
 
 
+def _unfit(leaf: torch.Tensor) -> VPipeError:
+    """The refusal of a tensor that is more than a block of memory with strides."""
+    kind, remedy = f"tensor of layout {str(leaf.layout).removeprefix('torch.')}", "to_dense()"
+    if leaf.is_nested:
+        kind, remedy = "nested tensor", "to_padded_tensor(0)"
+    return VPipeError(f"stage boundary: got a {kind}, allowed is a strided one; pass its .{remedy}")
+
+
 def _describe(tree: Tree, words: list[int]) -> None:
     if isinstance(tree, (tuple, list)):
         words += (_TUPLE if isinstance(tree, tuple) else _LIST, len(tree))
@@ -135,11 +143,8 @@ def _describe(tree: Tree, words: list[int]) -> None:
     (leaf,) = leaves(tree)
     if leaf is None:
         words.append(_NONE)
-    elif leaf.is_nested:
-        raise VPipeError("stage boundary: got a nested tensor, allowed are others; pass its .to_padded_tensor(0)")
-    elif leaf.layout is not torch.strided:
-        kind = str(leaf.layout).removeprefix("torch.")
-        raise VPipeError(f"stage boundary: got a tensor of layout {kind}, allowed is strided; pass its .to_dense()")
+    elif leaf.is_nested or leaf.layout is not torch.strided:
+        raise _unfit(leaf)
     elif leaf.dtype in _DTYPE_CODE:
         flags = _REQUIRES_GRAD * leaf.requires_grad + _ELSEWHERE * leaf.is_meta
         words += (_DTYPE_CODE[leaf.dtype], flags, leaf.dim(), *leaf.shape, *leaf.stride())

@@ -134,6 +134,16 @@ def test_decay_as_adamw_has_it() -> None:
         assert choice(4, 1, {}, {"type": "Adam", "params": params})[0] == K4
 
 
+def test_soap_on_deep_pipelines_needs_more_updates() -> None:
+    cases: list[tuple[int, dict[str, Any], bool]] = [
+        (17, {}, True), (32, {}, True), (33, {}, False), (32, {"weight_sync": "none"}, False)
+    ]  # fmt: skip
+    for stages, block, helps in cases:
+        found, told = choice(stages, 1, block, {"type": "SOAP"})
+        assert (found, told.is_warning) == (None, True)
+        assert ("half the learning rate and twice the updates" in told.line) == helps
+
+
 def test_too_late_for_every_experiment() -> None:
     for optimizer in ({"type": "SOAP"}, ADAMW):
         found, told = choice(33, 1, {}, optimizer)

@@ -208,8 +208,14 @@ def test_buffers_of_another_layout_are_not_used_again(other: Any) -> None:
         ((sample(torch.float32, 2), 3), "got int, allowed are tensors, None and tuples or lists of them"),
         ({"a": sample(torch.float32, 2)}, "got dict, allowed are tensors"),
         ("text", "got str"),
-        (torch.eye(2).to_sparse(), r"got a tensor of layout sparse_coo, allowed is a strided one; pass its \.to_dense\(\)"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "got a nested tensor, allowed is a strided one; pass "),
+        (
+            torch.eye(2).to_sparse(),
+            r"got a tensor of layout sparse_coo, allowed is a strided one; pass its \.to_dense\(\)",
+        ),
+        (
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            "got a nested tensor, allowed is a strided one; pass ",
+        ),
         (torch.zeros(2, dtype=torch.uint16), r"got a tensor of dtype torch\.uint16, allowed are float32, .*bool"),
     ],
 )

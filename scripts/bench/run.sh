@@ -127,7 +127,8 @@ convergence-longer() {
     local soap=("$python" scripts/bench/convergence.py --tokenizer $data/convergence_vocabulary.txt)
     soap+=(--throughput $data/throughput_96ms.jsonl --methods-of-full-batches --rates 2.8e-3)
     local longer=(--output $data/convergence_longer.jsonl)
-    "${soap[@]}" "${longer[@]}" --stages 8 --methods soap@3450 --synchronous soap --seeds 3
+    "${soap[@]}" "${longer[@]}" --stages 8 --methods soap@3450 --synchronous soap
+    "${soap[@]}" "${longer[@]}" --stages 16 --methods soap@3900 --synchronous
     local deepest=(--output $data/convergence_k32_soap.jsonl --layers 16 --stages 32 --seeds 1)
     "${soap[@]}" "${deepest[@]}" --methods --synchronous soap
     "${soap[@]}" "${deepest[@]}" --methods soap@6000 --synchronous --rates 1.4e-3

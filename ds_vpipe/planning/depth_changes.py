@@ -66,18 +66,22 @@ def varied_pace(passes: Sequence[Passes], trips: Sequence[float], depths: Sequen
     last, random = len(passes) - 1, Random(0)
     drawn = [random.choices(found, k=_SIMULATED + depths[0] + 1) for found in passes]
     now = [0.0] * len(passes)  # of every stage
-    gradients: list[list[float]] = [[] for _ in passes]  # times at which a micro-batch's have been computed
+    # A link carries one transfer at a time each way. When the latest activations and every micro-batch's gradients have
+    # come to the next and the previous stage:
+    activations, gradients = [0.0] * len(passes), [list[float]() for _ in passes]
     for index in range(_SIMULATED + depths[0] + 1):
         for stage in range(last, -1, -1):
             before = index - 1 - depths[stage]  # B(before) follows F(index - 1), which is done
             if 0 <= before < _SIMULATED:
-                comes = 0.0 if stage == last else gradients[stage + 1][before] + trips[stage] / 2
+                comes = 0.0 if stage == last else gradients[stage + 1][before]
                 now[stage] = max(now[stage], comes) + drawn[stage][before][1]
-                gradients[stage].append(now[stage])
-        comes = 0.0
+                free = gradients[stage][-1] if stage and gradients[stage] else 0.0
+                gradients[stage].append(max(now[stage], free) + (trips[stage - 1] / 2 if stage else 0.0))
         for stage in range(last + 1):
+            comes = activations[stage - 1] if stage else 0.0
             now[stage] = max(now[stage], comes) + drawn[stage][index][0]
-            comes = now[stage] + (trips[stage] / 2 if stage < last else 0.0)
+            if stage < last:
+                activations[stage] = max(now[stage], activations[stage]) + trips[stage] / 2
     start = _SIMULATED // 4
     return (gradients[0][-1] - gradients[0][start]) / (_SIMULATED - 1 - start)
 

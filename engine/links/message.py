@@ -318,7 +318,7 @@ class Expected:
         stored, elsewhere = Stored.of(shape, strides), bool(flags & _ELSEWHERE)
         begin, end, span = self._offset, self._offset + (0 if elsewhere else stored.size(dtype)), 0
         if stored.gaps or elsewhere:
-            span = 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, strides, strict=True))
+            span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         self._room -= span * dtype.itemsize
         if end > len(self.data) or self._room < 0:
             raise MalformedMessageError(f"a tensor of shape {shape[:8]} and strides {strides[:8]} does not fit")

@@ -60,6 +60,10 @@ def test_passes_that_do_not_vary_have_the_pace_of_the_formula(data: st.DataObjec
     assert found == pytest.approx(pace([1.0 + one for one in seconds], trips, depths), rel=0.02)
 
 
+def test_a_link_carries_one_transfer_at_a_time() -> None:
+    assert varied_pace([[(1.0, 1.0)]] * 2, [6.0], [3, 0]) == pytest.approx(3, rel=0.02)
+
+
 def test_stages_run_further_ahead_the_more_their_passes_vary() -> None:
     found = [decided(choice(), passes(sigma)).better_depths for sigma in (0.0, 0.1, 0.3, 0.6)]
     assert found[0] == FIRST

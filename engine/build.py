@@ -132,7 +132,7 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     groups = Groups(Peer(grid.get_stage_id(), grid.get_global_rank()), config.peer_timeout_s)
     consensus = Consensus(grid, groups)
     _refuse_moe(model, config, consensus)
-    _refuse_passing_by(model, config, consensus)
+    _refuse_layerwise_settings(model, config, consensus)
     _refuse_complex(model, json, replicas, consensus)
     config.check_sizes(model.num_stages, model._num_layers)
     pipeline = config.pipeline(model.num_stages, json.micro_batches(replicas))
@@ -155,7 +155,7 @@ def prepare(model: Any, json: DeepSpeedJson, config: VPipeConfig, optimizer: Any
     if isinstance(model, InterleavedMixin):
         recompute_parts(model, ratios, random_states, swap_ratios, swap)
     else:
-        apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap)
+        apply_recompute(model, ratios[0], random_states, swap_ratios[0], swap, pipeline.weight_sync != "none")
     _limit_cpu_threads()
     chosen = chooses_ratio, follows_depths
     optimizer_grid = StageLocalGrid(grid) if config.sync_mode == "asp" and model.num_stages > 1 else grid
@@ -173,8 +173,8 @@ def _refuse_moe(model: PipelineModule, config: VPipeConfig, consensus: Consensus
         )
 
 
-def _refuse_passing_by(model: PipelineModule, config: VPipeConfig, consensus: Consensus) -> None:
-    """On every rank: what runs layers one by one, and so passes a forward of the script's by."""
+def _refuse_layerwise_settings(model: PipelineModule, config: VPipeConfig, consensus: Consensus) -> None:
+    """Refuse on every rank settings that run layers one by one, without a forward of the script's."""
     rows = (
         ("vpipe.virtual_stages", config.virtual_stages, config.virtual_stages > 1),
         ("vpipe.recompute_ratio", config.recompute_ratio, config.recomputes),
@@ -185,7 +185,7 @@ def _refuse_passing_by(model: PipelineModule, config: VPipeConfig, consensus: Co
 
 
 def _refuse_complex(model: PipelineModule, json: DeepSpeedJson, replicas: int, consensus: Consensus) -> None:
-    """On every rank: flat buffers of real numbers would train real parts alone, and gradients cannot be reduced."""
+    """Refuse complex parameters: flat buffers would train real parts alone, and gradients cannot be reduced."""
     for key, value, allowed in (
         ("zero_optimization.stage", json.zero_stage or 0, 0),
         ("DeepSpeed JSON", f"training in {json.dtype}", "training in float32"),

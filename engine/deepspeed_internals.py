@@ -50,18 +50,18 @@ class PatchedPipelineEngine(PipelineEngine):
         To look for them takes longer than everything else that an engine does in a batch with hundreds of them.
         """
         self.stage_parameters = tuple(self.module.parameters())
-        self.know_members()
+        self.note_parameters()
 
-    def know_members(self) -> None:
-        """Let the optimizer train what it trains now, and this stage's parameters."""
+    def note_parameters(self) -> None:
+        """Take the optimizer's and the stage's present parameters for those that it may train."""
         groups = () if self.basic_optimizer is None else self.basic_optimizer.param_groups
         members = chain(self.stage_parameters, *(group["params"] for group in groups))
-        self._known = {id(parameter): parameter for parameter in members}
+        self._known_parameters = {id(parameter): parameter for parameter in members}
 
-    def _added(self) -> VPipeConfigError:
+    def _refusal_of_added(self) -> VPipeConfigError:
         """The refusal of what has come into the optimizer: it has no versions, and its gradients would add up."""
         members = (parameter for group in self.basic_optimizer.param_groups for parameter in group["params"])
-        added = next(parameter for parameter in members if id(parameter) not in self._known)
+        added = next(parameter for parameter in members if id(parameter) not in self._known_parameters)
         name = next((name for name, parameter in self.module.named_parameters() if parameter is added), None)
         return Refusal(
             "optimizer.param_groups",
@@ -100,8 +100,9 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def as_sent(self, output: Any) -> Any:
         """A stage's output as the next one gets it: with bools at the end, if the script has told of a mask there."""
-        masked = (self.has_attention_mask or self.has_bool_tensors) and isinstance(output, (tuple, list))
-        return (*output[:-1], output[-1].bool()) if masked else output
+        if not (self.has_attention_mask or self.has_bool_tensors) or not isinstance(output, (tuple, list)):
+            return output
+        return (*output[:-1], output[-1].bool()) if isinstance(output[-1], torch.Tensor) else output
 
     def run_backward(self, loss: torch.Tensor) -> None:
         """Backward pass from the loss, on the last stage."""
@@ -126,8 +127,10 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def reduce_gradients(self, *, together: bool) -> None:
         """Average gradients over replicas, and add those of tied weights over stages that update ``together``."""
-        if not all(id(p) in self._known for group in self.basic_optimizer.param_groups for p in group["params"]):
-            raise self._added()
+        if not all(
+            id(p) in self._known_parameters for group in self.basic_optimizer.param_groups for p in group["params"]
+        ):
+            raise self._refusal_of_added()
         if together and self.module.tied_comms:
             for weight, _ in self.module.get_tied_weights_and_groups():
                 if weight.grad is None and not self.using_bf16_optimizer:
@@ -196,7 +199,7 @@ class PatchedPipelineEngine(PipelineEngine):
         PatchedPipelineEngine._configure_optimizer(self, base, [])
         for parameter in frozen:
             parameter.requires_grad_(False)
-        self.know_members()
+        self.note_parameters()
         if self._support_torch_style_backward:
             self.optimizer.register_grad_acc_post_hook(self._backward_post_hook)
 

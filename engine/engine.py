@@ -514,8 +514,14 @@ class VPipeEngine(PatchedPipelineEngine):
         return self.observation.save_timeline(folder)
 
     def destroy(self) -> None:
-        """Leave the pipeline: wait until neighbours have received what they need, drop micro-batches in flight."""
+        """Leave the pipeline: wait until neighbours have received what they need, drop micro-batches in flight.
+
+        Raises:
+            VPipeError: within a batch or an evaluation, such as from a layer or a signal handler.
+        """
         if "observation" in self.__dict__ and not self.forked:
+            if self.stage.closed == UNDER_WAY and self.stage.failure is None:
+                self.failures.refuse_closed("destroy()")
             self.stage.closed = DESTROYED
             self._end()
             # Their autograd graphs refer to the engine through hooks, in cycles that the garbage collector cannot see.
@@ -556,7 +562,7 @@ class VPipeEngine(PatchedPipelineEngine):
         model_parameters = listed(model_parameters)  # which may be iterators, and are looked at twice
         refuse_late_optimizer(self, self.stage, client_optimizer, model_parameters)
         super()._configure_optimizer(client_optimizer, model_parameters)
-        self.know_members()
+        self.note_parameters()
         use_optimizer(self, self.stage, self.vpipe_config)
         self.stage.weights.take_over(self.optimizer, self.module.parameters())
         self.clipping = self._clipping()
@@ -577,15 +583,13 @@ class VPipeEngine(PatchedPipelineEngine):
             if self.recovery is not None:
                 self.recovery.keep()
             stage.feed.next_call(data if stage.is_first or stage.is_last else None)
-            stage.closed = UNDER_WAY
             try:
-                self.executor.train_batch()
+                with stage.under_way():
+                    self.executor.train_batch()
             except StopIteration:
                 if self.recovery is not None:
                     self.recovery.withdraw()
                 raise
-            finally:
-                stage.closed = ""
 
     def _evaluate(self, micro_batches: int) -> None:
         if not self.evaluation.has_read:  # else eval_batch() has asked

@@ -1,6 +1,7 @@
 """State of one rank of a pipeline: its layers, links, weights, progress, and micro-batches in flight."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -184,6 +185,15 @@ class Stage:
     failure: str | None = None  # why training cannot go on, or None
     closed: str = ""  # when no call may begin: within a batch or an evaluation, or after destroy(); for error messages
     half_loaded: bool = False  # weights and states may be of different checkpoints, as loading has failed
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Block in which no call may begin."""
+        self.closed = UNDER_WAY
+        try:
+            yield
+        finally:
+            self.closed = ""
 
     @property
     def exchanges(self) -> Exchanges:

@@ -92,7 +92,8 @@ def repartition(
         if stage.peers is not None:
             stage.peers.forget()
     stage.pipeline = replace(stage.pipeline, partition=found, recompute_ratio=ratios)
-    apply_recompute(stage.module, (ratios or ())[stage.number], stage.random_states)
+    stashed = stage.pipeline.weight_sync != "none"
+    apply_recompute(stage.module, (ratios or ())[stage.number], stage.random_states, stashed=stashed)
     return moved
 
 

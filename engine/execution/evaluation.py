@@ -21,7 +21,7 @@ from ds_vpipe.engine.execution.data import labels_to_device, or_no_data, own_cop
 from ds_vpipe.engine.execution.executor import carry_out, choose_part
 from ds_vpipe.engine.execution.live_moves import LiveMoves
 from ds_vpipe.engine.links.message import Message, Tree, leaves, map_tree
-from ds_vpipe.engine.stage import UNDER_WAY, InFlight, Key, Stage
+from ds_vpipe.engine.stage import InFlight, Key, Stage
 from ds_vpipe.errors import PipelinePeerError, VPipeError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.pipeline import Pipeline
@@ -126,12 +126,11 @@ class Evaluation:
         micro_offset, updates = stage.module.micro_offset, stage.progress.completed // stage.pipeline.micro_batches
         stage.ties.refuse_written(stage.weights.written())
         self._moves.catch_up(updates)
-        stage.closed = UNDER_WAY
         try:
-            with stage.ties.newest(updates):
+            with stage.under_way(), stage.ties.newest(updates):
                 yield
         finally:
-            stage.closed, stage.module.micro_offset = "", micro_offset
+            stage.module.micro_offset = micro_offset
 
     def flush(self) -> None:
         """Wait until the next stage has received everything."""

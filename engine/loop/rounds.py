@@ -16,7 +16,6 @@ from ds_vpipe.engine.loop.call_order import CallOrder
 from ds_vpipe.engine.loop.script_loss import ScriptLoss
 from ds_vpipe.engine.loop.script_rates import ScriptRates
 from ds_vpipe.engine.modules.random_states import own_random_numbers
-from ds_vpipe.engine.stage import UNDER_WAY
 from ds_vpipe.errors import CallOrderError, PipelineProtocolError
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.one_f_one_b import Progress
@@ -212,9 +211,8 @@ class Rounds:
     def _carry_out(self, portion: str, actions: Iterable[Action]) -> None:
         """Carry out a portion. Afterwards the parameters are the newest, as the script expects them."""
         stage, run = self._stage, self._engine.executor.run
-        stage.closed = UNDER_WAY
         try:
-            with self.random_numbers(portion):
+            with stage.under_way(), self.random_numbers(portion):
                 for action in actions:
                     with self.acting():
                         self._update(action) if action.kind is Kind.STEP else run([action])
@@ -224,7 +222,6 @@ class Rounds:
                 f"{_SAME_ROUNDS}"
             ) from None
         finally:
-            stage.closed = ""
             stage.weights.load_new_params()
 
     def random_numbers(self, *what: int | str) -> AbstractContextManager[None]:

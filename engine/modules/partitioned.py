@@ -13,6 +13,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import logger
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ds_vpipe.checkpoints.stage_layout import is_outside_layers
@@ -222,13 +223,23 @@ def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mappin
     dist.all_gather_object(everywhere, [{i: _describe(layer) for i, layer in side.items()} for side in (before, now)])
     layouts_before, layouts_now = ({i: d for rank in everywhere for i, d in rank[side].items()} for side in (0, 1))
     for index, spec in enumerate(module._layer_specs):
-        (form, trained, _), (form_now, *_) = layouts_before[index], layouts_now[index]
-        changed = next((name for name in {**form, **form_now} if form.get(name) != form_now.get(name)), None)
-        if changed is not None:
+        (form, settings, trained, _), (form_now, settings_now, *_) = layouts_before[index], layouts_now[index]
+        changed = [name for name in {**form, **form_now} if form.get(name) != form_now.get(name)]
+        changed += settings.keys() ^ settings_now.keys()
+        where = f"vpipe.partition: got bounds {list(module.parts)}, which move layers, but layer {index} "
+        where += f"({_type_name(spec)})"
+        if changed:
             raise VPipeConfigError(
-                f"vpipe.partition: got bounds {list(module.parts)}, which move layers, but layer {index} "
-                f"({_type_name(spec)}) was changed after it had been built ({changed}) and cannot be built again; "
-                f"allowed are the module's own bounds; build the module with this partition"
+                f"{where} was changed after it had been built ({changed[0]}) and cannot be built again; allowed are "
+                f"the module's own bounds; build the module with this partition"
+            )
+        # Layers may number themselves, or know their device: such values are right as they are built again.
+        pairs = ((name, value, settings_now.get(name)) for name, value in settings.items())
+        other = [f"{name} {value} as {again}" for name, value, again in pairs if value != again]
+        if other and dist.get_rank() == 0:
+            logger.warning(
+                f"ds_vpipe: {where} has {', '.join(other)} where it is built again; if the script has set that after "
+                f"it had been built, build the module with this partition"
             )
         if isinstance(now.get(index), torch.nn.Module):
             for name, parameter in now[index].named_parameters():
@@ -236,30 +247,24 @@ def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mappin
     return {index: extra for index, (*_, extra) in layouts_before.items() if extra}
 
 
-def _describe(layer: Any) -> tuple[dict[str, object], dict[str, bool], dict[str, Any]]:
-    """Form of a layer, by name: tensors, hooks and settings. Then its trained parameters, and its extra state."""
+def _describe(layer: Any) -> tuple[dict[str, object], dict[str, str], dict[str, bool], dict[str, Any]]:
+    """Form of a layer, which are its tensors and hooks, its settings, trained parameters and extra state, by name."""
     if not isinstance(layer, torch.nn.Module):
-        return {}, {}, {}
+        return {}, {}, {}, {}
     tensors, extra = _tensors(layer).items(), {n: value for n, value in layer.state_dict().items() if _is_extra(n)}
     form: dict[str, object] = {
         n: (place, *tensor.shape, str(tensor.dtype)) for place, (n, tensor) in enumerate(tensors)
     }
     form |= {f"hooks of {name}": len(parameter._backward_hooks or ()) for name, parameter in layer.named_parameters()}
+    settings: dict[str, str] = {}
     for prefix, part in layer.named_modules():
-        form |= {f"{prefix}.{name}".lstrip("."): value for name, value in _settings(part).items()}
-    return form, {name: parameter.requires_grad for name, parameter in layer.named_parameters()}, extra
-
-
-def _settings(part: torch.nn.Module) -> dict[str, object]:
-    """What a module computes by besides tensors, as far as it can be compared: numbers, words, and how many hooks."""
-    attributes = vars(part)
-    found: dict[str, object] = {name: len(attributes[name]) for name in _HOOKS}
-    if "forward" in attributes:
-        found["forward"] = True
-    if type(part).get_extra_state is torch.nn.Module.get_extra_state:  # else they come with it
-        plain = {name: value for name, value in attributes.items() if type(value) in (bool, int, float, str)}
-        found |= {n: repr(value) for n, value in plain.items() if n != "training" and not n.startswith("_")}
-    return found
+        at, attributes = f"{prefix}.".lstrip("."), vars(part)
+        form |= {f"{at}{name}": len(attributes[name]) for name in _HOOKS}
+        form[f"{at}forward"] = "forward" in attributes
+        if type(part).get_extra_state is torch.nn.Module.get_extra_state:  # else they come with it
+            plain = {name: value for name, value in attributes.items() if type(value) in (bool, int, float, str)}
+            settings |= {at + n: repr(v) for n, v in plain.items() if n != "training" and not n.startswith("_")}
+    return form, settings, {name: parameter.requires_grad for name, parameter in layer.named_parameters()}, extra
 
 
 def _tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

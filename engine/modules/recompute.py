@@ -93,6 +93,8 @@ class Segment:
         random_states: besides torch's.
         swap_ratio: of its layers that are swapped, as far as they are not recomputed.
         swap: moves what they save, if any.
+        stashed: whether layers run again with the weights of their forward pass; if not, only the first micro-batch is
+            compared, which no update comes between.
     """
 
     def __init__(
@@ -103,12 +105,14 @@ class Segment:
         random_states: RandomStates,
         swap_ratio: float = 0.0,
         swap: Swap | None = None,
+        stashed: bool = True,
     ) -> None:
         self.start, self.first, self.stop = start, stop - recomputed_layers(ratio, stop - start), stop
         self.swapped = min(start + int(swap_ratio * (stop - start)), self.first)
         self._swap = swap
         self._random_states = random_states
-        self._passes, self._due = 0, 1  # micro-batches in training mode, and which of them is compared next
+        self._passes, self._due = 0, 1.0  # micro-batches in training mode, and which of them is compared next
+        self._stashed = stashed
         self._check: weakref.ref[_OutputCheck] | None = None
         self._memory: _ModuleMemory | None = None
         self._knows_modules = True  # else there may be some that other pieces of a plain model run, and change
@@ -182,7 +186,7 @@ class Segment:
 
     def _compare(self, module: PipelineModule, difference: float) -> None:
         """Refuse a recomputation whose outputs differ by this part of their norm."""
-        self._due, self._check = 2 * self._due, None
+        self._due, self._check = 2 * self._due if self._stashed else math.inf, None
         if difference == 0.0:
             return
         numbers = layer_numbers(module)[self.first : self.stop]
@@ -380,6 +384,7 @@ def apply_recompute(
     random_states: RandomStates,
     swap_ratio: float = 0.0,
     swap: Swap | None = None,
+    stashed: bool = True,
 ) -> None:
     """Set up recomputation and swap of ``module``, at less cost than DeepSpeed's forward.
 
@@ -387,7 +392,7 @@ def apply_recompute(
     flight: the forward stays, as the script may have put one of its own around it. One that the script had before stays
     alone.
     """
-    segment = Segment(0, len(module.forward_funcs), ratio, random_states, swap_ratio, swap)
+    segment = Segment(0, len(module.forward_funcs), ratio, random_states, swap_ratio, swap, stashed)
 
     def run(module: PipelineModule, inputs: Any) -> Any:
         if module.activation_checkpoint_interval > 0:  # by set_checkpoint_interval(), as DeepSpeed has it

@@ -7,6 +7,7 @@ import io
 import itertools
 import multiprocessing as mp
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -291,6 +292,14 @@ def all_masked() -> dict[str, dict[str, Any]]:
         "asp": masked({}),
         "asp, bools": masked({}, as_bool=True),
     }
+
+
+def test_a_mask_may_be_absent() -> None:
+    from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
+
+    told: Any = SimpleNamespace(has_attention_mask=True, has_bool_tensors=False)
+    assert PatchedPipelineEngine.as_sent(told, (1, None)) == (1, None)
+    assert PatchedPipelineEngine.as_sent(told, (1, torch.ones(1)))[1].dtype == torch.bool
 
 
 def test_masks_become_bools_and_losses_can_be_read(worlds: Worlds) -> None:

@@ -298,7 +298,7 @@ def calls_within(folder: str) -> list[str]:
                 call()
             yield item
 
-    for where in ("layer", "data", "drain", "evaluation", "evaluation data", "loop", "evaluated call"):
+    for where in ("layer", "data", "drain", "evaluation", "evaluation data", "loop", "evaluated call", "destroyed"):
         ds_config = cases.config(2, OPTIMIZERS["SGD"][0], {"peer_timeout_s": 20})
         trained = (loops if where in ("loop", "evaluated call") else cases).engine(ds_config, 2)
         layer = trained.module.forward_funcs[0]
@@ -310,6 +310,8 @@ def calls_within(folder: str) -> list[str]:
             first = trained.is_first_stage()
             if where in ("layer", "evaluation", "loop", "evaluated call") and first:
                 layer.register_forward_pre_hook(at(1 if where.startswith("eval") else 5, save))
+            if where == "destroyed" and first:
+                layer.register_forward_pre_hook(at(5, trained.destroy))
             if where.startswith("evaluation"):
                 own = data(lambda: trained.set_depths([1, 0])) if where == "evaluation data" and first else toy.data()
                 trained.eval_batch(own, num_micro_batches=6)
@@ -345,8 +347,9 @@ def test_calls_in_the_midst_of_a_batch_are_refused(worlds: Worlds, tmp_path: Pat
         *["save_checkpoint()"] * 2,
         "set_depths()",
         *["save_checkpoint()"] * 2,
+        "destroy()",
     ]
-    actions = ["F4", "LOAD4", "B3", "F0", "evaluation", "F4", "F0"]
+    actions = ["F4", "LOAD4", "B3", "F0", "evaluation", "F4", "F0", "F4"]
     for call, action, line, other in zip(calls, actions, first, second, strict=True):
         said = f"VPipeError: {call}: called while {action} is under way, allowed is between two batches; let a signal "
         assert said in line, line

@@ -339,9 +339,10 @@ def move_all_changed() -> dict[str, Any]:
     from ds_vpipe.errors import VPipeConfigError
 
     found: dict[str, Any] = {}
-    for how in (*CHANGES, "notes"):
+    for how in (*CHANGES, "another value", "notes"):
         try:
-            found[how] = move_changed(how)
+            with mock.patch("ds_vpipe.engine.modules.partitioned.logger") as logger:
+                found[how] = move_changed(how), [str(call.args[0]) for call in logger.warning.call_args_list]
         except VPipeConfigError as error:
             found[how] = str(error)
         cases.close_groups()
@@ -352,7 +353,6 @@ CHANGES = {
     "dtype": "weight",
     "more": "adapter",
     "attribute": "factor",
-    "another value": "in_features",
     "forward": "forward",
     "hook": "_forward_hooks",
     "gradient hook": "_backward_hooks",
@@ -366,4 +366,7 @@ def test_a_layer_that_cannot_be_built_again_is_refused(worlds: Worlds) -> None:
         assert first[how] == second[how]
         assert f"layer 1 (Linear) was changed after it had been built ({what})" in first[how]
         assert "\n" not in first[how]
-    assert first["notes"] == [True, True]
+    assert first["notes"] == ([True, True], [])
+    assert first["another value"][0] == [True, True]
+    assert "layer 1 (Linear) has in_features" in first["another value"][1][0]
+    assert second["another value"][1] == []

@@ -110,7 +110,7 @@ class RunRecord:
             at = event["update"]
             if event["event"] != "saved" or event["folder"] != os.path.abspath(folder) or at > latest:
                 continue
-            moving = any(one["update"] <= at < one["until"] for one in moves)
+            moving = any(one["update"] <= at < one.get("until", math.inf) for one in moves)
             if not moving and Path(event["folder"], event["tag"]).is_dir():
                 return str(event["tag"])
         return None

@@ -163,8 +163,9 @@ class FaultWatch:
             index = (action.index + 1) * size - 1 if action.kind is Kind.STEP else action.index
             value = "NaN" if any(t.isnan().any() for t in wrong) else "infinite"
             self.fault = Fault(
-                # Both counts are of the stage's last update. They differ where M has been another one.
-                micro_batch=index + engine.consumed_micro_batches - stage.weights.latest_version * size,
+                # Both counts are of one update: in a loop the script's, which is ahead of this stage's. They differ
+                # where M has been another one.
+                micro_batch=index + engine.consumed_micro_batches - engine.global_steps * size,
                 index=index,
                 where=where,
                 stage=stage.number,

@@ -174,6 +174,7 @@ FAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("plain", {"kind": "weight", "update": 5, "layer": 3}, {"where": "weights", "layer": 3, "micro_batch": 11}),
     ("dropout", fault("output hook", 10, 4), {"where": "backward", "layer": 4, "stage": 1}),
     ("nadam", fault("parameter hook", 5, 8), {"where": "backward", "layer": 8}),
+    ("loop", fault("output", 8, 1), {"where": "forward", "stage": 0}),
     ("plain", fault("data", 11, floats=True), {"where": "data", "stage": 0}),
     ("plain", fault("data", 2, floats=True), {"where": "data", "stage": 0}),
     ("dropout", fault("output", 8, 0), {"where": "forward", "layer": 0, "stage": 0}),
@@ -195,7 +196,7 @@ FAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.mp
-@pytest.mark.parametrize(("name", "planted", "expected"), FAULTS if LONG else FAULTS[:5])
+@pytest.mark.parametrize(("name", "planted", "expected"), FAULTS if LONG else FAULTS[:6])
 def test_a_planted_fault_is_found(
     name: str, planted: dict[str, Any], expected: dict[str, Any], worlds: Worlds, tmp_path: Path, capsys: Any
 ) -> None:
@@ -365,6 +366,19 @@ def test_a_record_that_is_trained_anew_and_was_cut_off(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "saved" / "s4")
     assert record.checkpoint(5, str(tmp_path / "saved")) == "s2"
     assert record.checkpoint(5, str(tmp_path)) is None
+
+
+def test_no_checkpoint_is_taken_after_a_move_that_does_not_say_where_it_ends(tmp_path: Path) -> None:
+    """As records of earlier versions have them."""
+    writer = RecordWriter(str(tmp_path))
+    writer.event("start", 0)
+    writer.loss(1, 2.5)
+    for update in (2, 6):
+        (tmp_path / f"s{update}").mkdir()
+        writer.event("saved", update, folder=str(tmp_path), tag=f"s{update}")
+        writer.event("moved", update + 1, move=(3, 1, 0, 14))
+    record = RunRecord.read(tmp_path)
+    assert [record.checkpoint(latest, str(tmp_path)) for latest in (2, 6)] == ["s2", "s2"]
 
 
 def test_a_loss_that_differs_after_a_load_in_mid_run(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ds_vpipe.engine.links.groups import Groups
-from ds_vpipe.errors import PipelinePeerError, VPipeError
+from ds_vpipe.errors import PipelinePeerError, VPipeError, flat, one_line
 
 _FILES_LIMIT_S = 30 * 60.0  # slow file systems are ordinary
 
@@ -122,7 +122,7 @@ class Consensus:
         except Exception as error:
             if self._raised is not None and error is self._raised():
                 raise
-            text = _flat(error) if isinstance(error, VPipeError) else f"{type(error).__name__}: {_flat(error)}"
+            text = flat(str(error)) if isinstance(error, VPipeError) else one_line(error)
             line = f"{what}: {self._me} failed: {text}"
             with suppress(RuntimeError):  # what happened here matters more than who cannot be reached
                 self._lines(line, what)
@@ -138,7 +138,3 @@ class Consensus:
     def _lines(self, mine: str | None, what: str) -> list[str]:
         lines = self._everyone.gather(mine, f"all ranks in {what}", self._files_limit_s)
         return [line for line in lines if line is not None]
-
-
-def _flat(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -17,7 +17,7 @@ import torch
 from ds_vpipe.engine.engine import VPipeEngine
 from ds_vpipe.engine.links.message import Tree, leaves
 from ds_vpipe.engine.loop.rounds import Rounds
-from ds_vpipe.errors import VPipeError
+from ds_vpipe.errors import VPipeError, one_line
 
 
 class ScriptEvaluation:
@@ -99,10 +99,9 @@ class ScriptEvaluation:
         try:
             copied = as_bytes(output)
         except Exception as error:  # whatever pickle makes of classes of the user's
-            reason = " ".join(str(error).split())
             raise VPipeError(
                 f"evaluation: forward returned a {type(output).__name__} that cannot be copied to the other stages "
-                f"({type(error).__name__}: {reason}); allowed is what pickle copies; return tensors, tuples and dicts"
+                f"({one_line(error)}); allowed is what pickle copies; return tensors, tuples and dicts"
             ) from error
         stage.links.from_last_stage(copied)
         return output

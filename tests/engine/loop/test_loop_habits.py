@@ -394,6 +394,17 @@ def test_outputs_that_cannot_be_copied_are_refused() -> None:
     with pytest.raises(VPipeError, match=r"^evaluation: forward returned a dict that cannot be copied to the other .*"):
         ScriptEvaluation._everywhere(last, {"loss": torch.ones(()), "call": lambda: None})
 
+    class NoTextError(Exception):
+        def __str__(self) -> str:
+            raise self
+
+    class NotPickled:
+        def __reduce__(self) -> Any:
+            raise NoTextError
+
+    with pytest.raises(VPipeError, match=r"returned a NotPickled .* \(NoTextError: its text cannot be shown\); "):
+        ScriptEvaluation._everywhere(last, NotPickled())
+
 
 def test_digests_are_of_types_shapes_and_values() -> None:
     half = torch.arange(6, dtype=torch.bfloat16)

@@ -41,7 +41,10 @@ def unfit_settings(
 
 
 def unfit_json(json: DeepSpeedJson, block: VPipeConfig, pipeline: Pipeline, replicas: int) -> str | None:
-    """The same of a DeepSpeed JSON, with its block, whose staleness is settled, and the planned pipeline."""
+    """Why layers cannot move with a DeepSpeed JSON, or None.
+
+    ``block`` is its block, whose staleness is settled, and ``pipeline`` the planned one.
+    """
     optimizer = json.optimizer  # None if the script brings one
     if optimizer is not None and optimizer.lower() in ("adam", "adamw"):
         optimizer = None if json.optimizer_params.get("torch_adam") else f"{optimizer} without torch_adam"

@@ -68,12 +68,11 @@ def unfit_configuration(engine: PatchedPipelineEngine, stage: Stage) -> str | No
         "the module has a forward of the script's": has_own_forward(module),
         "the model has tied layers": any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs),
         "a stage has nothing to train": PLACEHOLDER in engine.param_names.values(),
-        str(settings): settings is not None,
         "the optimizer has several groups of parameters": len(getattr(optimizer, "param_groups", ())) != 1,
         f"stages compute on {stage.device.type}": stage.device.type != "cpu",
         "the optimizer has hooks or a step() of the script's": _steps_otherwise(optimizer),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return next((reason for reason, holds in reasons.items() if holds), settings)
 
 
 def unfit_layers(module: PipelineModule) -> dict[int, str]:

@@ -63,16 +63,17 @@ def unfit_configuration(engine: PatchedPipelineEngine, stage: Stage) -> str | No
         swaps=stage.swap is not None,
         mitigates=stage.mitigation is not None or stage.delay_warmup != NO_WARMUP,
     )
-    reasons = {
-        f"the module is a {type(module).__name__}": split,
-        "the module has a forward of the script's": has_own_forward(module),
-        "the model has tied layers": any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs),
-        "a stage has nothing to train": PLACEHOLDER in engine.param_names.values(),
-        "the optimizer has several groups of parameters": len(getattr(optimizer, "param_groups", ())) != 1,
-        f"stages compute on {stage.device.type}": stage.device.type != "cpu",
-        "the optimizer has hooks or a step() of the script's": _steps_otherwise(optimizer),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), settings)
+    reasons: list[tuple[bool, str | None]] = [
+        (split, f"the module is a {type(module).__name__}"),
+        (has_own_forward(module), "the module has a forward of the script's"),
+        (any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs), "the model has tied layers"),
+        (settings is not None, settings),
+        (PLACEHOLDER in engine.param_names.values(), "a stage has nothing to train"),
+        (len(getattr(optimizer, "param_groups", ())) != 1, "the optimizer has several groups of parameters"),
+        (stage.device.type != "cpu", f"stages compute on {stage.device.type}"),
+        (_steps_otherwise(optimizer), "the optimizer has hooks or a step() of the script's"),
+    ]
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 def unfit_layers(module: PipelineModule) -> dict[int, str]:

@@ -155,8 +155,12 @@ def supervise(restarts: int, prepare: Callable[[], object]) -> int | None:
 
 def say(text: str) -> None:
     """Print a line on standard error, with the rank, as failures of ranks are printed."""
-    with suppress(OSError):  # nobody may read it any more
+    try:
         print(f"[rank {os.environ['RANK']}] ds_vpipe: {text}", file=sys.stderr, flush=True)
+    except OSError:  # nobody reads it any more; what is still to be written would fail at the end of this process
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
 
 
 @dataclass

@@ -225,7 +225,7 @@ def _check_layers(module: PipelineModule, before: Mapping[int, Any], now: Mappin
     for index, spec in enumerate(module._layer_specs):
         (form, settings, trained, _), (form_now, settings_now, *_) = layouts_before[index], layouts_now[index]
         changed = [name for name in {**form, **form_now} if form.get(name) != form_now.get(name)]
-        changed += settings.keys() ^ settings_now.keys()
+        changed += sorted(settings.keys() ^ settings_now.keys())
         where = f"vpipe.partition: got bounds {list(module.parts)}, which move layers, but layer {index} "
         where += f"({_type_name(spec)})"
         if changed:

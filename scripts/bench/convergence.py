@@ -57,12 +57,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "nadam+unstashed": {"nadam": True},
     "rescheduling": {"lr_rescheduling": {"num_steps": 500}},
     "sync20%": {"synchronous_updates": 0.2},
+    "soap+sync5%": {"synchronous_updates": 0.05},
+    "nadam+sync5%": {"nadam": True, "synchronous_updates": 0.05},
+    "nadam+sync5%+warmup20%": {"nadam": True, "synchronous_updates": 0.05, "delay_warmup_updates": 0.2},
+    "nadam+sync5%+warmup40%": {"nadam": True, "synchronous_updates": 0.05, "delay_warmup_updates": 0.4},
     "nadam+sync20%": {"nadam": True, "synchronous_updates": 0.2},
     "nadam+sync20%+warmup20%": {"nadam": True, "synchronous_updates": 0.2, "delay_warmup_updates": 0.2},
     "nadam+sync20%+warmup40%": {"nadam": True, "synchronous_updates": 0.2, "delay_warmup_updates": 0.4},
 }
 """The ``"staleness"`` of a block; of counts of updates the share of those of synchronous training. All train with AdamW
-but ``soap`` and ``muon``, which are the optimizers of those names; ``unstashed`` is ``"weight_sync": "none"``."""
+but ``soap`` and ``muon``, which are optimizers; ``unstashed`` is ``"weight_sync": "none"``."""
 
 RECOMMENDED = "recommended"  # stands for the method that docs/convergence.md recommends, recommended()
 
@@ -202,7 +206,7 @@ def train(run: Run, options: argparse.Namespace) -> Row:
         return cross_entropy(outputs[0].flatten(0, 1), labels[0].flatten(), ignore_index=IGNORED_LABEL)
 
     def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        if run.method == "soap":
+        if run.method.startswith("soap"):
             return SOAP(parameters, run.rate)
         if run.method == "muon":
             return muon(parameters, run.rate, layers)

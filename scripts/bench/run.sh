@@ -17,6 +17,7 @@
 #   convergence-k32  the recommended mitigation at K = 32
 #   convergence-soap the optimizers SOAP and Muon, and weight_sync none
 #   convergence-longer  SOAP with more updates, and at K = 32, against itself synchronous
+#   convergence-grid  shorter synchronous beginnings, Muon one update late, weight_sync none up to two late
 #   forecast         losses of the command forecast against those of four ranks
 #   convergence-summary  table and picture of docs/convergence.md, from the files of the three
 # PYTHON names another interpreter than that of .venv. Rows are added to the files in docs/data/, from which tables and pictures are drawn anew.
@@ -43,6 +44,7 @@ throughput-96ms() {
     "${run[@]}" --repetitions 3 --arms "${arms[@]}" --stages 4 8 --micro-batches 8
     "${run[@]}" --repetitions 3 --arms "${arms[@]}" --stages 4 --micro-batches 4
     "${run[@]}" --repetitions 1 --arms stock bsp asp --stages 16 --micro-batches 16
+    "${run[@]}" --repetitions 1 --arms stock bsp asp --stages 32 --micro-batches 1
 }
 
 adapters() {
@@ -136,6 +138,17 @@ convergence-longer() {
 
 forecast() { "$python" scripts/bench/forecast.py; }
 
+convergence-grid() {
+    local run=("$python" scripts/bench/convergence.py --tokenizer $data/convergence_vocabulary.txt --seeds 1)
+    run+=(--throughput $data/throughput_96ms.jsonl --output $data/convergence_grid.jsonl)
+    local first=("${run[@]}" --methods-of-full-batches --rates) # M = 1
+    "${first[@]}" 2e-3 --synchronous nadam --stages 8 --methods nadam+sync{5,20}%+warmup20%
+    "${first[@]}" 2e-3 --synchronous --stages 4 --methods nadam+sync{5,20}%
+    "${first[@]}" 2e-3 --synchronous --stages 16 --methods nadam+sync{5,20}%+warmup40%
+    "${first[@]}" 2.8e-3 --synchronous soap --stages 8 16 --methods soap soap+sync5%
+    "${run[@]}" --rates 2e-3 --synchronous muon --stages 8 --methods --methods-of-full-batches muon nadam nadam+unstashed \
+        --methods-of-half-batches nadam nadam+unstashed
+}
 convergence-summary() { "$python" scripts/bench/convergence_summary.py; }
 
 if declare -F -- "${1:-}" >/dev/null; then "$1"; else sed -n '2,/^set /s/^# //p' "${BASH_SOURCE[0]}" >&2 && exit 2; fi

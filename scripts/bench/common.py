@@ -162,6 +162,7 @@ def slowest(seconds: float) -> float:
 def _join(rank: int, world: int, port: int) -> Any:
     """Become ``rank`` of a world of this machine's processes. Returns the stream to print to."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 does not listen
     gpus = torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR") != "cpu" else 0
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % gpus if gpus else rank))  # ranks may share a GPU
     torch.set_num_threads(1)
@@ -201,12 +202,8 @@ def start(work: Callable[..., None], world: int, *arguments: Any) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ours = sorted(name for name in sys.modules if name.startswith("ds_vpipe."))
     multiprocessing.set_forkserver_preload([*PRELOADED, *ours])
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # told to rank 0, which does not listen then
-    try:
-        method = "spawn" if torch.cuda.is_available() else "forkserver"
-        mp.start_processes(_rank, args=(work, world, store.port, arguments), nprocs=world, start_method=method)
-    finally:
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # there may be several worlds at once
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
+    mp.start_processes(_rank, args=(work, world, store.port, arguments), nprocs=world, start_method=method)
 
 
 def _rank(rank: int, work: Callable[..., None], world: int, port: int, arguments: tuple[Any, ...]) -> None:

@@ -313,7 +313,8 @@ def test_a_checkpoint_in_a_move_has_the_new_split(worlds: Worlds, sync: str, tmp
     for source, target in ((0, 1), (1, 0)):
         layer = partition[0] - 1 if target else partition[0]
         move = Move(layer, source, target, earliest_cut_over(pipeline, source, target, 2))
-        given += [((2, move), at) for at in range(3, move.settled_batch(pipeline) + 2)]
+        places = range(3, move.settled_batch(pipeline) + 2, 1 if sync == "stash" else 2)
+        given += [((2, move), at) for at in places]
     ds_config = config(2, "SGD", stage_to_depth_map=[5, 3, 0], weight_sync=sync)
     ranks = worlds.run(stages, save_each, ds_config, stages, batches, given, str(tmp_path))
     for number, ((_, move), at) in enumerate(given):

@@ -197,19 +197,26 @@ class Runs:
 
 
 def run(
-    ds_config: dict[str, Any], stages: int, ends: Sequence[int], lost: Sequence[int], data_end: int | None, tied: bool
+    ds_config: dict[str, Any],
+    stages: int,
+    failures: Sequence[tuple[Sequence[int], Sequence[int]]],
+    data_end: int | None,
+    tied: bool,
 ) -> Any:
-    """An undisturbed run, and one with attempts that end after those updates, the stages' states so many less."""
+    """An undisturbed run, and some with attempts that end after those updates, the stages' states so many less."""
     whole = Runs(ds_config, stages, data_end, tied)
     whole.attempt(UPDATES, seed=1)
-    parts, recovered = Runs(ds_config, stages, data_end, tied), []
+    found = []
     stage = torch.distributed.get_rank() * stages // torch.distributed.get_world_size()
-    for seed, end in enumerate((*ends, UPDATES), 1):
-        parts.attempt(end, seed)
-        recovered.append(parts.recovered)
-        if end < UPDATES:
-            parts.lose(lost[stage])
-    return whole.losses, whole.weights, parts.losses, parts.weights, recovered, whole.sizes
+    for ends, lost in failures:
+        parts, recovered = Runs(ds_config, stages, data_end, tied), []
+        for seed, end in enumerate((*ends, UPDATES), 1):
+            parts.attempt(end, seed)
+            recovered.append(parts.recovered)
+            if end < UPDATES:
+                parts.lose(lost[stage])
+        found.append((parts.losses, parts.weights, recovered))
+    return whole.losses, whole.weights, whole.sizes, found
 
 
 CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any], int | None]] = {
@@ -270,8 +277,8 @@ def test_states_of_wrapped_optimizers(worlds: Worlds, name: str) -> None:
         micro_batches, optimizer, {"partition": "uniform", "recovery": {"every": 1}, **block}, **extra
     )
     ranks, lost = stages * (1 + name.endswith("replicas")), [2, 0, 1][:stages]
-    for losses, weights, recovered_losses, recovered_weights, recovered, sizes in worlds.run(
-        ranks, run, ds_config, stages, [3, 5, 8], lost, data_end, name.startswith("tied")
+    for losses, weights, sizes, [(recovered_losses, recovered_weights, recovered)] in worlds.run(
+        ranks, run, ds_config, stages, [([3, 5, 8], lost)], data_end, name.startswith("tied")
     ):
         assert recovered[0] is None
         assert recovered_losses == losses
@@ -298,19 +305,19 @@ def test_a_recovered_run_is_one_without_a_failure(worlds: Worlds, name: str) -> 
     )
     every = ds_config["vpipe"]["recovery"]["every"]
     behind, ranks = -(-stages // (micro_batches * every)), stages * (1 + name.endswith("replicas"))
-    for ends, lost in (
+    failures = [
         ([6, 6, 10], [0, 0, 0]),
         ([5, 9], [behind, 0, 0]),
         ([5, 8], [0, *([1] if stages == 2 else [0, 1])]),
         ([4, 7], [0, 1, 0]),
+    ]
+    for losses, weights, _, found in worlds.run(
+        ranks, run, ds_config, stages, failures, data_end, name.startswith("tied")
     ):
-        lost = lost[:stages]
-        for losses, weights, recovered_losses, recovered_weights, recovered, _ in worlds.run(
-            ranks, run, ds_config, stages, ends, lost, data_end, name.startswith("tied")
-        ):
+        for (ends, lost), (recovered_losses, recovered_weights, recovered) in zip(failures, found, strict=True):
             assert recovered[0] is None
             if data_end is None:
-                assert recovered[1:] == [((end - 1) // every - max(lost)) * every for end in ends]
+                assert recovered[1:] == [((end - 1) // every - max(lost[:stages])) * every for end in ends]
             assert recovered_losses == losses
             assert weights.keys() == recovered_weights.keys()
             assert all(torch.equal(weights[key], recovered_weights[key]) for key in weights)
@@ -360,13 +367,13 @@ def drawn(number: int) -> tuple[int, tuple[Any, ...]]:
     ranks = stages * draw.choice([1, 1, 1, 2 if stages < 3 else 1])
     extra |= draw.choice([{}, {}, BF16 | ZERO_1, BF16 | ZERO_1, BF16, FP16, FP16 | ZERO_1, ZERO_1])
     ds_config = cases.config(micro_batches, optimizer, block, **extra)
-    return ranks, (ds_config, stages, ends, lost, data_end, tied)
+    return ranks, (ds_config, stages, [(ends, lost)], data_end, tied)
 
 
 @pytest.mark.parametrize("number", range(RANDOM_FIRST, RANDOM_FIRST + RANDOM_RUNS))
 def test_recoveries_drawn_at_random(worlds: Worlds, number: int) -> None:
     ranks, arguments = drawn(number)
-    for losses, weights, recovered_losses, recovered_weights, recovered, _ in worlds.run(ranks, run, *arguments):
+    for losses, weights, _, [(recovered_losses, recovered_weights, recovered)] in worlds.run(ranks, run, *arguments):
         assert recovered_losses == losses, (arguments, recovered)
         assert all(torch.equal(weights[key], recovered_weights[key]) for key in weights), (arguments, recovered)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -65,10 +64,10 @@ def same(worlds: Worlds, ranks: int, stages: int, configs: list[dict[str, Any]],
 
 
 @pytest.mark.parametrize("sync", ["stash", "vertical"])
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
-def test_every_share_and_recomputation(worlds: Worlds, tmp_path: Path, micro_batches: int, sync: str) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_shares_and_recomputation(worlds: Worlds, tmp_path: Path, micro_batches: int, sync: str) -> None:
     block = {"partition": "uniform", "weight_sync": sync, "stage_to_depth_map": [4, 3, 1, 0]}
-    shares = [(0, 0), *itertools.product((0.5, 0.7, 1), (0, 0.5, 1))]
+    shares = [(0, 0), (0.5, 0), (0.7, 0), (1, 0), (0.7, 0.5), (1, 0.5), (1, 1)]
     configs = [
         cases.config(micro_batches, ADAMW, {**block, "swap_ratio": share, "recompute_ratio": ratio})
         for share, ratio in shares

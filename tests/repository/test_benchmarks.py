@@ -30,6 +30,19 @@ ARMS = [
     "asp-host",
 ]
 SMALL = {
+    # First: the process that ranks of all are forked from imports what the first of them asks for, here the most.
+    "convergence.py": (
+        "--stages 2 --synchronous adamw --methods none recommended@6 --methods-of-full-batches recommended feedback "
+        "--seeds 2 --rates 1e-3 2e-3 --updates 5 --batch 4 "
+        "--layers 1 --validate-every 3 --validation 4 --processes 1 --output out/runs.jsonl "
+        "--text text.txt",
+        [
+            r"synchronous adamw \| 5 \| 0\.00[12] \| 2 \| [\d.]+ \|",
+            r"K=2 M=1 nadam \| 6 \| .*\|",
+            r"K=2 M=2 nadam \| 5 \| .*\|",
+            r"K=2 M=2 feedback \| 5 \| .*\|",
+        ],
+    ),
     "schedule.py": (
         "--stages 2 --micro-batches 1 4 --stage-ms 3 --links 0.5 --link-stages 2 --link-micro-batches 1 "
         "--real-micro-batches 1 --seconds 0.02 --repetitions 1 --json out/rows.jsonl --plot out/efficiency.png "
@@ -72,18 +85,6 @@ SMALL = {
     ),
     "overhead.py": ("--tensors 32 --turns 1", [r"stage 1: 32 tensors, SGD, M=1: .*engine -?\d+ us per micro"]),
     "links.py": ("--bytes 64 100000 --repetitions 1", [r"100000 bytes: host \d+ us, shared \d+ us"]),
-    "convergence.py": (
-        "--stages 2 --methods none recommended recommended@6 --methods-of-full-batches recommended feedback "
-        "--seeds 2 --rates 1e-3 2e-3 --updates 5 --batch 4 "
-        "--layers 1 --validate-every 3 --validation 4 --processes 1 --output out/runs.jsonl "
-        "--text text.txt",
-        [
-            r"synchronous adamw \| 5 \| 0\.00[12] \| 2 \| [\d.]+ \|",
-            r"K=2 M=1 nadam \| 6 \| .*\|",
-            r"K=2 M=2 nadam \| 5 \| .*\|",
-            r"K=2 M=2 feedback \| 5 \| .*\|",
-        ],
-    ),
     "convergence_summary.py": ("--plot out/convergence.svg", [r"\| 1 \| SOAP \| 1 to 2 \| -10\.6 %"]),
     "forecast.py": (
         "--stages 2 --updates 4 --sequence 16 --train-file text.txt",
@@ -114,23 +115,48 @@ TEXT = "\n\n".join(
 )
 
 
-@pytest.mark.parametrize("script", SMALL)
-def test_a_small_run(script: str, tmp_path: Path) -> None:
-    options, lines = SMALL[script]
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    environment = {
-        "DS_VPIPE_CACHE": str(tmp_path / "out"),
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / script), *options.split()]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+ALL = """
+import os, runpy, sys
+bench, *folders = sys.argv[1:]
+sys.path[0] = bench
+for folder in folders:
+    name, *words = open(f"{folder}/command").read().split()
+    os.remove(f"{folder}/command")
+    os.chdir(folder)
+    sys.argv = [f"{bench}/{name}", *words]
+    print(f"=== {name}", flush=True)
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, end.code
+"""
+"""Benchmarks one after the other in one process: to import everything takes longer than most of them."""
+
+
+@pytest.fixture(scope="module")
+def small_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]]:
+    """What each benchmark whose test has been asked for prints, and the folder in which it has run."""
+    folders = {}
+    asked = [item for item in request.session.items if "small_runs" in item.fixturenames]
+    for script in [item.callspec.params["script"] for item in asked]:
+        folder = folders[script] = tmp_path_factory.mktemp(script)
+        (folder / "command").write_text(f"{script} {SMALL[script][0]}", encoding="utf-8")
+        (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    environment = {**os.environ, "DS_VPIPE_CACHE": "out", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ALL, str(ROOT / "scripts" / "bench"), *map(str, folders.values())]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
-    for line in lines:
-        assert re.search(line, done.stdout), done.stdout
     assert "Traceback" not in done.stderr
-    assert {path.name for path in tmp_path.iterdir()} <= {"text.txt", "out"}, "nothing else is left behind"
+    printed = dict(part.split("\n", 1) for part in done.stdout.split("=== ")[1:])
+    return {script: (printed[script], folder) for script, folder in folders.items()}
+
+
+@pytest.mark.parametrize("script", SMALL)
+def test_a_small_run(script: str, small_runs: dict[str, tuple[str, Path]]) -> None:
+    printed, folder = small_runs[script]
+    for line in SMALL[script][1]:
+        assert re.search(line, printed), printed
+    assert {path.name for path in folder.iterdir()} <= {"text.txt", "out"}, "nothing else is left behind"
 
 
 def test_every_benchmark_is_here() -> None:

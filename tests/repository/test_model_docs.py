@@ -66,7 +66,7 @@ def run(command: str, folder: Path) -> str:
 
 
 def run_without_launcher(command: str, folder: Path) -> str:
-    """As :func:`run`, for scripts that others run by the launcher: BERT's first command here, and test_gpt2.py."""
+    """As :func:`run`, for scripts that others run by the launcher, such as test_gpt2.py."""
     launcher, *words = shlex.split(command)
     if launcher != "deepspeed":
         return run(command, folder)
@@ -156,7 +156,7 @@ def test_bert(tmp_path: Path) -> None:
         "python",
         "deepspeed",
     ]
-    started = [run] * 4 + [run_without_launcher] * 3  # the launcher once
+    started = [run] * 3 + [run_without_launcher] * 4
     _, _, prepared, first, resumed, again, second = [
         start(line, tmp_path) for start, line in zip(started, written, strict=True)
     ]

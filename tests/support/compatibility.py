@@ -313,7 +313,7 @@ FEATURES: list[tuple[str, list[tuple[str, str, str]]]] = [
              "test_script_changes.py::test_layers_that_run_again_find_the_numbers_of_their_forward_pass"),
             ("`swap_ratio`, beside `recompute_ratio`, in asp and bsp, with ties, bf16 and ZeRO-1, virtual stages",
              "bit-identical to a run without",
-             "test_swap_exactness.py::test_every_share_and_recomputation"),
+             "test_swap_exactness.py::test_shares_and_recomputation"),
             ("`swap_ratio` with a plain Hugging Face model", "bit-identical to a run without",
              "test_swap_exactness.py::test_a_plain_model_that_is_split"),
             ("`swap_ratio` with a saved tensor that is changed in place", "autograd's error, as without",

@@ -35,7 +35,7 @@ REPLICAS = (1, 2)
 CLIPPING = ("none", "stage", "delayed_global")
 TIED = (False, True)
 RECOMPUTE = (0.0, 0.5)
-MICRO_BATCHES = (1, 4)
+MICRO_BATCHES = (1, 2)
 
 
 @dataclass(frozen=True)

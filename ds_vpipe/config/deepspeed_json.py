@@ -87,6 +87,11 @@ class DeepSpeedJson:
         return "bfloat16" if self.on(f"{key}.enabled") else "float32"
 
     @property
+    def adds_bf16_in_fp32(self) -> bool:
+        """Whether gradients of bf16 weights are to be added in fp32."""
+        return self.dtype == "bfloat16" and self.get("data_types.grad_accum_dtype") in ("fp32", "float32")
+
+    @property
     def zero_stage(self) -> int | None:
         """ZeRO stage, or None if it is not a number. A bare boolean is the deprecated form."""
         zero, stage = self.get("zero_optimization"), self.get("zero_optimization.stage")

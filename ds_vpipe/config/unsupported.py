@@ -71,7 +71,7 @@ def _precision(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     bf16, fp16 = json.dtype == "bfloat16", json.dtype == "float16"
     path = "data_types.grad_accum_dtype"
     given = json.get(path)
-    in_fp32 = bf16 and given in ("fp32", "float32")
+    in_fp32 = json.adds_bf16_in_fp32
     by_zero = json.zero_stage == 1 and not json.on("zero_optimization.cpu_offload")
     why = "DeepSpeed adds gradients in fp32 only with ZeRO-1"
     fix = 'add "zero_optimization": {"stage": 1}, or remove the key'

@@ -55,6 +55,7 @@ class OptimizerBytes:
     held: Fraction = Fraction(0)  # master weights and state per byte of trained weights; they stay
     update: Fraction = Fraction(0)  # what exists only during an update, per byte of trained weights
     bucket_bytes: int = 0  # a reduction's buffer, which exists only during an update
+    sums: Fraction = Fraction(0)  # gradients added up in another type, per byte of trained weights; they stay
     # What exists only during an update, per byte of the largest trained parameter, where they are updated one by one.
     temporary: Fraction = Fraction(0)
 
@@ -69,10 +70,12 @@ def optimizer_bytes(
     zero_stage: int = 0,
     replicas: int = 1,
     bucket_elements: int = 500_000_000,
+    adds_in_fp32: bool = False,
 ) -> OptimizerBytes:
     """Bytes that an optimizer needs, which is named as in a DeepSpeed JSON. Case does not count.
 
-    Adam is DeepSpeed's fused one unless ``params`` have ``torch_adam``. ZeRO-1 has buckets of ``bucket_elements``.
+    Adam is DeepSpeed's fused one unless ``params`` have ``torch_adam``. ZeRO-1 has buckets of ``bucket_elements``, but
+    for bf16 with gradients that are added in fp32, of which DeepSpeed's optimizer has a vector on every replica.
 
     Raises:
         ValueError: weights cannot have that type.
@@ -91,6 +94,9 @@ def optimizer_bytes(
         return OptimizerBytes(held=Fraction(values), temporary=Fraction(temporary))
     share = replicas if zero_stage else 1
     held = Fraction(_MASTER * (1 + values), size * share)
+    if adds_in_fp32:  # the partition's gradients are a part of that vector; to gather the weights takes them once more
+        update = max(Fraction(1), Fraction(_MASTER * temporary, size * share))
+        return OptimizerBytes(held=held, update=update, sums=Fraction(_MASTER, size))
     # Gradients are copied to fp32 for the update: each of them and then all in one vector, or with ZeRO the partition
     # in one vector and then as fp32. Then the optimizer needs its temporaries for all of that vector at once.
     copies = size + _MASTER if zero_stage else 2 * _MASTER
@@ -109,7 +115,8 @@ def configured_optimizer_bytes(ds_config: DeepSpeedJson, replicas: int = 1) -> O
         given = ds_config.get("zero_optimization.stage")
         raise Refusal("zero_optimization.stage", given, "0 or 1", "correct the JSON").error()
     kind, params = ds_config.optimizer or "adam", ds_config.optimizer_params
-    return optimizer_bytes(kind, params, ds_config.dtype, stage, replicas, ds_config.reduce_bucket)
+    adds_in_fp32 = ds_config.adds_bf16_in_fp32 and stage == 1
+    return optimizer_bytes(kind, params, ds_config.dtype, stage, replicas, ds_config.reduce_bucket, adds_in_fp32)
 
 
 @dataclass(frozen=True)

@@ -281,6 +281,22 @@ def test_optimizer_bytes(config: dict[str, object], held: Fraction, update: Frac
     assert replace(found, temporary=Fraction(0)) == OptimizerBytes(held, update, bucket)
 
 
+@pytest.mark.parametrize(("params", "update"), [({}, 1), ({"torch_adam": True}, Fraction(4, 3))])
+def test_bf16_gradients_that_are_added_in_fp32(params: dict[str, Any], update: Fraction) -> None:
+    """In a vector that each replica has in full, in place of ZeRO's buckets."""
+    config = {
+        "optimizer": {"type": "Adam", "params": params},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 1},
+    }
+    found = configured_optimizer_bytes(DeepSpeedJson(config), replicas=3)
+    assert replace(found, temporary=Fraction(0)) == OptimizerBytes(Fraction(2), update, sums=Fraction(2))
+    load, alone = StageLoad(1), replace(found, sums=Fraction(0))
+    of_sums = stage_memory(CHAIN, 0, 2, load, found).optimizer - stage_memory(CHAIN, 0, 2, load, alone).optimizer
+    assert of_sums == 2 * sum(layer.parameter_bytes for layer in CHAIN.layers[:2])
+
+
 def test_weights_of_other_types_are_refused() -> None:
     with pytest.raises(ValueError, match="dtype: got 'int8'"):
         optimizer_bytes(dtype="int8")

@@ -7,6 +7,7 @@ fit), 2 if the command line, the configuration or a file is wrong. Errors are on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -99,8 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return cast(int, stop.code)
     try:
-        answer: Answer = arguments.run(arguments)
-        print(json.dumps(_finite(answer.data()), allow_nan=False) if arguments.json else answer.text())
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's log goes to where it finds the output
+            answer: Answer = arguments.run(arguments)
+            text = json.dumps(_finite(answer.data()), allow_nan=False) if arguments.json else answer.text()
+        print(text)
         return answer.status
     except VPipeError as error:
         print(f"ds_vpipe: {error}", file=sys.stderr)

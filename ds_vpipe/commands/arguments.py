@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson, parse_deepspeed_json
+from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.errors import Refusal, read_json
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
@@ -30,7 +31,7 @@ _MOST_PASSES = 2_000_000  # some tens of seconds
 _MOST_PARTS = 100_000
 _MOST = 1e9
 _BARE = {"partition": None, "recompute_ratio": 0.0, "swap_ratio": 0.0, "memory_budget": None}
-_OBJECTS = ("optimizer", "zero_optimization", "fp16", "bf16")
+_OBJECTS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16")
 
 
 class Answer(NamedTuple):
@@ -147,10 +148,7 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
         VPipeConfigError: a size is not known, or the values are wrong or do not fit together.
     """
     ds_config = DeepSpeedJson({} if path is None else read_file(path))
-    for key in _OBJECTS:
-        value = ds_config.content.get(key, {})
-        if not isinstance(value, dict | bool if key == "zero_optimization" else dict):
-            raise Refusal(key, value, "an object, as DeepSpeed has it", "correct the JSON").error()
+    refuse_shapes(ds_config)
     block = ds_config.block
     if arguments.split is not None:
         block = {**(block or {}), "partition": arguments.split}
@@ -172,6 +170,7 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     if parts > _MOST_PARTS:
         name = "number of stages, virtual ones counted"
         raise Refusal(name, parts, f"at most {_MOST_PARTS}", "give fewer --stages or --virtual-stages").error()
+    refuse_unsupported(ds_config, config, ds_config.stages or num_stages)  # --stages is for what would be
     replicas = replicas_of(arguments, ds_config)
     if arguments.micro_batches is None:
         ranks = replicas * num_stages
@@ -181,6 +180,18 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     pipeline = bare.pipeline(num_stages, micro_batches)
     check_size(pipeline, Workload(1 + _filling(pipeline)))
     return config, ds_config, pipeline
+
+
+def refuse_shapes(ds_config: DeepSpeedJson) -> None:
+    """Refuse values where DeepSpeed has objects.
+
+    Raises:
+        VPipeConfigError: there is one.
+    """
+    for key in _OBJECTS:
+        value = ds_config.content.get(key, {})
+        if not isinstance(value, dict | bool if key == "zero_optimization" else dict):
+            raise Refusal(key, value, "an object, as DeepSpeed has it", "correct the JSON").error()
 
 
 def _filling(pipeline: Pipeline) -> int:

@@ -26,10 +26,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_vpipe.commands.arguments import Answer, checked, count, rate, read_file
+from ds_vpipe.commands.arguments import Answer, checked, count, rate, read_file, refuse_shapes
 from ds_vpipe.commands.profile import example, setting
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import MICRO, DeepSpeedJson
+from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.errors import Refusal
 from ds_vpipe.planning.devices import Devices
 from ds_vpipe.planning.layer_profile import ModelProfile
@@ -132,26 +133,31 @@ class _Settings:
     @classmethod
     def read(cls, path: str) -> "_Settings":
         json = DeepSpeedJson(read_file(path))
+        refuse_shapes(json)
         config, size = VPipeConfig.parse(json.block or {}), json.whole(MICRO)
         if config.sync_mode != "asp" or config.virtual_stages > 1:
             raise Refusal("vpipe.sync_mode", config.sync_mode, '"asp", to forecast what it does', "change it").error()
         if size is None or size < 1:
             raise Refusal(MICRO, json.get(MICRO), "a whole number >= 1", f"write it in {path}").error()
+        refuse_unsupported(json, config, json.stages or 2)  # what is for several stages is for any number
         config = config.model_copy(update={"partition": None, "swap_ratio": 0.0, "recompute_ratio": 0.0})
         return cls(Path(path).name, json, config, size, json.micro_batches(1), Devices.of(config, json))
 
 
 def _profile(arguments: argparse.Namespace, one: _Settings) -> ModelProfile:
+    from ds_vpipe.planning.planner import read_profile
     from ds_vpipe.planning.profiler import profile_layers
     from ds_vpipe.simulation.forecast import ended
 
-    path = arguments.profile or one.config.profile
+    path, made = arguments.profile or one.config.profile, _made(arguments, one)
     if path is not None:
-        return ModelProfile.load(path)
-    made = _made(arguments, one)
+        return read_profile(path, one.json, len(made["layers"]))
     first = next(iter(made["data"]), None)
     if first is None:
         raise ended(0, 0)
+    if not isinstance(first, tuple | list) or len(first) != 2:
+        allowed = "micro-batches (inputs, labels)"
+        raise Refusal('"data"', type(first).__name__, allowed, f"change what {arguments.model} returns").error()
     inputs, labels = first
     return profile_layers(
         made["layers"], inputs, loss_fn=made["loss_fn"], labels=labels, micro_batch_size=one.size, micro_batches=3

@@ -112,6 +112,9 @@ def _check_choice(arguments: argparse.Namespace) -> None:
     if ignored:
         allowed = "--current without the others, and one of --checkpoint and --keep recompute_ratio"
         raise Refusal("options of plan", " ".join(ignored), allowed, "leave one of them out").error()
+    if arguments.split is not None and not arguments.current and "partition" not in arguments.keep:
+        allowed = "the option with --current or --keep partition"
+        raise Refusal("--split", arguments.split, allowed, "leave it out", "another split is searched").error()
 
 
 def _kept_bytes(found: Plan, profile: ModelProfile, every: int) -> list[int]:

@@ -84,6 +84,8 @@ def example(name: str, size: int, settings: dict[str, Any], needed: set[str]) ->
         sys.path.insert(0, here)
     try:
         make = getattr(importlib.import_module(module), function)
+        if not callable(make):
+            raise ValueError(f"it is of type {type(make).__name__}")
     except (ImportError, AttributeError, ValueError) as error:
         allowed = "MODULE:FUNCTION that can be imported from here"
         raise Refusal("--model", name, allowed, "correct the name", str(error)).error() from None

@@ -114,6 +114,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         value = getattr(arguments, name)
         if value is not None and name not in _TAKES[given[0]]:  # it would be without effect
             raise Refusal(f"--{name}", value, "none", "leave it out", f"{given[0]} has the seconds").error()
+    if given[0] == "--profile" and arguments.update is not None and len(arguments.update) > 1:
+        allowed = "one number next to a profile, for all stages"
+        raise Refusal("--update", arguments.update, allowed, "give the slowest one's").error()
     if arguments.replan:
         return _replan(arguments, config, ds_config, pipeline, given[0])
     if arguments.slow or arguments.freeze or arguments.every:
@@ -134,7 +137,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.output is not None:
         entitled(simulation.timeline, arguments.config, arguments.split).save(arguments.output)
     config, choice = settled(config, pipeline, ds_config)
-    lines = [choice.line] if choice.settings is not None else []
+    lines = [choice.line] if choice.settings is not None and choice.line else []
     if config.staleness is not None and config.staleness.synchronous_updates:
         lines.append(f"the {config.staleness.synchronous_updates} synchronous updates at the start are not simulated")
     return Answer(lambda: _numbers(simulation), lambda: "\n".join([_table(simulation), *lines]))
@@ -182,6 +185,8 @@ def _replan(
     settings = config.replan.model_copy(update={"every": arguments.every or config.replan.every or _EVERY})
     last = max((change.update for change in conditions.changes), default=0)
     batches = arguments.batches or last + _LOOKS * settings.every
+    if last >= batches:
+        raise Refusal("--batches", batches, f"more than {last}, where the last change comes", "give more").error()
     check_size(pipeline, Workload(2 * batches))
     chooses_ratio, update_s = config.recompute_ratio == "auto", _update_s(arguments)
     block, _ = settled(config, plan.pipeline, ds_config)

@@ -148,8 +148,8 @@ class MemoryModel:
             return StageMemory(
                 weights=(self._weights[stop] - self._weights[starts])[:, None],
                 versions=(load.versions - 1) * trained,
-                gradients=trained + np.minimum(0, beyond),
-                optimizer=_scaled(trained, optimizer.held + optimizer.sums),
+                gradients=trained + np.minimum(0, beyond) + _scaled(trained, optimizer.sums),
+                optimizer=_scaled(trained, optimizer.held),
                 activations=load.in_flight * stay + transit * swapped,
                 recompute=recomputed,
                 buffers=load.input_buffers * self._at_cut[starts][:, None] + load.output_buffers * output,

@@ -272,7 +272,10 @@ def test_check_refuses_what_training_would(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "c.json"
     content = {**CONFIG, "zero_optimization": {"stage": 3}, "vpipe": {}}
     path.write_text(json.dumps(content), encoding="utf-8")
-    assert "zero_optimization.stage" in refused(capsys, "check", str(path), "--stages", "2")
+    for command in (["check"], ["simulate", "--forward", "1"], ["plan"]):
+        assert "zero_optimization.stage" in refused(capsys, *command, str(path), "--stages", "2")
+    path.write_text(json.dumps({**CONFIG, "scheduler": "WarmupLR"}), encoding="utf-8")
+    assert 'scheduler: got "WarmupLR"; allowed: an object' in refused(capsys, "check", str(path), "--stages", "2")
     for params, message in (
         ({"total_num_steps": "100"}, 'scheduler.params.total_num_steps: got "100"; allowed: an int >= 1'),
         ({"total_num_steps": True}, "scheduler.params.total_num_steps: got true"),
@@ -470,6 +473,7 @@ def test_layers_move_on_paper_as_the_settings_let_them(
         (("--replan", "--slow", "1:0:3"), "argument --slow: got"),
         (("--replan", "--freeze", "8:3"), "--freeze: got 8; allowed: fewer than all 8 layers"),
         (("--replan", "--batches", "1000000"), "passes to look at"),
+        (("--replan", "--batches", "3", "--slow", "1:2:3"), "--batches: got 3; allowed: more than 3"),
     ],
 )
 def test_balance_on_paper_refuses_what_it_would_ignore(
@@ -500,7 +504,9 @@ def test_transfers_slow_a_simulation_down(config: str, profile: str, capsys: pyt
     assert slow["throughput"] < 0.95 / 6e-3  # 1 ms for every activation and gradient
 
 
-def test_simulate_refuses_costs_that_do_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_refuses_costs_that_do_not_fit(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "simulate", config, "--profile", profile, "--update", "0.5,0,0,0")
+    assert "--update: got [0.5, 0.0, 0.0, 0.0]; allowed: one number next to a profile" in line
     assert "--profile FILE, --recording FOLDER, --forward S" in refused(capsys, "simulate", config)
     assert "1 or 4 numbers" in refused(capsys, "simulate", config, "--forward", "1,2")
 
@@ -595,6 +601,10 @@ def test_plan_suggests_micro_batches(config: str, profile: str, capsys: pytest.C
 
 def test_plan_refuses_options_without_effect(config: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", config, "--profile", profile]
+    split = Path(config).with_name("split.json")
+    split.write_text(json.dumps({"partition": [5, 1, 1, 1]}), encoding="utf-8")
+    line = refused(capsys, *argv, "--split", str(split))
+    assert "another split is searched; allowed: the option with --current or --keep partition" in line
     for more in (["--current", "--hide-transfers"], ["--checkpoint", "never", "--keep", "recompute_ratio"]):
         assert "leave one of them out" in refused(capsys, *argv, *more)
     assert '--hide-transfers: got true; schedule "1f1b"' in refused(
@@ -691,6 +701,8 @@ def test_profile_names_what_it_cannot_import(capsys: pytest.CaptureFixture[str])
     assert "--micro-batch-size" in refused(capsys, "profile", "--model", "json:loads")
     line = refused(capsys, "profile", "--model", "time:sleep_not", "--micro-batch-size", "2")
     assert "sleep_not" in line
+    line = refused(capsys, "profile", "--model", "math:pi", "--micro-batch-size", "2")
+    assert "it is of type float" in line
 
 
 MODEL = """

@@ -6,6 +6,9 @@ import functools
 import itertools
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from ds_vpipe.commands.arguments import Answer
 from ds_vpipe.commands.forecast import _rows, _text, _Training
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.staleness import Staleness
+from ds_vpipe.planning.layer_profile import LayerProfile, ModelProfile
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.simulation.forecast import Pace, last_loss, updates_to
 
@@ -32,9 +36,10 @@ SCHEDULE = {"type": "WarmupDecayLR", "params": {"total_num_steps": 8, "warmup_nu
 MORE = {"gradient_clipping": 0.5, "scheduler": SCHEDULE}
 
 
-def training(micro_batch_size: int, end: int | None = None) -> dict[str, Any]:
+def training(micro_batch_size: int, end: int | None = None, alone: bool = False) -> dict[str, Any]:
     assert micro_batch_size == toy.MICRO_BATCH
-    return {"layers": toy.layer_specs(), "loss_fn": nn.CrossEntropyLoss(), "data": toy.data(end)}
+    data = (inputs for inputs, _ in toy.data()) if alone else toy.data(end)
+    return {"layers": toy.layer_specs(), "loss_fn": nn.CrossEntropyLoss(), "data": data}
 
 
 def mixed(micro_batch_size: int) -> dict[str, Any]:
@@ -135,6 +140,9 @@ def test_auto_depths_are_the_planners(config: Callable[..., str], capsys: pytest
         ({"gradient_clipping": "auto"}, [], 'gradient_clipping: got "auto"'),
         ({"optimizer": {"type": "SOAP", "params": {"lr": "auto"}}}, [], "optimizer.params: got"),
         ({"scheduler": {"type": "Cosine"}}, [], 'scheduler.type: got "Cosine"'),
+        ({"scheduler": "WarmupLR"}, [], 'scheduler: got "WarmupLR"; allowed: an object'),
+        ({"zero_optimization": {"stage": 3}}, [], "zero_optimization.stage: got 3"),
+        ({}, ["--set", "alone=true"], '"data": got "Tensor"; allowed: micro-batches (inputs, labels)'),
         ({}, ["--set", "end=3"], '"data": got 3; they ended; allowed: micro-batches without an end; let the function '),
         ({}, ["--set", "end=3"], "yield more, or give --updates 3"),
         ({}, ["--set", "end=0"], '"data": got 0; they ended'),
@@ -149,6 +157,28 @@ def test_refusals(
     error = capsys.readouterr().err
     assert wanted in error.splitlines()[-1]
     assert "Traceback" not in error
+
+
+def test_profiles_of_other_models_and_batches_are_refused(
+    config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer, path = LayerProfile("Layer", 1e-3, 2e-3, 8, 8, 8), tmp_path / "profile.json"
+    argv = ["forecast", config(), "--model", "test_forecast:training", "--updates", "1", "--profile", str(path)]
+    for layers, size, wanted in (
+        (10, 32, "it is of micro-batches of 32; allowed: a profile of micro-batches of 2"),
+        (7, 2, "it has 7 layers but the model has 10"),
+    ):
+        ModelProfile(layers * (layer,), 8, size, "some GPU", "float32", "measured").save(path)
+        assert main(argv) == 2
+        assert wanted in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_nothing_but_json_is_printed_for_scripts(config: Callable[..., str]) -> None:
+    """DeepSpeed logs to the standard output while it is imported."""
+    words = ["forecast", config(), "--model", "test_forecast:training", "--stages", "2", "--updates", "2", "--json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-m", "ds_vpipe", *words], env=environment, capture_output=True, text=True)
+    assert [row["stages"] for row in json.loads(done.stdout)] == [1, 2]
 
 
 def test_settings_of_other_batch_sizes_are_refused(

@@ -293,7 +293,7 @@ def test_bf16_gradients_that_are_added_in_fp32(params: dict[str, Any], update: F
     found = configured_optimizer_bytes(DeepSpeedJson(config), replicas=3)
     assert replace(found, temporary=Fraction(0)) == OptimizerBytes(Fraction(2), update, sums=Fraction(2))
     load, alone = StageLoad(1), replace(found, sums=Fraction(0))
-    of_sums = stage_memory(CHAIN, 0, 2, load, found).optimizer - stage_memory(CHAIN, 0, 2, load, alone).optimizer
+    of_sums = stage_memory(CHAIN, 0, 2, load, found).gradients - stage_memory(CHAIN, 0, 2, load, alone).gradients
     assert of_sums == 2 * sum(layer.parameter_bytes for layer in CHAIN.layers[:2])
 
 

@@ -106,9 +106,13 @@ class RunRecord:
         not hold what is to come of the move.
         """
         moves = [event for event in self.events if event["event"] in ("moved", "move_layer")]
+        later: set[str] = set()  # names of later checkpoints, which have replaced earlier ones
         for event in reversed(self.events):
+            if event["event"] != "saved" or event["folder"] != os.path.abspath(folder) or event["tag"] in later:
+                continue
             at = event["update"]
-            if event["event"] != "saved" or event["folder"] != os.path.abspath(folder) or at > latest:
+            later.add(event["tag"])
+            if at > latest:
                 continue
             moving = any(one["update"] <= at < one.get("until", math.inf) for one in moves)
             if not moving and Path(event["folder"], event["tag"]).is_dir():

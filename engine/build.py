@@ -185,8 +185,13 @@ def _refuse_layerwise_settings(model: PipelineModule, config: VPipeConfig, conse
 
 
 def _refuse_complex(model: PipelineModule, json: DeepSpeedJson, replicas: int, consensus: Consensus) -> None:
-    """Refuse complex parameters: flat buffers would train real parts alone, and gradients cannot be reduced."""
+    """Refuse complex parameters where they are not trained as such.
+
+    Flat buffers would hold their real parts alone, gradients cannot be reduced, and our optimizers know none.
+    """
+    real = (json.optimizer or "").lower() in ("lamb", "soap")
     for key, value, allowed in (
+        ("optimizer.type", json.optimizer, "AdamW" if real else json.optimizer),
         ("zero_optimization.stage", json.zero_stage or 0, 0),
         ("DeepSpeed JSON", f"training in {json.dtype}", "training in float32"),
         ("replicas", replicas, 1),

@@ -22,6 +22,8 @@ Members = Sequence[tuple[str, Sequence[int]]]
 
 Groups = Sequence[Members]  # the same for all groups of one optimizer
 
+_NUMBERS = ("step", "mu_product", "eta", "mu")  # tensors of torch's optimizers that are no entries per element
+
 PADDINGS = "param_alignment_paddings"  # key of the gaps after each parameter of a ZeRO group's vector, in elements
 
 
@@ -251,7 +253,7 @@ def _join(
     for key in dict.fromkeys(key for entry in entries for key in entry.state):
         values = [entry.state.get(key) for entry in entries]
         known = [value for value in values if value is not None]
-        if any(_is_spread(key, value, shape) for value, (_, shape) in zip(values, members, strict=True)):
+        if _is_spread(key, values, [tuple(shape) for _, shape in members]):
             state[key] = vector(values, torch.zeros(size, dtype=known[0].dtype, device=old.device))
         else:
             state[key] = _agreed(key, known, index, warn) if known else None
@@ -273,10 +275,11 @@ def _own(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _is_spread(key: str, value: Any, shape: Sequence[int]) -> bool:
-    """Whether a state has an entry per element. A scalar parameter's ``step`` has none."""
-    spread = isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape)
-    return spread and (value.dim() > 0 or key != "step")
+def _is_spread(key: str, values: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether a state has an entry per element, which those of scalar parameters do not tell."""
+    found = [(value, shape) for value, shape in zip(values, shapes, strict=True) if isinstance(value, torch.Tensor)]
+    larger = [tuple(value.shape) == shape for value, shape in found if shape]
+    return any(larger) if larger else bool(found) and key not in _NUMBERS
 
 
 def _agreed(key: str, values: Sequence[Any], index: int, warn: Callable[[str], None]) -> Any:

@@ -82,8 +82,9 @@ class NAdamStep:
         for state in states:
             state["step"] = torch.full_like(state["step"], step) if torch.is_tensor(state["step"]) else step
         beta1, beta2 = self._settings.betas
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        means, squares = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+        gradients = _real([parameter.grad for parameter in parameters if parameter.grad is not None])
+        means, squares = (_real([state[key] for state in states]) for key in ("exp_avg", "exp_avg_sq"))
+        parameters = _real(parameters)
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
@@ -126,3 +127,8 @@ class NAdamStep:
             product *= self._momentum(number)
         self._product = (step, product)
         return product
+
+
+def _real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, complex ones as pairs of real numbers, as torch's own Adam takes them."""
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

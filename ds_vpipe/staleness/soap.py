@@ -79,6 +79,8 @@ class SOAP(torch.optim.Optimizer):
         bases = {"shampoo_beta": shampoo_beta, "precondition_frequency": precondition_frequency}
         options = {**moments, "momentum_decay": momentum_decay, **bases, "max_precond_dim": max_precond_dim}
         super().__init__(params, options)
+        if any(parameter.is_complex() for group in self.param_groups for parameter in group["params"]):
+            raise ValueError("params: got complex ones, allowed are real ones; use torch.view_as_complex() of them")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:

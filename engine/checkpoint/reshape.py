@@ -43,7 +43,7 @@ def checked(engine: PipelineEngine, load_dir: str, tag: str | None, **options: A
     checkpoint = open_checkpoint(engine, checkpoint_folder(load_dir, tag))
     _check(engine, checkpoint)
     with_states = options["load_optimizer_states"] and not options["load_module_only"] and engine.optimizer is not None
-    if with_states and same_layout(engine, checkpoint):  # loaded by parameter, options stay those of this one
+    if with_states:
         _check_options(engine, checkpoint)
     return checkpoint
 

@@ -152,14 +152,19 @@ class Checkpoints:
         stage.feed.start_over()
         what = f"load_checkpoint({str(load_dir)!r})"
         latest = Path(load_dir, "latest_universal" if engine.load_universal_checkpoint() else "latest")
-        if not consensus.is_same(int(tag is not None or latest.is_file()), f"all ranks in {what}"):
-            raise VPipeError(
-                f"{what}: got a file {latest.name!r} on some machines only, allowed is one on each; copy it there"
-            )
         with consensus.all_or_none(what):
             _refuse_own_names(stage.module)
             if tag is None and latest.is_file():
                 tag = latest.read_text().strip()
+        tags = set(consensus.of_all(tag, f"all ranks in {what}"))
+        if len(tags) > 1 and None in tags:
+            raise VPipeError(
+                f"{what}: got a file {latest.name!r} on some machines only, allowed is one on each; copy it there"
+            )
+        if len(tags) > 1:
+            given = " and ".join(sorted(tags))
+            raise VPipeError(f"{what}: got {given} by rank, allowed is one checkpoint; give all ranks the same tag")
+        with consensus.all_or_none(what):
             if tag is not None and engine.local_rank == 0:
                 _recover(Path(load_dir, tag))
         if tag is not None:

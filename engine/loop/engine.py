@@ -159,6 +159,10 @@ class VPipeLoopEngine(VPipeEngine):
             self._stepped = False
             return
         self.rounds.order.expect("step()")
+        if lr_kwargs is not None and not self.pipeline.synchronous and self.pipeline.depths[0]:
+            why = "the update that is due is that of an earlier batch"
+            fix = "step a scheduler of your own, which initialize() does not know, with them"
+            raise Refusal("step(lr_kwargs)", lr_kwargs, "None in asp", fix, why).error()
         self.lr_kwargs = lr_kwargs
         with self.failures.aborting():
             self.rounds.run_step()

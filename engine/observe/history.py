@@ -170,6 +170,12 @@ class Replay(LossWatch):
             self._said["began"] = update - 1
         if update > self._to:
             raise VPipeError(f"training begins after update {update - 1}, which is not before update {self._to}")
+        begin = self._record.starts[0]["update"]
+        if update <= begin:
+            raise VPipeError(
+                f"training begins after update {update - 1}, but the record after update {begin}, with a checkpoint "
+                f"that is no part of it; name an update after a checkpoint that the recorded run has saved"
+            )
         line = self._record.difference(update, found := float(loss))
         if line is not None:
             self._said |= {"difference": (update, self._record.losses[update], found), "line": line}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_vpipe.checkpoints.optimizer_states import ParameterState, carry_scale, form_of, pack, unpack
+from ds_vpipe.checkpoints.optimizer_states import ParameterState, _is_spread, carry_scale, form_of, pack, unpack
 from ds_vpipe.errors import VPipeError
 
 SHAPES = {"0.weight": (3, 4), "0.bias": (3,), "1.scale": (), "2.weight": (2, 3, 1)}
@@ -166,6 +166,20 @@ def test_a_number_that_stages_disagree_about_is_the_largest(monkeypatch: Any) ->
     kept = pack(plain.state_dict(), states, members(both), warn=lines.append)["state"]
     assert [float(state["step"]) for state in kept.values()] == [3, 4]
     assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "shapes", "spread"),
+    [
+        ("mu_product", [torch.zeros(()), torch.zeros(())], [(), (3, 4)], False),
+        ("exp_avg", [torch.zeros(()), torch.zeros(3, 4)], [(), (3, 4)], True),
+        ("eta", [torch.zeros(())], [()], False),
+        ("exp_avg", [torch.zeros(())], [()], True),
+        ("step", [None, torch.zeros(())], [(3,), ()], False),
+    ],
+)
+def test_numbers_are_no_entries_of_scalar_parameters(key: str, values: Any, shapes: Any, spread: bool) -> None:
+    assert _is_spread(key, values, shapes) is spread
 
 
 def test_hyperparameters_follow_and_are_never_merged_in_silence(monkeypatch: Any) -> None:

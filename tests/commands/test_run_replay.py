@@ -18,6 +18,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,7 @@ from worlds import Worlds
 import ds_vpipe.run
 from ds_vpipe.__main__ import main
 from ds_vpipe.commands import replay
+from ds_vpipe.engine.observe.history import Replay
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.faults import Fault, first_fault, grown
 from ds_vpipe.run_record import RecordWriter, RunRecord, environment, first_jump, first_not_finite
@@ -340,8 +342,9 @@ def test_a_record_that_is_trained_anew_and_was_cut_off(tmp_path: Path) -> None:
     writer.event("start", 0, **start)
     for update in range(1, 8):
         writer.loss(update, update / 10)
-    for update in (2, 4, 6):
+    for update in range(2, 10):
         (tmp_path / "saved" / f"s{update}").mkdir(parents=True)
+    for update in (2, 4, 6):
         writer.event("saved", update, folder=str(tmp_path / "saved"), tag=f"s{update}")
         writer.event("emptied", update)
     with (tmp_path / "losses.bin").open("ab") as losses, (tmp_path / "events.jsonl").open("ab") as events:
@@ -351,10 +354,10 @@ def test_a_record_that_is_trained_anew_and_was_cut_off(tmp_path: Path) -> None:
     writer.event("start", 4, **start | {"command": ["second"]})
     writer.loss(5, 0.75)
     writer.event("moved", 5, move=(3, 1, 0, 14), until=7)
-    writer.event("saved", 5, folder=str(tmp_path / "saved"), tag="s2")
+    writer.event("saved", 5, folder=str(tmp_path / "saved"), tag="s5")
     writer.event("move_layer", 7, until=9)
     for update in (6, 7, 8, 9):
-        writer.event("saved", update, folder=str(tmp_path / "saved"), tag="s6")
+        writer.event("saved", update, folder=str(tmp_path / "saved"), tag=f"s{update}")
     record = RunRecord.read(tmp_path)
     assert list(record.losses) == [1, 2, 3, 4, 5]
     assert record.losses[5] == 0.75
@@ -362,7 +365,7 @@ def test_a_record_that_is_trained_anew_and_was_cut_off(tmp_path: Path) -> None:
     assert [record.start_of(update)["command"] for update in (4, 5)] == [["first"], ["second"]]
     # Those of updates 5 to 8 were saved while a layer was on its way, or was to go.
     names = [record.checkpoint(latest, str(tmp_path / "saved")) for latest in (1, 2, 3, 4, 5, 8, 9)]
-    assert names == [None, "s2", "s2", "s4", "s4", "s4", "s6"]
+    assert names == [None, "s2", "s2", "s4", "s4", "s4", "s9"]
     shutil.rmtree(tmp_path / "saved" / "s4")
     assert record.checkpoint(5, str(tmp_path / "saved")) == "s2"
     assert record.checkpoint(5, str(tmp_path)) is None
@@ -379,6 +382,24 @@ def test_no_checkpoint_is_taken_after_a_move_that_does_not_say_where_it_ends(tmp
         writer.event("moved", update + 1, move=(3, 1, 0, 14))
     record = RunRecord.read(tmp_path)
     assert [record.checkpoint(latest, str(tmp_path)) for latest in (2, 6)] == ["s2", "s2"]
+
+
+def test_a_name_is_that_of_the_last_checkpoint(tmp_path: Path) -> None:
+    writer = RecordWriter(str(tmp_path))
+    writer.event("start", 0)
+    writer.loss(1, 2.5)
+    for update, name in ((2, "best"), (4, "last"), (6, "last")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        writer.event("saved", update, folder=str(tmp_path), tag=name)
+    record = RunRecord.read(tmp_path)
+    assert [record.checkpoint(latest, str(tmp_path)) for latest in (1, 5, 6)] == [None, "best", "last"]
+
+
+def test_a_replay_that_begins_before_the_record_is_refused() -> None:
+    """The run began with a checkpoint of training that was not recorded, which is not found again."""
+    found = SimpleNamespace(_said={"began": None}, _to=9, _record=RunRecord(({"update": 4},), (), {}))
+    with pytest.raises(VPipeError, match="begins after update 0, but the record after update 4, with a checkpoint"):
+        Replay._loss(found, 1, torch.tensor(2.5))  # type: ignore[arg-type]
 
 
 def test_a_loss_that_differs_after_a_load_in_mid_run(tmp_path: Path) -> None:

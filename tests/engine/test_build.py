@@ -48,7 +48,7 @@ def with_complex_parameters(runs: list[tuple[int, dict[str, Any]]]) -> list[str]
 
     lines = []
     for stages, extra in runs:
-        ds_config = cases.config(1, {"type": "AdamW", "params": {"lr": 0.1}}, {"partition": "uniform"}, **extra)
+        ds_config = cases.config(1, {"type": "AdamW", "params": {"lr": 0.1}}, {"partition": "uniform"}) | extra
         try:
             engine = cases.engine(ds_config, stages, specs=lambda: [*toy.layer_specs(), LayerSpec(Turns)])
             engine.destroy()
@@ -66,12 +66,14 @@ def test_complex_parameters_are_refused_where_their_real_parts_alone_would_be_tr
         (2, {"bf16": {"enabled": True}}),
         (2, {"fp16": {"enabled": True}}),
         (1, {}),
+        (2, {"optimizer": {"type": "SOAP", "params": {"lr": 0.1}}}),
     ]
     starts = [
         "zero_optimization.stage: got 1; allowed: 0 for a model",
         'DeepSpeed JSON: got "training in bfloat16"; allowed: training in float32 for a model',
         'DeepSpeed JSON: got "training in float16"; allowed: training in float32 for a model',
         "replicas: got 2; allowed: 1 for a model",
+        'optimizer.type: got "SOAP"; allowed: AdamW for a model',
     ]
     for lines in worlds.run(2, with_complex_parameters, [*runs, (2, {})]):
         assert lines.pop() == ""

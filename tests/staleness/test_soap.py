@@ -193,3 +193,8 @@ def test_without_gradient_nothing_changes() -> None:
 def test_numbers_out_of_range(options: Any, name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{re.escape(name)}: got "):
         SOAP(start(), **options)
+
+
+def test_complex_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^params: got complex ones, allowed are real ones"):
+        SOAP([torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))])

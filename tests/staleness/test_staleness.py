@@ -128,6 +128,21 @@ def test_nadam_is_torchs(decay: float, momentum_decay: float) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_nadam_of_complex_weights_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(30, 4, dtype=torch.complex64, generator=generator)
+    mine, its = (torch.nn.Parameter(values[0].clone()) for _ in range(2))
+    step = NAdamStep(torch.optim.AdamW([mine], lr=0.01, weight_decay=0.1), NAdam())
+    torchs = torch.optim.NAdam(
+        [its], lr=0.01, betas=(0.99, 0.999), weight_decay=0.1, momentum_decay=0.004, decoupled_weight_decay=True
+    )
+    for value in values:
+        mine.grad, its.grad = value.clone(), value.clone()
+        step()
+        torchs.step()
+    torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+
+
 def test_nadam_around_lamb_mixes_before_the_trust_ratio() -> None:
     """LAMB's update has the length lr times the weight's norm, and NAdam's direction with decay."""
     gradients = random_gradients(5)

@@ -187,6 +187,7 @@ def refused_loads(directory: str) -> dict[str, str]:
             change(next(Path(directory, name).glob(pattern)))
         torch.distributed.barrier()
         lines[name] = line_of(engine.load_checkpoint, directory, tag=name)
+    lines["two tags"] = line_of(engine.load_checkpoint, directory, tag=("good", "layer")[engine.global_rank])
     lines["custom_load_fn"] = line_of(engine.load_checkpoint, directory, tag="good", custom_load_fn=dict)
     lines["training"] = line_of(engine.train_batch, toy.data(start=2))
     engine.destroy()
@@ -208,7 +209,8 @@ def test_refused_loads_change_nothing(worlds: Worlds, tmp_path: Path) -> None:
         for name, (_, _, text) in SPOILT.items():
             assert text in lines[name], name
         assert lines["custom_load_fn"].startswith("load_checkpoint(custom_load_fn): got ")
-        assert "got states of an optimizer without dampening, allowed are" in lines["another optimizer"]
-        assert lines["another optimizer and split"] == ""  # by parameter, options stay those of the new one
+        assert "got good and layer by rank, allowed is one checkpoint; give all ranks the same tag" in lines["two tags"]
+        for name in ("another optimizer", "another optimizer and split"):
+            assert "got states of an optimizer without dampening, allowed are" in lines[name]
         assert lines["training"] == ""
         assert not any("\n" in line for line in lines.values())

@@ -102,8 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's log goes to where it finds the output
             answer: Answer = arguments.run(arguments)
-            text = json.dumps(_finite(answer.data()), allow_nan=False) if arguments.json else answer.text()
-        print(text)
+        print(json.dumps(_finite(answer.data()), allow_nan=False) if arguments.json else answer.text())
         return answer.status
     except VPipeError as error:
         print(f"ds_vpipe: {error}", file=sys.stderr)

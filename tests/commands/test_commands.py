@@ -202,6 +202,17 @@ def test_show_draws_recordings(recording: str, capsys: pytest.CaptureFixture[str
     assert printed(capsys, "show", *files, "--unit", "1") == by_folder
 
 
+def test_lines_are_cut_for_the_terminal_that_they_go_to(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv, long = ("show", "--stages", "2", "--micro-batches", "40"), {}
+    for name in ("stdout", "stderr"):
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(sys, name), "isatty", lambda: True)
+            long[name] = max(map(len, printed(capsys, *argv).splitlines())) > 100
+    assert long == {"stdout": False, "stderr": True}
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -23,11 +23,9 @@ from ds_vpipe.commands.arguments import (
     replicas_of,
     with_planned_depths,
 )
-from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.lr_policies import lr_policy
 from ds_vpipe.schedules.check import check_programs, typical_workload
-from ds_vpipe.schedules.one_f_one_b import update_delays
 from ds_vpipe.schedules.program import Workload, programs
 from ds_vpipe.staleness.automatic import settled
 
@@ -45,9 +43,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         config.check_sizes(pipeline.num_stages)
     if own or config.stage_to_depth_map == "auto":
         pipeline = with_planned_depths(arguments, config, ds_config, pipeline)
-    delays = update_delays(pipeline.depths, pipeline.micro_batches, pipeline.vertical)
     config, choice = settled(config, pipeline, ds_config)
-    refuse_delays(config.staleness, delays)
     workload = typical_workload(pipeline) if arguments.batches is None else Workload(arguments.batches)
     check_size(pipeline, workload)
     actions = programs(pipeline, workload)

@@ -95,6 +95,8 @@ def run(arguments: argparse.Namespace) -> Answer:
             )
             for stages in arguments.stages
         ]
+        for pipeline, _ in paces:
+            settled(one.config, pipeline, one.json)  # what it refuses, before the trainings
         losses = _train(arguments, one, one.config, None, updates, budget)
         updates = len(losses)
         found.append(_Training(one.name, 1, losses))
@@ -140,6 +142,7 @@ class _Settings:
         if size is None or size < 1:
             raise Refusal(MICRO, json.get(MICRO), "a whole number >= 1", f"write it in {path}").error()
         refuse_unsupported(json, config, json.stages or 2)  # what is for several stages is for any number
+        json.refuse_batch_sizes(json.replicas, 1)
         config = config.model_copy(update={"partition": None, "swap_ratio": 0.0, "recompute_ratio": 0.0})
         return cls(Path(path).name, json, config, size, json.micro_batches(1), Devices.of(config, json))
 

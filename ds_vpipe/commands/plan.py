@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> Answer:
                 raise Refusal("--host-bandwidth", None, "bytes per second, with --swap", remedy).error()
         chosen = replace(bare, partition=counts, recompute_ratio=ratios, swap_ratio=swap)
         found = plan(profile, chosen, devices, hide_transfers=hide)
+    _, choice = settled(config, found.pipeline, ds_config)
     if arguments.output is not None:
         found.save_split(arguments.output)
     if found.depths:
@@ -93,7 +94,6 @@ def run(arguments: argparse.Namespace) -> Answer:
     if every:
         kept = ", ".join(show_bytes(size) for size in _kept_bytes(found, profile, every))
         lines.append(f"recovery, a state every {every} updates: at most {kept} of host memory, a number for each stage")
-    _, choice = settled(config, found.pipeline, ds_config)
     if choice.settings is not None and choice.line:
         lines.append(choice.line)
     return Answer(

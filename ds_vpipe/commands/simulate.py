@@ -134,9 +134,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     workload = workload_from(arguments, pipeline, _BEYOND)
     later = _after_moves(workload.moves, pipeline, profile, devices, _update_s(arguments)) if profile else []
     simulation = simulate(pipeline, costs, workload, later)
+    config, choice = settled(config, pipeline, ds_config)
     if arguments.output is not None:
         entitled(simulation.timeline, arguments.config, arguments.split).save(arguments.output)
-    config, choice = settled(config, pipeline, ds_config)
     lines = [choice.line] if choice.settings is not None and choice.line else []
     if config.staleness is not None and config.staleness.synchronous_updates:
         lines.append(f"the {config.staleness.synchronous_updates} synchronous updates at the start are not simulated")

@@ -12,7 +12,7 @@ from pydantic import GetJsonSchemaHandler, SerializerFunctionWrapHandler, field_
 from pydantic_core import CoreSchema
 
 from ds_vpipe.config.keys import Settings, is_number, key, refuse
-from ds_vpipe.errors import Refusal
+from ds_vpipe.errors import Refusal, VPipeConfigError
 
 
 class NAdam(Settings):
@@ -131,6 +131,14 @@ class Off(Staleness):
 
 WORDS: dict[object, Staleness] = {"auto": Auto(), "off": Off()}
 """Values of the key ``"staleness"`` that are no objects."""
+
+
+def without_moments(optimizer: str) -> VPipeConfigError:
+    """Refusal of NAdam next to an optimizer of this type."""
+    return VPipeConfigError(
+        f"vpipe.staleness.nadam: got an optimizer of type {optimizer}, allowed are Adam, AdamW and LAMB, whose moments "
+        f"it needs; remove the key or change the optimizer"
+    )
 
 
 def refuse_delays(settings: Staleness | None, delays: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
-from ds_vpipe.config.staleness import Auto, Staleness
+from ds_vpipe.config.staleness import Auto, Staleness, refuse_delays, without_moments
 from ds_vpipe.schedules.one_f_one_b import update_delays
 from ds_vpipe.schedules.pipeline import Pipeline, WeightSync
 
@@ -26,6 +26,7 @@ OF_SCRIPT = "an optimizer of the script's own"
 
 _NADAM = {"nadam": True}
 _ADAM, _SOAP = ("adam", "adamw"), ("soap",)  # DeepSpeed's Adam decays weights as AdamW does
+_WITH_MOMENTS = (*_ADAM, "lamb", "muadam", "muadamw")  # for NAdam, of DeepSpeed's names
 
 
 class Choice(NamedTuple):
@@ -158,6 +159,9 @@ def settled(
         ds_config: the JSON around the block.
         own_optimizer: type of the one that the script brings, if any, or :data:`OF_SCRIPT`; it counts, not the JSON's.
         updates: of this run, where it is shorter than the one that the JSON is for.
+
+    Raises:
+        VPipeConfigError: the settings do not work with the pipeline's delays or the JSON's optimizer.
     """
     depths = (0,) * pipeline.num_stages if pipeline.synchronous else pipeline.depths
     total = max(0, ds_config.whole("scheduler.params.total_num_steps") or 0)
@@ -166,6 +170,11 @@ def settled(
     choice = choose_staleness(
         config.staleness, depths, pipeline.micro_batches, pipeline.weight_sync, optimizer, total or None
     )
+    refuse_delays(choice.settings, update_delays(depths, pipeline.micro_batches, pipeline.vertical))
+    corrects = choice.settings is not None and choice.settings.nadam is not None
+    named = None if own_optimizer else ds_config.optimizer
+    if corrects and named is not None and named.lower() not in _WITH_MOMENTS:
+        raise without_moments(named)
     return config.model_copy(update={"staleness": choice.settings}), choice
 
 

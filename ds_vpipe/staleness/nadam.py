@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ds_vpipe.config.staleness import NAdam
+from ds_vpipe.config.staleness import NAdam, without_moments
 from ds_vpipe.errors import VPipeConfigError
 
 _ADAM = {"lr", "betas", "eps", "weight_decay"}
@@ -46,10 +46,7 @@ class NAdamStep:
         is_lamb = keys >= _TRUST_RATIO
         known = _ADAM | _ADAM_FORMS | _IMPLEMENTATIONS | ({"max_grad_norm", *_TRUST_RATIO} if is_lamb else set())
         if not keys >= _ADAM or not keys & {"amsgrad", "bias_correction"} or keys - known:
-            raise VPipeConfigError(
-                f"vpipe.staleness.nadam: got an optimizer of type {type(optimizer).__name__}, allowed are Adam, AdamW "
-                f"and LAMB, whose moments it needs; remove the key or change the optimizer"
-            )
+            raise without_moments(type(optimizer).__name__)
         for key, allowed in (("bias_correction", True), ("amsgrad", False), ("maximize", False), ("max_grad_norm", 0)):
             given = [
                 group[key] for group in optimizer.param_groups if bool(group.get(key, allowed)) is not bool(allowed)

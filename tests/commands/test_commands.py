@@ -298,6 +298,9 @@ def test_check_refuses_what_training_would(tmp_path: Path, capsys: pytest.Captur
     late = {"gradient_accumulation_steps": 1, "vpipe": {"staleness": {"error_feedback": True}}}
     path.write_text(json.dumps(late), encoding="utf-8")
     assert "stage 0 is 2 updates behind" in refused(capsys, "check", str(path), "--stages", "3")
+    nadam = {**CONFIG, "optimizer": {"type": "SGD"}, "vpipe": {"staleness": {"nadam": True}}}
+    path.write_text(json.dumps(nadam), encoding="utf-8")
+    assert "nadam: got an optimizer of type SGD, allowed" in refused(capsys, "check", str(path), "--stages", "2")
     for block, message in (
         ({"partition": "profile", "profile": "gone.json"}, 'profile: got "gone.json"; the file cannot be read'),
         ({"memory_budget": [1, 2]}, "vpipe.memory_budget: got [1, 2]; it has 2 entries"),
@@ -358,13 +361,15 @@ def test_stages_of_a_plain_module_are_read(tmp_path: Path, capsys: pytest.Captur
 def test_depths_are_those_that_training_plans(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "auto.json"
     vpipe = {"partition": [4, 4], "stage_to_depth_map": "auto", "profile": profile, "link_bandwidth": 1e8}
-    vpipe["staleness"] = {"error_feedback": True}  # for one update
     content = {**CONFIG, "gradient_accumulation_steps": 1, "vpipe": vpipe}
     path.write_text(json.dumps(content), encoding="utf-8")
-    assert "stage 0 is 2 updates behind" in refused(capsys, "check", str(path))
     assert printed(capsys, "show", str(path)).splitlines()[1].startswith("stage 0 |F0 F1 F2 ")
     assert printed(capsys, "show", str(path), "--depth", "1,0").splitlines()[1].startswith("stage 0 |F0 F1 . ")
     assert printed_json(capsys, "simulate", str(path), "--forward", "1")["in_flight"] == [3, 1]
+    vpipe["staleness"] = {"error_feedback": True}  # for one update
+    path.write_text(json.dumps(content), encoding="utf-8")
+    for command in (["check"], ["simulate", "--forward", "1"], ["plan"]):
+        assert "stage 0 is 2 updates behind" in refused(capsys, *command, str(path))
     path.write_text(json.dumps({**content, "vpipe": {**vpipe, "profile": "gone.json"}}), encoding="utf-8")
     for command in ("check", "show"):
         assert 'profile: got "gone.json"; the file cannot be read' in refused(capsys, command, str(path))

@@ -142,6 +142,7 @@ def test_auto_depths_are_the_planners(config: Callable[..., str], capsys: pytest
         ({"scheduler": {"type": "Cosine"}}, [], 'scheduler.type: got "Cosine"'),
         ({"scheduler": "WarmupLR"}, [], 'scheduler: got "WarmupLR"; allowed: an object'),
         ({"zero_optimization": {"stage": 3}}, [], "zero_optimization.stage: got 3"),
+        ({"train_batch_size": 100001}, [], "train_batch_size: got 100001"),
         ({}, ["--set", "alone=true"], '"data": got "Tensor"; allowed: micro-batches (inputs, labels)'),
         ({}, ["--set", "end=3"], '"data": got 3; they ended; allowed: micro-batches without an end; let the function '),
         ({}, ["--set", "end=3"], "yield more, or give --updates 3"),

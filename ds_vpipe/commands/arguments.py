@@ -31,6 +31,7 @@ _MOST_PASSES = 2_000_000  # some tens of seconds
 _MOST_PARTS = 100_000
 _MOST = 1e9
 _BARE = {"partition": None, "recompute_ratio": 0.0, "swap_ratio": 0.0, "memory_budget": None}
+_OF_PLANS = ("stages", "micro_batches", "replicas", "schedule", "virtual_stages", "depth", "split", "batches", "move")
 _OBJECTS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16")
 
 
@@ -147,6 +148,9 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     Raises:
         VPipeConfigError: a size is not known, or the values are wrong or do not fit together.
     """
+    if path is None and arguments.micro_batches is None:
+        allowed = "a DeepSpeed JSON, or --stages K with --micro-batches M"
+        raise Refusal("input", None, allowed, "give one of the two").error()
     ds_config = DeepSpeedJson({} if path is None else read_file(path))
     refuse_shapes(ds_config)
     block = ds_config.block
@@ -350,10 +354,8 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
         VPipeConfigError: a file is none of the kinds allowed, or nothing is named.
     """
     if not arguments.paths:
-        if arguments.stages is None or arguments.micro_batches is None:
-            allowed = "a path, or --stages K with --micro-batches M"
-            raise Refusal("input", None, allowed, "name what to draw").error()
         return [_planned(arguments, None)]
+    ignored = [name for name in _OF_PLANS if getattr(arguments, name)]
     timelines: list[Timeline] = []
     recordings: list[Recording] = []
     place = 0  # of the first file of a single rank
@@ -365,12 +367,20 @@ def timelines_from(arguments: argparse.Namespace) -> list[Timeline]:
         if content.keys() >= {"layers", "micro_batch_size"}:
             allowed, remedy = "a DeepSpeed JSON, a timeline, or a recording", "give it to simulate with --profile"
             raise Refusal("input", path, allowed, remedy, "it is a profile of layers").error()
-        timeline = Timeline.from_json(content) if content.get("format") == FORMAT else _planned(arguments, path)
+        if content.get("format") != FORMAT:
+            timelines.append(_planned(arguments, path))
+            ignored.clear()
+            continue
+        timeline = Timeline.from_json(content, f"{path}: timeline")
         if isinstance(timeline, Recording):
             place = place if recordings else len(timelines)
             recordings.append(timeline)
         else:
             timelines.append(timeline)
+    for name in ignored:
+        option, why = f"--{name.replace('_', '-')}", "timelines are drawn as they are"
+        allowed = "the option with a DeepSpeed JSON"
+        raise Refusal(option, getattr(arguments, name), allowed, "leave it out", why).error()
     if recordings:
         timelines.insert(place, merge(recordings, arguments.replica))
     return timelines

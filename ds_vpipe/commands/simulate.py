@@ -57,6 +57,7 @@ from ds_vpipe.timelines.merge import merge, read_recordings
 
 # Sources of costs, and the options with further seconds that each of them takes.
 _TAKES = {"--profile": ["update"], "--recording": [], "--forward": ["backward", "send", "update"]}
+_FOR_PLANS = ["bandwidth", "host_bandwidth", "memory", "latency"]
 _BEYOND = 10  # batches after the pipeline is full
 _EVERY = 50  # updates between two looks, where the JSON has none
 _LOOKS = 4  # after the last change
@@ -110,10 +111,12 @@ def run(arguments: argparse.Namespace) -> Answer:
         remedy = "give one of them; profile makes a profile, vpipe.timeline a recording"
         allowed = "one of --profile FILE, --recording FOLDER, --forward S"
         raise Refusal("costs", " and ".join(given) or None, allowed, remedy).error()
-    for name in _TAKES["--forward"]:
+    plans = given[0] == "--profile" or config.stage_to_depth_map == "auto"
+    for name in [*_TAKES["--forward"], *_FOR_PLANS]:
         value = getattr(arguments, name)
-        if value is not None and name not in _TAKES[given[0]]:  # it would be without effect
-            raise Refusal(f"--{name}", value, "none", "leave it out", f"{given[0]} has the seconds").error()
+        if value and name not in _TAKES[given[0]] + _FOR_PLANS * plans:  # it would be without effect
+            option = f"--{name.replace('_', '-')}"
+            raise Refusal(option, value, "none", "leave it out", f"{given[0]} has the seconds").error()
     if given[0] == "--profile" and arguments.update is not None and len(arguments.update) > 1:
         allowed = "one number next to a profile, for all stages"
         raise Refusal("--update", arguments.update, allowed, "give the slowest one's").error()

@@ -128,17 +128,17 @@ class Timeline:
         return {"format": FORMAT, "version": _VERSION, **values, "spans": [_row(span) for span in self.spans]}
 
     @staticmethod
-    def from_json(content: Mapping[str, Any]) -> Timeline:
-        """The inverse of :meth:`to_json`. A :class:`Recording` if ``content`` is of one rank.
+    def from_json(content: Mapping[str, Any], name: str = "timeline") -> Timeline:
+        """The inverse of :meth:`to_json`. A :class:`Recording` if ``content``, called ``name``, is of one rank.
 
         Raises:
             VPipeConfigError: ``content`` is not a timeline. One line names the first fault.
         """
         if content.get("format") != FORMAT:
             allowed = f'an object with "format": "{FORMAT}"'
-            raise Refusal("timeline.format", content.get("format"), allowed, _MAKE_ANEW).error()
+            raise Refusal(f"{name}.format", content.get("format"), allowed, _MAKE_ANEW).error()
         if content.get("version") != _VERSION:
-            raise Refusal("timeline.version", content.get("version"), str(_VERSION), _MAKE_ANEW).error()
+            raise Refusal(f"{name}.version", content.get("version"), str(_VERSION), _MAKE_ANEW).error()
         of = Recording if "rank" in content else Timeline
         values = {entry.name: content[entry.name] for entry in fields(of) if entry.name in content}
         parse = cache(Action.parse)  # ranks share most texts
@@ -147,30 +147,30 @@ class Timeline:
             values["memory"] = tuple(MemorySample(*row) for row in values.get("memory", ()))
             values["losses"] = tuple((int(batch), float(loss)) for batch, loss in values.get("losses", ()))
             values["staleness"] = tuple((float(mean), int(most)) for mean, most in values.get("staleness", ()))
-            for name, kind in _types(of).items():
-                if name in values:
-                    kind.validate_python(values[name], strict=True)
+            for field_name, kind in _types(of).items():
+                if field_name in values:
+                    kind.validate_python(values[field_name], strict=True)
             timeline = of(**values)
-            timeline.check()
+            timeline.check(name)
         except VPipeConfigError:
             raise
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            key = ".".join(["timeline", name, *map(str, first["loc"])])
+            key = ".".join([name, field_name, *map(str, first["loc"])])
             raise Refusal(key, first["input"], first["msg"], _MAKE_ANEW).error() from None
         except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
             wrong = f"{type(error).__name__}: {error}"
-            raise Refusal("timeline", wrong, f"what {__name__} describes", _MAKE_ANEW).error() from None
+            raise Refusal(name, wrong, f"what {__name__} describes", _MAKE_ANEW).error() from None
         return timeline
 
-    def check(self) -> None:
+    def check(self, name: str = "timeline") -> None:
         """Refuse a rank, time, action, source or number of bytes outside its range.
 
         Raises:
             VPipeConfigError: there is one.
         """
         for key, value, allowed in self._faults():
-            raise Refusal(f"timeline.{key}", value, allowed, "correct it").error()
+            raise Refusal(f"{name}.{key}", value, allowed, "correct it").error()
 
     def _faults(self) -> Iterator[tuple[str, object, str]]:
         if self.source not in _SOURCES:
@@ -199,9 +199,8 @@ class Timeline:
         Raises:
             VPipeConfigError: the file cannot be read or is not a timeline.
         """
-        return Timeline.from_json(
-            read_json(path, "timeline", "a JSON file of a timeline", f"correct it, or {_MAKE_ANEW}")
-        )
+        content = read_json(path, "timeline", "a JSON file of a timeline", f"correct it, or {_MAKE_ANEW}")
+        return Timeline.from_json(content, f"{path}: timeline")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ds_vpipe.schedules.check import ScheduleFault
 from ds_vpipe.schedules.counts import kept_states
 from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.tables import show_bytes
-from ds_vpipe.timelines.timeline import Recording, Timeline
+from ds_vpipe.timelines.timeline import FORMAT, Recording, Timeline
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
 MB = 1_000_000
@@ -200,6 +200,11 @@ def test_show_draws_recordings(recording: str, capsys: pytest.CaptureFixture[str
     assert by_folder.splitlines()[1] == "stage 0 |F0 .  .  .  .  B0 -- -- S0 |"
     files = sorted(str(path) for path in Path(recording).iterdir())
     assert printed(capsys, "show", *files, "--unit", "1") == by_folder
+    line = refused(capsys, "show", *files, "--virtual-stages", "2")
+    assert "--virtual-stages: got 2; timelines are drawn as they are; allowed: the option with a DeepSpeed JSON" in line
+    Path(files[1]).write_text(json.dumps({"format": FORMAT, "version": 99}), encoding="utf-8")
+    for paths in (files, [recording]):
+        assert f"{files[1]}: timeline.version: got 99; allowed" in refused(capsys, "show", *paths)
 
 
 def test_lines_are_cut_for_the_terminal_that_they_go_to(
@@ -217,8 +222,8 @@ def test_lines_are_cut_for_the_terminal_that_they_go_to(
     ("argv", "message"),
     [
         (["nowhere.json"], "No such file"),
-        ([], "name what to draw"),
-        (["--stages", "4"], "name what to draw"),
+        ([], "input: got null; allowed: a DeepSpeed JSON, or --stages K with --micro-batches M"),
+        (["--stages", "4"], "input: got null"),
         (["--stages", "4", "--micro-batches", "0"], "argument --micro-batches: got"),
         (["--stages", "4", "--micro-batches", "2", "--depth", "1,2,0,0"], "depth_map: got [1, 2, 0, 0]"),
         (["--stages", "4", "--micro-batches", "2", "-o", "x.gif"], "--output: got"),
@@ -525,6 +530,9 @@ def test_simulate_refuses_costs_that_do_not_fit(config: str, profile: str, capsy
     assert "--update: got [0.5, 0.0, 0.0, 0.0]; allowed: one number next to a profile" in line
     assert "--profile FILE, --recording FOLDER, --forward S" in refused(capsys, "simulate", config)
     assert "1 or 4 numbers" in refused(capsys, "simulate", config, "--forward", "1,2")
+    for name, value in (("--bandwidth", "1KB"), ("--host-bandwidth", "1KB"), ("--memory", "1KB"), ("--latency", "5")):
+        assert f"{name}: got " in refused(capsys, "simulate", config, "--forward", "1", name, value)
+    assert "input: got null" in refused(capsys, "simulate", "--stages", "4", "--forward", "1")
 
 
 def test_a_profile_of_another_training_is_refused(

@@ -76,7 +76,8 @@ class RunRecord:
         for event in filter(None, map(_event, lines)):
             if event["event"] in ("start", "loaded"):
                 starts = [one for one in starts if one["update"] <= event["update"]]
-                events = [one for one in events if one["update"] <= event["update"]]
+                later = {_name(one) for one in events if one["update"] > event["update"]} - {None}  # may be there still
+                events = [one for one in events if one["update"] <= event["update"] and _name(one) not in later]
             (starts if event["event"] == "start" else events).append(event)
         losses: dict[int, float] = {}
         for update, loss in _ROW.iter_unpack(rows[: len(rows) // _ROW.size * _ROW.size]):
@@ -133,6 +134,11 @@ class RunRecord:
             loaded = f"it loaded the checkpoint of update {max(loads)} in mid-run"
             line += f", or the data since {loaded}, which a replay does not do"
         return line
+
+
+def _name(event: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Folder and name of a checkpoint that was saved; None of other events."""
+    return (event["folder"], event["tag"]) if event["event"] == "saved" else None
 
 
 class RecordWriter:

@@ -174,7 +174,8 @@ def read_pipeline(arguments: argparse.Namespace, path: str | None) -> tuple[VPip
     if parts > _MOST_PARTS:
         name = "number of stages, virtual ones counted"
         raise Refusal(name, parts, f"at most {_MOST_PARTS}", "give fewer --stages or --virtual-stages").error()
-    refuse_unsupported(ds_config, config, ds_config.stages or num_stages)  # --stages is for what would be
+    if ds_config.block is not None:
+        refuse_unsupported(ds_config, config, ds_config.stages or num_stages)  # --stages is for what would be
     replicas = replicas_of(arguments, ds_config)
     if arguments.micro_batches is None:
         ranks = replicas * num_stages

@@ -26,7 +26,7 @@ OF_SCRIPT = "an optimizer of the script's own"
 
 _NADAM = {"nadam": True}
 _ADAM, _SOAP = ("adam", "adamw"), ("soap",)  # DeepSpeed's Adam decays weights as AdamW does
-_WITH_MOMENTS = (*_ADAM, "lamb", "muadam", "muadamw")  # for NAdam, of DeepSpeed's names
+_WITH_MOMENTS = (*_ADAM, "lamb", "fusedadam", "muadam", "muadamw")  # for NAdam, of DeepSpeed's names
 
 
 class Choice(NamedTuple):

@@ -30,6 +30,13 @@ OWN_KEYS = frozenset((
 """Keys of an engine's own entries in an ``mp_rank`` file. Others are the script's ``client_state``."""
 
 
+_FORMS = frozenset((
+    "amsgrad", "bias_correction", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused",
+    "maximize",
+))  # fmt: skip
+"""Options of one implementation or another of the same optimizer."""
+
+
 def checked(engine: PipelineEngine, load_dir: str, tag: str | None, **options: Any) -> PipelineCheckpoint | None:
     """The checkpoint that :func:`load` is to load, so far as this rank can tell without loading anything.
 
@@ -181,10 +188,12 @@ def _check_options(engine: PipelineEngine, checkpoint: PipelineCheckpoint) -> No
     saved = checkpoint.optimizer(min(engine.stage_id, len(checkpoint.stages) - 1))
     if not saved or not isinstance(optimizer, torch.optim.Optimizer):
         return
-    needed = optimizer.defaults.keys() & optimizer.param_groups[0].keys()
+    # By parameter, states of one algorithm are those of its other implementations.
+    forms = frozenset() if same_layout(engine, checkpoint) else _FORMS
+    needed = (optimizer.defaults.keys() & optimizer.param_groups[0].keys()) - forms
     for group in form_of(saved[0]).inner(saved[0])["param_groups"]:
         lost = sorted(needed - group.keys())
-        others = {key for key in group.keys() - optimizer.param_groups[0].keys() if not key.endswith("_lr")}
+        others = {key for key in group.keys() - optimizer.param_groups[0].keys() - forms if not key.endswith("_lr")}
         if lost and others:  # else one of an older version, or with a scheduler
             raise VPipeError(
                 f"checkpoint {str(checkpoint.folder)!r}: got states of an optimizer without {lost[0]}, allowed are "

@@ -155,14 +155,15 @@ class VPipeLoopEngine(VPipeEngine):
             PipelinePeerError: another stage failed, is lost, or did not answer in time.
         """
         self.failures.refuse_closed("step()")
+        late = not self.pipeline.synchronous and self.pipeline.depths[0] > 0
+        if lr_kwargs and late and self.lr_scheduler is not None:
+            why = "the update that is due is that of an earlier batch"
+            fix = "step a scheduler of your own, which initialize() does not know, with them"
+            raise Refusal("step(lr_kwargs)", lr_kwargs, "None in asp", fix, why).error()
         if self._stepped:
             self._stepped = False
             return
         self.rounds.order.expect("step()")
-        if lr_kwargs is not None and not self.pipeline.synchronous and self.pipeline.depths[0]:
-            why = "the update that is due is that of an earlier batch"
-            fix = "step a scheduler of your own, which initialize() does not know, with them"
-            raise Refusal("step(lr_kwargs)", lr_kwargs, "None in asp", fix, why).error()
         self.lr_kwargs = lr_kwargs
         with self.failures.aborting():
             self.rounds.run_step()

@@ -105,8 +105,8 @@ class Rounds:
         engine, stage = self._engine, self._stage
         self._refuse_other_gradients()
         ends_batch = self.ends_batch
-        if ends_batch and engine.optimizer is not None:
-            self._rates.queue(engine.optimizer.param_groups, engine.lr_scheduler is not None)
+        if ends_batch and engine.lr_scheduler is None and engine.optimizer is not None:
+            self._rates.queue(engine.optimizer.param_groups)
         self._carry_out("step", self._round.step)
         if ends_batch:
             engine.global_steps += 1

@@ -2,19 +2,18 @@
 
 A script that has no scheduler in the engine writes into ``optimizer.param_groups`` or steps a scheduler of its own
 where a batch ends for it. The stage's update of that batch comes up to W_s rounds later, when the script has gone
-on. So what the groups hold where a batch is handed in goes with the batch. Next to a scheduler in the engine, which has
-the other options, that is the weight decay.
+on. So what the groups hold where a batch is handed in goes with the batch.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-_SCHEDULED, _NOT_BY_ENGINE = ("lr", "momentum", "betas", "weight_decay"), ("weight_decay",)
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
 
 class ScriptRates:
@@ -23,9 +22,9 @@ class ScriptRates:
     def __init__(self) -> None:
         self._waiting: deque[list[dict[str, Any]]] = deque()
 
-    def queue(self, groups: list[dict[str, Any]], engine_schedules: bool) -> None:
+    def queue(self, groups: list[dict[str, Any]]) -> None:
         """A batch ends for the script."""
-        self._waiting.append(_options(groups, _NOT_BY_ENGINE if engine_schedules else _SCHEDULED))
+        self._waiting.append(_options(groups))
 
     @contextmanager
     def of_next_update(self, groups: list[dict[str, Any]]) -> Iterator[None]:
@@ -35,14 +34,13 @@ class ScriptRates:
             return
         taken = self._waiting.popleft()
         groups = groups[: len(taken)]  # what the script has added since has no gradients of that batch
-        keys = set().union(*taken)
-        given, values = [dict(group) for group in groups], _options(groups, keys)
+        given, values = [dict(group) for group in groups], _options(groups)
         _set(groups, taken)
         try:
             yield
         finally:
             for group, before in zip(groups, given, strict=True):
-                group.update({key: before[key] for key in keys if key in before})
+                group.update({key: before[key] for key in _SCHEDULED if key in before})
             _set(groups, values)
 
     def forget(self) -> None:
@@ -50,9 +48,11 @@ class ScriptRates:
         self._waiting.clear()
 
 
-def _options(groups: list[dict[str, Any]], keys: Collection[str]) -> list[dict[str, Any]]:
+def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the groups hold now: schedulers write into rates that are tensors."""
-    return [{key: tree_map_only(Tensor, Tensor.clone, group[key]) for key in keys if key in group} for group in groups]
+    return [
+        {key: tree_map_only(Tensor, Tensor.clone, group[key]) for key in _SCHEDULED if key in group} for group in groups
+    ]
 
 
 def _set(groups: list[dict[str, Any]], options: list[dict[str, Any]]) -> None:

@@ -393,6 +393,8 @@ def test_a_name_is_that_of_the_last_checkpoint(tmp_path: Path) -> None:
         writer.event("saved", update, folder=str(tmp_path), tag=name)
     record = RunRecord.read(tmp_path)
     assert [record.checkpoint(latest, str(tmp_path)) for latest in (1, 5, 6)] == [None, "best", "last"]
+    writer.event("start", 5)  # anew, where "last" holds update 6 of what has been dropped
+    assert RunRecord.read(tmp_path).checkpoint(4, str(tmp_path)) == "best"
 
 
 def test_a_replay_that_begins_before_the_record_is_refused() -> None:

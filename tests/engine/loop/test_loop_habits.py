@@ -110,8 +110,7 @@ def trained(ds_config: dict[str, Any], habit: str = "") -> dict[str, Any]:
         if habit == "rates" and ends_batch:
             for group in engine.optimizer.param_groups:
                 group["lr"] = rate(engine.global_steps)
-                group["weight_decay"] = 0.1 * engine.global_steps
-        engine.step(lr_kwargs={"epoch": 1} if habit == "lr_kwargs" else None)
+        engine.step()
         if ends_batch and habit == "zero_grad":
             model.zero_grad()
             engine.module.zero_grad(set_to_none=True)
@@ -135,7 +134,7 @@ def rate(update: int) -> float:
     return 0.2 - 0.03 * update
 
 
-def scheduled(ds_config: dict[str, Any]) -> dict[str, Any]:
+def scheduled(ds_config: dict[str, Any], lr_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
     """The rates of a scheduler that the engine steps."""
 
     def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
@@ -145,9 +144,7 @@ def scheduled(ds_config: dict[str, Any]) -> dict[str, Any]:
     for number in range(ROUNDS):
         loss = engine(*batch(number))
         engine.backward(loss)
-        if engine.is_gradient_accumulation_boundary():
-            engine.optimizer.param_groups[0]["weight_decay"] = 0.1 * engine.global_steps
-        engine.step()
+        engine.step(lr_kwargs)
     engine.drain()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -185,6 +182,15 @@ def test_rates_that_the_script_sets_are_the_batches(worlds: Worlds, micro_batche
 
 
 @pytest.mark.mp
+def test_arguments_of_a_scheduler_would_be_those_of_another_batch(worlds: Worlds) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        worlds.run(STAGES, scheduled, config(), {"epoch": 1})
+    assert len(failed.value.errors) == STAGES
+    for text in failed.value.errors.values():
+        assert 'step(lr_kwargs): got {"epoch": 1}; the update that is due is that of an earlier batch' in text
+
+
+@pytest.mark.mp
 @pytest.mark.parametrize(
     ("habit", "line"),
     [
@@ -193,7 +199,6 @@ def test_rates_that_the_script_sets_are_the_batches(worlds: Worlds, micro_batche
             'step(): got gradients that were changed after backward(), .* "gradient_clipping" in the DeepSpeed JSON',
         ),
         ("decay", "backward(loss): got a loss with terms made of parameters, .* or use weight_decay"),
-        ("lr_kwargs", 'step(lr_kwargs): got {"epoch": 1}; .* step a scheduler of your own'),
     ],
 )
 def test_what_one_stage_cannot_do_alone_is_refused(worlds: Worlds, habit: str, line: str) -> None:
@@ -433,7 +438,7 @@ def test_rates_wait_for_their_batch() -> None:
     rates, groups = ScriptRates(), [{"lr": 1.0, "params": []}]
     for value in (1.0, 2.0):
         groups[0]["lr"] = value
-        rates.queue(groups, False)
+        rates.queue(groups)
     groups[0]["lr"] = 3.0
     seen = []
     for _ in range(3):
@@ -441,25 +446,15 @@ def test_rates_wait_for_their_batch() -> None:
             seen.append(groups[0]["lr"])
     assert seen == [1.0, 2.0, 3.0]
     assert math.isclose(groups[0]["lr"], 3.0)
-    rates.queue(groups, False)
+    rates.queue(groups)
     rates.forget()
     groups[0]["lr"] = 4.0
     with rates.of_next_update(groups):
         assert groups[0]["lr"] == 4.0
-    rates.queue(groups, False)
+    rates.queue(groups)
     groups.append({"lr": 5.0, "params": []})  # of layers that have been frozen so far
     with rates.of_next_update(groups):
         assert [group["lr"] for group in groups] == [4.0, 5.0]
-
-
-def test_weight_decay_goes_with_its_batch_next_to_a_scheduler_in_the_engine() -> None:
-    rates, groups = ScriptRates(), [{"lr": 1.0, "weight_decay": 0.1, "params": []}]
-    rates.queue(groups, True)
-    groups[0] |= {"lr": 2.0, "weight_decay": 0.2}
-    with rates.of_next_update(groups):
-        assert (groups[0]["lr"], groups[0]["weight_decay"]) == (2.0, 0.1)
-        groups[0]["lr"] = 3.0  # the scheduler
-    assert (groups[0]["lr"], groups[0]["weight_decay"]) == (3.0, 0.2)
 
 
 def test_rates_in_tensors_wait_for_their_batch() -> None:
@@ -471,7 +466,7 @@ def test_rates_in_tensors_wait_for_their_batch() -> None:
     group["betas"] = (beta, 0.9)
     optimizer.step()
     for _ in range(3):
-        rates.queue([group], False)
+        rates.queue([group])
         scheduler.step()
         beta.mul_(0.5)
     for _ in range(4):

@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-STEPS=16 KILL_AFTER=8
+STEPS=24 KILL_AFTER=8
 NODES=("vpipe$$-0" "vpipe$$-1") ADDRESSES=(10.77.0.1 10.77.0.2)
 LIMIT=900 # seconds that any of the runs may take
 

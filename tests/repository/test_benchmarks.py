@@ -116,7 +116,7 @@ TEXT = "\n\n".join(
 
 
 ALL = """
-import os, runpy, sys
+import os, runpy, sys, traceback
 bench, *folders = sys.argv[1:]
 sys.path[0] = bench
 for folder in folders:
@@ -127,8 +127,9 @@ for folder in folders:
     print(f"=== {name}", flush=True)
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        assert not end.code, end.code
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            traceback.print_exc(file=sys.stdout)
 """
 """Benchmarks one after the other in one process: to import everything takes longer than most of them."""
 
@@ -154,6 +155,7 @@ def small_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize("script", SMALL)
 def test_a_small_run(script: str, small_runs: dict[str, tuple[str, Path]]) -> None:
     printed, folder = small_runs[script]
+    assert "Traceback" not in printed, printed
     for line in SMALL[script][1]:
         assert re.search(line, printed), printed
     assert {path.name for path in folder.iterdir()} <= {"text.txt", "out"}, "nothing else is left behind"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Pause of a run of which a rank is killed, with states in host memory and with checkpoints.
 
-``python scripts/bench/restarts.py`` trains three stages of emulated layers under ``ds_vpipe.run --restarts`` and kills
+``python scripts/bench/restarts.py`` trains stages of emulated layers under ``ds_vpipe.run --restarts`` and kills
 one rank after another. Printed are medians of the seconds from a kill until training is further than it was: with
 ``recovery``, whose next ranks have imported everything before, and with a checkpoint every 20 updates, from whose last
 the run goes on in new processes; and the memory of such a next rank.
@@ -21,11 +21,11 @@ from pathlib import Path
 
 from common import markdown, parser_of
 
-STAGES, STAGE_MS, SAVE_EVERY = 3, 20.0, 20
+STAGE_MS, SAVE_EVERY = 20.0, 20
 LIMIT_S = 180.0  # of every wait
 
 
-def train(folder: Path, recovers: bool) -> None:
+def train(folder: Path, stages: int, recovers: bool) -> None:
     """A rank, which leaves its process and the time of every update in the folder."""
     import deepspeed
     import torch
@@ -33,8 +33,8 @@ def train(folder: Path, recovers: bool) -> None:
     from deepspeed.pipe import LayerSpec
 
     deepspeed.init_distributed("gloo")
-    layers = [LayerSpec(Emulated, STAGE_MS) for _ in range(STAGES)]
-    engine = engine_for(layers, STAGES, ds_config(1, {"recovery": {"every": int(recovers)}, "staleness": "off"}))
+    layers = [LayerSpec(Emulated, STAGE_MS) for _ in range(stages)]
+    engine = engine_for(layers, stages, ds_config(1, {"recovery": {"every": int(recovers)}, "staleness": "off"}))
     if not (recovers and engine.recover()) and (folder / "latest").exists():
         engine.load_checkpoint(str(folder))
     (folder / f"process {engine.global_rank}").write_text(str(os.getpid()))
@@ -63,9 +63,10 @@ def pauses(recovers: bool, options: argparse.Namespace) -> tuple[list[float], li
     draw, found, again = random.Random(0), list[float](), list[int]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = {**os.environ, "WORLD_SIZE": str(STAGES), "MASTER_ADDR": "127.0.0.1"}
-        environment |= {"LOCAL_SIZE": str(STAGES), "MASTER_PORT": str(port)}
-        words = ["--restarts", str(options.kills), __file__, "--rank-of", name, *["--recovers"] * recovers]
+        environment = {**os.environ, "WORLD_SIZE": str(options.stages), "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"LOCAL_SIZE": str(options.stages), "MASTER_PORT": str(port)}
+        words = ["--restarts", str(options.kills), __file__, "--stages", str(options.stages), "--rank-of", name]
+        words += ["--recovers"] * recovers
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "ds_vpipe.run", *words],
@@ -73,7 +74,7 @@ def pauses(recovers: bool, options: argparse.Namespace) -> tuple[list[float], li
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
-            for rank in range(STAGES)
+            for rank in range(options.stages)
         ]
         try:
             last, end = 0, 0.0
@@ -91,7 +92,7 @@ def pauses(recovers: bool, options: argparse.Namespace) -> tuple[list[float], li
                     again.append(last - done[0][0] + 1)
                 if attempt < options.kills:
                     time.sleep(options.seconds)
-                    process, end = int((folder / f"process {draw.randrange(STAGES)}").read_text()), time.time()
+                    process, end = int((folder / f"process {draw.randrange(options.stages)}").read_text()), time.time()
                     os.kill(process, signal.SIGKILL)
                     time.sleep(0.2)  # in which the others come to their end
                     last = updates(folder, attempt)[-1][0]
@@ -115,7 +116,7 @@ def main() -> None:
     """Measure both and print a table."""
     options = parse()
     if options.rank_of is not None:
-        return train(options.rank_of, options.recovers)
+        return train(options.rank_of, options.stages, options.recovers)
     rows = []
     for name, recovers in (("states in host memory", True), (f"a checkpoint every {SAVE_EVERY} updates", False)):
         found, again = pauses(recovers, options)
@@ -128,6 +129,7 @@ def main() -> None:
 
 
 parser = parser_of(__doc__)
+parser.add_argument("--stages", type=int, default=3)
 parser.add_argument("--kills", type=int, default=7)
 parser.add_argument("--seconds", type=float, default=15.0, help="of training before each kill")
 parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)

@@ -59,17 +59,13 @@ class Event:
 
 FEW = (
     # the name of a run, kind, rank, phase, how far in it, and True with --restarts
-    ("moves", "kill", 0, "start", 0.9),
     ("moves", "kill", 2, "update", 0.5),
-    ("moves", "kill", 1, "move", 0.6),
     ("moves", "stop", 0, "move", 0.5),
     ("moves", "full", 2, "save", 0.1),
     ("moves", "flip", 0, "load", 0),
     ("replicas", "kill", 3, "save", 0.61),
-    ("replicas", "kill", 3, "load", 0.5),
     ("replicas", "hang", 2, "evaluation", 0.2),
     ("moves", "raise", 2, "train", 0.5, True),
-    ("replicas", "kill", 0, "update", 0.6, True),
     ("recovery", "kill", 1, "train", 0.7, True),
 )
 """Those that are part of the tests."""

@@ -179,7 +179,7 @@ def final_bounds(stages: int, given: list[tuple[int, Move]]) -> list[int]:
     return [sum(partition[:stage]) for stage in range(stages + 1)]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_moves_with_stashing_against_the_replay(worlds: Worlds, stages: int, micro_batches: int) -> None:
     runs, wanted, pipelines = [], [], []
@@ -211,7 +211,7 @@ def test_moves_with_stashing_against_the_replay(worlds: Worlds, stages: int, mic
             assert difference(report["whole"], found) == 0
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_moves_with_adamw(worlds: Worlds, stages: int, micro_batches: int) -> None:
     pipeline = Pipeline("asp", stages, micro_batches)
@@ -227,7 +227,7 @@ def test_moves_with_adamw(worlds: Worlds, stages: int, micro_batches: int) -> No
     print(f"AdamW, K={stages} M={micro_batches}, {len(given)} moves: off by {off:.1e}, each early by {seen:.1e}")
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_with_one_version_everywhere_moves_change_nothing(worlds: Worlds, stages: int, micro_batches: int) -> None:
     runs, most = [], 0

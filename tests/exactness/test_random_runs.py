@@ -32,7 +32,7 @@ from ds_vpipe.schedules.pipeline import Pipeline
 
 pytestmark = pytest.mark.mp
 
-RUNS = int(os.environ.get("DS_VPIPE_RANDOM_RUNS", "36"))
+RUNS = int(os.environ.get("DS_VPIPE_RANDOM_RUNS", "24"))
 FIRST = int(os.environ.get("DS_VPIPE_RANDOM_FIRST", "0"))
 AT_ONCE = 12
 """Runs in one world."""

@@ -74,9 +74,9 @@ def test_gpt2_trains_saves_and_goes_on_from_its_folder(tmp_path: Path) -> None:
     sizes = ["--config_overrides", "n_layer=2,n_embd=32,vocab_size=300"]
     losses = []
     again = ["--model_name_or_path", str(tmp_path / "one")]
-    for steps, before, after, start in ((50, sizes, "one", launch), (2, again, "two", launch_in_a_world)):
+    for steps, before, after in ((50, sizes, "one"), (2, again, "two")):
         line = [*common, *before, "--max_steps", str(steps), "--output_dir", str(tmp_path / after)]
-        said = start("models/gpt2/train.py", line)
+        said = launch_in_a_world("models/gpt2/train.py", line)
         (found,) = re.findall(rf"after {steps} updates: validation loss ([\d.]+) nats", said)
         losses.append(float(found))
         assert GPT2LMHeadModel.from_pretrained(tmp_path / after).config.n_layer == 2

@@ -63,7 +63,7 @@ SMALL = {
         [r"\| none \| [\d.]+ \| 1.00 \|", r"\| 1 \| [\d.]+ \| [\d.]+ \|"],
     ),
     "restarts.py": (
-        "--kills 1 --seconds 1",
+        "--stages 2 --kills 1 --seconds 1",
         [
             r"a spare: \d+ MB of host memory, \d+ its own",
             r"\| states in host memory \| 1 \| [\d.]+ \|.* \| \d+ \|",

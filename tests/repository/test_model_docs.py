@@ -26,7 +26,6 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
-from worlds import free_port
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w*)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -46,12 +45,14 @@ def commands(page: str) -> list[str]:
 
 
 def run(command: str, folder: Path) -> str:
+    """What a command prints. The launcher is left out, which other tests run, such as test_run.py."""
+    program, *words = shlex.split(command)
+    if program == "deepspeed":
+        return launched(folder, words, DS_VPIPE_CACHE=str(folder / "cache"))
     tools = Path(sys.executable).parent
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     environment |= {"PYTHONPATH": str(ROOT), "DS_VPIPE_CACHE": str(folder / "cache")}
-    if command.startswith("deepspeed "):
-        command = command.replace("deepspeed ", f"deepspeed --master_port {free_port()} ", 1)
     with subprocess.Popen(
         command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
@@ -63,14 +64,6 @@ def run(command: str, folder: Path) -> str:
             raise
     assert started.returncode == 0, out[-3000:] + err[-3000:]
     return out
-
-
-def run_without_launcher(command: str, folder: Path) -> str:
-    """As :func:`run`, for scripts that others run by the launcher, such as test_gpt2.py."""
-    launcher, *words = shlex.split(command)
-    if launcher != "deepspeed":
-        return run(command, folder)
-    return launched(folder, words, DS_VPIPE_CACHE=str(folder / "cache"))
 
 
 @pytest.mark.mp
@@ -114,9 +107,9 @@ def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
     _, others = blocks("hugging_face.md")
     train, tune = others["bash"].splitlines()
-    assert re.search(r"after 20 updates: validation loss [\d.]+ nats", run_without_launcher(train, tmp_path))
+    assert re.search(r"after 20 updates: validation loss [\d.]+ nats", run(train, tmp_path))
     assert GPT2LMHeadModel.from_pretrained(tmp_path / "tuned-gpt2").config.n_layer == 4
-    assert re.search(r"accuracy: [\d.]+ of 400 lines of 4 packages", run_without_launcher(tune, tmp_path))
+    assert re.search(r"accuracy: [\d.]+ of 400 lines of 4 packages", run(tune, tmp_path))
     assert BertForSequenceClassification.from_pretrained(tmp_path / "tuned-bert").config.num_labels == 4
 
     monkeypatch.chdir(tmp_path)
@@ -135,7 +128,7 @@ def test_fine_tuning(tmp_path: Path) -> None:
     for line, name in ((train, "base"), (adapt, "adapter")):
         assert line.endswith(f"00 --output_dir runs/{name}")
         fewer = re.sub(r"--max_steps \d+", "--max_steps 4", line)
-        assert re.search(r"after 4 updates: validation loss [\d.]+ nats", run_without_launcher(fewer, tmp_path))
+        assert re.search(r"after 4 updates: validation loss [\d.]+ nats", run(fewer, tmp_path))
     base = GPT2LMHeadModel.from_pretrained(tmp_path / "runs/base")
     adapted = PeftModel.from_pretrained(base, tmp_path / "runs/adapter")
     trained = {name: value for name, value in adapted.state_dict().items() if "lora_B" in name}
@@ -156,10 +149,7 @@ def test_bert(tmp_path: Path) -> None:
         "python",
         "deepspeed",
     ]
-    started = [run] * 3 + [run_without_launcher] * 4
-    _, _, prepared, first, resumed, again, second = [
-        start(line, tmp_path) for start, line in zip(started, written, strict=True)
-    ]
+    _, _, prepared, first, resumed, again, second = [run(line, tmp_path) for line in written]
     for text, updates in ((first, 20), (resumed, 10), (second, 4)):
         assert f"Finished {updates} updates" in text
     assert "Resumed after update 20" in resumed

@@ -25,6 +25,7 @@ from ds_vpipe.schedules.pipeline import Pipeline
 from ds_vpipe.tables import show_bytes
 
 _ROUNDS = 4  # of finding depths for a split and a split for depths
+_ENDLESS = 10**6  # micro-batches that a stage is ahead of the next one, for which no transfer is waited for
 _WORTH = 0.999  # deeper stages must be faster than this part of what they replace
 
 
@@ -107,19 +108,20 @@ def plan(profile: ModelProfile, pipeline: Pipeline, devices: Devices, *, hide_tr
     best = _plan_for(profile, pipeline, devices)
     if not hide_transfers or pipeline.schedule != "asp":
         return best
+    splits, notes = [_plan_for(profile, pipeline, devices, waits=False), best], best.notes
     for _ in range(_ROUNDS):
-        depths = hiding_depths([s.compute_s for s in best.stages], [s.transfer_s for s in best.stages[:-1]])
-        if depths == best.depths:
+        if not splits:
             break
+        stages = splits.pop(0).stages
+        depths = hiding_depths([s.compute_s for s in stages], [s.transfer_s for s in stages[:-1]])
         try:
             other = _plan_for(profile, replace(pipeline, depth_map=depths), devices)
         except VPipeConfigError as error:
-            note = f"depths {list(depths)} would hide all transfers but do not fit: {error}"
-            return replace(best, notes=(*best.notes, note))
-        if other.pace_s >= best.pace_s * _WORTH:
-            break
-        best = other
-    return best
+            notes = (*best.notes, f"depths {list(depths)} would hide all transfers but do not fit: {error}")
+            continue
+        if other.pace_s < best.pace_s * _WORTH:
+            best, splits, notes = other, [other], other.notes
+    return replace(best, notes=notes)
 
 
 def predict(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan:
@@ -163,8 +165,8 @@ def predict(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan
     return _timed(pipeline, stages)
 
 
-def _plan_for(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Plan:
-    """The fastest split for known depths.
+def _plan_for(profile: ModelProfile, pipeline: Pipeline, devices: Devices, *, waits: bool = True) -> Plan:
+    """The fastest split for known depths; without ``waits`` that of any depths, in the memory of these.
 
     Stages that are slower than a known split cannot be part of a faster one, so only short stages are looked at first.
     """
@@ -173,10 +175,11 @@ def _plan_for(profile: ModelProfile, pipeline: Pipeline, devices: Devices) -> Pl
     candidates, layers = Candidates(profile, pipeline, devices), profile.layers
     total = float(candidates.passes[-1])
     trips = np.array([0.0, *(devices.link.round_trip(layer.boundary_bytes) for layer in layers)])
+    deepest = tuple(_ENDLESS * part for part in reversed(range(pipeline.num_parts)))
     longest = 2 * max(total / pipeline.num_parts, max(layer.forward_s + layer.backward_s for layer in layers))
     while True:
         table = candidates.table(longest)
-        costs = SplitCosts(table.seconds, trips, _depths_that_count(pipeline))
+        costs = SplitCosts(table.seconds, trips, _depths_that_count(pipeline) if waits else deepest)
         counts = fastest_split(costs)
         if counts is not None and (longest >= total or costs.pace_of(counts) <= longest):
             break

@@ -301,6 +301,20 @@ def test_depths_that_hide_transfers(round_trip: float, depths: tuple[int, ...], 
     assert waiting.pace_s == 3 + 0.75 * round_trip  # three round trips for four micro-batches in flight
 
 
+@given(st.lists(layers(), min_size=3, max_size=6), st.sampled_from([2, 3]), st.sampled_from([1, 8, 40]))
+def test_depths_are_those_of_the_fastest_split(found: list[LayerProfile], stages: int, bandwidth: int) -> None:
+    """No split with depths of its own is faster, where all fit."""
+    profile, pipeline, devices = model(*found), Pipeline("asp", stages, 1), Devices(link=Link(0, bandwidth))
+    hiding = plan(profile, replace(pipeline, swap_ratio=(0.0,) * stages), devices, hide_transfers=True)
+    deepest = tuple(100 * stage for stage in reversed(range(stages)))
+    best = min(
+        predict(profile, replace(pipeline, partition=counts, depth_map=deepest), devices).pace_s
+        for counts in product(range(1, len(found)), repeat=stages)
+        if sum(counts) == len(found)
+    )
+    assert hiding.pace_s <= best / 0.999
+
+
 def test_depths_that_do_not_fit_are_named() -> None:
     profile = model(*[layer(out=10)] * 4, input_bytes=10)
     found = plan(profile, asp(4, 4), Devices(100, link=Link(0.75)), hide_transfers=True)

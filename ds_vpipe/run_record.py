@@ -214,8 +214,18 @@ def machine(device: str) -> dict[str, Any]:
         "device": device,
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        **(_gpu() if device == "cuda" else {}),
         "python": platform.python_version(),
         **{package: package_version(package) for package in PACKAGES},
+    }
+
+
+def _gpu() -> dict[str, Any]:
+    return {
+        "GPU": torch.cuda.get_device_name(),
+        "CUDA": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version(),
+        "TF32": torch.backends.cuda.matmul.allow_tf32,
     }
 
 

@@ -23,7 +23,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
 
 from ds_vpipe.checkpoints.stage_layout import PLACEHOLDER
-from ds_vpipe.engine.updates.optimizers import OWN_OPTIMIZERS, Lamb, as_spelled, own_optimizer
+from ds_vpipe.engine.updates.optimizers import OWN_OPTIMIZERS, as_spelled, own_optimizer
 from ds_vpipe.engine.updates.parameter_groups import listed, trainable
 from ds_vpipe.errors import Refusal, VPipeConfigError, VPipeError
 from ds_vpipe.staleness.soap import SOAP
@@ -259,8 +259,10 @@ class PatchedPipelineEngine(PipelineEngine):
         # counts in Adam's bias correction. The state makes itself at the first real update.
         with overridden(optimizer, "step", lambda *args, **kwargs: None):
             wrapped = super()._configure_fp16_optimizer(optimizer, low_precision_dtype)
-        if isinstance(optimizer, Lamb):
-            wrapped.fused_lamb_legacy = False  # which needs a kernel of its own
+        if hasattr(wrapped, "fused_lamb_legacy"):
+            # That hands gradients to the kernel of DeepSpeed's LAMB: it takes none in bf16, and whatever else looks at
+            # the weights' gradients before an update, such as NAdam's direction, would find none.
+            wrapped.fused_lamb_legacy = False
         return wrapped
 
 

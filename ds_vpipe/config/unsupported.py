@@ -58,6 +58,9 @@ def _zero(json: DeepSpeedJson, block: VPipeConfig) -> Iterator[Row]:
     by_norms = block.gradient_clipping_scope == "delayed_global" and not json.on(f"{zero}.compute_grad_norm", True)
     why = 'vpipe.gradient_clipping_scope is "delayed_global", which clips by norms'
     yield f"{zero}.compute_grad_norm", by_norms, "true", why, "remove the key"
+    path, waits = f"{zero}.overlap_comm", block.link == "nccl" and json.zero_stage == 1
+    why, fix = "DeepSpeed waits for all of the device then, and sends wait for other stages", "remove the key"
+    yield path, waits and json.on(path), 'false next to vpipe.link "nccl"', why, fix
     why = "DeepSpeed's optimizer writes checkpoints with it that it cannot load"
     fix = "remove the key; checkpoints load with other numbers of replicas without it"
     yield f"{zero}.elastic_checkpoint", json.on(f"{zero}.elastic_checkpoint"), "false", why, fix
@@ -148,6 +151,19 @@ def _pipeline(json: DeepSpeedJson, block: VPipeConfig, num_stages: int) -> Itera
     planned = block.leaves_to_planner and not (virtual or recomputes or block.swaps)
     why, fix = "the planner does not know what it computes again", "write 0 here and use vpipe.recompute_ratio"
     yield path, interval and planned, "0 where vpipe leaves something to the planner", why, fix
+    # What engine.repartition() refuses too, and a script's settings besides.
+    moves, by_zero = several and block.replan.every > 0, json.zero_stage == 1
+    why = "next to vpipe.replan layers move, which such stages cannot give away"
+    alone = interval and moves and not (virtual or recomputes or block.swaps or planned)
+    yield path, alone, "0 next to replan", why, "write 0 here and use vpipe.recompute_ratio"
+    path, fix = "torch_autocast.enabled", "use bf16 in its place, or remove vpipe.replan"
+    yield path, moves and by_zero and json.is_set(path), "false next to replan and ZeRO-1", why, fix
+    adagrad, fix = (json.optimizer or "").lower() == "adagrad", "use stage 0, or remove vpipe.replan"
+    path = "zero_optimization.stage"
+    yield path, moves and by_zero and adagrad, '0 next to replan and optimizer.type "Adagrad"', why, fix
+    path = "zero_optimization.offload_optimizer.device"
+    offloads, fix = _offloads(json, "offload_optimizer"), "remove one of the two"
+    yield path, moves and offloads and block.sync_mode == "bsp", '"none" next to replan', why, fix
     path = "checkpoint.writer.decoupled"
     yield path, json.on(path), "false", _RENAMED, "write false or remove checkpoint.writer"
     path = "datastates_ckpt"

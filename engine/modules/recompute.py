@@ -333,14 +333,15 @@ def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
     """Norm of the difference as a part of the norm. 0 if the order of sums on the device may be the reason."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return math.inf
-    if torch.equal(first.nan_to_num(), second.nan_to_num()):
+    if not torch.equal(*(value.masked_fill(value.isfinite(), 0).nan_to_num(1.0) for value in (first, second))):
+        return math.inf  # no order of sums makes an infinity of a number
+    before, again = (value.nan_to_num(0.0, 0.0, 0.0) for value in (first, second))
+    if torch.equal(before, again):
         return 0.0
     if not first.is_floating_point():
         return math.inf
-    part = float((first.double() - second.double()).norm() / first.double().norm())
+    part = float((before.double() - again.double()).norm() / before.double().norm())
     tolerated = 0.0 if first.device.type == "cpu" else max(4 * torch.finfo(first.dtype).eps, 1e-4)
-    if math.isnan(part):
-        return 0.0 if tolerated else math.inf
     return 0.0 if part <= tolerated else part
 
 

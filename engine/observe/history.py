@@ -24,7 +24,7 @@ from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.executor import Watcher
 from ds_vpipe.engine.observe.layer_watch import FaultWatch, NormWatch
 from ds_vpipe.engine.stage import Stage
-from ds_vpipe.errors import Refusal, VPipeError
+from ds_vpipe.errors import Refusal, VPipeError, one_line
 from ds_vpipe.run_record import RecordWriter, RunRecord, differences, environment, machine
 from ds_vpipe.schedules.actions import Action, Kind
 from ds_vpipe.schedules.moves import Move
@@ -115,7 +115,12 @@ class Recorder(LossWatch):
         unread, self._unread = self._unread, []
         if unread:
             updates, losses = zip(*unread, strict=True)
-            for update, loss in zip(updates, torch.stack(losses).tolist(), strict=True):
+            try:
+                values = torch.stack(losses).tolist()
+            except RuntimeError as error:  # of a device that has failed, which every further call says again
+                self._give_up(error)
+                return
+            for update, loss in zip(updates, values, strict=True):
                 self._write("loss", update, loss=loss)
 
     def _begin(self, update: int) -> None:
@@ -133,9 +138,10 @@ class Recorder(LossWatch):
         except OSError as error:
             self._give_up(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: Exception) -> None:
         self._writer = None
-        logger.warning(f"ds_vpipe: vpipe.record {self._folder!r} cannot be written, the run is not recorded: {error}")
+        why = one_line(error)
+        logger.warning(f"ds_vpipe: vpipe.record {self._folder!r} cannot be written, the run is not recorded: {why}")
 
 
 class Replay(LossWatch):

@@ -72,12 +72,13 @@ class Observation:
             groups = [] if engine.optimizer is None else engine.optimizer.param_groups
             weights = [*engine.module.parameters(), *(weight for group in groups for weight in group["params"])]
             self._memory = PeakMemory(engine.device, weights)
-        self._pauses = PauseWatch() if stage.sets_back and stage.is_last and first_replica else None
         self._ended = False
-        # The first stage has the records of all. On accelerators they have the time of queueing passes, which says
-        # nothing about the device.
-        slice_rank = engine.grid.get_slice_parallel_rank()
-        self._compares = stage.is_first and stage.device.type == "cpu" and slice_rank == 0
+        # On accelerators passes last as long as it takes to queue them, and a script that waits for its own device to
+        # read a loss looks like one that waits for other ranks.
+        on_host = stage.copies is None
+        self._pauses = PauseWatch() if stage.sets_back and stage.is_last and first_replica and on_host else None
+        # The first stage has the records of all.
+        self._compares = stage.is_first and on_host and engine.grid.get_slice_parallel_rank() == 0
         self._split: object = None
         self._stragglers = Stragglers()
         self._passes: list[list[float]] = []  # seconds of every stage's passes per micro-batch, in the latest batches

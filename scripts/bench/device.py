@@ -121,7 +121,7 @@ def receive_by_host(tensor: torch.Tensor, stage: int, async_op: bool = False) ->
 def done(device: torch.device) -> float:
     """The time, once all work that has been begun is done."""
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        torch.accelerator.current_stream(device).synchronize()  # not the device, on which sends wait for receivers
     return time.perf_counter()
 
 

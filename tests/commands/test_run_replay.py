@@ -33,10 +33,18 @@ from worlds import Worlds
 import ds_vpipe.run
 from ds_vpipe.__main__ import main
 from ds_vpipe.commands import replay
-from ds_vpipe.engine.observe.history import Replay
+from ds_vpipe.engine.observe.history import Recorder, Replay
 from ds_vpipe.errors import VPipeError
 from ds_vpipe.faults import Fault, first_fault, grown
-from ds_vpipe.run_record import RecordWriter, RunRecord, environment, first_jump, first_not_finite
+from ds_vpipe.run_record import (
+    RecordWriter,
+    RunRecord,
+    differences,
+    environment,
+    first_jump,
+    first_not_finite,
+    machine,
+)
 
 LONG = os.environ.get("DS_VPIPE_LONG_REPLAYS") == "1"
 UPDATES = 9
@@ -290,6 +298,29 @@ def test_the_environment_of_a_launcher_stays_with_its_run() -> None:
     given = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_SHOW_CPP_STACKTRACES": "1", "HOME": "/"}
     given["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "ds.json"
     assert list(environment(given)) == ["ACCELERATE_DEEPSPEED_CONFIG_FILE", "TORCH_SHOW_CPP_STACKTRACES"]
+
+
+def test_results_of_a_gpu_depend_on_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    recorded = machine("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    assert differences(recorded, machine("cuda")) == ["GPU a GPU recorded, another here"]
+
+
+def test_a_device_that_fails_before_its_losses_are_read(tmp_path: Path) -> None:
+    """The run ends for that reason, and not for its record."""
+
+    class Lost(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("CUDA error: device-side assert\ntriggered")
+
+    with mock.patch("ds_vpipe.engine.observe.history.logger.warning") as said:
+        recorder = Recorder(mock.MagicMock(), str(tmp_path / "run"), {})
+        recorder._unread = [(4, torch.ones(()).as_subclass(Lost))]
+        recorder.end()
+    ((line,), _), = said.call_args_list  # fmt: skip
+    assert line.endswith("is not recorded: RuntimeError: CUDA error: device-side assert triggered")
 
 
 def test_ranks_end_with_the_command(tmp_path: Path) -> None:

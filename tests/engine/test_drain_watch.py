@@ -106,6 +106,25 @@ def all_causes(folder: str) -> tuple[Any, Any, list[list[str]]]:
     return plain, same_size, lines
 
 
+def paused_on_a_device() -> int:
+    """Lines of a script that waits long for its own device to read a loss, as it were."""
+    with (
+        mock.patch("ds_vpipe.engine.observe.observers._PAUSES_IN_A_ROW", 3),
+        mock.patch("ds_vpipe.engine.stage.logger.warning") as said,
+    ):
+        engine, iterator = cases.engine(CONFIG, 2, device="simulated"), toy.data()
+        for _ in range(BATCHES):
+            float(engine.train_batch(iterator))
+            time.sleep(0.2)
+        engine.destroy()
+    return said.call_count
+
+
+@pytest.mark.mp
+def test_who_waits_for_a_device_is_not_warned(worlds: Worlds) -> None:
+    assert worlds.run(2, paused_on_a_device) == [0, 0]
+
+
 @pytest.mark.mp
 def test_every_cause(worlds: Worlds, tmp_path: Path) -> None:
     reports = worlds.run(2, all_causes, str(tmp_path))

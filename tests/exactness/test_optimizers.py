@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import cases
 import pytest
@@ -47,6 +48,58 @@ def test_lamb_from_json(worlds: Worlds) -> None:
     Lamb(layers.parameters(), **params).step()  # type: ignore[arg-type]
     for name, parameter in layers.named_parameters():
         torch.testing.assert_close(report["parameters"][name], parameter.detach(), rtol=1e-6, atol=1e-7)
+
+
+def lamb_kernel(weight: Any, copy: Any, mean: Any, square: Any, gradient: Any, lr: float, *settings: Any) -> Any:
+    """DeepSpeed's kernel for LAMB in torch; as there, gradients are not in bf16."""
+    beta1, beta2, most, least, eps, scale, step, _, corrects, decay = settings
+    if gradient.dtype is torch.bfloat16:
+        raise RuntimeError("\"lamb_cuda_kernel\" not implemented for 'bfloat16'")
+    gradient = gradient.float() / scale
+    mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    one, two = (1 - beta1**step, 1 - beta2**step) if corrects else (1, 1)
+    change = (mean / one) / ((square / two).sqrt() + eps) + decay * weight
+    trust = (weight.norm() / change.norm()).clamp(least, most)
+    weight.sub_(lr * trust * change)
+    if copy.numel():
+        copy.copy_(weight)
+    return trust
+
+
+def with_deepspeeds_lamb(precision: str, block: dict[str, Any]) -> tuple[list[float], float]:
+    """Losses with the LAMB that DeepSpeed has on CUDA, its kernel in torch, and the largest change of a weight."""
+    kernels = SimpleNamespace(lamb=torch.no_grad()(lamb_kernel))
+    extra: dict[str, Any] = {precision: {"enabled": True}}
+    if precision == "fp16":
+        extra["fp16"]["initial_scale_power"] = 4
+    with (
+        mock.patch("deepspeed.ops.lamb.fused_lamb.FusedLambBuilder.load", return_value=kernels),
+        mock.patch("ds_vpipe.engine.updates.optimizers.get_accelerator") as accelerator,
+    ):
+        accelerator().device_name.return_value = "cuda"
+        config = cases.config(2, {"type": "Lamb", "params": {"lr": 0.02}}, block, **extra)
+        trained = cases.engine(config, 2, loss_fn=toy.float_cross_entropy)
+    assert type(trained.basic_optimizer).__name__ == "FusedLamb"
+    data, before = toy.data(), cases.parameters(trained)
+    losses = [float(trained.train_batch(data)) for _ in range(8)]
+    moved = max(float((after - before[name]).abs().max()) for name, after in cases.parameters(trained).items())
+    trained.destroy()
+    cases.close_groups()
+    return losses, moved
+
+
+def all_of_deepspeeds_lamb() -> list[tuple[list[float], float]]:
+    runs = (("fp16", {}), ("fp16", {"staleness": {"nadam": True}}), ("bf16", {}))
+    return [with_deepspeeds_lamb(*run) for run in runs]
+
+
+def test_deepspeeds_lamb_sees_what_others_make_of_gradients(worlds: Worlds) -> None:
+    for rank in worlds.run(2, all_of_deepspeeds_lamb):
+        (plain, *moved), (nadam, moved_by_nadam), (bf16, moved_in_bf16) = rank
+        assert min(*moved, moved_by_nadam, moved_in_bf16) > 0.01
+        assert nadam != pytest.approx(plain, abs=1e-3)
+        assert bf16 == pytest.approx(plain, abs=0.05)
 
 
 @pytest.mark.parametrize("name", ["FusedLAMB", "FusedAdam"])

@@ -450,3 +450,29 @@ def test_bit_for_bit_on_cpus(first: torch.Tensor, second: torch.Tensor, same: bo
     from ds_vpipe.engine.modules.recompute import _difference
 
     assert (_difference(first, second) == 0) == same
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on another device."""
+
+    device = property(lambda _: torch.device("cuda"))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ([1.0, 2.0], [1.0, 2.0 + 1e-5], True),
+        ([1.0, 2.0], [1.0, 3.0], False),
+        ([1.0, 2.0, -math.inf], [1.0, 2.0 + 1e-5, -math.inf], True),
+        ([1.0, 2.0, -math.inf], [50.0, -7.0, -math.inf], False),
+        ([1.0, 2.0, math.nan], [1.0, 3.0, math.nan], False),
+        ([1.0, 2.0, math.inf], [1.0, 2.0, -math.inf], False),
+        ([1.0, 0.0, 2.0], [1.0, math.nan, 2.0], False),
+    ],
+)
+def test_up_to_the_order_of_sums_on_devices(first: list[float], second: list[float], same: bool) -> None:
+    """Infinities, such as those of masks, hide no difference of what is beside them."""
+    from ds_vpipe.engine.modules.recompute import _difference
+
+    found = _difference(*(torch.tensor(values).as_subclass(OnDevice) for values in (first, second)))
+    assert (found == 0) == same

@@ -185,7 +185,7 @@ def refused(block: dict[str, Any], extra: dict[str, Any], specs: Callable[[], li
     ("block", "extra", "specs", "line"),
     [
         ({"sync_mode": "bsp", "schedule": "interleaved", "virtual_stages": 2}, {}, None, "vpipe.replan.every: got 5"),
-        ({}, {"pipeline": {"activation_checkpoint_interval": 1}}, None, "activation_checkpoint_interval is not 0"),
+        ({}, {"pipeline": {"activation_checkpoint_interval": 1}}, None, "activation_checkpoint_interval: got 1"),
         ({"swap_ratio": 0.5}, {}, None, "vpipe.replan.every: got 5; swap_ratio is above 0"),
         ({}, {}, toy.tied_specs, "layer 2 is tied ('scale'), allowed are ties of the first and the last layer"),
     ],

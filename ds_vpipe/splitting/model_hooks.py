@@ -36,14 +36,12 @@ class StateHooks(_OneStageHook):
         self._model, self._others = model, others
         self._originals = weakref.WeakSet(model.modules())
         self._parts = False
-        self._outermost: tuple[nn.Module, str, str] | None = None
-        paths: dict[nn.Module, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            paths.setdefault(module, []).append(path)
-        for module, names in paths.items():
+        # The module whose state dict is begun, its path here, and its parts now with their prefixes.
+        self._outermost: tuple[nn.Module, str, set[tuple[nn.Module, str]]] | None = None
+        for path, module in model.named_modules():
             # torch marks what it is given, and methods take no marks
-            module.register_state_dict_pre_hook(partial(self._begin, names))
-            module.register_state_dict_post_hook(partial(self._end))
+            module.register_state_dict_pre_hook(partial(self._begin, path))
+            module.register_state_dict_post_hook(partial(self._end, id(module)))
             module.register_load_state_dict_pre_hook(partial(self._load))
             if "modules_to_save" in getattr(module, "adapter_layer_names", ()):  # PEFT's
                 module.adapter_state_dict = _saved_module  # type: ignore[assignment]
@@ -57,19 +55,22 @@ class StateHooks(_OneStageHook):
         finally:
             self._parts = before
 
-    def _begin(self, paths: list[str], module: nn.Module, prefix: str, _: bool) -> None:
+    def _begin(self, path: str, module: nn.Module, prefix: str, _: bool) -> None:
         """A state dict of ``module`` is begun, by itself or as a part of another one."""
-        if self._parts:
+        if self._parts or (self._outermost is not None and (module, prefix) in self._outermost[2]):
             return
-        if self._outermost is not None:
-            outer, path, beginning = self._outermost
-            inside = [f"{beginning}{name.removeprefix(f'{path}.')}." for name in paths]
-            if module is not outer and prefix in inside:
-                return
-        self._outermost = module, paths[0], prefix
+        named = module.named_modules(remove_duplicate=False)
+        self._outermost = module, path, {(part, f"{prefix}{name}.") for name, part in named if name}
 
-    def _end(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-        """A state dict of ``module`` is there. If it is not a part of another one, it becomes whole."""
+    def _end(self, original: int, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        """A state dict of ``module`` is there. If it is not a part of another one, it becomes whole.
+
+        All stages have all buffers. Where the names in a copy do not say whose are in use, others are left out.
+        """
+        if module not in self._originals:
+            for key in module._buffers:
+                if not self._others.uses_buffer(original, key):
+                    state_dict.pop(prefix + key, None)
         if self._parts or self._outermost is None or self._outermost[0] is not module:
             return
         path, self._outermost = self._outermost[1], None
@@ -81,8 +82,13 @@ class StateHooks(_OneStageHook):
         for name in in_order(module, whole):
             state_dict[prefix + name] = whole[name]
 
-    def _load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, facts: dict[str, Any], *_: Any) -> None:
         """``module`` loads its own entries: leave out what this stage has not."""
+        if facts.get("assign_to_params_buffers") and module in self._originals:
+            raise SplitError(
+                "load_state_dict(): got assign=True, allowed is False after initialize(), as the optimizer has the "
+                "parameters that are there; leave it out, and pass dict(STATE) of one that was loaded with it before"
+            )
         if module is self._model and not self._parts:
             self._others.before_loading()
         for key, parameter in module._parameters.items():

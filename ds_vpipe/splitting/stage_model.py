@@ -233,6 +233,19 @@ class StageModel:
                 found.append(here[id(item)])
         return found
 
+    def refuse_replaced(self, call: str) -> None:
+        """Refuse ``call`` if the script has put others in the place of parameters, which passes would put back.
+
+        Raises:
+            SplitError: it has.
+        """
+        for slot in self._slots:
+            if slot.module._parameters.get(slot.key, slot.parameter) is not slot.parameter:
+                raise SplitError(
+                    f"{call}: {slot.name}: got another parameter after initialize(), allowed are writes into the one "
+                    f"that was there; use copy_(), or load_state_dict() without assign"
+                )
+
     def homes(self) -> dict[str, tuple[str, int]]:
         """For all names of the whole model's state dict: a name and a piece, the first one, where its value is."""
         first: dict[int, tuple[int, str]] = {}
@@ -249,6 +262,11 @@ class StageModel:
             if homes:
                 found[prefix + _EXTRA_STATE_KEY_SUFFIX] = prefix + _EXTRA_STATE_KEY_SUFFIX, homes[0]
         return found
+
+    def uses_buffer(self, module: int, key: str) -> bool:
+        """Whether a buffer of the module with this ``id`` is one of this stage, or of none."""
+        piece = self._split.buffer_piece.get((module, key))
+        return piece is None or piece in self._kept
 
     def modules_in(self, piece: int) -> set[int]:
         """The ``id`` of each module in the blocks that a piece calls."""

@@ -22,6 +22,7 @@ from ds_vpipe.engine.checkpoint.parameter_states import untied_names
 from ds_vpipe.engine.modules.split_module import SplitModule
 from ds_vpipe.engine.stage import Stage
 from ds_vpipe.errors import PipelinePeerError, PipelineProtocolError, VPipeError
+from ds_vpipe.splitting.meta_tensor import MetaTensor
 from ds_vpipe.splitting.model_hooks import StateHooks, in_order
 
 _PATIENCE_S = 5.0
@@ -175,6 +176,10 @@ class WholeModel:
                 self._given.append((value, value._version))
         return whole
 
+    def uses_buffer(self, module: int, key: str) -> bool:
+        """:meth:`.StageModel.uses_buffer`."""
+        return isinstance(self._module, SplitModule) and self._module.stage_model.uses_buffer(module, key)
+
     def before_loading(self) -> None:
         """Finish what is in flight and uses the parameters."""
         self._drain("load_state_dict()")
@@ -185,11 +190,13 @@ class WholeModel:
             self._engine.weights_were_set()
 
     def refuse_written(self, call: str) -> None:
-        """Refuse ``call`` if the script has written into a copied state dict.
+        """Refuse ``call`` if the script has written into a copied state dict, or replaced parameters.
 
         Raises:
             VPipeError: it has.
         """
+        if isinstance(self._module, SplitModule):
+            self._module.stage_model.refuse_replaced(call)
         given, self._given = self._given, []
         if any(value._version != version for value, version in given):
             raise VPipeError(
@@ -232,7 +239,9 @@ class WholeModel:
 
     def _exchange(self, given: Mapping[str, Any], request: _Request, what: str) -> dict[str, tuple[Any, Any]]:
         within = f"{request.path}." if request.path else ""
-        own, by_layer = {within + name: value for name, value in given.items()}, untied_names(self._module)
+        # What a script has made of an absent parameter has a value elsewhere.
+        own = {within + name: value for name, value in given.items() if not isinstance(value, MetaTensor)}
+        by_layer = untied_names(self._module)
         mine_of = {name: _entry(value, by_layer.get(name)) for name, value in own.items()}
         entries = _named_apart(self._consensus.of_stages(mine_of, what))
         own = dict(zip(entries[self._stage], own.values(), strict=True))

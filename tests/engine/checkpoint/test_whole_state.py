@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -297,6 +298,75 @@ def test_copies_and_loading(worlds: Worlds) -> None:
     assert difference(dict(first["states"]), dict(last["states"])) == 0
     assert difference(dict(first["loaded"]), dict(first["states"])) == 0
     assert difference(dict(last["end"]), dict(worlds.run(STAGES, no_averages)[0]["end"])) == 0
+
+
+def normed() -> Adapted:
+    model = adapted()
+    for block in model.encoder.blocks:
+        nn.utils.parametrizations.weight_norm(block.lora_b)
+    return model
+
+
+def rebuild(model: Any) -> None:
+    """What scripts do before they save: merge adapters into the layers below them, drop norms, keep a teacher."""
+    model.teacher = copy.deepcopy(model.encoder)
+    for block in model.encoder.blocks:
+        block.renamed = nn.Sequential(block.norm)
+        del block.norm
+        nn.utils.parametrize.remove_parametrizations(block.lora_b, "weight")
+
+
+def refusals(calls: list[Callable[[], Any]]) -> list[str]:
+    """The lines that calls end with."""
+    lines = []
+    for call in calls:
+        with pytest.raises(VPipeError) as refused:
+            call()
+        lines.append(str(refused.value))
+    return lines
+
+
+def rebuilt(folder: Path) -> dict[str, Any]:
+    """A model whose modules and parameters are changed after ``initialize()``."""
+    model = normed()
+    engine = built(model)
+    train(engine)
+    before = copy.deepcopy(model.state_dict())
+    average = copy.deepcopy(model)
+    average.load_state_dict(copy.deepcopy(before), assign=True)  # its weights are its own
+    lines = refusals([lambda: model.load_state_dict(before, assign=True)])
+    part = copy.deepcopy(model.encoder.state_dict())
+    lines += refusals([lambda: model.encoder.load_state_dict(part, assign=True)])
+    model.load_state_dict(dict(before))  # as the line says
+    train(engine, 2, ROUNDS)
+    before = copy.deepcopy(model.state_dict())
+    rebuild(model)
+    state = copy.deepcopy(model.state_dict())
+    full = copy.deepcopy(engine.full_state_dict())
+    model.head.bias = nn.Parameter(torch.zeros(13))
+    calls = [lambda: engine(*batch(0)), model.state_dict, lambda: engine.save_checkpoint(folder)]
+    model.train()
+    lines += refusals(calls)
+    model.eval()
+    return {"before": before, "state": state, "full": full, "lines": lines + refusals(calls[:1])}
+
+
+@pytest.mark.mp
+def test_modules_and_parameters_that_change_after_initialize(worlds: Worlds, tmp_path: Path) -> None:
+    ranks = worlds.run(STAGES, rebuilt, tmp_path)
+    plain = normed()
+    plain.load_state_dict(ranks[0]["before"])
+    rebuild(plain)
+    wanted = dict(plain.state_dict())
+    for rank in ranks:
+        for found in (rank["state"], rank["full"]):
+            assert list(found) == list(wanted)
+            assert difference(dict(found), wanted) == 0
+        loaded, lines = rank["lines"][:2], rank["lines"][2:]
+        assert all("got assign=True, " in line for line in loaded), loaded
+        assert all("head.bias: got another parameter" in line for line in lines), lines
+        assert not any("\n" in line for line in rank["lines"])
+    assert not list(tmp_path.iterdir())
 
 
 def writes() -> None:

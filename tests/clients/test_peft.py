@@ -22,6 +22,7 @@ from peft import (
 )
 from peft.tuners.lora import LoraLayer
 from plain_reference import ScriptReplay
+from safetensors.torch import load_file
 from split_models import SAMPLES, VOCABULARY, Stages, padding, pass_through, tokens
 from test_exactness import difference
 from torch import nn
@@ -146,6 +147,8 @@ def train(folder: Path, micro_batches: int, block: dict[str, Any], quantized: st
     rounds(engine, HALF, ROUNDS)
     engine.drain()
     assert difference(trained_of(model), report["trained"]) == 0
+    if not quantized:
+        model.merge_and_unload().save_pretrained(folder / "merged")
     end(engine)
     return report
 
@@ -204,6 +207,11 @@ def test_adapters_are_trained_saved_and_resumed(worlds: Worlds, tmp_path: Path) 
         whole.load_state_dict(merged(reports), strict=False)
         with torch.no_grad():
             assert torch.equal(loaded.train()(**call(0)).logits, whole(**call(0)).logits), name
+        if not quantized:
+            found = load_file(tmp_path / name / "merged" / "model.safetensors")
+            plain = dict(loaded.merge_and_unload().state_dict())
+            assert found.keys() == plain.keys(), name
+            assert difference(found, plain) == 0, name
     assert difference(replayed(1, [0, 0], ""), replayed(1, [1, 0], "")) > 1e-4, "late gradients make a difference"
 
 

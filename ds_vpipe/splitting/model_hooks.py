@@ -44,7 +44,7 @@ class StateHooks(_OneStageHook):
             module.register_state_dict_post_hook(partial(self._end, id(module)))
             module.register_load_state_dict_pre_hook(partial(self._load))
             if "modules_to_save" in getattr(module, "adapter_layer_names", ()):  # PEFT's
-                module.adapter_state_dict = _saved_module  # type: ignore[assignment]
+                module.adapter_state_dict = _saved_module
         model.register_load_state_dict_post_hook(partial(self._loaded))
 
     def own_state(self, read: Callable[[], Any]) -> Any:

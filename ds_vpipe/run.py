@@ -17,6 +17,7 @@ import importlib.util
 import os
 import runpy
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,11 +85,20 @@ def main(argv: list[str]) -> int:
     try:
         # The script may build, and make a world, before it comes to initialize().
         accelerators = accelerators_of_pipelines(stages_of_json)
-        with samplers.watching(), accelerators, extension_builds(), unnamed_buffers(), blocks_are_read():
-            if as_module:
-                runpy.run_module(name, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(name, run_name="__main__")
+        with (
+            samplers.watching(), accelerators, extension_builds(), unnamed_buffers(), blocks_are_read(),
+            made_of(VPipeLoopEngine) as looping,
+        ):  # fmt: skip
+            try:
+                if as_module:
+                    runpy.run_module(name, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(name, run_name="__main__")
+            except SystemExit as end:
+                if end.code:
+                    raise
+            for engine in list(looping):
+                engine.script_end.complete()
     except VPipeError as error:
         print(f"[rank {os.environ.get('RANK', '0')}] ds_vpipe: {error}", file=sys.stderr, flush=True)
         gc.freeze()  # Python would look at a million objects once more, in a second or two, while others wait
@@ -101,6 +111,22 @@ def _import() -> None:
     import deepspeed  # noqa: F401
 
     import ds_vpipe.engine.loop.engine  # noqa: F401
+
+
+@contextmanager
+def made_of(kind: type[Any]) -> Iterator[weakref.WeakSet[Any]]:
+    """Inside, the objects of a class that are made and still there."""
+    from ds_vpipe.engine.deepspeed_internals import overridden
+
+    made, theirs = weakref.WeakSet[Any](), kind.__init__
+
+    @functools.wraps(theirs)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs(self, *args, **kwargs)
+        made.add(self)
+
+    with overridden(kind, "__init__", init):
+        yield made
 
 
 @contextmanager

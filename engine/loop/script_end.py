@@ -38,6 +38,12 @@ class ScriptEnd:
         self.idle = True
         atexit.unregister(self.at_end)
 
+    def complete(self) -> None:
+        """Train what is in flight for a script that has ended well, while a failure can still be its exit status."""
+        known = not self._engine.forked and torch.distributed.is_initialized()
+        if not self.idle and known and self._rounds.order.between_rounds:
+            self._drain("the end of the script")
+
     def serve_others(self) -> None:
         """Serve ranks whose scripts are still saving, if nothing is in flight here."""
         if self._engine.forked or self._engine.stage.failure is not None or not torch.distributed.is_initialized():

@@ -43,6 +43,13 @@ def train():
     engine = loops.engine(config, 2)
     versions = engine.stashing_optimizer
     atexit.register(lambda: report("end", updates=versions.latest_version))  # runs after what the engine registers
+    if end == "fail" and rank == 0:
+
+        def refuse(gradient):
+            if Path("loop0.json").exists():
+                raise ValueError("bad gradient")
+
+        next(engine.module.parameters()).register_hook(refuse)
     for number in range(6):
         loss = engine(*toy.micro_batch(number))
         engine.backward(loss)
@@ -152,6 +159,13 @@ def test_process_group_that_is_destroyed_before(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout
         assert "destroyed with micro-batches in flight" in done.stdout
         assert "call engine.destroy() before" in done.stdout
+
+
+def test_last_micro_batches_that_fail(tmp_path: Path) -> None:
+    """Those that are trained after the script's last line; its exit status says so. The last stage has none left."""
+    first, _ = run(tmp_path, "fail")
+    assert first.returncode == 1, first.stdout
+    assert "ValueError: bad gradient" in first.stdout
 
 
 def test_script_that_raises_on_one_rank(tmp_path: Path) -> None:

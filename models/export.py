@@ -7,7 +7,8 @@ Usage::
 For checkpoints of ``models/bert/train.py``, written as ``BertForPreTraining``, and of plain Hugging Face models, whose
 scripts may also call ``save_pretrained()`` at their end. Weights are the fp32 master weights where training kept some.
 The configuration is the checkpoint's, where ``save_checkpoint()`` was given ``client_state=model_state(config)``, or
-that of ``--config``. A checkpoint consists of pickles: export only those that you trust.
+that of ``--config``, with the ``generation_config.json`` beside it. A checkpoint consists of pickles: export only those
+that you trust.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from ds_vpipe.checkpoints.pipeline_checkpoint import PipelineCheckpoint, checkpo
 from ds_vpipe.errors import Refusal, VPipeError
 from ds_vpipe.export import DTYPES, full_state_dict
 from ds_vpipe.models.bert.layers import hugging_face_name, layer_names
-from ds_vpipe.models.hugging_face import MODEL_CONFIG, build_meta, model_class, read_config
+from ds_vpipe.models.hugging_face import MODEL_CONFIG, build_meta, model_class, read_config, read_generation_config
 
 
 def export(
@@ -52,8 +53,10 @@ def export(
         make, weights = model_class(settings, str(config or where)), full_state_dict(checkpoint, dtype)
     model = build_meta(make, settings, str(config or where))
     _check(weights, model.state_dict(), where)
-    model.load_state_dict(weights, assign=True, strict=False)
+    model.load_state_dict(weights, assign=True)
     model.tie_weights()
+    if config is not None:
+        read_generation_config(model, config if config.is_dir() else config.parent)
     part = output.with_name(f".{output.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -104,6 +107,9 @@ def _check(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: s
         if weights[name].shape != tensor.shape:
             given, allowed = list(weights[name].shape), f"{list(tensor.shape)}, as config.json has it"
             raise Refusal(f"tensor {name} in {where}", given, allowed, "correct --config").error()
+    for name in sorted(weights.keys() - wanted.keys()):
+        remedy = "correct --config, or export it with python -m ds_vpipe.export"
+        raise Refusal(where, name, "weights of the model alone", remedy, "the model has no such weight").error()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

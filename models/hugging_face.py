@@ -18,7 +18,8 @@ from deepspeed.utils import logger
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ds_vpipe.errors import Refusal
 
@@ -54,6 +55,7 @@ def from_pretrained(
     if str(weights) and os.environ.get("RANK", "0") == "0":
         logger.warning(f"ds_vpipe: {folder}: {weights}")
     _read_when_initialised(model, weights)
+    read_generation_config(model, folder)
     return model
 
 
@@ -70,6 +72,18 @@ def read_config(folder: Path, **changes: Any) -> Any:
         raise Refusal(_KEY, str(path), allowed, "correct the file", str(error)).error() from error
     config.dtype = torch.float32  # DeepSpeed makes of it what the JSON says
     return config
+
+
+def read_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """Settings of generation from a folder, if it has some. Refused if unreadable."""
+    path = folder / GENERATION_CONFIG_NAME
+    if not (model.can_generate() and path.is_file()):
+        return  # a model that is built from its configuration has made its own
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, TypeError, ValueError) as error:
+        allowed = "settings that transformers' generate() knows"
+        raise Refusal(_KEY, str(path), allowed, "correct the file", str(error)).error() from error
 
 
 def model_class(config: Any, where: str) -> Callable[[Any], PreTrainedModel]:

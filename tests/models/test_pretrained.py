@@ -12,7 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import BertForMaskedLM, BertForPreTraining, BertModel, GPT2LMHeadModel, GPT2Model
+from transformers import (
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertModel,
+    GenerationConfig,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+)
 
 from ds_vpipe.errors import VPipeConfigError
 from ds_vpipe.models.bert.layers import bert_layers
@@ -106,6 +114,17 @@ def test_a_model_without_heads_has_names_without_prefix(
     assert found.unused == ()
     assert all(name.startswith(heads) for name in found.initialised)
     assert bool(found.initialised) == bool(heads)
+
+
+def test_settings_of_generation_come_with_the_weights(tmp_path: Path) -> None:
+    model = hf.save("gpt2", True, tmp_path)
+    model.generation_config = GenerationConfig(eos_token_id=[0, 7], do_sample=True, temperature=0.6)
+    model.save_pretrained(tmp_path)
+    assert from_pretrained(tmp_path).generation_config.to_dict() == model.generation_config.to_dict()
+    assert not from_pretrained(tmp_path, GPT2ForSequenceClassification).can_generate()
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(VPipeConfigError, match=r"from_pretrained: got .*generation_config.json.*correct the file"):
+        from_pretrained(tmp_path)
 
 
 def test_names_of_older_checkpoints(tmp_path: Path) -> None:

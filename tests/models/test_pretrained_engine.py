@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,7 +79,7 @@ def fine_tune(kind: str, folder: str, rounds: int, output: str, own: bool) -> di
 
 @pytest.mark.parametrize(("kind", "tied"), [("gpt2", True), ("gpt2", False), ("bert", True), ("roberta", True)])
 def test_ranks_read_their_own_layers_train_and_give_them_back(
-    worlds: Worlds, tmp_path: Path, kind: str, tied: bool
+    worlds: Worlds, tmp_path: Path, kind: str, tied: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = hf.save(kind, tied, tmp_path / "in")
     ranks = worlds.run(2, fine_tune, kind, str(tmp_path / "in"), 4, str(tmp_path / "own"), True)
@@ -98,8 +99,19 @@ def test_ranks_read_their_own_layers_train_and_give_them_back(
     assert all(torch.equal(found[name], wanted[name]) for name in found)
     assert not torch.equal(found[min(words)], model.state_dict()[min(words)])
 
-    config = str(tmp_path / "own" / "saved")  # with the name of the class, which save_pretrained() writes down
-    assert main([str(tmp_path / "own" / "checkpoint"), str(tmp_path / "out"), "--config", config]) == 0
+    config = tmp_path / "own" / "saved"  # with the name of the class, which save_pretrained() writes down
+    fewer = json.loads((config / "config.json").read_text()) | {"n_layer" if kind == "gpt2" else "num_hidden_layers": 1}
+    (tmp_path / "fewer.json").write_text(json.dumps(fewer))
+    command = [str(tmp_path / "own" / "checkpoint"), str(tmp_path / "out"), "--config"]
+    assert main([*command, str(tmp_path / "fewer.json")]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r'got ".*\.1\..*"; the model has no such weight; .*correct --config', line)
+    generation = config / "generation_config.json"
+    if kind == "gpt2":
+        generation.write_text(json.dumps(json.loads(generation.read_text()) | {"max_new_tokens": 5}))
+    assert main([*command, str(config / "config.json")]) == 0
+    if kind == "gpt2":
+        assert json.loads((tmp_path / "out" / generation.name).read_text())["max_new_tokens"] == 5
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == found.keys()
     assert all(torch.equal(exported[name], found[name]) for name in found)

@@ -67,14 +67,14 @@ def micro_batches(
 
 
 def micro_batches_of(
-    engine: Any, samples: Samples, seed: int | None, updates: int, begin: int = 0
+    engine: Any, samples: Samples, seed: int | None, number: int, begin: int = 0
 ) -> Iterator[MicroBatch] | None:
-    """Micro-batches of ``updates`` for this rank of an engine, ours or DeepSpeed's. None where it reads no data."""
+    """``number`` micro-batches for this rank of an engine, ours or DeepSpeed's. None where it reads no data."""
     if not (engine.is_first_stage() or engine.is_last_stage()):
         return None
     replica, replicas = engine.grid.get_data_parallel_rank(), engine.grid.get_data_parallel_world_size()
     endless = micro_batches(samples, engine.train_micro_batch_size_per_gpu(), seed, begin, replica, replicas)
-    return islice(endless, updates * engine.micro_batches)
+    return islice(endless, number)
 
 
 @dataclass(frozen=True)

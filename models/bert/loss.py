@@ -71,15 +71,16 @@ def validate(engine: Any, loss: PretrainingLoss, held_out: Samples) -> dict[str,
     Raises:
         PipelinePeerError: another stage failed, is lost, or did not answer in time.
     """
-    rounds = max(1, min(len(held_out), VALIDATION_SAMPLES) // engine.train_batch_size())
-    batches = micro_batches_of(engine, held_out, None, rounds)
+    smallest = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+    number = max(1, min(len(held_out), VALIDATION_SAMPLES) // smallest)
+    batches = micro_batches_of(engine, held_out, None, number)
     monitored, engine.monitor.enabled = engine.monitor.enabled, False  # the engine would write their mean
     try:
         with loss.measuring():
-            totals = torch.stack([_evaluate(engine, batches).double() for _ in range(rounds)])
+            means = _evaluate(engine, batches, number)
     finally:
         engine.monitor.enabled = monitored
-    masked_lm, next_sentence, hits, masked, next_hits = totals.mean(0).tolist()
+    masked_lm, next_sentence, hits, masked, next_hits = means.tolist()
     result = {
         "masked_lm_loss": masked_lm,
         "next_sentence_loss": next_sentence,
@@ -93,12 +94,12 @@ def validate(engine: Any, loss: PretrainingLoss, held_out: Samples) -> dict[str,
     return result
 
 
-def _evaluate(engine: Any, batches: Iterator[MicroBatch] | None) -> Tensor:
+def _evaluate(engine: Any, batches: Iterator[MicroBatch] | None, number: int) -> Tensor:
     if isinstance(engine, ds_vpipe.VPipeEngine):
-        return engine.eval_batch(batches)
+        return engine.eval_batch(batches, num_micro_batches=number)
     # DeepSpeed's own engine hands single numbers to the other stages only: the same broadcast, of all of them.
     engine.total_loss = None  # that of training, to which it would add these; every batch begins with None
-    result = engine.eval_batch(batches, bcast_loss=False)
+    result = engine.eval_batch(batches, bcast_loss=False, num_micro_batches=number)
     if not engine.is_last_stage():
         result = Tensor([0.0] * 5).to(engine.device)
     last = engine.grid.stage_to_global(engine.num_stages - 1)

@@ -125,7 +125,8 @@ class _Run:
             metrics.line(f"Resumed after update {done}")
         begin = time.monotonic()
         # One iterator for the whole run: the pipeline reads ahead in it and never has to drain.
-        batches = micro_batches_of(engine, data.training, arguments.seed, total - done, position)
+        left = max(0, total - done) * engine.micro_batches
+        batches = micro_batches_of(engine, data.training, arguments.seed, left, position)
         for step in range(done + 1, total + 1):
             loss = engine.train_batch(batches)
             before, position = position, position + size

@@ -17,7 +17,7 @@ from deepspeed.utils import RepeatingLoader
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
-HELD_OUT = 20  # the last 20th of the text is for validation
+HELD_OUT = 20  # the last 20th of the text, or a block, is for validation
 VALIDATION_BATCHES = 16
 END_OF_TEXT = "<|endoftext|>"
 
@@ -70,7 +70,9 @@ def main() -> None:
     encoded = tokenizer([text + END_OF_TEXT for text in texts]).input_ids
     tokens = torch.tensor([token for ids in encoded for token in ids])
     blocks = tokens[: len(tokens) // args.block_size * args.block_size].view(-1, args.block_size)
-    cut = len(blocks) - len(blocks) // HELD_OUT
+    if len(blocks) < 2:
+        raise SystemExit(f"--train_file: got {len(tokens)} tokens, allowed are 2 blocks or more; lower --block_size")
+    cut = len(blocks) - max(1, len(blocks) // HELD_OUT)
 
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -87,16 +89,17 @@ def main() -> None:
             print(f"after {engine.global_steps} updates: loss {loss.item():.4f} nats", flush=True)
 
     engine.eval()
-    losses = []
+    total, count = 0.0, 0
     held_out = DataLoader(TensorDataset(blocks[cut:]), engine.train_micro_batch_size_per_gpu())
     with torch.no_grad():
         for (ids,), _ in zip(held_out, range(VALIDATION_BATCHES), strict=False):
             ids = ids.to(engine.device)
-            losses.append(engine(input_ids=ids, labels=ids).loss.item())
+            total += engine(input_ids=ids, labels=ids).loss.item() * len(ids)
+            count += len(ids)
     model.save_pretrained(args.output_dir)  # on every rank: each has a part
     if engine.global_rank == 0:
         tokenizer.save_pretrained(args.output_dir)
-        print(f"after {engine.global_steps} updates: validation loss {sum(losses) / len(losses):.4f} nats", flush=True)
+        print(f"after {engine.global_steps} updates: validation loss {total / count:.4f} nats", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ds_vpipe.models.bert import loss as module
-from ds_vpipe.models.bert.data import IGNORED_LABEL
+from ds_vpipe.models.bert.data import IGNORED_LABEL, MicroBatch
 from ds_vpipe.models.bert.loss import PretrainingLoss, validate
-from ds_vpipe.models.bert.samples import Samples
+from ds_vpipe.models.bert.samples import Masking, RandomSamples, Sample, Samples, Vocabulary
 
 
 def case() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -51,16 +53,48 @@ def test_half_precision_logits_are_reduced_in_single_precision() -> None:
     assert loss.dtype == torch.float32
 
 
-def test_accuracies_are_shares_of_all_that_was_validated(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SimpleNamespace(
-        is_first_stage=lambda: False, is_last_stage=lambda: False, train_batch_size=lambda: 4, micro_batches=1,
+def engine_of(size: int, replica: int = 0, replicas: int = 1) -> Any:
+    """As much of the first stage's engine as a validation asks for."""
+    grid = SimpleNamespace(
+        get_data_parallel_rank=lambda: replica, get_data_parallel_world_size=lambda: replicas
+    )  # fmt: skip
+    return SimpleNamespace(
+        is_first_stage=lambda: True, train_micro_batch_size_per_gpu=lambda: size, dp_world_size=replicas, grid=grid,
         global_rank=1, monitor=SimpleNamespace(enabled=True),
     )  # fmt: skip
-    totals = iter([[2.0, 0.5, 1.0, 10.0, 0.25], [4.0, 0.7, 6.0, 20.0, 0.75]])
-    monkeypatch.setattr(module, "_evaluate", lambda *_: torch.tensor(next(totals)))
+
+
+def test_accuracies_are_shares_of_all_that_was_validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(4)
+    monkeypatch.setattr(module, "_evaluate", lambda *_: torch.tensor([3.0, 0.6, 3.5, 15.0, 0.5]))
     found = validate(engine, PretrainingLoss(), Samples(8))
     assert found["masked_lm_loss"] == pytest.approx(3.0)
-    assert found["masked_lm_accuracy"] == pytest.approx(7 / 30)  # and not the mean of 1 / 10 and 6 / 20
+    assert found["masked_lm_accuracy"] == pytest.approx(7 / 30)
     assert found["next_sentence_loss"] == pytest.approx(0.6)
     assert found["next_sentence_accuracy"] == pytest.approx(0.5)
     assert engine.monitor.enabled
+
+
+@pytest.mark.parametrize(
+    ("held_out", "size", "replicas", "micro_batches"),
+    [(100, 16, 1, 6), (1000, 16, 1, 62), (100, 16, 2, 3), (5000, 16, 2, 32), (3000, 1500, 1, 1)],
+)
+def test_every_held_out_micro_batch_is_validated_once(
+    held_out: int, size: int, replicas: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[int, int]] = []
+
+    class Recorded(RandomSamples):
+        def between(self, begin: int, end: int, seed: int | None) -> Iterator[Sample]:
+            read.append((begin, end))
+            return super().between(begin, begin + 1, seed)
+
+    def evaluate(engine: Any, batches: Iterator[MicroBatch], number: int) -> Tensor:
+        assert len(list(batches)) == number == micro_batches
+        return torch.ones(5)
+
+    monkeypatch.setattr(module, "_evaluate", evaluate)
+    samples = Recorded(held_out, Masking(Vocabulary.numbered(50), 8, 1), 0)
+    for replica in range(replicas):
+        validate(engine_of(size, replica, replicas), PretrainingLoss(), samples)
+    assert sorted(read) == [(begin, begin + size) for begin in range(0, micro_batches * replicas * size, size)]

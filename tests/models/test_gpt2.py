@@ -70,10 +70,12 @@ def test_gpt2_trains_saves_and_goes_on_from_its_folder(tmp_path: Path) -> None:
     chosen = torch.randint(len(words), (400, 8), generator=generator).tolist()
     text = tmp_path / "text.txt"
     text.write_text(" ".join(" ".join(words[index] for index in row).capitalize() + "." for row in chosen))
-    common = [*write_config(tmp_path, 1e-3, [2, 2]), "--train_file", str(text), "--block_size", "16"]
-    sizes = ["--config_overrides", "n_layer=2,n_embd=32,vocab_size=300"]
+    short = tmp_path / "short.txt"  # fewer blocks than one for every held-out share
+    short.write_text(text.read_text()[:1000])
+    common = [*write_config(tmp_path, 1e-3, [2, 2]), "--block_size", "16"]
+    sizes = ["--config_overrides", "n_layer=2,n_embd=32,vocab_size=300", "--train_file", str(text)]
     losses = []
-    again = ["--model_name_or_path", str(tmp_path / "one")]
+    again = ["--model_name_or_path", str(tmp_path / "one"), "--train_file", str(short)]
     for steps, before, after in ((50, sizes, "one"), (2, again, "two")):
         line = [*common, *before, "--max_steps", str(steps), "--output_dir", str(tmp_path / after)]
         said = launch_in_a_world("models/gpt2/train.py", line)

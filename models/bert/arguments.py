@@ -170,10 +170,11 @@ def _check(parsed: argparse.Namespace) -> None:
     elif parsed.max_seq_length is not None and parsed.max_predictions_per_seq is not None:
         check_shape(parsed.max_seq_length, parsed.max_predictions_per_seq)
     _check_seed(parsed)
-    if parsed.resume_from_checkpoint is not None and parsed.initial_checkpoint:
+    resumed, own = parsed.resume_from_checkpoint, parsed.output_dir / CHECKPOINTS
+    if resumed is not None and (resumed == Path() or resumed.resolve() == own.resolve()):
+        parsed.resume_from_checkpoint = own
+    elif resumed is not None and parsed.initial_checkpoint:
         raise VPipeConfigError(
             f"--resume_from_checkpoint and --model_name_or_path {parsed.initial_checkpoint} exclude each other: the one"
-            " goes on with all of a run, the other begins a new one with its weights"
+            " goes on with all of a run, the other begins a new one with its weights; give the one without a folder"
         )
-    if parsed.resume_from_checkpoint == Path():
-        parsed.resume_from_checkpoint = parsed.output_dir / CHECKPOINTS

@@ -11,7 +11,7 @@ from torch import distributed
 
 import ds_vpipe
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson, parse_deepspeed_json
-from ds_vpipe.errors import VPipeConfigError, read_json, show
+from ds_vpipe.errors import Refusal, VPipeConfigError, read_json, show
 from ds_vpipe.models.bert.arguments import CHECKPOINTS, parse_arguments
 from ds_vpipe.models.bert.data import TrainingData, micro_batches_of, prepare_on_readers
 from ds_vpipe.models.bert.loss import PretrainingLoss, validate
@@ -113,7 +113,8 @@ class _Run:
         """
         engine, arguments, data = self._engine, self._arguments, self._data
         done, position, size = engine.global_steps, engine.global_samples, engine.train_batch_size()
-        total = arguments.max_steps or max(1, arguments.num_train_epochs * len(data.training) // size)
+        to_come = (arguments.num_train_epochs * len(data.training) - position) // size
+        total = arguments.max_steps or done + max(0 if done else 1, to_come)
         metrics = Metrics(None if every is None else arguments.output_dir, total, size, every or 1, done)
         metrics.line(f"Data: {data.description}")
         metrics.line(f"Training: {total} updates of {size} samples, {engine.num_stages} stages")
@@ -163,17 +164,22 @@ class _Run:
 
     def _load(self) -> None:
         """Go on from states in memory or from a checkpoint, or take its weights, as the command line says."""
-        if isinstance(self._engine, ds_vpipe.VPipeEngine) and self._engine.recover():
+        engine, arguments = self._engine, self._arguments
+        resumed, weights = arguments.resume_from_checkpoint, arguments.initial_checkpoint
+        recovers = isinstance(engine, ds_vpipe.VPipeEngine) and engine.recovery is not None
+        if recovers and engine.recover():
             return  # of the same command, in which a rank has failed
-        resumed, weights = self._arguments.resume_from_checkpoint, self._arguments.initial_checkpoint
-        if weights is not None:
-            options = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
-            self._engine.load_checkpoint(str(weights), load_module_only=True, **options)
-        if resumed is None:
+        own, again = resumed == self._folder, os.environ.keys() & {"DS_VPIPE_RESTART", "DS_VPIPE_REPLAY"}
+        if again == {"DS_VPIPE_RESTART"} and arguments.save_strategy != "no" and not (own or recovers):
+            given, allowed = resumed and str(resumed), f"{self._folder} with --restarts, if it saves"
+            remedy, reason = "give it without a folder, or --save_strategy no", "a restart loses what has been saved"
+            raise Refusal("--resume_from_checkpoint", given, allowed, remedy, reason).error()
+        path, state = (None, {}) if resumed is None else engine.load_checkpoint(str(resumed))
+        if path is None and (resumed is None or (own and again)):  # nothing has been saved yet
+            if weights is not None:
+                options = {"load_optimizer_states": False, "load_lr_scheduler_states": False}
+                engine.load_checkpoint(str(weights), load_module_only=True, **options)
             return
-        path, state = self._engine.load_checkpoint(str(resumed))
-        if path is None and resumed == self._folder and os.environ.keys() & {"DS_VPIPE_RESTART", "DS_VPIPE_REPLAY"}:
-            return  # nothing has been saved yet
         if path is None:
             raise VPipeConfigError(
                 f"--resume_from_checkpoint: there is no checkpoint in {resumed}, or no file 'latest' that names one"
@@ -191,7 +197,7 @@ class _Run:
                     f" {show(value)}: it would go on with other samples; give the same, or begin anew with"
                     " --model_name_or_path"
                 )
-        if resumed == self._folder:
+        if own:
             self._saved_at = self._engine.global_steps
 
     def _save(self) -> None:

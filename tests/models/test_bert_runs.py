@@ -118,6 +118,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(worlds: Worlds, folder: Folder) 
         assert resumed == {key: value for key, value in whole.items() if key[0] > step}
 
 
+def test_epochs_count_samples_whatever_the_size_of_a_batch(worlds: Worlds, folder: Folder) -> None:
+    saved = ["--data_dir", shards_in(folder.path / "data", count=20), "--save_strategy", "epoch"]
+    metrics = folder.run(worlds, 2, "out", *saved, "--num_train_epochs", "1")
+    assert max(step for step, _ in metrics) == 10
+    folder.configure(train_micro_batch_size_per_gpu=8)
+    metrics = folder.run(worlds, 2, "out", *saved, "--num_train_epochs", "2", "--resume_from_checkpoint")
+    assert max(step for step, _ in metrics) == 15
+
+
 def test_dropout_is_drawn_from_the_seed_and_not_by_validation(worlds: Worlds, folder: Folder) -> None:
     common = ["--data_dir", shards_in(folder.path / "data"), "--max_steps", "4", "--keep_order"]
     one = folder.run(worlds, 2, "one", *common, "--seed", "3")
@@ -177,6 +186,11 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
     return {f"{file} {name}": value for file, state in states.items() for name, value in state.items()}
 
 
+def restarted(attempt: int, run: Any, arguments: list[str]) -> Any:
+    with mock.patch.dict(os.environ, DS_VPIPE_RESTART=str(attempt)):
+        return run(arguments)
+
+
 def test_the_second_phase_begins_with_the_weights_of_the_first(worlds: Worlds, folder: Folder) -> None:
     first, second = folder.path / "1" / "checkpoints", folder.path / "2" / "checkpoints"
     short, long = shards_in(folder.path / "short"), shards_in(folder.path / "long", length=48)
@@ -187,6 +201,19 @@ def test_the_second_phase_begins_with_the_weights_of_the_first(worlds: Worlds, f
     before, after = weights_in(first / "global_step3"), weights_in(second / "global_step1")
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+    own = folder.arguments("3", *onwards, "--resume_from_checkpoint")
+    assert worlds.run(2, restarted, 0, main, own) == [0, 0]  # nothing has been saved yet
+    after = weights_in(folder.path / "3" / "checkpoints" / "global_step1")
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert worlds.run(2, restarted, 1, main, [*own, "--max_steps", "2"]) == [0, 0]
+    assert {step for step, name in folder.metrics("3") if name == "loss"} == {1, 2}
+    for given in ([], ["--resume_from_checkpoint", str(first)]):
+        arguments = folder.arguments("4", "--synthetic", "--save_strategy", "epoch", *given)
+        for code, line in worlds.run(2, restarted, 0, failing, arguments):
+            assert code == 2
+            assert "error: --resume_from_checkpoint: got " in line
+            assert f"allowed: {folder.path / '4' / 'checkpoints'} with --restarts" in line
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

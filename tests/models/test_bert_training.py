@@ -140,8 +140,13 @@ def test_a_checkpoint_is_told_from_a_folder_of_weights(tmp_path: Path) -> None:
     (tmp_path / "latest").touch()
     parsed = parse_arguments([*CONFIG, "--synthetic", "--model_name_or_path", str(tmp_path)])
     assert (parsed.initial_checkpoint, parsed.model_name_or_path) == (tmp_path, None)
+    weights = [*CONFIG, "--synthetic", "--model_name_or_path", str(tmp_path)]
     with pytest.raises(VPipeConfigError, match="exclude each other: the one"):
-        parse_arguments([*CONFIG, "--synthetic", "--model_name_or_path", str(tmp_path), "--resume_from_checkpoint"])
+        parse_arguments([*weights, "--resume_from_checkpoint", str(tmp_path / "other")])
+    for own in ([], [str(Path("runs/bert/checkpoints").resolve())]):
+        parsed = parse_arguments([*weights, "--resume_from_checkpoint", *own])
+        assert parsed.initial_checkpoint == tmp_path
+        assert parsed.resume_from_checkpoint == Path("runs/bert/checkpoints")
 
 
 def test_text_for_weights_is_read_with_their_vocabulary(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -x .venv/bin/python ]]; then python=${PYTHON:-.venv/bin/python}; else python=${PYTHON:-python3}; fi
 limit=${LIMIT_S:-240}
+export CUDA_DEVICE_MAX_CONNECTIONS=32 # which links over NCCL need
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 on_cpu=false

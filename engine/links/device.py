@@ -22,6 +22,7 @@ from ds_vpipe.engine.links.tensor_bytes import copied_to
 
 _LONG = timedelta(days=365)
 _MOST_BLOCKS = 4  # of threads that a transfer takes from the computation
+_QUEUES = 32  # the most that CUDA has; by default it has 8, and a stage with ties has 15 streams
 
 
 class Accelerator:
@@ -68,10 +69,13 @@ class Accelerator:
             return f"computes on {self.device.type}, for which there is no NCCL"
         if not dist.is_nccl_available():
             return "has a torch without NCCL"
-        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        queues = os.environ.get(
+            "CUDA_DEVICE_MAX_CONNECTIONS", "8"
+        )
+        if not queues.isdecimal() or int(queues) < _QUEUES:
             return (
-                "has CUDA_DEVICE_MAX_CONNECTIONS=1, with which a transfer that waits for its peer stops all that was "
-                "queued after it, also what the peer waits for; without the variable this stage may use NCCL"
+                f"has CUDA_DEVICE_MAX_CONNECTIONS={queues}, so that streams share queues, and a transfer that waits "
+                f"for its peer may stop what the peer waits for; with {_QUEUES}, set before the start, it may use NCCL"
             )
         return None
 

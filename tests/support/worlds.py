@@ -62,6 +62,8 @@ def _serve(connection: Connection, rank: int, gpus: int, environment: dict[str, 
         RANK=str(rank),
         LOCAL_RANK=str(rank % gpus if gpus else rank),  # ranks may share a GPU
     )
+    if gpus:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if gpus == 1:
         os.environ.update(SHARED_GPU, NCCL_HOSTID=f"rank {rank}")
     import deepspeed

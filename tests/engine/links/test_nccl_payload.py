@@ -347,6 +347,7 @@ def refusals(*accelerators: Accelerator | None) -> list[str]:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
     """An accelerator for which NCCL is there; nothing is done with it."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU {device.index}"))
     return Accelerator(torch.device("cuda", 0))
@@ -366,14 +367,16 @@ def test_torch_without_nccl() -> None:
     assert line.startswith('vpipe.link: got "nccl", and stage 0 (rank 10) has a torch without NCCL; allowed here: ')
 
 
-def test_one_queue_for_all_streams(cuda: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    for connections in ("8", "32"):
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-        assert refusals(cuda) == []
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    (line,) = refusals(cuda)
-    assert "has CUDA_DEVICE_MAX_CONNECTIONS=1, with which a transfer that waits for its peer stops all" in line
-    assert "\n" not in line
+def test_streams_that_share_queues(cuda: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusals(cuda) == []
+    for connections in ("1", "8", "many", None):
+        if connections is None:
+            monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+        else:
+            monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+        (line,) = refusals(cuda)
+        assert f"has CUDA_DEVICE_MAX_CONNECTIONS={connections or 8}, so that streams share queues" in line
+        assert "\n" not in line
 
 
 def test_ranks_that_share_a_gpu(cuda: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,7 @@ class Accelerator:
             return f"computes on {self.device.type}, for which there is no NCCL"
         if not dist.is_nccl_available():
             return "has a torch without NCCL"
-        queues = os.environ.get(
-            "CUDA_DEVICE_MAX_CONNECTIONS", "8"
-        )
+        queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
         if not queues.isdecimal() or int(queues) < _QUEUES:
             return (
                 f"has CUDA_DEVICE_MAX_CONNECTIONS={queues}, so that streams share queues, and a transfer that waits "

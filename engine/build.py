@@ -25,7 +25,6 @@ from deepspeed.utils import logger
 
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson, load_deepspeed_json
-from ds_vpipe.config.staleness import refuse_delays
 from ds_vpipe.config.unsupported import refuse_unsupported
 from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, StageLocalGrid
 from ds_vpipe.engine.execution.batch_loss import BatchLoss
@@ -248,8 +247,8 @@ def stage_of(engine: PatchedPipelineEngine, prepared: Prepared) -> Stage:
     """The stage of an engine that DeepSpeed has built around the prepared module; all ranks make one.
 
     Raises:
-        VPipeConfigError: the schedule cannot be carried out, or the settings do not work with the model, the optimizer
-            or the delays; on every rank.
+        VPipeConfigError: the schedule cannot be carried out, or the settings do not work with the model or the
+            optimizer; on every rank.
     """
     config, module, grid, groups = prepared.config, engine.module, engine.grid, prepared.groups
     pipeline = replace(prepared.pipeline, micro_batches=engine.micro_batches)
@@ -318,13 +317,11 @@ def use_optimizer(engine: PatchedPipelineEngine, stage: Stage, config: VPipeConf
     """Let the block's mitigation of staleness work around the engine's optimizer.
 
     Raises:
-        VPipeConfigError: it does not work with the optimizer or the delays; on every rank.
+        VPipeConfigError: it does not work with the optimizer; on every rank.
     """
     if config.staleness is not None:
-        delays = stage.delays()
-        refuse_delays(config.staleness, delays)
         # Made on all stages, so that all refuse what cannot be; around the base optimizer, wherever DeepSpeed has it.
-        mine = delays[stage.number]
+        mine = stage.delays()[stage.number]
         mitigation = StalenessMitigation(engine.basic_optimizer, config.staleness, mine, stage.delay_warmup)
         stage.mitigation = mitigation if mine > 0 else None
 

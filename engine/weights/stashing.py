@@ -90,11 +90,6 @@ class WeightStashingOptimizer:
         return self.versions.latest
 
     @property
-    def current_version(self) -> int:
-        """Version that the parameters hold at this moment."""
-        return self.versions.pointed
-
-    @property
     def num_versions(self) -> int:
         """Versions alive, the newest included."""
         return len(self.versions.alive)

@@ -55,12 +55,12 @@ def test_versions_are_keyed_by_micro_batch() -> None:
         assert forward(weight, optimizer, micro_batch) == micro_batch
         assert optimizer.version_of(micro_batch) == micro_batch
         optimizer.step()
-    assert (optimizer.latest_version, optimizer.current_version, optimizer.num_versions) == (4, 4, 5)
+    assert (optimizer.latest_version, optimizer.versions.pointed, optimizer.num_versions) == (4, 4, 5)
     for micro_batch in (2, 0, 3, 1):  # in any order
         optimizer.load_old_params(micro_batch)
-        assert float(weight.detach()) == optimizer.current_version == micro_batch
+        assert float(weight.detach()) == optimizer.versions.pointed == micro_batch
         optimizer.load_new_params()
-        assert float(weight.detach()) == optimizer.current_version == 4
+        assert float(weight.detach()) == optimizer.versions.pointed == 4
         optimizer.release(micro_batch)
     assert optimizer.num_versions == 1
     assert list(optimizer.versions.alive) == [4]
@@ -123,7 +123,7 @@ def test_weight_sync_none_sees_the_newest_weights() -> None:
     optimizer.step()
     optimizer.load_old_params(0)
     assert float(weight.detach()) == 1
-    assert optimizer.current_version == 1
+    assert optimizer.versions.pointed == 1
     optimizer.release(0)
     assert weight.data_ptr() == storage
     assert (optimizer.latest_version, optimizer.num_versions) == (1, 1)
@@ -136,7 +136,7 @@ def test_keep_from_holds_versions_for_forward_passes_to_come() -> None:
         optimizer.step()
     assert list(optimizer.versions.alive) == [0, 1, 2, 3]
     assert forward(weight, optimizer, 0, version=1) == 1
-    assert optimizer.current_version == 3
+    assert optimizer.versions.pointed == 3
     optimizer.keep_from(2)
     assert list(optimizer.versions.alive) == [1, 2, 3]
     optimizer.load_old_params(0)
@@ -263,7 +263,7 @@ def test_errors() -> None:
     optimizer.step()
     with pytest.raises(KeyError), optimizer.forward(0, version=0):
         pass
-    assert optimizer.current_version == 1
+    assert optimizer.versions.pointed == 1
 
 
 def test_a_failing_forward_pass_leaves_nothing_in_flight() -> None:
@@ -272,7 +272,7 @@ def test_a_failing_forward_pass_leaves_nothing_in_flight() -> None:
     optimizer.step()
     with pytest.raises(ZeroDivisionError), optimizer.forward(0, version=0):
         raise ZeroDivisionError
-    assert optimizer.current_version == 1
+    assert optimizer.versions.pointed == 1
     with pytest.raises(KeyError):
         optimizer.version_of(0)
 

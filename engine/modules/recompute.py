@@ -394,18 +394,18 @@ def apply_recompute(
     alone.
     """
     segment = Segment(0, len(module.forward_funcs), ratio, random_states, swap_ratio, swap, stashed)
+    idle = segment.first == segment.stop and not segment.swapped
 
     def run(module: PipelineModule, inputs: Any) -> Any:
         if module.activation_checkpoint_interval > 0:  # by set_checkpoint_interval(), as DeepSpeed has it
             return type(module).forward(module, inputs)
         module.micro_offset += 1
-        if segment.first == segment.stop and not segment.swapped:  # then layers may come and go
+        if idle:  # then layers may come and go
             return _run(module, 0, len(module.forward_funcs), module.micro_offset + 1, inputs)
         return segment.run_part(module, inputs, module.micro_offset + 1)
 
     is_set_up = _RUN in vars(module)
     by_deepspeed = isinstance(module, PieceModule) or module.activation_checkpoint_interval > 0
-    idle = segment.first == segment.stop and not segment.swapped
     if has_own_forward(module) or (idle and by_deepspeed and not is_set_up):
         return
     vars(module)[_RUN] = run

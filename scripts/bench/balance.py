@@ -61,7 +61,7 @@ from deepspeed.pipe import LayerSpec
 import ds_vpipe
 
 CASES = ("worst", "slower", "frozen")
-SLOW_STAGE, SLOWER = 1, 2.0
+SLOW_STAGE, SLOWER, SLOWER_AT = 1, 2.0, 200
 SEQUENCE, PLAIN_BATCH = 32, 4
 ARMS = {
     "stock": "DeepSpeed, even split",
@@ -161,14 +161,14 @@ def train(case: str, arm: str, rank: int, options: argparse.Namespace) -> tuple[
 
 def changes_at(case: str, options: argparse.Namespace) -> int:
     """Update at which something changes, 0 for the start."""
-    return {"slower": options.slower_at, "frozen": options.frozen_at}.get(case, 0)
+    return {"slower": SLOWER_AT, "frozen": options.frozen_at}.get(case, 0)
 
 
 def train_jittery(sigma: float, follows: bool, rank: int, options: argparse.Namespace) -> tuple[Row, list[str]]:
     """Mean milliseconds per micro-batch of the second half of all updates, and lines of the decisions."""
     block: dict[str, Any] = {"partition": "uniform"}
     if follows:
-        replan = {"every": options.every, "max_staleness": options.max_staleness}
+        replan = {"every": options.every, "max_staleness": 3}
         block |= {"stage_to_depth_map": "auto", "replan": replan}
     specs = [LayerSpec(Jittery, options.stage_ms, sigma, rank) for _ in range(options.stages)]
     engine = engine_for(specs, options.stages, ds_config(options.micro_batches, block))
@@ -318,7 +318,6 @@ parser.add_argument("--layer-ms", type=float, default=24.0, help="per layer and 
 parser.add_argument("--micro-batches", type=int, default=2)
 parser.add_argument("--every", type=int, default=20, help="updates between two looks")
 parser.add_argument("--updates", type=int, help="of each run; default: 80 after a change, else 200")
-parser.add_argument("--slower-at", type=int, default=200, help="update at which a stage slows down")
 parser.add_argument("--frozen-at", type=int, default=100, help="update at which layers are frozen")
 parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
 parser.add_argument("--at-once", type=int, help="arms of K processes that run at the same time; default: all")
@@ -328,7 +327,6 @@ parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
 parser.add_argument("--plain", action="store_true", help="the plain model, and nothing else")
 parser.add_argument("--jitter", type=float, nargs="+", help="sigmas of pipelines whose passes vary, nothing else")
 parser.add_argument("--stage-ms", type=float, default=48.0, help="per stage and micro-batch, of these")
-parser.add_argument("--max-staleness", type=int, default=3, help="of these")
 parser.add_argument("--vocabulary", type=int, default=16384, help="of the plain model")
 parser.add_argument("--repetitions", type=int, default=5, help="turns of all arms")
 parse = parser.parse_args

@@ -162,16 +162,12 @@ def compare_times(say: Say, cases: Sequence[Case], options: argparse.Namespace) 
     say(f"file: {bandwidth / 1e9:.1f} GB/s")
 
 
-def describe(case: Case, memories: Sequence[Any], peaks: Sequence[int], errors: Sequence[float], parts: bool) -> str:
-    """A row of the table. With ``parts`` a line more for each stage, what its prediction is made of."""
+def describe(case: Case, memories: Sequence[Any], peaks: Sequence[int], errors: Sequence[float]) -> str:
+    """A row of the table."""
     totals = " ".join(f"{show_bytes(memory.total):>7}" for memory in memories)
     measured = " ".join(f"{show_bytes(peak):>7}" for peak in peaks)
     off = " ".join(f"{100 * error:+5.1f}" for error in errors)
-    text = f"{case.name:28} M={case.micro_batches} | predicted {totals} | measured {measured} | off by {off} %"
-    for stage, memory in enumerate(memories if parts else []):
-        names = [name for name, size in memory.to_json().items() if size and name != "total"]
-        text += f"\n  stage {stage}: " + ", ".join(f"{name} {show_bytes(getattr(memory, name))}" for name in names)
-    return text
+    return f"{case.name:28} M={case.micro_batches} | predicted {totals} | measured {measured} | off by {off} %"
 
 
 def work(rank: int, say: Say, options: argparse.Namespace) -> None:
@@ -189,7 +185,7 @@ def work(rank: int, say: Say, options: argparse.Namespace) -> None:
         memories = predicted(profile, case, options).rank_memory()
         errors = [memory.total / peak - 1 for memory, peak in zip(memories, peaks, strict=True)]
         worst = max(worst, *map(abs, errors))
-        say(describe(case, memories, peaks, errors, options.parts))
+        say(describe(case, memories, peaks, errors))
     say(f"largest difference: {100 * worst:.1f} %")
 
 
@@ -198,7 +194,6 @@ parser.add_argument("--stages", type=int, default=4, help="K")
 add_sizes(parser, hidden=256, layers=8, vocabulary=4096, batch=8, sequence=128)
 parser.add_argument("--cases", nargs="*", help="names of cases; default: all")
 parser.add_argument("--time", type=int, default=0, metavar="N", help="time N micro-batches of cases in turns")
-parser.add_argument("--parts", action="store_true", help="say what each prediction is made of")
 parse = parser.parse_args
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -49,7 +50,7 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
         kind = getattr(sys.modules.get("transformers.integrations.deepspeed"), "HfTrainerDeepSpeedConfig", None)
         if kind is not None:
             finalize = functools.partialmethod(_finalize, kind.trainer_config_finalize)
-            finalizes.enter_context(replaced(kind, "trainer_config_finalize", finalize))
+            finalizes.enter_context(patch.object(kind, "trainer_config_finalize", finalize))
 
     slices = deepspeed.tp_model_init
 
@@ -58,9 +59,9 @@ def accelerators_of_pipelines(stages_of: Callable[[Mapping[str, Any]], int]) -> 
 
     with (
         ExitStack() as finalizes,
-        replaced(PartialState, "__init__", _then(PartialState.__init__, _count_ranks)),
-        replaced(Accelerator, "__init__", _then(Accelerator.__init__, tell)),
-        replaced(deepspeed, "tp_model_init", whole),
+        patch.object(PartialState, "__init__", _then(PartialState.__init__, _count_ranks)),
+        patch.object(Accelerator, "__init__", _then(Accelerator.__init__, tell)),
+        patch.object(deepspeed, "tp_model_init", whole),
     ):
         yield
 
@@ -95,17 +96,6 @@ def _then(init: Callable[..., None], then: Callable[[Any], None]) -> Callable[..
         then(made)
 
     return both
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Context in which an attribute has another value."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _count_ranks(state: Any) -> None:
@@ -195,7 +185,7 @@ def _gather_for_metrics(
     def gather_objects(objects: Any) -> Any:
         return gather_object([] if accelerator.process_index % stages else objects)
 
-    with replaced(accelerator, "gather", gather), replaced(module, "gather_object", gather_objects):
+    with patch.object(accelerator, "gather", gather), patch.object(module, "gather_object", gather_objects):
         return theirs(input_data, use_gather_object)
 
 

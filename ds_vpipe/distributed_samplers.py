@@ -9,12 +9,11 @@ import functools
 import weakref
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from deepspeed.utils import logger
 from torch.utils.data.distributed import DistributedSampler
-
-from ds_vpipe.accelerators import replaced
 
 _SHARE = {"num_replicas", "rank", "num_samples", "total_size"}
 
@@ -29,7 +28,7 @@ class DistributedSamplers:
         self._made: weakref.WeakKeyDictionary[DistributedSampler[Any], tuple[Any, ...]] = weakref.WeakKeyDictionary()
         self._place: tuple[int, int] | None = None
 
-    def watching(self) -> AbstractContextManager[None]:
+    def watching(self) -> AbstractContextManager[object]:
         """Context in which samplers that are made are seen."""
         original = DistributedSampler.__init__
 
@@ -39,7 +38,7 @@ class DistributedSamplers:
             self._made[sampler] = (original, dataset, args, kw, _length(sampler))
             self._deal(sampler)
 
-        return replaced(DistributedSampler, "__init__", make)
+        return patch.object(DistributedSampler, "__init__", make)
 
     def deal(self, replicas: int, replica: int) -> None:
         """Share the data of samplers for all ranks, also of later ones, among ``replicas``; ``replica`` is this one."""

@@ -5,13 +5,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
 
-from ds_vpipe.accelerators import own_config, replaced
+from ds_vpipe.accelerators import own_config
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson, load_deepspeed_json
 from ds_vpipe.engine.build import Prepared, prepare
@@ -83,7 +84,7 @@ def _initialize(theirs: Callable[..., Any], given: dict[str, Any]) -> tuple[Any,
         json, prepared = _prepare_whole(given, model, json, config)
         kind = VPipeLoopEngine
     # DeepSpeed looks its pipeline engine up by name when it builds one.
-    engine_class = replaced(deepspeed, "PipelineEngine", functools.partial(kind, prepared=prepared))
+    engine_class = patch.object(deepspeed, "PipelineEngine", functools.partial(kind, prepared=prepared))
     with engine_class, _found_by_deepspeed(given, json.content):
         return tuple(theirs(**given))
 
@@ -109,12 +110,12 @@ def deepspeed_initialize() -> Any:
     return getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
 
 
-def _found_by_deepspeed(given: dict[str, Any], ds_config: Mapping[str, Any]) -> AbstractContextManager[None]:
+def _found_by_deepspeed(given: dict[str, Any], ds_config: Mapping[str, Any]) -> AbstractContextManager[object]:
     """Context in which DeepSpeed finds ``ds_config`` where the script has given its configuration."""
     args = given.get("args")
     for name in _IN_ARGUMENTS:
         if getattr(args, name, None) is not None:
-            return replaced(args, name, ds_config)  # not a copy of args: DeepSpeed writes into it
+            return patch.object(args, name, ds_config)  # not a copy of args: DeepSpeed writes into it
     given["config"] = ds_config
     return nullcontext()
 

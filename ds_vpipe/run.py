@@ -132,10 +132,12 @@ def made_of(kind: type[Any]) -> Iterator[weakref.WeakSet[Any]]:
 @contextmanager
 def blocks_are_read() -> Iterator[None]:
     """Inside, a ``"vpipe"`` block in the JSON of a pipeline engine that does not read it is refused."""
+    from unittest.mock import patch
+
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     from ds_vpipe.config.deepspeed_json import DeepSpeedJson
-    from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, overridden
+    from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
     from ds_vpipe.errors import VPipeConfigError
 
     theirs = PipelineEngine.__init__
@@ -151,7 +153,7 @@ def blocks_are_read() -> Iterator[None]:
                 f"that, or remove the block"
             )
 
-    with overridden(PipelineEngine, "__init__", init):
+    with patch.object(PipelineEngine, "__init__", init):
         yield
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -232,7 +233,7 @@ class PatchedPipelineEngine(PipelineEngine):
             # Without ZeRO, stages in half precision reduce the gradient norm group by group; see fill_groups().
             by_group = self.get_data_types()[0] != torch.float32 and not self.zero_optimization()
             model_parameters = trainable(listed(model_parameters) or [], self.placeholder, each_group=by_group)
-        with overridden(self, "mpu", self._optimizer_grid):
+        with patch.object(self, "mpu", self._optimizer_grid):
             super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _configure_basic_optimizer(self, model_parameters: list[Any]) -> torch.optim.Optimizer:
@@ -257,7 +258,7 @@ class PatchedPipelineEngine(PipelineEngine):
     def _configure_fp16_optimizer(self, optimizer: torch.optim.Optimizer, low_precision_dtype: torch.dtype) -> Any:
         # DeepSpeed makes the optimizer's state by an update with zero gradients, which applies weight decay and
         # counts in Adam's bias correction. The state makes itself at the first real update.
-        with overridden(optimizer, "step", lambda *args, **kwargs: None):
+        with patch.object(optimizer, "step", lambda *args, **kwargs: None):
             wrapped = super()._configure_fp16_optimizer(optimizer, low_precision_dtype)
         if hasattr(wrapped, "fused_lamb_legacy"):
             # That hands gradients to the kernel of DeepSpeed's LAMB: it takes none in bf16, and whatever else looks at
@@ -346,19 +347,6 @@ def _without_handshake() -> Iterator[None]:
             yield
         finally:
             p2p.send, p2p.recv = kept
-
-
-@contextmanager
-def overridden(target: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, an attribute of one object has another value."""
-    before = vars(target).get(name)  # such as the step() that a learning-rate scheduler has patched
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        delattr(target, name)
-        if before is not None:
-            setattr(target, name, before)
 
 
 def end_workers(loader: Any) -> None:

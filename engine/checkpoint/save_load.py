@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
@@ -23,7 +24,7 @@ from ds_vpipe.checkpoints.damage import files_of, refuse_damage, share_of
 from ds_vpipe.checkpoints.pipeline_checkpoint import names_layer, previous_folder
 from ds_vpipe.engine.checkpoint import rank_state, reshape
 from ds_vpipe.engine.checkpoint.parameter_states import with_owners_states
-from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine, overridden
+from ds_vpipe.engine.deepspeed_internals import PatchedPipelineEngine
 from ds_vpipe.engine.execution.drain import restart_at
 from ds_vpipe.engine.modules.recompute import layer_numbers
 from ds_vpipe.engine.stage import Stage
@@ -90,7 +91,7 @@ class Checkpoints:
         try:
             with all_or_none(what):
                 states = with_owners_states(engine, stage.ties, stage.consensus.of_replicas)
-            with nullcontext() if states is None else overridden(engine.optimizer, "state_dict", lambda: states):
+            with nullcontext() if states is None else patch.object(engine.optimizer, "state_dict", lambda: states):
                 deepspeed_save(save_dir, name, client_state or {}, False, exclude_frozen_parameters)
             self.write(rank_state.save, engine, stage, unfinished)
             self.write(_to_disk, unfinished)
@@ -216,7 +217,7 @@ class Checkpoints:
         stage.half_loaded = True
         with (
             stage.consensus.all_or_none("load_checkpoint(): weights"),
-            overridden(module, "_synchronize_tied_weights", lambda: None),  # it would wait for a rank that failed
+            patch.object(module, "_synchronize_tied_weights", lambda: None),  # it would wait for a rank that failed
         ):
             deepspeed_load(*args, **kwargs)
         module._synchronize_tied_weights()

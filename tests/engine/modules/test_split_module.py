@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import cases
 import deepspeed
@@ -19,7 +20,6 @@ from worlds import Worlds
 
 import ds_vpipe
 from ds_vpipe import export
-from ds_vpipe.accelerators import replaced
 from ds_vpipe.config import VPipeConfig
 from ds_vpipe.config.deepspeed_json import DeepSpeedJson
 from ds_vpipe.engine.build import prepare
@@ -59,7 +59,7 @@ def train(kind: str, tied: bool, partition: Any, settings: dict[str, Any], folde
     # initialize() gives the engine for loops; the pieces have to work in the other one as well.
     prepared = prepare(split, DeepSpeedJson(ds_config), VPipeConfig.parse(ds_config["vpipe"]), None, None)
     given = {"model": split, "model_parameters": prepared.model_parameters, "config": ds_config}
-    with replaced(deepspeed, "PipelineEngine", partial(VPipeEngine, prepared=prepared)):
+    with patch.object(deepspeed, "PipelineEngine", partial(VPipeEngine, prepared=prepared)):
         engine = deepspeed_initialize()(**given)[0]
     held = sum(p.numel() for p in engine.module.parameters()), any(p.is_meta for p in split.user_module.parameters())
     if folder is not None and meta:

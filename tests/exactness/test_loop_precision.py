@@ -11,7 +11,7 @@ import reference
 import torch
 import toy
 from test_exactness import OPTIMIZERS, adamw, difference, sgd
-from test_precision import FP16, STATIC, ZERO_1
+from test_precision import FP16, ZERO_1
 from worlds import Worlds
 
 from ds_vpipe.partition import uniform_partition
@@ -20,6 +20,7 @@ from ds_vpipe.schedules.one_f_one_b import default_depths
 pytestmark = pytest.mark.mp
 
 STAGES, MICRO_BATCHES, ROUNDS, LAYERS = 4, 2, 24, 10
+STATIC = {"fp16": {"enabled": True, "loss_scale": 128.0}}
 
 
 def config(optimizer: str, **precision: Any) -> dict[str, Any]:

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.mp
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 4, "hysteresis": 1}}
-STATIC = {"fp16": {"enabled": True, "loss_scale": 128.0}}
 
 
 def replayed(stages: int, micro_batches: int, make_optimizer: Any, **options: Any) -> reference.Replay:
@@ -138,20 +137,6 @@ def test_fp16_with_dynamic_loss_scale(worlds: Worlds, stages: int, micro_batches
         assert [report["skipped"] for report in mine] == skipped, extra
         assert (stages, micro_batches) != (4, 2) or len(set(skipped)) > 1
         assert difference(cases.merged(mine), wanted.parameters()) <= 2e-3, extra
-
-
-def test_fp16_with_static_loss_scale(worlds: Worlds) -> None:
-    extras: list[dict[str, Any]] = [ZERO_1, {}]
-    configs = [
-        cases.config(
-            2, OPTIMIZERS["SGD"][0], {"partition": "uniform"}, **STATIC, **extra, zero_allow_untested_optimizer=True
-        )
-        for extra in extras
-    ]
-    reports = worlds.run(4, cases.train_each, configs, 4, MICRO_BATCHES // 2)
-    wanted = replayed(4, 2, sgd, dtype=torch.float16, scaler=reference.Scaler(128.0, dynamic=False))
-    for position, extra in enumerate(extras):
-        assert difference(cases.merged([r[position] for r in reports]), wanted.parameters()) <= 2e-3, extra
 
 
 @pytest.mark.parametrize("block", [{}, {"sync_mode": "bsp"}])
